@@ -1,0 +1,65 @@
+"""arrowcache: a rolling local cache of Arrow segments for training data that lives far away.
+
+General layout, from top to bottom; an import only points down:
+
+    cache.py                 the public Cache
+    torch/                   batches as PyTorch tensors (imports torch: `import arrowcache.torch`)
+    sampling/                samplers: user code that draws samples, on any executor
+    reading/                 snapshots, orders, the arena, loaders: one pass over what is there
+    storage/                 the folder: publish, evict, lease, recover
+    arrow/                   schema <-> columns, segment <-> file
+    errors.py, units.py      the exception tree; sizes in bytes
+
+sampling and reading meet in storage and nowhere else.
+"""
+
+from arrowcache.arrow.schema import Binary, Ragged, Schema, String, Tensor, Timestamp
+from arrowcache.cache import Cache
+from arrowcache.errors import (
+    ArrowCacheError,
+    CacheFormatError,
+    CacheFullError,
+    CorruptSegmentError,
+    LoaderTimeoutError,
+    LockTimeoutError,
+    SamplerError,
+    SchemaError,
+)
+from arrowcache.reading.loader import Loader, LoaderStats
+from arrowcache.reading.placement import Values
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.sampling.pool import PoolStats, SamplerPool
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.store import CacheStats
+from arrowcache.storage.verification import Problem
+from arrowcache.storage.writer import Writer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArrowCacheError",
+    "Binary",
+    "Cache",
+    "CacheFormatError",
+    "CacheFullError",
+    "CacheStats",
+    "CorruptSegmentError",
+    "Loader",
+    "LoaderStats",
+    "LoaderTimeoutError",
+    "LockTimeoutError",
+    "PoolStats",
+    "Problem",
+    "Ragged",
+    "SamplerError",
+    "SamplerPool",
+    "Schema",
+    "SchemaError",
+    "SegmentInfo",
+    "Snapshot",
+    "String",
+    "Tensor",
+    "Timestamp",
+    "Values",
+    "Writer",
+]

@@ -1,0 +1,146 @@
+"""SegmentBuilder: collects samples into the columns of one segment. Pure memory, no I/O.
+
+It owns one buffer a column, allocated once and reused for every segment; `encode()` refers to
+them, so what it returns is to be written before `clear()`. `convert` checks a whole sample
+before anything is taken: a bad one changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow import convert, segment
+from arrowcache.arrow.schema import Schema
+from arrowcache.arrow.segment import Column, EncodedSegment, VariableColumn
+from arrowcache.errors import SchemaError
+from arrowcache.units import format_bytes
+
+_NO_SIZES: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Checked samples, column by column: arrays with a leading axis, and (bytes, elements) a value."""
+
+    count: int
+    fixed: dict[str, NDArray[Any]]
+    variable: dict[str, list[tuple[memoryview, int]]]
+    variable_bytes: NDArray[np.int64]  # (count,): of each row; empty without variable columns
+
+
+class SegmentBuilder:
+    """Rows on their way into one segment.
+
+    Args:
+        schema: what a sample holds.
+        full_rows: rows of a full segment.
+        segment_bytes: upper bound on the segment's file.
+    """
+
+    def __init__(self, schema: Schema, full_rows: int, segment_bytes: int) -> None:
+        self._schema = schema
+        self._full_rows = full_rows
+        self._segment_bytes = segment_bytes
+        self._empty_bytes = segment.encoded_bytes_bound(schema, 0)
+        self._row_bytes = segment.row_bytes(schema)
+        self._fixed = {n: np.empty((full_rows, *t.shape), t.numpy_dtype) for n, t in schema.fixed.items()}
+        self._offsets = {n: np.zeros(full_rows + 1, np.int32) for n in schema.variable}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the rows; buffers of variable length are made anew, the others reused."""
+        self.rows = 0
+        self._variable_bytes = 0
+        self._data = {name: bytearray() for name in self._schema.variable}
+
+    @property
+    def is_full(self) -> bool:
+        return self.rows == self._full_rows
+
+    def convert(self, sample: Mapping[str, Any], *, many: bool) -> Rows:
+        """Check one sample, or many along a leading axis, and convert it to rows.
+
+        Raises: SchemaError: names the field, what was expected and what came. ValueError: a row
+            larger than a segment.
+        """
+        if missing := [name for name in self._schema if name not in sample]:
+            raise SchemaError(f"sample lacks {', '.join(map(repr, missing))}: it has {', '.join(sample)}")
+        if extra := [name for name in sample if name not in self._schema]:
+            raise SchemaError(
+                f"sample has {', '.join(map(repr, extra))}, which the schema lacks: "
+                f"it has {', '.join(self._schema)}"
+            )
+        count = None
+        if many:
+            counts = {n: convert.count_rows(n, sample[n]) for n in self._schema}
+            if len(set(counts.values())) != 1:
+                raise SchemaError(f"fields have different numbers of samples: {counts}")
+            count = next(iter(counts.values()))
+        fixed = {
+            name: convert.fixed_rows(name, kind, sample[name], count)
+            for name, kind in self._schema.fixed.items()
+        }
+        variable = {
+            name: [
+                convert.variable_row(name, kind, value)
+                for value in (sample[name] if many else [sample[name]])
+            ]
+            for name, kind in self._schema.variable.items()
+        }
+        if not variable:
+            return Rows(1 if count is None else count, fixed, variable, _NO_SIZES)
+        sizes = np.zeros(1 if count is None else count, np.int64)
+        for values in variable.values():
+            sizes += np.fromiter((data.nbytes for data, _ in values), np.int64, len(values))
+        rows = Rows(len(sizes), fixed, variable, sizes)
+        widest = int(sizes.max(initial=0))
+        if widest > segment.MAX_ELEMENTS:
+            raise ValueError(
+                f"a row has {format_bytes(widest)} of variable length, and Arrow's offsets end at "
+                f"{format_bytes(segment.MAX_ELEMENTS)}: split it"
+            )
+        largest = self._empty_bytes + self._row_bytes + widest
+        if largest > self._segment_bytes:
+            raise ValueError(
+                f"a row needs a segment of up to {format_bytes(largest)}, and segment_bytes is "
+                f"{format_bytes(self._segment_bytes)}: create the cache with a larger segment_bytes"
+            )
+        return rows
+
+    def take(self, rows: Rows, start: int) -> int:
+        """Copy rows[start:] in, as many as fit; returns how many, 0 when the segment is full."""
+        count = min(rows.count - start, self._full_rows - self.rows)
+        if rows.variable:
+            room = self._segment_bytes - self._empty_bytes - self._row_bytes * self.rows
+            added = np.cumsum(rows.variable_bytes[start : start + count])
+            used = added + self._row_bytes * np.arange(1, count + 1)
+            fits = (used <= room - self._variable_bytes) & (
+                added <= segment.MAX_ELEMENTS - self._variable_bytes
+            )
+            count = int(np.count_nonzero(fits))  # sizes only rise
+        stop = self.rows + count
+        for name, array in rows.fixed.items():
+            self._fixed[name][self.rows : stop] = array[start : start + count]
+        for name, values in rows.variable.items():
+            taken = values[start : start + count]
+            for data, _ in taken:
+                self._data[name] += data
+            elements = np.fromiter((n for _, n in taken), np.int64, count)
+            offsets = self._offsets[name]
+            offsets[self.rows + 1 : stop + 1] = offsets[self.rows] + np.cumsum(elements)
+        if rows.variable:
+            self._variable_bytes += int(rows.variable_bytes[start : start + count].sum())
+        self.rows = stop
+        return count
+
+    def encode(self) -> EncodedSegment:
+        """The rows as a segment; it refers to this builder's memory until `clear()`."""
+        columns: dict[str, Column] = {n: buffer[: self.rows] for n, buffer in self._fixed.items()}
+        for name, data in self._data.items():
+            columns[name] = VariableColumn(self._offsets[name][: self.rows + 1], data)
+        return segment.encode(self._schema, columns)

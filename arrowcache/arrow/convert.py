@@ -1,0 +1,240 @@
+"""Values of a sample to what a column stores: exact, or a SchemaError that says how.
+
+A value that NumPy would have to round, wrap or guess is refused. Arrays and tensors must
+satisfy `np.can_cast(src, dst, "safe")`; Python numbers and lists must be exactly
+representable. Nothing here copies more than it must: an array of the right dtype passes as it is.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import (
+    Binary,
+    FieldType,
+    FixedType,
+    String,
+    Tensor,
+    Timestamp,
+    VariableType,
+)
+from arrowcache.errors import SchemaError
+
+_BFLOAT16_EXACT = ("bool", "int8", "uint8")
+
+
+def infer_type(name: str, value: object) -> FieldType:
+    """The logical type of one value.
+
+    Raises: SchemaError: a value that no type holds.
+    """
+    if isinstance(value, str):
+        return String()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return Binary()
+    if isinstance(value, dt.datetime | np.datetime64):
+        return Timestamp()
+    array, dtype = _as_array(name, value)
+    try:
+        return Tensor(dtype, array.shape)
+    except ValueError as error:
+        raise SchemaError(f"field {name!r}: {error}") from None
+
+
+def fixed_rows(name: str, kind: FixedType, values: object, rows: int | None) -> NDArray[Any]:
+    """Convert one sample's value (rows=None) or that of many for a fixed-width column.
+
+    Returns: shape (1, *shape) or (rows, *shape), dtype kind.numpy_dtype; a view where it can be.
+    Raises: SchemaError: names the field, what was expected and what came.
+    """
+    expected = kind.shape if rows is None else (rows, *kind.shape)
+    if type(values) is np.ndarray and values.dtype == kind.numpy_dtype and values.shape == expected:
+        return values[None] if rows is None else values
+    if rows == 0:
+        return np.empty(expected, kind.numpy_dtype)
+    if isinstance(kind, Timestamp):
+        array = _timestamps(name, values)
+    else:
+        array = _exact(name, kind.dtype, kind.numpy_dtype, values)
+    if array.shape != expected:
+        hint = "" if rows is not None or array.shape[1:] != kind.shape else "; many samples: extend()"
+        raise SchemaError(f"field {name!r}: expected shape {expected}, got {array.shape}{hint}")
+    return array[None] if rows is None else array
+
+
+def variable_row(name: str, kind: VariableType, value: object) -> tuple[memoryview, int]:
+    """Convert one sample's value for a variable-length column.
+
+    Returns: its bytes, and its length in stored elements.
+    Raises: SchemaError: names the field, what was expected and what came.
+    """
+    if isinstance(kind, String):
+        if not isinstance(value, str):
+            raise SchemaError(f"field {name!r}: expected str, got {_describe(value)}")
+        try:
+            data = memoryview(value.encode())
+        except UnicodeEncodeError as error:
+            raise SchemaError(f"field {name!r}: {value!r} is not valid Unicode: {error}") from None
+        return data, data.nbytes
+    if isinstance(kind, Binary):
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise SchemaError(f"field {name!r}: expected bytes, got {_describe(value)}")
+        data = memoryview(value)
+        data = data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
+        return data, data.nbytes
+    array = _exact(name, kind.dtype, kind.numpy_dtype, value)
+    if array.shape == (0,):  # an empty list has no inner shape of its own
+        array = array.reshape(0, *kind.inner_shape)
+    if array.ndim == 0 or array.shape[1:] != kind.inner_shape:
+        wanted = ", ".join(["any", *map(str, kind.inner_shape)])
+        raise SchemaError(f"field {name!r}: expected shape ({wanted}), got {array.shape}")
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return flat.data, len(array) * kind.elements
+
+
+def count_rows(name: str, values: Any) -> int:
+    """How many samples a leading axis holds.
+
+    Raises: SchemaError: no leading axis.
+    """
+    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+        raise SchemaError(
+            f"field {name!r}: extend() takes many samples along a leading axis, "
+            f"got {_describe(values)}; one sample: append()"
+        )
+    try:
+        return len(values)
+    except TypeError:  # a 0-d array
+        raise SchemaError(
+            f"field {name!r}: expected a leading axis, got {_describe(values)}; one sample: append()"
+        ) from None
+
+
+def _as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
+    """Any array-like as ndarray, with its dtype's name; bfloat16 arrives as uint16 bits."""
+    if hasattr(value, "detach"):  # torch: NumPy cannot take bfloat16, gradients or device memory
+        value = value.detach().cpu()
+        if str(value.dtype) == "torch.bfloat16":
+            return _upper_half(value.float().numpy()), "bfloat16"
+    if isinstance(value, np.ma.MaskedArray):
+        raise SchemaError(f"field {name!r}: columns have no missing values: fill the masked array first")
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise SchemaError(f"field {name!r}: {_describe(value)} is not an array: {error}") from None
+    if array.dtype.name == "bfloat16":  # ml_dtypes, which TensorFlow and JAX use
+        return array.view(np.uint16), "bfloat16"
+    if array.dtype.kind not in "biufcM":
+        raise SchemaError(f"field {name!r}: expected numbers, got {_describe(value)}")
+    return array, array.dtype.name
+
+
+def _exact(name: str, dtype: str, target: np.dtype[Any], value: object) -> NDArray[Any]:
+    """Convert to the column's dtype without any loss."""
+    array, source = _as_array(name, value)
+    is_python = isinstance(value, bool | int | float | complex | Sequence)
+    if dtype == "bfloat16":
+        return _bfloat16_bits(name, array, source, is_python)
+    if source == dtype and not _lost_digits(value, array):
+        return array.astype(target, copy=False)  # a foreign byte order has the same name
+    if source != "bfloat16" and is_python:
+        if (array.dtype.kind != "c" or target.kind == "c") and not _lost_digits(value, array):
+            with np.errstate(all="ignore"):
+                cast = array.astype(target, casting="unsafe")
+                if _is_exact(array, cast):
+                    return cast
+        raise SchemaError(
+            f"field {name!r}: expected {dtype}, and {_shorten(value)} is not exactly one: "
+            f"round it yourself with np.asarray(value).astype({dtype!r})"
+        )
+    if source != "bfloat16" and np.can_cast(array.dtype, target, "safe"):
+        return array.astype(target)
+    raise SchemaError(
+        f"field {name!r}: expected {dtype}, got {source}, which {dtype} cannot hold exactly: "
+        f"write .astype({dtype!r}) if that is meant"
+    )
+
+
+def _is_exact(array: NDArray[Any], cast: NDArray[Any]) -> bool:
+    """Whether a cast of Python numbers kept every value.
+
+    The way back alone does not tell: integers wrap around both ways, and a float out of an
+    integer's range becomes whatever the processor likes.
+    """
+    if cast.dtype.kind == "c" and array.dtype.kind != "c":
+        cast = cast.real
+    for floats, integers in ((array, cast), (cast, array)):
+        if floats.dtype.kind == "f" and integers.dtype.kind in "iu":
+            limits, numbers = np.iinfo(integers.dtype), floats.astype(np.float64)
+            if not np.all((numbers >= float(limits.min)) & (numbers < float(limits.max) + 1)):
+                return False
+    if array.dtype.kind in "iu" and not np.array_equal(array < 0, cast < 0):
+        return False
+    return np.array_equal(cast.astype(array.dtype), array, equal_nan=array.dtype.kind in "fc")
+
+
+def _lost_digits(value: object, array: NDArray[Any]) -> bool:
+    """Whether NumPy rounded a large integer when it made one array of a list of mixed numbers."""
+    if not isinstance(value, list | tuple) or array.dtype.kind not in "fc":
+        return False
+    if not np.any(np.abs(array) >= 2**53):
+        return False
+    numbers = np.asarray(value, object)
+    return bool(np.any((numbers != array) & (array == array)))  # but for NaN
+
+
+def _bfloat16_bits(name: str, array: NDArray[Any], source: str, is_python: bool) -> NDArray[Any]:
+    """bfloat16 as bits: the upper half of a float32."""
+    if source == "bfloat16" or (source == "uint16" and not is_python):
+        return array.astype(np.uint16, copy=False)
+    if (is_python and array.dtype.kind != "c") or source in _BFLOAT16_EXACT:
+        with np.errstate(all="ignore"):
+            single = array.astype(np.float32)
+        single = np.where(np.isnan(single), np.float32(np.nan), single)  # without a payload
+        bits = _upper_half(single)
+        if np.array_equal(single, array, equal_nan=array.dtype.kind == "f") and not np.any(
+            single.view(np.uint32) & 0xFFFF
+        ):
+            return bits
+    raise SchemaError(
+        f"field {name!r}: expected bfloat16, got {source}, which bfloat16 cannot hold exactly: "
+        "give a torch or ml_dtypes bfloat16 array, or the bits as uint16"
+    )
+
+
+def _upper_half(single: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """float32 to the bits of the bfloat16 it truncates to."""
+    return (np.asarray(single).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _timestamps(name: str, value: Any) -> NDArray[Any]:
+    items = value if isinstance(value, list | tuple) else [value]
+    if items and all(isinstance(item, dt.datetime) for item in items):
+        naive = [
+            item.astimezone(dt.timezone.utc).replace(tzinfo=None) if item.tzinfo else item for item in items
+        ]
+        array = np.array(naive, dtype="datetime64[us]")
+        return array if isinstance(value, list | tuple) else array[0:1].reshape(())
+    array = np.asarray(value)
+    if array.dtype.kind != "M" or not np.can_cast(array.dtype, "datetime64[us]", "safe"):
+        raise SchemaError(
+            f"field {name!r}: expected datetime or datetime64[us], got {_describe(value)}: "
+            "write .astype('datetime64[us]') if that is meant"
+        )
+    return array.astype("datetime64[us]", copy=False)
+
+
+def _describe(value: object) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} array of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {_shorten(value)}"
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

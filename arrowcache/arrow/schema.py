@@ -1,0 +1,336 @@
+"""Schema: what a sample holds, and which Arrow column holds it.
+
+A schema maps field names to logical types. Each type knows its physical Arrow type, and a
+schema orders the columns as they lie in a segment: fixed-width ones first, so that their
+buffers start at the same offset in every segment of equally many rows.
+
+    logical                     physical                           read as
+    Tensor(dtype, ())           T                                  (batch,)
+    Tensor(dtype, shape)        list<T>, uniform offsets           (batch, *shape)
+    Ragged(dtype, inner_shape)  list<T>                            values and offsets
+    String(), Binary()          utf8, binary                       list of str, of bytes
+    Timestamp()                 timestamp[us]                      datetime64[us]
+
+T is the primitive type of the dtype; bool is stored as uint8, bfloat16 as uint16, complex64
+and complex128 as float32 and float64 with a trailing 2. NumPy has no bfloat16, so its readers
+see the bits as uint16; PyTorch and TensorFlow see bfloat16. Every column is non-null.
+`list<T>` and not `fixed_size_list`: tensorflow-io 0.37.1 refuses the latter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from arrowcache.errors import SchemaError
+
+RESERVED_NAMES = ("_seq", "_row", "_age_seconds")
+METADATA_KEY = b"arrowcache"
+
+_STORED_AS = {"bool": "uint8", "bfloat16": "uint16", "complex64": "float32", "complex128": "float64"}
+_READ_AS = {"bfloat16": "uint16"}
+_PLAIN = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+DTYPES = ("bool", *_PLAIN, "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+
+
+def dtype_name(dtype: object) -> str:
+    """Name a dtype given as text, NumPy dtype, Python type or torch/TensorFlow dtype.
+
+    Raises: ValueError: a dtype that a column cannot hold.
+    """
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    if name not in DTYPES and dtype is not None:  # which NumPy takes for float64
+        try:
+            name = np.dtype(dtype).name  # type: ignore[call-overload]  # anything NumPy knows
+        except TypeError:
+            pass
+    if name not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} cannot be stored: use one of {', '.join(DTYPES)}")
+    return name
+
+
+@cache
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(_READ_AS.get(name, name))
+
+
+def _shape(shape: object, what: str) -> tuple[int, ...]:
+    try:
+        if isinstance(shape, str):
+            raise TypeError
+        sizes = tuple(operator.index(n) for n in shape)  # type: ignore[attr-defined]  # see the try
+    except TypeError:
+        raise ValueError(f"{what} {shape!r} must be a tuple of positive sizes") from None
+    if any(n <= 0 for n in sizes):
+        raise ValueError(f"{what} {sizes} has a size that is not positive")
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the same dtype and shape in every sample; shape () is a scalar."""
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        object.__setattr__(self, "shape", _shape(self.shape, "shape"))
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype that NumPy readers see."""
+        return _numpy_dtype(self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    @property
+    def elements(self) -> int:
+        """Stored elements of one row: a complex number is two."""
+        return self.row_bytes // np.dtype(_STORED_AS.get(self.dtype, self.dtype)).itemsize
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a row is a list in Arrow, with an offset; else it is one value."""
+        return self.shape != () or self.dtype.startswith("complex")
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        value_type = _arrow_primitive(self.dtype)
+        return _list_of(value_type) if self.is_list else value_type
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """A tensor whose first axis differs from sample to sample; the inner shape is fixed."""
+
+    dtype: str
+    inner_shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        object.__setattr__(self, "inner_shape", _shape(self.inner_shape, "inner_shape"))
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype that NumPy readers see."""
+        return _numpy_dtype(self.dtype)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one entry along the ragged axis."""
+        return math.prod(self.inner_shape) * self.numpy_dtype.itemsize
+
+    @property
+    def elements(self) -> int:
+        """Stored elements of one entry along the ragged axis: a complex number is two."""
+        return self.item_bytes // np.dtype(_STORED_AS.get(self.dtype, self.dtype)).itemsize
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        return _list_of(_arrow_primitive(self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class String:
+    """A text, stored as UTF-8."""
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        return pa.utf8()
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """Bytes of any length."""
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        return pa.binary()
+
+
+@dataclass(frozen=True, slots=True)
+class Timestamp:
+    """A moment in microseconds, without a time zone (UTC by convention)."""
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype that NumPy readers see."""
+        return np.dtype("datetime64[us]")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return 8
+
+    @property
+    def elements(self) -> int:
+        return 1
+
+    @property
+    def is_list(self) -> bool:
+        return False
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        return pa.timestamp("us")
+
+
+FixedType = Tensor | Timestamp
+VariableType = Ragged | String | Binary
+FieldType = FixedType | VariableType
+_TYPES = {kind.__name__.lower(): kind for kind in (Tensor, Ragged, String, Binary, Timestamp)}
+
+
+def _arrow_primitive(dtype: str) -> pa.DataType:
+    return pa.from_numpy_dtype(np.dtype(_STORED_AS.get(dtype, dtype)))
+
+
+def _list_of(value_type: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("item", value_type, nullable=False))
+
+
+class Schema(Mapping[str, FieldType]):
+    """The fields of a sample, in the order given. Immutable, hashable, comparable.
+
+    Args:
+        fields: name -> Tensor, Ragged, String, Binary or Timestamp.
+    Raises: ValueError: no field, or a name that is empty or reserved. TypeError: not a type.
+    """
+
+    def __init__(self, fields: Mapping[str, FieldType]) -> None:
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"a schema is a mapping of field names to types, not {fields!r}")
+        self._fields = dict(fields)
+        if not self._fields:
+            raise ValueError("a schema needs at least one field")
+        for name, kind in self._fields.items():
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"field name {name!r} must be a non-empty text")
+            if name in RESERVED_NAMES:
+                raise ValueError(f"field name {name!r} is reserved for Loader(with_ids=True)")
+            if not isinstance(kind, tuple(_TYPES.values())):
+                raise TypeError(
+                    f"field {name!r}: expected one of {', '.join(t.__name__ for t in _TYPES.values())}"
+                    f" such as Tensor('float32', (3, 4)), got {kind!r}"
+                )
+        _ = self.arrow  # a name that Arrow cannot hold fails here
+
+    def __getitem__(self, name: str) -> FieldType:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schema):
+            return NotImplemented
+        return list(self._fields.items()) == list(other._fields.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._fields.items()))
+
+    def __repr__(self) -> str:
+        return f"Schema({self._fields!r})"
+
+    @classmethod
+    def infer(cls, sample: Mapping[str, Any]) -> Schema:
+        """Derive the schema of one sample: arrays and tensors, numbers, str, bytes, datetimes.
+
+        Python int becomes int64, float float64, bool bool, complex complex128. A ragged field
+        cannot be told from one sample: declare it.
+
+        Raises: SchemaError: a value that no type holds.
+        """
+        from arrowcache.arrow.convert import infer_type
+
+        return cls({name: infer_type(name, value) for name, value in sample.items()})
+
+    @cached_property
+    def fixed(self) -> dict[str, FixedType]:
+        """The fixed-width fields, in physical order."""
+        return {n: t for n, t in self._fields.items() if isinstance(t, Tensor | Timestamp)}
+
+    @cached_property
+    def variable(self) -> dict[str, VariableType]:
+        """The variable-length fields, in physical order; they follow the fixed ones."""
+        return {n: t for n, t in self._fields.items() if isinstance(t, Ragged | String | Binary)}
+
+    @cached_property
+    def arrow(self) -> pa.Schema:
+        """The physical Arrow schema; each field's metadata holds its logical type as JSON."""
+        return pa.schema(
+            [
+                pa.field(
+                    name,
+                    kind.arrow_type,
+                    nullable=False,
+                    metadata={METADATA_KEY: json.dumps(_describe(kind)).encode()},
+                )
+                for name, kind in [*self.fixed.items(), *self.variable.items()]
+            ]
+        )
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Describe the schema in plain JSON values; `from_json` is the inverse."""
+        return [{"name": name, **_describe(kind)} for name, kind in self._fields.items()]
+
+    @classmethod
+    def from_json(cls, described: object) -> Schema:
+        """Rebuild a schema from `to_json`.
+
+        Raises: SchemaError: not such a description.
+        """
+        try:
+            fields = {}
+            for entry in described:  # type: ignore[attr-defined]  # any JSON: checked by the try
+                kind, name, arguments = entry["type"], entry["name"], dict(entry)
+                del arguments["type"], arguments["name"]
+                fields[name] = _TYPES[kind](**arguments)
+            return cls(fields)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SchemaError(f"not a schema description: {error!r} in {described!r}") from error
+
+    def select(self, columns: object) -> tuple[str, ...]:
+        """Check a column choice: None for all, else known names without repeats.
+
+        Raises: ValueError: an unknown or repeated name. TypeError: a plain text.
+        """
+        if columns is None:
+            return tuple(self._fields)
+        if isinstance(columns, str) or not hasattr(columns, "__iter__"):
+            raise TypeError(f"columns must be a list of names, such as columns=[{next(iter(self))!r}]")
+        names: tuple[str, ...] = tuple(columns)
+        for name in names:
+            if name not in self._fields:
+                raise ValueError(f"unknown column {name!r}: the cache has {', '.join(self._fields)}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"columns {names} names a column twice")
+        return names
+
+
+def _describe(kind: FieldType) -> dict[str, Any]:
+    described: dict[str, Any] = {"type": type(kind).__name__.lower()}
+    if isinstance(kind, Tensor):
+        described |= {"dtype": kind.dtype, "shape": list(kind.shape)}
+    elif isinstance(kind, Ragged):
+        described |= {"dtype": kind.dtype, "inner_shape": list(kind.inner_shape)}
+    return described

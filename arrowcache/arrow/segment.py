@@ -1,0 +1,311 @@
+"""Segment: one Arrow IPC file holding exactly one record batch. Pure: bytes in, bytes out.
+
+`encode` turns columns into the pieces of a file (no copy of the data: the pieces are Arrow's
+headers and the caller's own buffers), so its exact size is known before any of it is written.
+`read_structure` is the inverse: it checks a mapped file and says where each buffer lies.
+`check_bytes` compares the xxh3 of each buffer with the one in the footer.
+
+What a reader may rely on after `read_structure`: magic, footer and schema are ours; there is
+one uncompressed record batch of the stated rows and no null; every buffer lies within the file
+and is long enough; offsets of tensors are uniform, those of variable-length columns rise.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import FixedType, Ragged, Schema, Tensor, VariableType
+from arrowcache.errors import CorruptSegmentError
+
+CHECKSUM_KEY = b"arrowcache.xxh3"
+PADDING_KEY = b"arrowcache.padding"
+MAX_ELEMENTS = 2**31 - 1  # Arrow's list offsets are int32
+_ALIGNMENT = 64  # a cache line, and more than any Arrow writer pads a buffer
+_PAGE_BYTES = 4096
+_MAGIC = b"ARROW1"
+
+
+class VariableColumn(NamedTuple):
+    """The rows of a variable-length column: element offsets (rows + 1,), int32, and the data."""
+
+    offsets: NDArray[np.int32]
+    data: bytearray | memoryview
+
+
+Column = NDArray[Any] | VariableColumn
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSegment:
+    """A segment's file in pieces, ready for one scatter write."""
+
+    pieces: tuple[memoryview, ...]
+    rows: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the buffers of one segment's columns lie: byte offsets from the file's start.
+
+    `fixed` has the values of each fixed-width column, `variable` (offsets, values) of each
+    variable-length one, both in the schema's physical order.
+    """
+
+    rows: int
+    fixed: tuple[int, ...]
+    variable: tuple[tuple[int, int], ...]
+
+
+class _Pieces(io.RawIOBase):
+    """A file that keeps what is written by reference: Arrow hands the column buffers over uncopied."""
+
+    def __init__(self) -> None:
+        self.pieces: list[memoryview] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        piece = memoryview(data)
+        self.pieces.append(piece)
+        return piece.nbytes
+
+
+def encode(schema: Schema, columns: Mapping[str, Column]) -> EncodedSegment:
+    """Lay the rows of one segment out as an Arrow IPC file.
+
+    Args:
+        columns: name -> (rows, *shape), C-contiguous, of the type's numpy_dtype; or VariableColumn.
+    Returns: pieces that refer to the given memory: write them before changing it.
+    """
+    arrays, checksums = [], []
+    column, width = widest_column(schema)
+    for name, kind in [*schema.fixed.items(), *schema.variable.items()]:
+        buffers = _buffers(kind, columns[name])
+        checksums += [xxhash.xxh3_64_hexdigest(buffer) for buffer in buffers]
+        arrays.append(_array(kind, _rows(columns[name]), [pa.py_buffer(b) for b in buffers]))
+    batch = pa.RecordBatch.from_arrays(arrays, schema=schema.arrow)
+    footer = {CHECKSUM_KEY: " ".join(checksums).encode()}
+    if _alignment(width) <= 8:
+        pieces = _write(batch, footer, None)
+    else:
+        pieces = _write(batch, footer, {PADDING_KEY: b""})
+        if batch.num_rows:
+            start = _start_of(pieces, batch.column(column).buffers()[-1])
+            padding = b" " * (-start % _alignment(width))
+            pieces = _write(batch, footer, {PADDING_KEY: padding})
+    return EncodedSegment(tuple(pieces), batch.num_rows, sum(piece.nbytes for piece in pieces))
+
+
+def widest_column(schema: Schema) -> tuple[int, int]:
+    """(physical number, bytes of a row) of the fixed-width column with the largest rows; -1: none.
+
+    Its values start at a whole page, or at a cache line where pages and rows have less in common.
+    """
+    widths = [kind.row_bytes for kind in schema.fixed.values()]
+    return (widths.index(max(widths)), max(widths)) if widths else (-1, 1)
+
+
+def encoded_bytes_bound(schema: Schema, rows: int, variable_bytes: int = 0) -> int:
+    """An upper bound on the file of a segment, `variable_bytes` being all variable data in it."""
+    return _bytes_of_no_row(schema) + rows * row_bytes(schema) + variable_bytes
+
+
+def row_bytes(schema: Schema) -> int:
+    """Bytes that one row adds to a segment, offsets included, variable-length data not."""
+    fixed = sum(kind.row_bytes + 4 * kind.is_list for kind in schema.fixed.values())
+    return fixed + 4 * len(schema.variable)
+
+
+def max_rows(schema: Schema, segment_bytes: int) -> int:
+    """How many rows without variable-length data fit into a segment; 0: not even one does."""
+    rows = (segment_bytes - _bytes_of_no_row(schema)) // row_bytes(schema)
+    widest = max((kind.elements for kind in schema.fixed.values() if kind.is_list), default=1)
+    return max(0, min(rows, MAX_ELEMENTS // widest))
+
+
+def read_structure(file: pa.Buffer, schema: Schema, rows: int) -> Layout:
+    """Check the structure of a segment's file (see the module's promise).
+
+    Args:
+        file: the whole file, mapped; nothing of it is kept.
+    Raises: CorruptSegmentError: what is wrong.
+    """
+    reader, batch = _open(file, schema)
+    if batch.num_rows != rows:
+        raise CorruptSegmentError(f"holds {batch.num_rows} rows, its name says {rows}")
+    fixed = []
+    for name, kind in schema.fixed.items():
+        buffers = _column_buffers(file, name, kind, batch.column(name))
+        if kind.is_list:
+            offsets = np.frombuffer(buffers[0], np.int32, rows + 1)
+            uniform = np.arange(0, rows * kind.elements + 1, kind.elements, dtype=np.int64)
+            if not np.array_equal(offsets, uniform):
+                raise CorruptSegmentError(f"column {name!r} has offsets that are not uniform")
+        fixed.append(_position(file, buffers[-1]))
+    variable = []
+    for name, var_kind in schema.variable.items():
+        buffers = _column_buffers(file, name, var_kind, batch.column(name))
+        variable.append((_position(file, buffers[0]), _position(file, buffers[1])))
+    del reader
+    return Layout(rows, tuple(fixed), tuple(variable))
+
+
+def check_bytes(file: pa.Buffer, schema: Schema) -> None:
+    """Compare every column buffer with its checksum; reads the whole file.
+
+    Raises: CorruptSegmentError: the column whose bytes changed.
+    """
+    reader, batch = _open(file, schema)
+    stored = (reader.metadata or {}).get(CHECKSUM_KEY, b"").decode("ascii", "replace").split()
+    actual = [
+        (name, xxhash.xxh3_64_hexdigest(buffer))
+        for name, kind in [*schema.fixed.items(), *schema.variable.items()]
+        for buffer in _column_buffers(file, name, kind, batch.column(name))
+    ]
+    if len(stored) != len(actual):
+        raise CorruptSegmentError(f"footer has {len(stored)} checksums for {len(actual)} buffers")
+    for expected, (name, found) in zip(stored, actual, strict=True):
+        if expected != found:
+            raise CorruptSegmentError(f"bytes of column {name!r} changed: xxh3 {found}, not {expected}")
+
+
+def open_batch(file: pa.Buffer, schema: Schema) -> pa.RecordBatch:
+    """The record batch of a file whose structure was checked: views, which keep `file` alive."""
+    return _open(file, schema)[1]
+
+
+def _alignment(width: int) -> int:
+    """Where rows of so many bytes start; Arrow itself aligns scalars."""
+    return max(_ALIGNMENT, math.gcd(_PAGE_BYTES, width)) if width > 8 else 8
+
+
+def _write(
+    batch: pa.RecordBatch, footer: dict[bytes, bytes], header: dict[bytes, bytes] | None
+) -> list[memoryview]:
+    """The file's pieces. `header` is the record batch's own metadata; its length moves the columns."""
+    sink = _Pieces()
+    with pa.ipc.new_file(sink, batch.schema, metadata=footer) as file:
+        file.write_batch(batch, custom_metadata=header)
+    return [piece for piece in sink.pieces if piece.nbytes]
+
+
+def _start_of(pieces: list[memoryview], buffer: pa.Buffer) -> int:
+    """At which byte of the file a column's buffer lies."""
+    position = 0
+    for piece in pieces:
+        if np.frombuffer(piece, np.uint8).ctypes.data == buffer.address:
+            return position
+        position += piece.nbytes
+    raise AssertionError("Arrow copied a column instead of referring to it")
+
+
+def _open(file: pa.Buffer, schema: Schema) -> tuple[pa.RecordBatchFileReader, pa.RecordBatch]:
+    if file.size < 2 * len(_MAGIC) or file[:6].to_pybytes() != _MAGIC:
+        raise CorruptSegmentError(f"not an Arrow IPC file ({file.size} bytes)")
+    try:
+        reader = pa.ipc.open_file(pa.BufferReader(file))
+        if not reader.schema.equals(schema.arrow, check_metadata=True):
+            raise CorruptSegmentError("has another schema than the cache")
+        if reader.num_record_batches != 1:
+            raise CorruptSegmentError(f"holds {reader.num_record_batches} record batches, not one")
+        return reader, reader.get_batch(0)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptSegmentError(f"Arrow cannot read it: {error}") from None
+
+
+def _buffers(kind: FixedType | VariableType, column: Column) -> list[memoryview]:
+    """The buffers of one column that hold data, in Arrow's order."""
+    if isinstance(column, VariableColumn):
+        return [column.offsets.data.cast("B"), memoryview(column.data).cast("B")]
+    values = column.reshape(-1).view(np.uint8).data
+    if isinstance(kind, Tensor) and kind.is_list:
+        stop = len(column) * kind.elements
+        offsets = np.arange(0, stop + 1, kind.elements, dtype=np.int32)
+        return [offsets.data.cast("B"), values]
+    return [values]
+
+
+def _position(file: pa.Buffer, buffer: pa.Buffer) -> int:
+    return buffer.address - file.address if buffer.size else 0
+
+
+def _rows(column: Column) -> int:
+    return len(column.offsets) - 1 if isinstance(column, VariableColumn) else len(column)
+
+
+def _array(kind: FixedType | VariableType, rows: int, buffers: list[pa.Buffer]) -> pa.Array:
+    arrow_type = kind.arrow_type
+    if not pa.types.is_list(arrow_type):
+        return pa.Array.from_buffers(arrow_type, rows, [None, *buffers], null_count=0)
+    values = pa.Array.from_buffers(
+        arrow_type.value_type,
+        buffers[1].size * 8 // arrow_type.value_type.bit_width,
+        [None, buffers[1]],
+        null_count=0,
+    )
+    return pa.Array.from_buffers(arrow_type, rows, [None, buffers[0]], 0, children=[values])
+
+
+def _column_buffers(
+    file: pa.Buffer, name: str, kind: FixedType | VariableType, array: pa.Array
+) -> list[pa.Buffer]:
+    """The data buffers of a mapped column, cut to what its rows need; checked to lie in the file."""
+    present = [b for b in array.buffers() if b is not None]
+    validity = len(array.buffers()) - len(present)
+    nulls = array.null_count or (pa.types.is_list(array.type) and array.values.null_count)
+    has_offsets = isinstance(kind, VariableType) or kind.is_list
+    if nulls or array.offset or len(present) != 1 + has_offsets or validity == 0:
+        raise CorruptSegmentError(f"column {name!r} has nulls or buffers that no segment has")
+    sizes = list(_buffer_sizes(file, name, kind, len(array), present))
+    if pa.types.is_list(array.type) and len(array.values) * array.values.type.bit_width != 8 * sizes[-1]:
+        raise CorruptSegmentError(f"column {name!r} has {len(array.values)} elements, not what its rows need")
+    return [b.slice(0, size) for b, size in zip(present, sizes, strict=True)]
+
+
+def _buffer_sizes(
+    file: pa.Buffer, name: str, kind: FixedType | VariableType, rows: int, present: list[pa.Buffer]
+) -> Iterator[int]:
+    def checked(buffer: pa.Buffer, size: int) -> int:
+        start = buffer.address - file.address
+        if size == 0:  # Arrow may place an empty buffer anywhere
+            return 0
+        if start < 0 or start + size > file.size or buffer.size < size:
+            raise CorruptSegmentError(f"column {name!r} has a buffer outside the file or too short")
+        if start % 8:
+            raise CorruptSegmentError(f"column {name!r} has a buffer that is not aligned")
+        return size
+
+    if not isinstance(kind, VariableType):
+        if kind.is_list:
+            yield checked(present[0], 4 * (rows + 1))
+        yield checked(present[-1], rows * kind.row_bytes)
+        return
+    yield checked(present[0], 4 * (rows + 1))
+    offsets = np.frombuffer(present[0], np.int32, rows + 1)
+    unit = kind.elements if isinstance(kind, Ragged) else 1
+    width = kind.item_bytes // kind.elements if isinstance(kind, Ragged) else 1
+    if offsets[0] != 0 or np.any(np.diff(offsets) < 0) or (unit > 1 and np.any(offsets % unit)):
+        raise CorruptSegmentError(f"column {name!r} has offsets that do not rise")
+    yield checked(present[1], int(offsets[-1]) * width)
+
+
+def _bytes_of_no_row(schema: Schema) -> int:
+    """Header, footer, padding and the last offset of each column; the file of a segment of no rows."""
+    columns: dict[str, Column] = {
+        name: np.empty((0, *kind.shape), kind.numpy_dtype) for name, kind in schema.fixed.items()
+    }
+    for name in schema.variable:
+        columns[name] = VariableColumn(np.zeros(1, np.int32), bytearray())
+    buffers = 2 * len(schema)
+    return encode(schema, columns).nbytes + _ALIGNMENT * buffers + _alignment(widest_column(schema)[1])

@@ -1,0 +1,47 @@
+"""The exception tree: one class for each thing a handler would do.
+
+    ArrowCacheError
+    ├── SchemaError           fix the sample or the schema
+    ├── CacheFullError        make room: raise capacity or headroom, wait, release leases
+    ├── CacheFormatError      another folder, or a newer arrowcache
+    ├── CorruptSegmentError   go on without that segment: it is quarantined
+    ├── SamplerError          fix the sampler: its traceback is in the message
+    ├── LoaderTimeoutError    start samplers, or wait longer (also a TimeoutError)
+    └── LockTimeoutError      a process holds cache.lock; the message names it (also a TimeoutError)
+
+Every message states the fact, the numbers and the way out. Plain wrong arguments are
+`ValueError` or `TypeError`, a row out of range is `IndexError`. Each takes one positional
+message, so it survives pickling through a worker process.
+"""
+
+
+class ArrowCacheError(Exception):
+    """Base of every error that arrowcache raises on its own account."""
+
+
+class SchemaError(ArrowCacheError):
+    """A sample or a cache does not fit the schema."""
+
+
+class CacheFullError(ArrowCacheError):
+    """A segment found no room within the capacity."""
+
+
+class CacheFormatError(ArrowCacheError):
+    """A folder is not a cache, or one of a format this version does not know."""
+
+
+class CorruptSegmentError(ArrowCacheError):
+    """A segment's file is not what was published."""
+
+
+class SamplerError(ArrowCacheError):
+    """A sampler failed, more often than it may."""
+
+
+class LoaderTimeoutError(ArrowCacheError, TimeoutError):
+    """A loader waited too long for rows or for a batch."""
+
+
+class LockTimeoutError(ArrowCacheError, TimeoutError):
+    """Another process held the cache's lock for too long."""

@@ -1,0 +1,309 @@
+"""Arena: the mapped segments of a cache, all in one range of addresses.
+
+The range is cut into equal cells; each mapped segment's file lies in one, so that whatever is
+to be copied out of any number of segments can be copied in one go (placement.py says how). In
+all segments the widest column starts at the same remainder by its row's width: then all rows of
+that column, of all segments, are items of one array. For full segments, which have the same
+layout, the distance of the cells sees to that, and each starts at a huge page. A shorter one is
+moved by some pages within its cell; since segments are written with that column page-aligned, a
+fitting page exists (a Chinese remainder; rows too odd to leave room for it go without).
+
+Guarantees: mapped implies leased, by whoever called `acquire`; a mapped file's structure was
+checked; all arenas of a process together use at most half of vm.max_map_count. A segment that
+finds no cell is read through an arena of one cell: slower, same result.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import resource
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import Schema
+from arrowcache.arrow.segment import Layout, widest_column
+from arrowcache.errors import CorruptSegmentError
+from arrowcache.reading.placement import Placement
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.mapping import HUGE_PAGE, AddressRange
+from arrowcache.storage.store import Store
+from arrowcache.storage.verification import check_file
+
+NO_CELL = -1
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_LEAST_CELLS = 4096  # a small cache may hold many short segments
+_MAX_RANGE_BYTES = 1 << 42  # 4 TiB of a 128 TiB address space
+_MAPPINGS_A_CELL = 2  # a segment and the hole behind it
+
+
+class _Budget:
+    """Cells that may still be mapped."""
+
+    def __init__(self, cells: int) -> None:
+        self.total = self._left = cells
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_process(cls) -> _Budget:
+        """Half of the mappings that the kernel allows this process."""
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+        return cls(limit // 2 // _MAPPINGS_A_CELL)
+
+    def take(self) -> bool:
+        with self._lock:
+            self._left -= 1
+            if self._left >= 0:
+                return True
+            self._left = 0
+            return False
+
+    def give_back(self, cells: int) -> None:
+        with self._lock:
+            self._left += cells
+
+
+_budget = _Budget.of_process()
+_arenas: weakref.WeakKeyDictionary[Store, Arena] = weakref.WeakKeyDictionary()
+_arenas_lock = threading.Lock()
+
+
+class _Cell(NamedTuple):
+    """Where a segment is mapped: in which cell, at which byte of the arena, how many bytes."""
+
+    number: int
+    start: int
+    nbytes: int
+
+
+class Arena:
+    """The mapped segments of one cache in this process. Thread-safe.
+
+    Args:
+        store: whose segments.
+        budget: how many segments may be mapped at once; fewer if the address space is limited.
+    """
+
+    def __init__(self, store: Store, budget: _Budget) -> None:
+        self._store = store
+        self._schema = store.settings.schema
+        self._segment_bytes = store.settings.segment_bytes
+        self._full_rows = store.settings.full_rows
+        self._stride = choose_stride(self._schema, self._segment_bytes)
+        self._phase: int | None = None  # the widest column's remainder in the arena
+        self._phase_is_of_a_full_one = False
+        self._lock = threading.Lock()
+        self._cells: dict[int, _Cell] = {}  # by seq
+        self._users: dict[int, int] = {}  # by seq: snapshots that may read it
+        self._released: deque[tuple[Sequence[SegmentInfo], Callable[[], None]]] = deque()
+        self._range: AddressRange | None = None
+        self._budget = budget
+        wanted = max(_LEAST_CELLS, 4 * store.settings.capacity_bytes // self._segment_bytes)
+        cells = max(1, min(budget.total, wanted, _most_range_bytes() // self._stride))
+        while self._range is None and cells:
+            try:
+                self._range = AddressRange(cells * self._stride)
+            except OSError:  # RLIMIT_AS, or a crowded address space
+                cells //= 2
+        self._free: list[int] = []
+        self._unused = iter(range(cells))
+        self._fixed_at = np.zeros((cells, len(self._schema.fixed)), np.int64)
+        self._variable_at = np.zeros((cells, len(self._schema.variable), 2), np.int64)
+
+    @classmethod
+    def of(cls, store: Store) -> Arena:
+        """The arena that all readers of a store share in this process."""
+        with _arenas_lock:
+            arena = _arenas.get(store)
+            if arena is None:
+                arena = _arenas[store] = cls(weakref.proxy(store), _budget)
+            return arena
+
+    def acquire(self, segments: Iterable[SegmentInfo]) -> None:
+        """Keep segments mapped, once they are; the caller leases them until it released them."""
+        with self._lock:
+            for segment in segments:
+                self._users[segment.seq] = self._users.get(segment.seq, 0) + 1
+        self._let_go()
+
+    def release(self, segments: Sequence[SegmentInfo], then: Callable[[], None] = lambda: None) -> None:
+        """Unmap the segments that nobody acquired any more, then call `then`: it ends their lease.
+
+        The garbage collector may call this at any point of any thread, also of one that is just
+        working on the arena: that thread does it then, as soon as it is done.
+        """
+        self._released.append((segments, then))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._released and self._lock.acquire(blocking=False):
+            done = []
+            try:
+                while self._released:
+                    segments, then = self._released.popleft()
+                    for segment in segments:
+                        self._users[segment.seq] -= 1
+                        if not self._users[segment.seq]:
+                            del self._users[segment.seq]
+                            self._unmap(segment.seq)
+                    done.append(then)
+            finally:
+                self._lock.release()
+            for then in done:
+                then()
+
+    def map(self, segment: SegmentInfo, *, check_bytes: bool) -> int:
+        """Map and check an acquired segment, if it is not yet.
+
+        Returns: its cell; NO_CELL if none is free: use `one_cell`.
+        Raises: CorruptSegmentError: what is wrong; it is not mapped then.
+        """
+        with self._lock:
+            number = self._map(segment, check_bytes)
+        self._let_go()
+        return number
+
+    def place(self, cells: NDArray[np.int64], starts: NDArray[np.int64]) -> Placement:
+        """The rows of a list of segments, numbered one after another.
+
+        Args:
+            cells: (n,) each segment's cell; negative for one whose rows nobody will ask for.
+            starts: (n + 1,) the number of each segment's first row, and the number of rows.
+        """
+        if self._range is None:
+            raise MemoryError("no address space is left to map a segment: raise ulimit -v")
+        known = np.where(cells < 0, cells.max(initial=0), cells)  # any mapped one: an item of it may be read
+        return Placement(self._range, self._schema, starts, self._fixed_at[known], self._variable_at[known])
+
+    def one_cell(self) -> Arena:
+        """A small arena of the same cache, for a segment that finds no cell here."""
+        return Arena(self._store, _Budget(1))
+
+    def mapped(self) -> int:
+        """How many segments are mapped."""
+        return len(self._cells)
+
+    def _map(self, segment: SegmentInfo, check_bytes: bool) -> int:
+        mapped = self._cells.get(segment.seq)
+        if mapped is not None:
+            return mapped.number
+        number = self._take_cell()
+        if number == NO_CELL:
+            return NO_CELL
+        assert self._range is not None
+        start = number * self._stride
+        try:
+            cell = self._map_at(segment, number, start)
+            file = self._range.buffer(start, cell.nbytes)
+            layout = check_file(file, self._store, segment, check_bytes=check_bytes)
+            if shift := self._shift(segment, layout, start):
+                self._range.unmap_file(start, cell.nbytes)
+                start += shift
+                self._map_at(segment, number, start)
+        except BaseException as error:
+            if not self._unmap(segment.seq):
+                self._give_cell(number)
+            if isinstance(error, OSError | ValueError):
+                raise CorruptSegmentError(f"cannot be mapped: {error}") from None
+            raise
+        self._fixed_at[number] = np.add(start, layout.fixed)
+        self._variable_at[number] = np.add(start, np.reshape(layout.variable, (-1, 2)))
+        return number
+
+    def _shift(self, segment: SegmentInfo, layout: Layout, start: int) -> int:
+        """By how many bytes to move a file within its cell, so that its widest column fits the others'."""
+        column, width = widest_column(self._schema)
+        if column < 0:
+            return 0
+        phase, is_full = (start + layout.fixed[column]) % width, segment.rows == self._full_rows
+        if self._phase is None or (is_full and not self._phase_is_of_a_full_one):
+            self._phase, self._phase_is_of_a_full_one = phase, is_full
+        return page_shift((self._phase - phase) % width, width, self._stride - self._segment_bytes)
+
+    def _map_at(self, segment: SegmentInfo, number: int, start: int) -> _Cell:
+        assert self._range is not None
+        path = self._store.path_of(segment)
+        nbytes = self._range.map_file(path, start, self._segment_bytes)
+        cell = self._cells[segment.seq] = _Cell(number, start, nbytes)
+        return cell
+
+    def _take_cell(self) -> int:
+        if self._range is None or not self._budget.take():
+            return NO_CELL
+        number = heapq.heappop(self._free) if self._free else next(self._unused, NO_CELL)
+        if number == NO_CELL:
+            self._budget.give_back(1)
+        return number
+
+    def _give_cell(self, number: int) -> None:
+        heapq.heappush(self._free, number)
+        self._budget.give_back(1)
+
+    def _unmap(self, seq: int) -> bool:
+        cell = self._cells.pop(seq, None)
+        if cell is None:
+            return False
+        assert self._range is not None
+        self._range.unmap_file(cell.start, cell.nbytes)
+        self._give_cell(cell.number)
+        return True
+
+    def _forget_in_child(self) -> None:
+        """A forked child inherits no mapping and no lease."""
+        self.__init__(self._store, _budget)  # type: ignore[misc]  # anew, at the same place
+
+    def __del__(self) -> None:
+        if hasattr(self, "_budget"):
+            self._budget.give_back(len(self._cells))
+
+
+def _most_range_bytes() -> int:
+    """How many addresses one arena may reserve: a small part of what the process may have."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return _MAX_RANGE_BYTES if limit == resource.RLIM_INFINITY else min(_MAX_RANGE_BYTES, limit // 8)
+
+
+def choose_stride(schema: Schema, segment_bytes: int) -> int:
+    """Bytes from one cell to the next.
+
+    Whole rows of the widest column and whole huge pages, with room for the largest `page_shift`, as
+    far as that at most doubles the addresses.
+    """
+    width = widest_column(schema)[1]
+    size = -(-segment_bytes // _PAGE) * _PAGE
+    room = math.lcm(_PAGE, width)
+    size += room if room <= size else 0
+    for multiple in (math.lcm(HUGE_PAGE, width), math.lcm(_PAGE, width), HUGE_PAGE):
+        if multiple <= size:
+            return -(-size // multiple) * multiple
+    return size
+
+
+def page_shift(missing: int, width: int, room: int) -> int:
+    """The smallest number of bytes, in whole pages, that leaves the remainder `missing` by `width`.
+
+    Returns: at most `room`; 0 where no such page exists.
+    """
+    common = math.gcd(_PAGE, width)
+    if missing % common:
+        return 0  # not written by this version: its column is not aligned
+    pages = missing // common * pow(_PAGE // common, -1, width // common) % (width // common)
+    return pages * _PAGE if pages * _PAGE <= room else 0
+
+
+def _after_fork_in_child() -> None:
+    global _budget, _arenas_lock
+    _budget, _arenas_lock = _Budget.of_process(), threading.Lock()
+    for arena in list(_arenas.values()):
+        arena._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,1 @@
+"""Sampling: user code draws samples, on any executor, one segment a task."""

@@ -1,0 +1,172 @@
+"""Task: draw one segment and publish it. Runs in a worker process of any executor.
+
+The content of task k is a pure function of (sampler, seed, k): its generator is
+`default_rng(SeedSequence(seed, spawn_key=(k,)))`. A sampler that ends early is called again with
+the same generator; it is closed once the segment is full. A task that fails or is told to stop
+publishes nothing; a task that ran twice is published once, because publishing drops a segment
+whose task is listed already.
+
+A task stops when its pool does: the pool holds a lock on one byte of its file in pools/, which
+the kernel drops whatever way the pool ends, and the task looks at it a few times a second.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.errors import SamplerError
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.recovery import open_store
+from arrowcache.storage.store import Cancelled, RoomPolicy, Store
+
+Sampler = Callable[["np.random.Generator"], Iterable[Mapping[str, Any]]]
+
+_LOOK_SECONDS = 0.2
+_EMPTY_CALLS = 3  # of a sampler in a row, before the task fails
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker needs to know: plain values, pickled small.
+
+    `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks.
+    """
+
+    cache: str
+    sampler: bytes
+    pool: str
+    seed: int
+    number: int
+    token: int
+
+    @property
+    def task_name(self) -> str:
+        """What the segment's file name carries."""
+        return f"{self.pool}.{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of a task.
+
+    `rows` is 0 if it was stopped or failed. `error` is the traceback of what it raised: as text,
+    because not every exception survives the way back to the pool's process.
+    """
+
+    number: int
+    rows: int
+    nbytes: int
+    seconds: float
+    waiting_seconds: float
+    stopped: bool = False
+    error: str = ""
+
+
+class _Worker:
+    """What a worker keeps between tasks: the unpickled sampler, the open cache, the builder."""
+
+    def __init__(self, task: Task) -> None:
+        self.key = (task.cache, task.sampler)
+        self.sampler: Sampler = cloudpickle.loads(task.sampler)
+        self.store: Store = open_store(Path(task.cache), check="structure")
+        settings = self.store.settings
+        self.builder = SegmentBuilder(settings.schema, settings.full_rows, settings.segment_bytes)
+
+
+_kept = threading.local()  # .worker: one a thread, since an executor may run tasks in threads
+
+
+def run(task: Task) -> Done:
+    """Draw and publish one segment; what the sampler raises, or a sample that does not fit, is told."""
+    started = time.monotonic()
+    try:
+        return _run(task, started)
+    except Exception as error:  # noqa: BLE001  # a sampler may raise anything
+        text = "".join(traceback.format_exception(error))
+        return Done(task.number, 0, 0, time.monotonic() - started, 0.0, error=text)
+
+
+def _run(task: Task, started: float) -> Done:
+    worker: _Worker | None = getattr(_kept, "worker", None)
+    if worker is None or worker.key != (task.cache, task.sampler):
+        worker = _kept.worker = _Worker(task)
+    has_ended = _PoolWatch(worker.store, task)
+    worker.builder.clear()
+    if not draw(worker.sampler, task, worker.builder, has_ended):
+        return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+    encoded = worker.builder.encode()
+    policy = RoomPolicy("wait", is_cancelled=has_ended, in_background=True)
+    try:
+        published = worker.store.publish(encoded, task.task_name, policy)
+    except Cancelled:
+        return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+    # Even if `published` has no segment: then a worker died between publishing it and saying so.
+    seconds = time.monotonic() - started
+    return Done(task.number, encoded.rows, encoded.nbytes, seconds, published.waiting_seconds)
+
+
+def draw(sampler: Sampler, task: Task, builder: SegmentBuilder, has_ended: Callable[[], bool]) -> bool:
+    """Fill a builder with task k's samples.
+
+    Returns: whether the segment is full; False: the pool ended first.
+    Raises: SamplerError: a sampler that yields nothing, or no mapping.
+    """
+    rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
+    empty_calls = 0
+    while empty_calls < _EMPTY_CALLS:
+        samples = iter(sampler(rng))
+        empty_calls += 1
+        try:
+            for sample in samples:
+                empty_calls = 0
+                if not isinstance(sample, Mapping):
+                    raise SamplerError(
+                        f"a sampler must yield mappings of field names to values, not {type(sample).__name__}"
+                    )
+                if has_ended():
+                    return False
+                rows = builder.convert(sample, many=False)
+                if not builder.take(rows, 0) or builder.is_full:
+                    return True  # a sample that no longer fits is dropped: the next task draws anew
+        finally:
+            close = getattr(samples, "close", None)
+            if close is not None:
+                close()
+    raise SamplerError(
+        f"the sampler yielded nothing in {_EMPTY_CALLS} calls: it must yield at least one sample a call"
+    )
+
+
+class _PoolWatch:
+    """Tells, at little cost, whether the pool that sent a task has ended."""
+
+    def __init__(self, store: Store, task: Task) -> None:
+        self._path = store.folder.pools / task.pool
+        self._token = task.token
+        self._looked = 0.0
+        self._ended = False
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if not self._ended and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            try:
+                file = LockFile(self._path)
+            except OSError:  # the cache is gone
+                self._ended = True
+                return True
+            try:
+                self._ended = file.conflict(self._token, 1) is None
+            finally:
+                file.close()
+        return self._ended

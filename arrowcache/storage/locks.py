@@ -1,0 +1,182 @@
+"""Kernel locks on files: what makes a dead process leave nothing behind.
+
+Two kinds, on purpose. `flock` guards a whole file: cache.lock, and each part by its writer.
+Open-file-description (OFD) locks guard ranges of bytes: a lease is a shared one. Both belong to
+the open file description, so each `LockFile` opens its own: locks of one description do not
+conflict with each other, and unlocking through it would cut holes into its neighbours.
+
+A forked child shares the descriptions: an unlock there would drop the parent's lock, and its
+life would prolong it. So in a child every inherited LockFile is closed, which unlocks nothing
+while the parent lives. The kernel drops the locks of a process that dies, in whatever way.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37  # Linux; fcntl names them only from Python 3.9 on glibc
+_REFUSED = (errno.EAGAIN, errno.EACCES)
+
+_open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+
+def file_identity(status: os.stat_result) -> tuple[int, int]:
+    """What is the same by whatever path a file was opened."""
+    return status.st_dev, status.st_ino
+
+
+class LockFile:
+    """One open file description that holds locks; `close()` drops them all.
+
+    Never blocks: whoever must wait polls, with a deadline.
+    """
+
+    fd = -1  # closed, or not opened yet
+
+    def __init__(self, path: Path, flags: int = os.O_RDWR) -> None:
+        self.path = path
+        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self.identity = file_identity(os.fstat(self.fd))
+        _open_files.add(self)
+
+    def try_exclusive(self) -> bool:
+        """Take the whole file's flock, if nobody has it."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _REFUSED:
+                return False
+            raise
+        return True
+
+    def try_range(self, start: int, length: int, *, exclusive: bool) -> bool:
+        """Lock a range of bytes, if no other description's lock conflicts."""
+        kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+        try:
+            fcntl.fcntl(self.fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+        except OSError as error:
+            if error.errno in _REFUSED:
+                return False
+            raise
+        return True
+
+    def unlock_range(self, start: int, length: int) -> None:
+        fcntl.fcntl(self.fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
+
+    def conflict(self, start: int, length: int) -> range | None:
+        """Some range that another description has locked within the given one; None: it is free."""
+        query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+        kind, _, first, size, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, _F_OFD_GETLK, query))
+        if kind == fcntl.F_UNLCK:
+            return None
+        stop = start + length if size == 0 else min(first + size, start + length)
+        return range(max(first, start), stop)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            _open_files.discard(self)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile may still share it
+                fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+            finally:
+                os.close(fd)
+
+    def _close_in_child(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _after_fork_in_child() -> None:
+    for file in list(_open_files):
+        file._close_in_child()
+    _open_files.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that holds a lock: of a whole file, or of the bytes in `locked`."""
+
+    pid: int
+    command: str
+    locked: range
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} ({self.command})"
+
+
+def flock_holders(path: Path) -> list[Holder]:
+    """Who holds the flock of a file, from /proc/locks."""
+    try:
+        wanted = _lock_identity(os.stat(path))
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        fields = line.split()
+        if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5] == wanted:
+            found.append(Holder(int(fields[4]), _command(fields[4]), range(0)))
+    return found
+
+
+def range_holders(path: Path) -> list[Holder]:
+    """Who holds OFD locks on a file, from /proc/*/fdinfo: processes of other users stay unseen."""
+    try:
+        wanted = _lock_identity(os.stat(path))
+    except OSError:
+        return []
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            found += [
+                Holder(int(process.name), _command(process.name), locked)
+                for locked in _ranges_of(process, wanted)
+            ]
+    return found
+
+
+def _ranges_of(process: Path, wanted: str) -> list[range]:
+    ranges = []
+    try:
+        infos = list((process / "fdinfo").iterdir())
+    except OSError:  # not ours to read, or gone meanwhile
+        return []
+    for info in infos:
+        try:
+            lines = info.read_text().splitlines()
+        except OSError:  # closed meanwhile: in our own case at least the one that listed them
+            continue
+        for line in lines:
+            if line.startswith("lock:") and "OFDLCK" in line and f" {wanted} " in line:
+                start, stop = line.split()[-2:]
+                ranges.append(range(int(start), 2**63 - 1 if stop == "EOF" else int(stop) + 1))
+    return ranges
+
+
+def _lock_identity(status: os.stat_result) -> str:
+    device = status.st_dev
+    return f"{os.major(device):02x}:{os.minor(device):02x}:{status.st_ino}"
+
+
+def _command(pid: str) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "unknown"
+    text = " ".join(word for word in words if word)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,142 @@
+"""Mapping: memory maps of segment files, through libc's mmap.
+
+Python's own mmap keeps a file descriptor and cannot map to a chosen address; both matter with
+thousands of segments. Owns: address ranges. A mapped file is never written through them.
+Guarantees: no mapping survives into a forked child (MADV_DONTFORK), so that a child never
+prolongs the life of a file that its parent gave up; nothing is unmapped at interpreter exit,
+when a daemon thread may still be copying: the kernel does it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+HUGE_PAGE = 2 << 20
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
+    result = _libc.mmap(address or None, nbytes, protection, flags, fd, 0)
+    if result is None or result == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
+    return int(result)
+
+
+def _munmap(address: int, nbytes: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has no such mapping
+        _libc.munmap(address, nbytes)
+
+
+class AddressRange:
+    """A reserved range of addresses, without memory, into which files are mapped.
+
+    It starts at a huge page: what of a file is in the page cache as huge pages and lies at such
+    an address is mapped as such, which makes random reads up to twice as fast.
+
+    Reading where no file is mapped is a segmentation fault: only the arena computes addresses.
+    Raises: OSError: the address space or its limit does not allow it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        reserved = nbytes + HUGE_PAGE
+        start = _mmap(0, reserved, _PROT_NONE, flags)
+        self.nbytes = nbytes
+        self.address = -(-start // HUGE_PAGE) * HUGE_PAGE
+        _libc.madvise(start, reserved, mmap.MADV_DONTFORK)
+        self._unmap = weakref.finalize(self, _munmap, start, reserved, os.getpid())
+        self._unmap.atexit = False
+
+    def map_file(self, path: Path, offset: int, limit: int) -> int:
+        """Map a whole file at `offset` of the range; returns its length.
+
+        Raises: OSError: it cannot be opened or mapped. ValueError: empty, or longer than `limit`.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            nbytes = os.fstat(fd).st_size
+            if not 0 < nbytes <= limit:
+                raise ValueError(f"{path.name} has {nbytes} bytes, a segment has 1 to {limit}")
+            address = self.address + offset
+            _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, fd)
+        finally:
+            os.close(fd)
+        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
+        return nbytes
+
+    def unmap_file(self, offset: int, nbytes: int) -> None:
+        """Turn a mapped file's addresses into reserved ones again."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _mmap(self.address + offset, nbytes, _PROT_NONE, flags)
+        _libc.madvise(self.address + offset, nbytes, mmap.MADV_DONTFORK)
+
+    def buffer(self, offset: int, nbytes: int) -> pa.Buffer:
+        """Arrow's view of a mapped part, valid while it is mapped."""
+        return pa.foreign_buffer(self.address + offset, nbytes, base=self)
+
+    def close(self) -> None:
+        self._unmap()
+
+
+class FileMapping:
+    """A private, read-only mapping of one whole file; unmapped when the last view of it dies.
+
+    Args:
+        on_unmap: called once the file is unmapped: mapped implies leased, so the lease ends then.
+    Raises: OSError: it cannot be opened or mapped, or is empty.
+    """
+
+    def __init__(self, path: Path, on_unmap: Callable[[], None] | None = None) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            nbytes = os.fstat(fd).st_size
+            address = _mmap(0, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE, fd)
+        finally:
+            os.close(fd)
+        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
+        self._address, self._nbytes = address, nbytes
+        self._unmap = weakref.finalize(self, _unmap, address, nbytes, os.getpid(), on_unmap)
+        self._unmap.atexit = False
+        _live.add(self)
+
+    def buffer(self) -> pa.Buffer:
+        """The file's bytes; the mapping lives as long as the buffer or a slice of it."""
+        return pa.foreign_buffer(self._address, self._nbytes, base=self)
+
+
+def _settle() -> None:
+    """At exit: let Arrow's threads finish with what a dataset scanned.
+
+    They drop their last buffers a moment after the scan has returned; one that waits for the GIL
+    while the interpreter ends aborts the process.
+    """
+    before, now = -1, len(_live)
+    while now and now != before:
+        time.sleep(0.005)
+        before, now = now, len(_live)
+
+
+_live: weakref.WeakSet[FileMapping] = weakref.WeakSet()
+atexit.register(_settle)
+
+
+def _unmap(address: int, nbytes: int, pid: int, on_unmap: Callable[[], None] | None) -> None:
+    _munmap(address, nbytes, pid)
+    if on_unmap is not None and os.getpid() == pid:
+        on_unmap()

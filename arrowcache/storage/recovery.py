@@ -1,0 +1,162 @@
+"""Recovery: making and opening a cache, whatever happened to those who used it before.
+
+After the death of a process there is nothing to do but to sweep unlocked parts. After a restart
+of the machine unsynced files may be full of zeros at full length; cache.lock's boot id tells,
+and every older segment counts as suspect: its bytes are checked before its first use in each
+process. A folder that is not a cache is refused, and nothing in it is touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from arrowcache.errors import CacheFormatError, SchemaError
+from arrowcache.storage import layout
+from arrowcache.storage.folder import Folder
+from arrowcache.storage.layout import Settings
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.store import Store
+
+CHECKS = ("structure", "bytes")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class HasStore(Protocol):
+    """What a cache is to the layers below it."""
+
+    @property
+    def store(self) -> Store: ...
+
+
+def store_of(cache: HasStore | str | os.PathLike[str]) -> Store:
+    """The store of a cache, or of the cache at a path: wherever a cache is taken, a path will do."""
+    if isinstance(cache, str | os.PathLike):
+        return open_store(Path(cache).absolute(), check="structure")
+    store = getattr(cache, "store", None)
+    if not isinstance(store, Store):
+        raise TypeError(f"expected a Cache or the path of one, got {cache!r}")
+    return store
+
+
+def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
+    """Make a cache folder, or open the one that is there if `exist_ok`.
+
+    Raises: FileExistsError, CacheFormatError (a folder of something else), SchemaError.
+    """
+    _require_linux()
+    folder = Folder(path)
+    if not path.is_dir() and os.path.lexists(path):
+        raise FileExistsError(f"{path} is not a folder")
+    exists = os.path.lexists(path / layout.CACHE_JSON)
+    if exists:
+        folder.read_settings()  # or it is not ours, and nothing of it is touched
+    elif path.exists() and (foreign := _foreign_files(path)):
+        raise CacheFormatError(
+            f"{path} holds other files ({', '.join(foreign[:3])}): give an empty or a new folder"
+        )
+    else:
+        folder.create()
+        require_working_locks(folder)
+        store = Store(folder, settings)
+        with store.locked():  # of several processes that create at once, the first one's settings hold
+            exists = (path / layout.CACHE_JSON).exists()
+            if not exists:
+                folder.write_settings(settings)
+        if not exists:
+            recover(store)
+            return store
+    if not exist_ok:
+        raise FileExistsError(f"{path} is a cache already: open it, or pass exist_ok=True")
+    store = open_store(path, check="structure")
+    if store.settings.schema != settings.schema:
+        raise SchemaError(f"{path} has another schema: {store.settings.schema!r}, not {settings.schema!r}")
+    if store.settings.capacity_bytes != settings.capacity_bytes:
+        store.resize(settings.capacity_bytes)
+    return store
+
+
+def open_store(path: Path, *, check: str) -> Store:
+    """Open the cache at a path and recover it.
+
+    Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, or no working locks.
+    """
+    _require_linux()
+    if check not in CHECKS:
+        raise ValueError(f"check={check!r} is unknown: use {' or '.join(map(repr, CHECKS))}")
+    folder = Folder(path)
+    store = Store(folder, folder.read_settings(), check_bytes=check == "bytes")
+    folder.complete()
+    require_working_locks(folder)
+    recover(store)
+    return store
+
+
+def _foreign_files(path: Path) -> list[str]:
+    """What in a folder no cache put there; without cache.json ours is only a cache half made."""
+    ours = {layout.CACHE_JSON, layout.CACHE_LOCK, layout.LEASE_LOCK, *layout.FOLDERS}
+    names = sorted(os.listdir(path))
+    foreign = [name for name in names if name not in ours]
+    inside = [
+        f"{name}/{entry}"
+        for name in layout.FOLDERS
+        if (path / name).is_dir()
+        for entry in os.listdir(path / name)
+        if not layout.INCOMING_NAME.fullmatch(entry)
+    ]
+    if inside and not (path / layout.CACHE_JSON).exists():
+        foreign += sorted(inside)
+    return foreign
+
+
+def _require_linux() -> None:
+    if sys.platform != "linux":
+        raise OSError("arrowcache needs Linux: open-file-description locks, MADV_POPULATE_READ and /proc")
+
+
+def boot_id() -> str:
+    """Identifies this run of the machine."""
+    return _BOOT_ID.read_text().strip()
+
+
+def require_working_locks(folder: Folder) -> None:
+    """Try whether this file system's locks keep others out.
+
+    Raises: CacheFormatError: they do not, as on some network file systems.
+    """
+    try:
+        first, second = LockFile(folder.lease_lock), LockFile(folder.lease_lock)
+        try:
+            byte = 2**62  # no segment's
+            works = first.try_range(byte, 1, exclusive=False)
+            works = works and not second.try_range(byte, 1, exclusive=True)
+            reason = "a second lock on a locked byte was granted"
+        finally:
+            first.close()
+            second.close()
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        works, reason = False, str(error)
+    if not works:
+        raise CacheFormatError(
+            f"the file system of {folder.path} has no working locks ({reason}): put the cache on a local disk"
+        )
+
+
+def recover(store: Store) -> None:
+    """Make a cache fit for use after whatever happened to those who used it before."""
+    folder = store.folder
+    with store.locked():
+        folder.sweep()
+        record, boot = folder.read_record(), boot_id()
+        names = [*folder.segment_names(), *folder.quarantined_names()]
+        highest = max((layout.parse_segment_name(name) or (-1,))[0] for name in [*names, ""])
+        next_seq = max(record.next_seq, highest + 1)
+        suspect = record.suspect_below if record.boot_id == boot else next_seq
+        if (next_seq, suspect, boot) != (record.next_seq, record.suspect_below, record.boot_id):
+            folder.write_record(layout.LockRecord(next_seq, suspect, boot))

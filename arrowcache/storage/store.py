@@ -1,0 +1,446 @@
+"""Store: the cache folder's protocol, one object a process and cache.
+
+It owns the order of things: list, decide (eviction.py), lock, effect (folder.py). Guarantees:
+- allocated bytes of the folder never exceed the capacity, half-written files included: room is
+  made before a part is created, and the part counts in full from its creation under cache.lock;
+- a segment appears whole, under a seq that no segment had before, or not at all;
+- a leased segment is not evicted, and no segment before an older one;
+- every wait has a deadline and names what it waits for.
+cache.lock is held for decisions and renames, never while data is written or unlinked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from arrowcache.arrow.segment import EncodedSegment
+from arrowcache.errors import CacheFullError, LockTimeoutError
+from arrowcache.storage.eviction import choose_victims, skip_for_headroom
+from arrowcache.storage.folder import PART_SLACK_BYTES, Folder, Part
+from arrowcache.storage.layout import PART, WAIT, SegmentInfo, Settings, segment_name
+from arrowcache.storage.lease import Lease, own_leases
+from arrowcache.storage.locks import LockFile, flock_holders, range_holders
+from arrowcache.units import format_bytes
+
+LOCK_TIMEOUT_SECONDS = 60.0
+BOOKKEEPING_BYTES = 64 * 1024  # kept free for cache.json, pools/, ranks/ and folder blocks
+_WARN_AFTER_SECONDS = 30.0
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A cache at one moment. Bytes are allocated bytes, as `du` counts them."""
+
+    capacity_bytes: int
+    allocated_bytes: int
+    published_bytes: int
+    incoming_bytes: int
+    leased_bytes: int
+    segments: int
+    rows: int
+    oldest_seq: int | None
+    next_seq: int
+    quarantined: int
+    waiting_writers: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoomPolicy:
+    """What a writer does when a segment finds no room.
+
+    `timeout_seconds` bounds the wait (None: no bound); `is_cancelled` ends it early. Readers of
+    this very process are waited for only if `in_background`: then another thread can end them.
+    """
+
+    on_full: str = "wait"
+    timeout_seconds: float | None = None
+    is_cancelled: Callable[[], bool] = lambda: False
+    in_background: bool = False
+
+
+class Published(NamedTuple):
+    """What came of a publish; `segment` is None when one of the same task is listed already."""
+
+    segment: SegmentInfo | None
+    waiting_seconds: float
+
+
+class Cancelled(Exception):
+    """A wait for room was ended by its RoomPolicy; nothing was published."""
+
+
+class _Blocked(Enum):
+    """What keeps a segment from getting room."""
+
+    LEASED = "leased by other processes: waiting may help"
+    OWN_LEASE = "leased by this very process"
+    DISK_FULL = "the disk is full, whatever is evicted"
+    TOO_LARGE = "larger than the capacity"
+
+
+def room_of_two(segment_bytes: int) -> int:
+    """What two writers need at once: less, and samplers would stand still beside an epoch."""
+    return 2 * (segment_bytes + PART_SLACK_BYTES) + BOOKKEEPING_BYTES
+
+
+class Store:
+    """The protocol over one cache folder. Thread-safe; usable after fork and by many processes."""
+
+    def __init__(self, folder: Folder, settings: Settings, *, check_bytes: bool = False) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.check_bytes = check_bytes
+        self._infos: dict[str, SegmentInfo] = {}  # segments never change: one stat a name
+
+    @contextmanager
+    def locked(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
+        """Hold cache.lock, polled until the deadline.
+
+        Raises: LockTimeoutError: names the holder. OSError: the folder is gone or read-only.
+        """
+        try:
+            file = LockFile(self.folder.cache_lock)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                errno.ENOENT, "the cache's folder was moved or removed while in use", str(self.folder.path)
+            ) from None
+        try:
+            deadline = time.monotonic() + timeout_seconds
+            pause = 0.0005
+            while not file.try_exclusive():
+                if time.monotonic() > deadline:
+                    holders = ", ".join(map(str, flock_holders(file.path))) or "an unseen process"
+                    raise LockTimeoutError(
+                        f"{file.path} was held for over {timeout_seconds:g} s by {holders}: "
+                        "continue it (kill -CONT) or end it"
+                    )
+                time.sleep(pause * random.uniform(0.5, 1))
+                pause = min(2 * pause, 0.02)
+            yield
+        finally:
+            file.close()
+
+    def segments(self) -> list[SegmentInfo]:
+        """What is published, oldest first. Without cache.lock it may be evicted at once."""
+        infos: dict[str, SegmentInfo] = {}
+        for name in self.folder.names_in_segments():  # a known one was checked when it was new
+            info = self._infos.get(name) or self.folder.segment_info(name)
+            if info is not None:
+                infos[name] = info
+        self._infos = infos
+        return list(infos.values())
+
+    def path_of(self, segment: SegmentInfo) -> Path:
+        return self.folder.segments / segment.name
+
+    # publishing
+
+    def publish(self, segment: EncodedSegment, task: str = "", policy: RoomPolicy | None = None) -> Published:
+        """Write a segment and make it visible.
+
+        Blocks: while the segment is written, and as `policy` says while there is no room.
+        Raises: CacheFullError, LockTimeoutError, Cancelled, OSError; nothing is left behind.
+        """
+        policy = policy or RoomPolicy()
+        for _ in range(_DISK_FULL_ATTEMPTS):
+            started = time.monotonic()
+            part: Part | None = None
+            try:
+                part = self._make_room(segment.nbytes, policy)
+                waited = time.monotonic() - started
+                part.reserve(segment.nbytes)
+                part.write(segment.pieces)
+                if self.settings.durable:
+                    part.sync()
+                info = self._link(part, segment.rows, task)
+                if self.settings.durable:
+                    self._sync_names()
+                return Published(info, waited)
+            except OSError as error:
+                if error.errno not in _DISK_FULL:
+                    raise
+            finally:
+                if part is not None:
+                    part.discard()
+            self.evict(segment.nbytes)
+        raise CacheFullError(self._why(segment.nbytes, _Blocked.DISK_FULL, policy))
+
+    def _link(self, part: Part, rows: int, task: str) -> SegmentInfo | None:
+        with self.locked():
+            if task and any(segment.task == task for segment in self.segments()):
+                return None
+            record = self.folder.read_record()
+            name = segment_name(record.next_seq, rows, task)
+            self.folder.write_record(replace(record, next_seq=record.next_seq + 1))
+            self.folder.link(part, name)
+            info = self.folder.segment_info(name)
+            part.discard()
+        return info
+
+    def _sync_names(self) -> None:
+        try:
+            self.folder.sync_segments()
+        except OSError as error:  # raising would have its rows published again: readers see them already
+            message = f"a segment was published, but may be lost if the machine stops now: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+    def _make_room(self, nbytes: int, policy: RoomPolicy) -> Part:
+        """Make room, and claim it: a locked part that counts as `nbytes` from now on."""
+        started = time.monotonic()
+        warned, pause = False, 0.005
+        sign: Part | None = None
+        try:
+            while True:
+                with self.locked():
+                    outcome = self._try_claim(nbytes)
+                    if outcome is _Blocked.OWN_LEASE and policy.in_background:
+                        outcome = _Blocked.LEASED
+                    if sign is None and outcome is _Blocked.LEASED and policy.on_full == "wait":
+                        sign = self.folder.new_wait()
+                if isinstance(outcome, Part):
+                    return outcome
+                if isinstance(outcome, list):
+                    for path in outcome:
+                        self.folder.remove(path)
+                    continue
+                if policy.is_cancelled():
+                    raise Cancelled(f"a wait for {format_bytes(nbytes)} was cancelled")
+                waited = time.monotonic() - started
+                if policy.on_full == "raise" or outcome is not _Blocked.LEASED:
+                    raise CacheFullError(self._why(nbytes, outcome, policy))
+                if policy.timeout_seconds is not None and waited >= policy.timeout_seconds:
+                    raise CacheFullError(
+                        f"waited {waited:.1f} s for room: {self._why(nbytes, outcome, policy)}"
+                    )
+                if waited > _WARN_AFTER_SECONDS and not warned:
+                    warned = True
+                    why = self._why(nbytes, outcome, policy)
+                    message = f"a writer has been waiting {waited:.0f} s for room: {why}"
+                    warnings.warn(message, RuntimeWarning, stacklevel=4)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.2)
+        finally:
+            if sign is not None:
+                sign.discard()
+
+    def _try_claim(self, nbytes: int) -> Part | list[Path] | _Blocked:
+        """One attempt, under cache.lock.
+
+        Returns: the part; or what was retired, to be unlinked before the next attempt; or what
+            is in the way.
+        """
+        folder = self.folder
+        self.refresh_settings()
+        listed = self.segments()
+        block = os.statvfs(folder.path).f_frsize
+        needed = -(-nbytes // block) * block + PART_SLACK_BYTES + BOOKKEEPING_BYTES
+        excess = self.allocated_bytes(listed) + needed - self.settings.capacity_bytes
+        if excess <= 0:
+            part = folder.new_part()
+            try:
+                part.claim(nbytes)
+            except BaseException:
+                part.discard()
+                raise
+            return part
+        if folder.sweep():
+            return []
+        if quarantined := folder.quarantined_names():
+            folder.drop_quarantined(quarantined[0])
+            return []
+        if self._evictable_bytes(listed) >= excess:  # else samples would go in vain
+            return [path for path, _ in self._retire(listed, excess)]
+        if listed and own_leases(folder.lease_lock, listed[0].seq):
+            self._end_idle_leases(listed)
+            return _Blocked.OWN_LEASE if own_leases(folder.lease_lock, listed[0].seq) else []
+        nothing_will_leave = not listed and not folder.locked_incoming(PART)
+        return _Blocked.TOO_LARGE if nothing_will_leave else _Blocked.LEASED
+
+    def _end_idle_leases(self, listed: list[SegmentInfo]) -> None:
+        """Have readers of this process that are between two epochs let go of the oldest segment."""
+        for lease in own_leases(self.folder.lease_lock, listed[0].seq) if listed else ():
+            if lease.on_contention is not None:
+                lease.on_contention()
+
+    def _retire(self, listed: list[SegmentInfo], excess: int) -> list[tuple[Path, SegmentInfo]]:
+        """Move victims out of segments/, each under its exclusive lock byte; under cache.lock.
+
+        Returns: where they are now, to be unlinked once cache.lock is released.
+        """
+        file = LockFile(self.folder.lease_lock)
+        try:
+            victims = choose_victims(
+                listed, lambda segment: not file.try_range(segment.seq, 1, exclusive=True), excess
+            )
+            return [(self.folder.retire(victim.name), victim) for victim in victims]
+        finally:
+            file.close()
+
+    def allocated_bytes(self, listed: list[SegmentInfo]) -> int:
+        """What the whole folder takes on the disk, half-written files included."""
+        published = sum(segment.allocated_bytes for segment in listed)
+        return published + self.folder.incoming_bytes() + self.folder.other_bytes()
+
+    def refresh_settings(self) -> None:
+        """Another process may have resized the cache."""
+        self.settings = self.folder.read_settings(self.settings)
+
+    def _why(self, nbytes: int, blocked: _Blocked, policy: RoomPolicy) -> str:
+        """The fact, the numbers and the way out; asks /proc, so never under cache.lock."""
+        listed = self.segments()
+        leased = self._leased(listed)
+        text = (
+            f"segment needs {format_bytes(nbytes)}, {format_bytes(self._evictable_bytes(listed))} of "
+            f"{format_bytes(self.settings.capacity_bytes)} can be freed"
+        )
+        if blocked is _Blocked.DISK_FULL:
+            return f"{text}, and the disk is full: free space on it, or cache.resize() to less"
+        if blocked is _Blocked.TOO_LARGE:
+            return f"{text}, and it never can be enough: raise the capacity with cache.resize()"
+        if leased:
+            oldest = leased[0].seq
+            holders = [h for h in range_holders(self.folder.lease_lock) if oldest in h.locked]
+            names = " and ".join(dict.fromkeys(map(str, holders))) or "an unknown process"
+            text += f" ({len(leased)} segments leased, the oldest of them by {names})"
+        if blocked is _Blocked.OWN_LEASE:
+            return (
+                f"{text}; this very process reads them, so waiting would not end: close its "
+                "snapshots or end its epoch, raise capacity, or raise headroom"
+            )
+        wait = ", or pass on_full='wait'" if policy.on_full == "raise" else ""
+        return f"{text}; raise capacity, or raise headroom{wait}"
+
+    # leasing and reading
+
+    def lease(
+        self, where: Callable[[SegmentInfo], bool] | None = None
+    ) -> tuple[list[SegmentInfo], Lease | None]:
+        """Lease what is published, but for the headroom's oldest segments and what `where` refuses.
+
+        Returns: the segments, oldest first, and the lease; None when there are none.
+        """
+        with self.locked():
+            self.refresh_settings()
+            listed = self.segments()
+            free = self.settings.capacity_bytes - self.allocated_bytes(listed)
+            headroom = max(self.settings.headroom_bytes, room_of_two(self.settings.segment_bytes))
+            listed = listed[skip_for_headroom(listed, free, headroom) :]
+            if not listed:
+                return [], None
+            lease = Lease(self.folder.lease_lock, listed[0].seq, listed[-1].seq)
+        if where is not None:
+            try:
+                listed = [segment for segment in listed if where(segment)]
+            except BaseException:
+                lease.close()
+                raise
+            if not listed:
+                lease.close()
+                return [], None
+            lease.narrow(listed[0].seq, listed[-1].seq)
+        return listed, lease
+
+    # looking after it
+
+    def drop_quarantined_beyond_capacity(self) -> None:
+        """Make sure that the reasons beside quarantined segments fit too; under cache.lock."""
+        listed = self.segments()
+        limit = self.settings.capacity_bytes - BOOKKEEPING_BYTES // 2
+        while self.allocated_bytes(listed) > limit and (names := self.folder.quarantined_names()):
+            self.folder.drop_quarantined(names[0])
+
+    def evict(self, nbytes: int) -> int:
+        """Evict the oldest unleased segments until `nbytes` are freed; returns the bytes freed."""
+        with self.locked():
+            listed = self.segments()
+            self._end_idle_leases(listed)
+            retired = self._retire(listed, nbytes)
+        for path, _ in retired:
+            self.folder.remove(path)
+        return sum(segment.allocated_bytes for _, segment in retired)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Change the capacity, evicting what no longer fits.
+
+        Raises: CacheFullError: leased segments do not fit; nothing is changed then.
+        """
+        with self.locked():
+            self.refresh_settings()
+            listed = self.segments()
+            self._end_idle_leases(listed)
+            self.folder.sweep()
+            excess = self.allocated_bytes(listed) + 2 * PART_SLACK_BYTES - capacity_bytes
+            if capacity_bytes < self.settings.capacity_bytes:
+                evictable = self._evictable_bytes(listed) + self.folder.quarantined_bytes()
+                if evictable < excess:
+                    raise CacheFullError(
+                        f"{format_bytes(capacity_bytes)} is {format_bytes(excess - evictable)} too "
+                        f"little for the segments that are leased: end the epochs that read them first"
+                    )
+            while excess > 0 and (quarantined := self.folder.quarantined_names()):
+                self.folder.drop_quarantined(quarantined[0])
+                excess = self.allocated_bytes(listed) + 2 * PART_SLACK_BYTES - capacity_bytes
+            for path, _ in self._retire(listed, excess):
+                self.folder.remove(path)  # under the lock: when it is released, the capacity holds
+            self.settings = self.settings.with_capacity(capacity_bytes)
+            self.folder.write_settings(self.settings)
+
+    def _evictable_bytes(self, listed: list[SegmentInfo]) -> int:
+        leased = self._leased(listed)
+        oldest_leased = leased[0].seq if leased else listed[-1].seq + 1 if listed else 0
+        return sum(segment.allocated_bytes for segment in listed if segment.seq < oldest_leased)
+
+    def stats(self) -> CacheStats:
+        """Count; takes cache.lock for as long as a listing takes."""
+        with self.locked():
+            self.refresh_settings()
+            listed = self.segments()
+            return CacheStats(
+                capacity_bytes=self.settings.capacity_bytes,
+                allocated_bytes=self.allocated_bytes(listed),
+                published_bytes=sum(segment.allocated_bytes for segment in listed),
+                incoming_bytes=self.folder.incoming_bytes(),
+                leased_bytes=sum(segment.allocated_bytes for segment in self._leased(listed)),
+                segments=len(listed),
+                rows=sum(segment.rows for segment in listed),
+                oldest_seq=listed[0].seq if listed else None,
+                next_seq=self.folder.read_record().next_seq,
+                quarantined=len(self.folder.quarantined_names()),
+                waiting_writers=self.folder.locked_incoming(WAIT),
+            )
+
+    def suspect_below(self) -> int:
+        """Segments of a lower seq may have lost their bytes: check them before their first use."""
+        if self.check_bytes:
+            return 2**63 - 1
+        return 0 if self.settings.durable else self.folder.read_record().suspect_below
+
+    def _leased(self, listed: list[SegmentInfo]) -> list[SegmentInfo]:
+        """Which of the listed segments anybody leases: a few questions to the kernel, not one each."""
+        if not listed:
+            return []
+        file = LockFile(self.folder.lease_lock)
+        try:
+            todo = [range(listed[0].seq, listed[-1].seq + 1)]
+            locked: list[range] = []
+            while todo:
+                span = todo.pop()
+                found = file.conflict(span.start, len(span)) if span else None
+                if found is not None:
+                    locked.append(found)
+                    todo += [range(span.start, found.start), range(found.stop, span.stop)]
+        finally:
+            file.close()
+        return [segment for segment in listed if any(segment.seq in span for span in locked)]

@@ -1,0 +1,207 @@
+"""Writer: user code's way to append samples; it turns them into published segments.
+
+Guarantees: an `append` that raises has not taken its sample, and nothing taken before is lost;
+a full segment is published at once, a part-filled one after `max_delay` seconds or at close.
+Must never: publish half a sample, or keep a thread that outlives `close()` or `abort()`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from arrowcache.arrow.builder import Rows, SegmentBuilder
+from arrowcache.errors import CacheFullError
+from arrowcache.storage.store import Cancelled, RoomPolicy, Store
+from arrowcache.units import parse_seconds
+
+if TYPE_CHECKING:
+    from typing import Self
+
+ON_FULL = ("wait", "raise")
+
+
+class Writer:
+    """Appends samples to a cache. Made by `Cache.writer()`; a context manager.
+
+    Safe to use from several threads. Closing publishes the rest; leaving a `with` block by an
+    exception publishes it only if there is room at once, so that Ctrl-C never waits.
+    """
+
+    def __init__(self, store: Store, *, on_full: str, timeout: float | None, max_delay: float | None) -> None:
+        if on_full not in ON_FULL:
+            raise ValueError(f"on_full={on_full!r} is unknown: use {' or '.join(map(repr, ON_FULL))}")
+        settings = store.settings
+        self._store = store
+        self._builder = SegmentBuilder(settings.schema, settings.full_rows, settings.segment_bytes)
+        self._aborted = threading.Event()
+        timeout = parse_seconds(timeout, "timeout")
+        self._policy = RoomPolicy(on_full, timeout, is_cancelled=self._aborted.is_set)
+        self._max_delay = parse_seconds(max_delay, "max_delay")
+        self._oldest_sample = 0.0  # monotonic time of the first sample in the builder
+        self._changed = threading.Condition(threading.RLock())
+        self._closed = False
+        self._flusher: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def append(self, sample: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
+        """Append one sample, given as keyword arguments or as one mapping.
+
+        Blocks: while a full segment is written, and as `on_full` says while there is no room.
+        Raises: SchemaError, ValueError: the sample does not fit; CacheFullError: no room. The
+            sample is not taken then, the writer stays usable and keeps what it had.
+        """
+        self._take(_one_mapping(sample, fields), many=False)
+
+    def extend(self, samples: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
+        """Append many samples: each field has a leading axis of the same length.
+
+        Raises: as append(). All samples are checked before the first is taken; CacheFullError
+            says how many were taken.
+        """
+        self._take(_one_mapping(samples, fields), many=True)
+
+    def close(self) -> None:
+        """Publish the rest and end. Idempotent; after a CacheFullError it may be called again.
+
+        In a forked child this and `abort` do nothing: the samples are the parent's.
+        """
+        if self._is_inherited():
+            return
+        with self._changed:
+            if not self._closed:
+                try:
+                    self._publish(self._policy)
+                except Cancelled:
+                    raise ValueError("the writer was aborted while close() waited for room") from None
+                self._end()
+        self._join()
+
+    def abort(self) -> None:
+        """Discard what is not yet published and end; another thread's wait for room ends too. Idempotent."""
+        if self._is_inherited():
+            return
+        self._aborted.set()
+        with self._changed:
+            self._builder.clear()
+            self._end()
+        self._join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or self._is_inherited():
+            self.close()
+            return
+        try:
+            with self._changed:
+                rows = self._builder.rows
+                try:
+                    if not self._closed:
+                        self._publish(RoomPolicy("raise"))
+                except (CacheFullError, OSError) as why:
+                    message = f"{rows} samples were discarded as an exception passed: {why}"
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
+        finally:
+            self.abort()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self._builder.rows and not self._is_inherited():
+            message = f"a writer with {self._builder.rows} unpublished samples was not closed"
+            warnings.warn(message, ResourceWarning, stacklevel=2)
+
+    def _is_inherited(self) -> bool:
+        return self._pid != os.getpid()
+
+    def _take(self, sample: Mapping[str, Any], *, many: bool) -> None:
+        if self._is_inherited():
+            raise ValueError("the writer belongs to the process that forked this one: make a new one here")
+        with self._changed:
+            self._require_open()
+            rows = self._builder.convert(sample, many=many)
+            taken = 0
+            try:
+                while taken < rows.count:
+                    taken += self._take_some(rows, taken)
+            except CacheFullError as error:
+                if many:
+                    raise CacheFullError(f"{taken} of {rows.count} samples were taken: {error}") from error
+                raise
+            except Cancelled:
+                raise ValueError("the writer was aborted while this call waited for room") from None
+            if self._builder.is_full:
+                try:
+                    self._publish(RoomPolicy("raise"))
+                except (CacheFullError, OSError):
+                    pass  # every sample is taken: the next append or close waits, or reports it
+
+    def _take_some(self, rows: Rows, start: int) -> int:
+        count = 0 if self._builder.is_full else self._builder.take(rows, start)
+        if count == 0:
+            self._publish(self._policy)
+            return 0
+        if self._builder.rows == count:
+            self._oldest_sample = time.monotonic()
+            self._start_flusher()
+        return count
+
+    def _publish(self, policy: RoomPolicy) -> None:
+        if self._builder.rows:
+            self._store.publish(self._builder.encode(), policy=policy)
+            self._builder.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the writer is closed: make a new one with cache.writer()")
+
+    def _end(self) -> None:
+        self._closed = True
+        self._changed.notify_all()
+
+    # max_delay
+
+    def _start_flusher(self) -> None:
+        if self._max_delay is None:
+            return
+        if self._flusher is None:
+            self._flusher = threading.Thread(target=self._flush_loop, name="arrowcache-flush", daemon=True)
+            self._flusher.start()
+        self._changed.notify_all()
+
+    def _flush_loop(self) -> None:
+        """Publish a part-filled segment once its first sample is `max_delay` old."""
+        assert self._max_delay is not None
+        with self._changed:
+            while not self._closed:
+                due = self._oldest_sample + self._max_delay - time.monotonic()
+                if self._builder.rows == 0:
+                    self._changed.wait()
+                elif due > 0:
+                    self._changed.wait(due)
+                else:
+                    try:
+                        self._publish(RoomPolicy("raise"))
+                    except (CacheFullError, OSError):
+                        self._changed.wait(max(self._max_delay, 0.1))  # append waits as it was told to
+
+    def _join(self) -> None:
+        if self._flusher is not None and self._flusher is not threading.current_thread():
+            self._flusher.join()
+
+
+def _one_mapping(sample: Mapping[str, Any] | None, fields: dict[str, Any]) -> Mapping[str, Any]:
+    if sample is None:
+        return fields
+    if fields:
+        raise TypeError("give a sample as one mapping or as keyword arguments, not both")
+    if not isinstance(sample, Mapping):
+        raise TypeError(f"a sample is a mapping of field names to values, not {type(sample).__name__}")
+    return sample

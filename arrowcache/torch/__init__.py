@@ -1,0 +1,5 @@
+"""PyTorch: the same loaders, yielding tensors. Importing this package imports torch."""
+
+from arrowcache.torch.loader import Loader
+
+__all__ = ["Loader"]

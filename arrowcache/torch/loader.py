@@ -1,0 +1,52 @@
+"""Loader for PyTorch: the batches of `arrowcache.Loader` as tensors over the same memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
+from arrowcache.reading.loader import Loader as NumpyLoader
+from arrowcache.reading.pipeline import Batch
+from arrowcache.reading.placement import Values
+
+
+class Loader(NumpyLoader):
+    """Batches as `dict[str, torch.Tensor]`: each `for` is an epoch over a new snapshot.
+
+    Arguments, epochs, waiting and errors are those of `arrowcache.Loader`; `transform` is called
+    with NumPy arrays, in the background thread. Tensors are on the CPU, (batch_size, *shape), and
+    share memory with the ring's buffers: keeping one is safe, nothing overwrites it while it or
+    a view of it lives.
+
+    Text and bytes come as lists; a ragged column as a nested tensor of jagged layout;
+    timestamps as int64 microseconds since 1970; bfloat16 as torch.bfloat16.
+    """
+
+    def _finish(self, batch: Batch) -> Batch:
+        schema = self._store.settings.schema
+        return {name: to_tensor(values, schema.get(name)) for name, values in batch.items()}
+
+
+def to_tensor(values: Any, kind: FieldType | None) -> Any:
+    """A column of a batch as a tensor over the same memory; lists and tensors pass as they are.
+
+    Args:
+        values: what a NumPy loader yields, or what a transform made of it.
+        kind: the column's type; None: a column that a transform added.
+    """
+    if isinstance(values, Values):
+        data = _dense(values.data, kind)
+        return torch.nested.nested_tensor_from_jagged(data, torch.from_numpy(values.offsets))
+    return _dense(values, kind) if isinstance(values, np.ndarray) else values
+
+
+def _dense(array: np.ndarray[Any, Any], kind: FieldType | None) -> torch.Tensor:
+    if isinstance(kind, Timestamp) and array.dtype.kind == "M":
+        array = array.view(np.int64)
+    tensor = torch.from_numpy(array)
+    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16" and array.dtype == np.uint16:
+        return tensor.view(torch.bfloat16)
+    return tensor

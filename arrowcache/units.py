@@ -1,0 +1,62 @@
+"""Sizes and times, as people write them: parsed at the door, printed in messages."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+_UNITS = {"B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate(("k" if base == 1000 else "K", "M", "G", "T"), start=1)
+}
+_SIZE = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*")
+
+
+def parse_bytes(size: int | str, name: str) -> int:
+    """Turn 4096 or "64MiB" into bytes.
+
+    Args:
+        size: bytes, or text with B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (1024).
+        name: the argument's name, for the message.
+    Raises: ValueError: not a size, or not positive. TypeError: neither int nor text.
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            raise ValueError(
+                f"{name}={size!r} is not a size: write bytes as a number, "
+                f"or text such as '64MiB' or '200GB' (units: {', '.join(_UNITS)})"
+            )
+        number, unit = match.groups()
+        nbytes = int(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS[unit]
+    elif isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
+    else:
+        raise TypeError(f"{name} must be bytes or text such as '64MiB', not {size!r}")
+    if nbytes <= 0:
+        raise ValueError(f"{name}={size!r} must be positive")
+    return nbytes
+
+
+def parse_seconds(seconds: float | None, name: str) -> float | None:
+    """Check a time to wait; None and infinity are no bound.
+
+    Raises: ValueError: negative or not a number. TypeError: no number.
+    """
+    if seconds is None:
+        return None
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        raise TypeError(f"{name} must be seconds as a number, or None, not {seconds!r}")
+    if not seconds >= 0:
+        raise ValueError(f"{name}={seconds!r} must be seconds >= 0, or None for no bound")
+    return None if seconds > threading.TIMEOUT_MAX / 2 else float(seconds)
+
+
+def format_bytes(nbytes: float) -> str:
+    """Print a size with a binary unit: 67108864 -> "64.0 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import datetime as dt
+import gc
+
+import numpy as np
+import pytest
+from helpers import make_cache, publish, sample, wait_until
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch
+
+import arrowcache as ac
+from arrowcache.torch import Loader
+
+BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Ten segments of 16 rows, ids 0 to 159."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    return cache
+
+
+def check(batch) -> None:
+    assert torch.equal(batch["image"], BASE + batch["id"].float()[:, None, None])
+
+
+def ids(batches) -> list[int]:
+    found = []
+    for batch in batches:
+        check(batch)
+        found += batch["id"].tolist()
+    return found
+
+
+class Spy(Loader):
+    """Remembers the arrays of the ring that its tensors were made of."""
+
+    def _finish(self, batch):
+        self.arrays = dict(batch)
+        return super()._finish(batch)
+
+
+def test_batches_are_dicts_of_cpu_tensors_with_a_leading_axis(cache):
+    with Loader(cache, 16) as loader:
+        for batch in loader:
+            assert list(batch) == ["id", "image"]
+            assert batch["image"].shape == (16, 16, 16)
+            assert batch["image"].dtype == torch.float32
+            assert batch["id"].dtype == torch.int64
+            assert batch["image"].device.type == "cpu"
+            assert batch["image"].is_contiguous()
+
+
+def test_every_epoch_yields_each_row_once_in_the_order_of_the_numpy_loader(cache):
+    with Loader(cache, 16, seed=3) as tensors, ac.Loader(cache, 16, seed=3) as arrays:
+        for _ in range(3):
+            epoch = ids(tensors)
+            assert sorted(epoch) == list(range(160))
+            assert epoch == [i for batch in arrays for i in batch["id"].tolist()]
+
+
+def test_tensors_share_their_memory_with_the_ring(cache):
+    with Spy(cache, 16) as loader:
+        for batch in loader:
+            for name, tensor in batch.items():
+                array = loader.arrays[name]
+                assert tensor.data_ptr() == array.ctypes.data
+                array[...] = 7
+                assert bool((tensor == 7).all())
+                tensor.fill_(9)
+                assert (array == 9).all()
+    assert cache.verify() == []
+
+
+SAMPLE = {
+    "int8": -5, "uint16": 60_000, "uint32": 2**32 - 1, "uint64": 2**64 - 1,
+    "float16": 0.5, "float64": 0.1, "bool": True, "bfloat16": -1.5, "complex64": 1 + 2j,
+    "complex128": 3 - 4j,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(), (3, 2)])
+@pytest.mark.parametrize("dtype", SAMPLE)
+def test_each_dtype_arrives_as_the_torch_dtype_of_the_same_name_and_shares_memory(tmp_path, dtype, shape):
+    cache = make_cache(tmp_path / "cache", {"x": ac.Tensor(dtype, shape)})
+    value = torch.full((20, *shape), SAMPLE[dtype], dtype=getattr(torch, dtype))
+    with cache.writer() as writer:
+        writer.extend(x=value)
+    with Spy(cache, 8, drop_last=False) as loader:
+        sizes = []
+        for batch in loader:
+            tensor = batch["x"]
+            assert tensor.dtype == getattr(torch, dtype)
+            assert torch.equal(tensor, value[: len(tensor)])
+            assert tensor.data_ptr() == loader.arrays["x"].ctypes.data
+            sizes.append(len(tensor))
+    assert sizes == [8, 8, 4]
+
+
+def test_timestamps_are_microseconds_since_1970(tmp_path):
+    cache = make_cache(tmp_path / "cache", {"at": ac.Timestamp()})
+    moments = [
+        dt.datetime(1969, 12, 31, 23, 59, 59, 999_999, tzinfo=dt.timezone.utc),
+        dt.datetime(2026, 2, 28, 12, 30, 0, 5, tzinfo=dt.timezone.utc),
+    ]
+    with cache.writer() as writer:
+        for moment in moments:
+            writer.append(at=moment)
+    with Spy(cache, 2, shuffle=None) as loader:
+        for batch in loader:
+            assert batch["at"].dtype == torch.int64
+            assert batch["at"].tolist() == [-1, 1772281800000005]
+            assert batch["at"].data_ptr() == loader.arrays["at"].ctypes.data
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_ragged_columns_are_jagged_nested_tensors(tmp_path, dtype):
+    cache = make_cache(tmp_path / "cache", {"id": ac.Tensor("int64"), "points": ac.Ragged(dtype, (3,))})
+    with cache.writer() as writer:
+        for i in range(40):
+            writer.append(id=i, points=torch.full((i % 5, 3), i, dtype=getattr(torch, dtype)))
+    with Loader(cache, 8) as loader:
+        seen = []
+        for batch in loader:
+            nested = batch["points"]
+            assert nested.is_nested
+            assert nested.layout == torch.jagged
+            assert nested.dtype == getattr(torch, dtype)
+            assert len(nested) == 8
+            for i, points in zip(batch["id"].tolist(), nested.unbind(), strict=True):
+                assert torch.equal(points, torch.full((i % 5, 3), i, dtype=getattr(torch, dtype)))
+                seen.append(i)
+    assert sorted(seen) == list(range(40))
+
+
+def test_a_batch_of_nothing_but_empty_ragged_values(tmp_path):
+    cache = make_cache(tmp_path / "cache", {"points": ac.Ragged("float32", (2,))})
+    with cache.writer() as writer:
+        for _ in range(8):
+            writer.append(points=np.zeros((0, 2), np.float32))
+    with Loader(cache, 8) as loader:
+        (batch,) = loader
+        assert [tuple(points.shape) for points in batch["points"].unbind()] == [(0, 2)] * 8
+
+
+def test_text_and_bytes_are_lists(tmp_path):
+    cache = make_cache(tmp_path / "cache", {"text": ac.String(), "blob": ac.Binary()})
+    with cache.writer() as writer:
+        writer.append(text="größe", blob=b"\0\1")
+    with Loader(cache, 1) as loader:
+        assert list(loader) == [{"text": ["größe"], "blob": [b"\0\1"]}]
+
+
+def test_ids_are_tensors(cache):
+    with Loader(cache, 16, with_ids=True, columns=["id"]) as loader:
+        for batch in loader:
+            assert torch.equal(batch["_seq"] * 16 + batch["_row"], batch["id"])
+            assert batch["_age_seconds"].dtype == torch.float64
+
+
+def test_a_transform_gets_arrays_and_may_return_arrays_or_tensors(cache):
+    def transform(batch):
+        assert isinstance(batch["image"], np.ndarray)
+        return {
+            "array": batch["id"] * 2,
+            "tensor": torch.from_numpy(batch["id"]) * 3,
+            "text": [str(i) for i in batch["id"]],
+            "image": batch["image"].mean(axis=0),
+        }
+
+    with Loader(cache, 16, shuffle=None, transform=transform) as loader:
+        batch = next(iter(loader))
+        assert batch["array"].tolist() == list(range(0, 32, 2))
+        assert batch["tensor"].tolist() == list(range(0, 48, 3))
+        assert batch["text"] == [str(i) for i in range(16)]
+        assert torch.equal(batch["image"], BASE + 7.5)
+
+
+def test_a_transform_may_change_the_dtype_of_a_column(tmp_path):
+    cache = make_cache(tmp_path / "cache", {"x": ac.Tensor("bfloat16", (2,)), "at": ac.Timestamp()})
+    with cache.writer() as writer:
+        writer.append(x=torch.ones(2, dtype=torch.bfloat16), at=np.datetime64(7, "us"))
+
+    def transform(batch):
+        return {"x": batch["x"].astype(np.float32), "at": batch["at"].view(np.int64) / 2}
+
+    with Loader(cache, 1, transform=transform) as loader:
+        (batch,) = loader
+    assert batch["x"].dtype == torch.float32
+    assert batch["at"].tolist() == [3.5]
+
+
+def test_nothing_that_is_kept_is_overwritten(cache):
+    kept = []
+    with Loader(cache, 16, prefetch=1) as loader:
+        epochs = [list(loader) for _ in range(3)]
+        for number in range(30):
+            for step, batch in enumerate(loader):
+                if (number + step) % 7 == 0:
+                    kept.append((batch["image"][3:5].transpose(1, 2), batch["id"][3:5].clone()))
+    del batch, loader
+    gc.collect()
+    assert all(sorted(ids(epoch)) == list(range(160)) for epoch in epochs)
+    assert len(kept) > 40
+    for images, numbers in kept:
+        assert torch.equal(images, (BASE + numbers.float()[:, None, None]).transpose(1, 2))
+
+
+def test_tensors_of_autograd_keep_their_batch(cache):
+    weight = torch.zeros(16, 16, requires_grad=True)
+    with Loader(cache, 16, shuffle=None, prefetch=1) as loader:
+        losses = [(batch["image"] * weight).sum() for batch in loader]
+        for _ in range(5):
+            list(loader)
+        torch.stack(losses).sum().backward()
+    assert torch.equal(weight.grad, (BASE * 160 + sum(range(160))))
+
+
+def test_epochs_over_a_growing_cache_see_ever_more_until_the_oldest_leave(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    sizes, oldest = [], []
+    with Loader(cache, 16) as loader:
+        for _ in range(12):
+            publish(cache, 8)
+            epoch = ids(loader)
+            assert len(set(epoch)) == len(epoch)
+            sizes.append(len(epoch))
+            oldest.append(min(epoch))
+    assert sizes[:4] == [128, 256, 384, 512]
+    assert oldest[:4] == [0, 0, 0, 0]
+    assert oldest[4:] == sorted(oldest[4:])
+    assert oldest[-1] > 0
+    assert cache.verify() == []
+
+
+def test_a_small_network_learns_from_samplers_at_work(tmp_path):
+    schema = {"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("float32")}
+    cache = make_cache(tmp_path / "cache", schema, segment_rows=64, capacity="512KiB")
+    truth = np.arange(8, dtype=np.float32)
+
+    def sampler(rng):
+        while True:
+            x = rng.standard_normal(8, dtype=np.float32)
+            yield {"x": x, "y": np.float32(x @ truth)}
+
+    torch.manual_seed(0)
+    network = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+    rows = []
+    with (
+        ac.SamplerPool(cache, sampler, workers=1, progress=False) as pool,
+        Loader(cache, 32, wait_rows=64) as loader,
+    ):
+        for epoch in range(6):
+            pool.wait(segments=4 * (epoch + 1), timeout=60)
+            before = loader.stats().rows
+            for batch in loader:
+                loss = torch.nn.functional.mse_loss(network(batch["x"])[:, 0], batch["y"])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            rows.append(loader.stats().rows - before)
+    assert rows[0] < rows[-1]
+    assert loss.item() < 1e-3
+    assert np.allclose(network.weight.detach().numpy(), truth, atol=0.1)
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
+    assert cache.verify() == []
+
+
+def test_what_it_yields_is_what_was_appended(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    with cache.writer() as writer:
+        writer.append(id=torch.tensor(3), image=torch.from_numpy(sample(3)["image"]).requires_grad_())
+    with Loader(cache, 1) as loader:
+        (batch,) = loader
+    assert torch.equal(batch["image"][0], BASE + 3)
+    assert not batch["image"].requires_grad

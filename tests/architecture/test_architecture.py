@@ -1,0 +1,234 @@
+"""The package's shape: layers, imports, exports."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import arrowcache
+
+PACKAGE = Path(arrowcache.__file__).parent
+LAYERS = {  # an import may only point to a lower number
+    "demo": 8,  # a user's own program
+    "arrowcache": 7,  # __init__: the list of exports
+    "cli": 6, "explore": 6,
+    "torch": 5, "tensorflow": 5,
+    "cache": 4,
+    "sampling": 3, "reading": 3,
+    "storage": 2,
+    "arrow": 1,
+    "errors": 0, "units": 0,
+}  # fmt: skip
+STANDARD_LIBRARY_ONLY = ("errors", "units")
+FRAMEWORKS = {
+    "torch": ("torch", "demo"),
+    "tensorflow": ("tensorflow",),
+    "sklearn": ("demo",),
+    "pandas": ("explore",),
+}
+PUBLIC = [
+    "ArrowCacheError", "Binary", "Cache", "CacheFormatError", "CacheFullError", "CacheStats",
+    "CorruptSegmentError", "Loader", "LoaderStats", "LoaderTimeoutError", "LockTimeoutError", "PoolStats",
+    "Problem", "Ragged", "SamplerError", "SamplerPool", "Schema", "SchemaError", "SegmentInfo", "Snapshot",
+    "String", "Tensor", "Timestamp", "Values", "Writer",
+]  # fmt: skip
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports_of(path: Path, *, at_import: bool = False) -> set[str]:
+    """Every module that a file imports, wherever in it; only what runs at import if `at_import`."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    if at_import:
+        nodes = list(_unguarded(tree))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.module is not None
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+    return found
+
+
+def _unguarded(node: ast.AST):
+    """The nodes that run when a module is imported: not in functions, not under TYPE_CHECKING."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _unguarded(child)
+
+
+def part_of(module: str) -> str:
+    """The layer's name that a module belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_belongs_to_a_layer(module):
+    assert part_of(module) in LAYERS
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_only_point_down(module):
+    here = part_of(module)
+    for imported in imports_of(MODULES[module]):
+        if imported.split(".")[0] == "arrowcache" and part_of(imported) != here:
+            assert LAYERS[part_of(imported)] < LAYERS[here], f"{module} imports {imported}"
+
+
+def test_sampling_and_reading_meet_nowhere_but_below():
+    for module, path in MODULES.items():
+        other = {"sampling": "reading", "reading": "sampling"}.get(part_of(module))
+        assert not [
+            name for name in imports_of(path) if part_of(name) == other and name.startswith("arrowcache")
+        ]
+
+
+def test_no_module_imports_itself_however_long_the_way():
+    graph = {
+        module: {name for name in imports_of(path, at_import=True) if name in MODULES}
+        for module, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join([*way, module])
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, (*way, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+    assert done == set(MODULES)
+
+
+@pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)
+def test_the_lowest_layer_needs_the_standard_library_only(module):
+    tops = {name.split(".")[0] for name in imports_of(MODULES[f"arrowcache.{module}"])}
+    assert tops <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_framework_is_imported_only_where_it_is_named(framework):
+    for module, path in MODULES.items():
+        if framework in {name.split(".")[0] for name in imports_of(path)}:
+            assert part_of(module) in FRAMEWORKS[framework], module
+
+
+def test_pickle_is_on_no_path_of_the_data():
+    for module, path in MODULES.items():
+        if part_of(module) in ("arrow", "storage", "reading"):
+            assert not {"pickle", "cloudpickle", "marshal", "shelve"} & {
+                n.split(".")[0] for n in imports_of(path)
+            }
+
+
+def test_files_of_a_cache_change_in_one_module_only():
+    changing = {"rename", "unlink", "link", "mkdir", "rmdir", "remove", "posix_fallocate", "writev",
+                "pwrite", "fsync", "ftruncate", "symlink", "write_text", "write_bytes", "touch"}  # fmt: skip
+    for module, path in MODULES.items():
+        if (
+            part_of(module) in ("arrow", "storage", "reading", "sampling", "cache")
+            and module != "arrowcache.storage.folder"
+        ):
+            calls = {
+                f"{ast.unparse(node.func.value)}.{node.func.attr}"
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in changing
+            }
+            calls = {
+                call
+                for call in calls
+                if not call.startswith(("self.folder.", "folder.", "store.folder.", "dataclasses."))
+            }
+            assert not calls, f"{module}: {calls}"
+
+
+def test_the_exports_are_just_these():
+    assert sorted(arrowcache.__all__) == PUBLIC
+    names = {
+        name
+        for name, value in vars(arrowcache).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert names == set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_export_and_each_of_its_methods_is_documented(name):
+    thing = getattr(arrowcache, name)
+    assert inspect.getdoc(thing), name
+    if "." in (thing.__doc__ or ""):
+        assert not thing.__doc__.startswith(f"{name}("), "a dataclass' own signature is no docstring"
+    if issubclass(thing, Exception):
+        return
+    for method, function in vars(thing).items():
+        is_method = inspect.isfunction(function) or isinstance(function, classmethod | staticmethod)
+        if is_method and not method.startswith("_"):
+            assert inspect.getdoc(getattr(thing, method)), f"{name}.{method}"
+
+
+def test_every_module_says_what_it_is():
+    for module, path in MODULES.items():
+        assert ast.get_docstring(ast.parse(path.read_text())), module
+
+
+def run(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_loads_no_framework_and_starts_no_thread():
+    script = (
+        "import sys, threading, arrowcache\n"
+        "heavy = {'torch', 'tensorflow', 'pandas', 'loky', 'sklearn', 'ray', 'dask'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+        "print(threading.active_count())\n"
+    )
+    assert run(script) == "[]\n1\n"
+
+
+def test_using_a_cache_loads_no_framework():
+    script = (
+        "import sys, tempfile, numpy, arrowcache as ac\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    schema = {'x': ac.Tensor('int64')}\n"
+        "    cache = ac.Cache.create(folder + '/c', schema, capacity='1MiB', segment_bytes=4096)\n"
+        "    with cache.writer() as writer:\n"
+        "        writer.extend(x=numpy.arange(10))\n"
+        "    with ac.Loader(cache, batch_size=5) as loader:\n"
+        "        print(sum(int(batch['x'].sum()) for batch in loader))\n"
+        "print(sorted({'torch', 'tensorflow', 'pandas'} & set(sys.modules)))\n"
+    )
+    assert run(script) == "45\n[]\n"
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (PACKAGE / "py.typed").exists()

@@ -1,0 +1,127 @@
+"""The demo, as a user runs it: its table and its exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from processes import session_processes
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from arrowcache import demo
+
+ROW = re.compile(r"^ *\d+(?: +-?\d+(?:\.\d+)?){8}$")
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+
+
+def run(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "arrowcache.demo", *options],
+        capture_output=True, text=True, timeout=150, check=False, env=environment(tmp_path),
+    )  # fmt: skip
+
+
+def left_behind(tmp_path: Path) -> list[str]:
+    """What the demo left in its temporary folder; torch's own empty cache folder is torch's."""
+    return [p.name for p in tmp_path.iterdir() if not p.name.startswith("torchinductor_")]
+
+
+def table(output: str) -> list[list[float]]:
+    lines = output.splitlines()
+    first = lines.index(demo.HEADER) + 1
+    return [[float(cell) for cell in line.split()] for line in lines[first:] if ROW.match(line)]
+
+
+def test_a_small_demo_learns_grows_evicts_and_exits_with_0(tmp_path):
+    done = run(tmp_path, "--capacity", "64MiB", "--epochs", "14")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table(done.stdout)
+    assert [int(row[0]) for row in rows] == list(range(14))
+    rows_in_snapshot, evicted = [row[3] for row in rows], [row[4] for row in rows]
+    assert rows_in_snapshot[-1] >= 2 * rows_in_snapshot[0]
+    assert evicted[0] == 0 < evicted[-1]
+    assert "FAILED" not in done.stdout
+    assert left_behind(tmp_path) == []
+
+
+def test_a_demo_of_one_epoch_says_what_failed_and_exits_with_1(tmp_path):
+    done = run(tmp_path, "--capacity", "64MiB", "--epochs", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert len(table(done.stdout)) == 1
+    assert "FAILED: the network did not learn" in done.stdout
+    assert "FAILED: the snapshots did not double" in done.stdout
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [
+        pytest.param(signal.SIGINT, os.killpg, id="ctrl-c"),  # a terminal sends it to all processes
+        pytest.param(signal.SIGTERM, os.kill, id="kill"),
+        pytest.param(signal.SIGKILL, os.kill, id="kill-9"),
+    ],
+)
+def test_an_interrupted_demo_leaves_no_process_and_no_file(tmp_path, number, send):
+    demo_process = subprocess.Popen(
+        [sys.executable, "-m", "arrowcache.demo"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True, env=environment(tmp_path),
+    )  # fmt: skip
+    try:
+        with demo_process:
+            assert demo_process.stdout is not None
+            assert any(ROW.match(line.rstrip("\n")) for line in demo_process.stdout)
+            assert len(session_processes(demo_process.pid)) >= 3, "the samplers are not at work"
+            send(demo_process.pid, number)
+            demo_process.stdout.close()
+            assert demo_process.wait(timeout=30) != 0
+        deadline = time.monotonic() + 5
+        while (left := session_processes(demo_process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
+        if number != signal.SIGKILL:
+            assert left_behind(tmp_path) == []
+    finally:
+        try:
+            os.killpg(demo_process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+GOOD = [
+    demo.Epoch(0, 1.0, 3, 300, 0, 10.0, 10.0, 1.0, 20.0),
+    demo.Epoch(1, 1.0, 9, 900, 4, 10.0, 10.0, 1.0, 90.0),
+]
+
+
+def test_epochs_that_show_what_was_promised_have_no_failures():
+    assert demo.failures(GOOD, []) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"accuracy_percent": 79.0}, "did not learn"),
+        ({"rows": 599}, "did not double"),
+        ({"evicted": 0}, "no segment was evicted"),
+    ],
+)
+def test_each_broken_promise_is_named(change, words):
+    (failure,) = demo.failures([GOOD[0], replace(GOOD[1], **change)], [])
+    assert words in failure
+
+
+def test_a_problem_in_the_cache_is_a_failure():
+    assert demo.failures(GOOD, ["segment 7 is torn"]) == ["cache.verify() found: segment 7 is torn"]

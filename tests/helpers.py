@@ -1,0 +1,131 @@
+"""What several tests share. Everything here looks at a cache from outside, past the code under test."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+import arrowcache as ac
+from arrowcache.arrow.segment import Column, VariableColumn, encode
+
+KIB = 1024
+DEADLINE_SECONDS = 20.0
+
+ROW = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("float32", (16, 16))})
+"""A row's content is a function of its id: see `sample`."""
+
+
+def sample(number: int) -> dict[str, Any]:
+    """The row of schema ROW whose id is `number`."""
+    image = np.arange(256, dtype=np.float32).reshape(16, 16) + np.float32(number)
+    return {"id": number, "image": image}
+
+
+def make_cache(path: Path, schema: ac.Schema = ROW, **options: Any) -> ac.Cache:
+    """A small cache: segments of 16 rows within 1 MiB, unless said otherwise."""
+    options = {"capacity": 1024 * KIB, "segment_bytes": 32 * KIB, "segment_rows": 16} | options
+    return ac.Cache.create(path, schema, **options)
+
+
+def publish(cache: ac.Cache, segments: int, first: int | None = None, rows: int = 16) -> None:
+    """Publish full segments of schema ROW with consecutive ids; the first id follows the cache's last."""
+    start = cache.stats().next_seq * rows if first is None else first
+    with cache.writer(on_full="raise") as writer:
+        for number in range(start, start + segments * rows):
+            writer.append(sample(number))
+
+
+def seqs(cache: ac.Cache) -> list[int]:
+    """Sequence numbers of what is published, read from the folder's names."""
+    return sorted(int(name[:20]) for name in os.listdir(cache.path / "segments"))
+
+
+def segment_files(cache: ac.Cache) -> list[Path]:
+    """The published files, oldest first."""
+    return sorted((cache.path / "segments").iterdir())
+
+
+def disk_bytes(path: Path) -> int:
+    """Allocated bytes of a whole tree, as `du` counts them."""
+    total = os.lstat(path).st_blocks * 512
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:  # evicted meanwhile
+                pass
+    return total
+
+
+def read_ids(path: Path) -> list[int]:
+    """The `id` column of one segment's file, by a plain Arrow reader."""
+    with pa.OSFile(str(path)) as file:
+        ids: list[int] = pa.ipc.open_file(file).read_all()["id"].to_pylist()
+    return ids
+
+
+def published_ids(cache: ac.Cache) -> list[int]:
+    """The `id` of every published row, oldest first, by a plain Arrow reader."""
+    return [number for path in segment_files(cache) for number in read_ids(path)]
+
+
+def file_bytes(schema: ac.Schema, columns: Mapping[str, Column]) -> bytes:
+    """The file of one segment."""
+    return b"".join(encode(schema, columns).pieces)
+
+
+def variable(values: list[bytes], item_bytes: int = 1) -> VariableColumn:
+    """A variable-length column of given values."""
+    ends = np.cumsum([0, *(len(value) // item_bytes for value in values)]).astype(np.int32)
+    return VariableColumn(ends, bytearray(b"".join(values)))
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Poll until a condition holds; fails after a generous deadline."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_SECONDS} s for: {what}"
+        time.sleep(0.002)
+
+
+def flip_byte(path: Path, position: int) -> None:
+    """Change one byte of a file in place; a negative position counts from its end."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    replace_file(path, bytes(data))
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write other bytes under a file's name; a new file, so that no mapping sees it change."""
+    temporary = path.with_name(path.name + ".test")
+    temporary.write_bytes(data)
+    temporary.rename(path)
+
+
+@contextmanager
+def in_child(body: Callable[[], None]) -> Iterator[int]:
+    """Run a function in a forked child, which must end well; yields its pid."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    try:
+        yield pid
+    finally:
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, "the child failed: see its traceback"

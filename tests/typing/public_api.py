@@ -1,0 +1,137 @@
+"""Typed use of the public API: checked by mypy --strict, never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import assert_type
+
+import arrowcache as ac
+
+
+def sample(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    yield {"signal": rng.random((64, 1024), np.float32), "label": 3, "name": "a"}
+
+
+def schema() -> ac.Schema:
+    declared = ac.Schema(
+        {
+            "signal": ac.Tensor("float32", (64, 1024)),
+            "label": ac.Tensor("int64"),
+            "name": ac.String(),
+            "raw": ac.Binary(),
+            "at": ac.Timestamp(),
+            "points": ac.Ragged("float32", (3,)),
+        }
+    )
+    assert_type(ac.Schema.infer({"x": 3}), ac.Schema)
+    assert_type(list(declared), list[str])
+    return declared
+
+
+def storage(path: Path) -> None:
+    cache = ac.Cache.create(
+        path, schema(), capacity="200GB", segment_bytes="64MiB", segment_rows=None, headroom=0.1,
+        durable=False, exist_ok=False,
+    )  # fmt: skip
+    cache = ac.Cache.create(str(path), {"x": ac.Tensor("int8")}, capacity=10**9)
+    cache = ac.Cache.open(path, check="structure")
+    with cache.writer(on_full="wait", timeout=None, max_delay=None) as writer:
+        assert_type(writer, ac.Writer)
+        writer.append(signal=np.zeros(3), label=3, name="a")
+        writer.append({"signal": 1})
+        writer.extend(signal=np.zeros((2, 3)), label=[1, 2], name=["a", "b"])
+        writer.close()
+        writer.abort()
+    stats = cache.stats()
+    assert_type(stats, ac.CacheStats)
+    assert_type(stats.capacity_bytes, int)
+    assert_type(stats.oldest_seq, int | None)
+    assert_type(cache.verify(repair=True), list[ac.Problem])
+    assert_type(cache.evict(nbytes="10GB"), int)
+    cache.resize("400GB")
+    assert_type(cache.path, Path)
+    assert_type(cache.schema, ac.Schema)
+    with cache as same:
+        assert_type(same, ac.Cache)
+    cache.close()
+
+
+def reading(cache: ac.Cache) -> None:
+    def every_tenth(segment: ac.SegmentInfo) -> bool:
+        return segment.seq % 10 != 0 and segment.rows > 0 and segment.task != ""
+
+    with cache.snapshot(where=every_tenth) as snapshot:
+        assert_type(snapshot, ac.Snapshot)
+        assert_type(len(snapshot), int)
+        assert_type(snapshot.segments, tuple[ac.SegmentInfo, ...])
+        assert_type(snapshot.nbytes, int)
+        out: dict[str, NDArray[Any]] = {"signal": np.empty(3)}
+        rows = snapshot.gather([1, 2], columns=["signal"], out=out)
+        column = rows["points"]
+        if isinstance(column, ac.Values):
+            assert_type(column.offsets, NDArray[np.int64])
+        snapshot.gather(np.arange(3))
+        snapshot.table(columns=["signal"])
+    loader = ac.Loader(
+        cache, batch_size=64, shuffle="rows", seed=0, columns=["signal"], drop_last=True, transform=None,
+        prefetch=4, where=every_tenth, with_ids=False, epoch_rows=None, wait_rows=1, timeout=60.0,
+    )  # fmt: skip
+    for batch in loader:
+        assert_type(batch, dict[str, Any])
+    ac.Loader("path", 64)
+    ac.Loader(Path("path"), 64)
+    assert_type(loader.steps, int | None)
+    assert_type(loader.stats(), ac.LoaderStats)
+    assert_type(loader.stats().bottleneck, str)
+    loader.close()
+
+
+def sampling(cache: ac.Cache) -> None:
+    with ac.SamplerPool(
+        cache,
+        sample,
+        workers=4,
+        seed=0,
+        name="default",
+        executor=None,
+        segments=None,
+        retries=3,
+        progress=None,
+    ) as pool:
+        assert_type(pool, ac.SamplerPool)
+        assert_type(pool.stats(), ac.PoolStats)
+        pool.wait(segments=10, timeout=60)
+        pool.stop()
+
+
+def errors() -> None:
+    for kind in (
+        ac.SchemaError,
+        ac.CacheFullError,
+        ac.CacheFormatError,
+        ac.CorruptSegmentError,
+        ac.SamplerError,
+    ):
+        assert_type(kind("why").args, tuple[Any, ...])
+    try:
+        pass
+    except (ac.LoaderTimeoutError, ac.LockTimeoutError) as error:
+        timeout: TimeoutError = error
+        base: ac.ArrowCacheError = error
+        print(timeout, base)
+
+
+def mistakes(cache: ac.Cache) -> None:
+    """Each of these lines is wrong, and mypy says so: an unused ignore is an error."""
+    cache.evict(None)  # type: ignore[arg-type]
+    cache.writer(on_full=3)  # type: ignore[arg-type]
+    ac.Loader()  # type: ignore[call-arg]
+    ac.Loader(cache, 64, "rows")  # type: ignore[call-arg]
+    ac.Tensor("float32", "shape")  # type: ignore[arg-type]
+    cache.stats().rows = 3  # type: ignore[misc]
+    cache.path = Path()  # type: ignore[misc]

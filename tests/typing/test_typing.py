@@ -1,0 +1,19 @@
+"""The public API under mypy --strict, as a user's own code is checked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_typed_use_of_the_public_api_is_sound(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file", str(HERE.parents[1] / "pyproject.toml"),
+         "--cache-dir", str(tmp_path), str(HERE / "public_api.py")],
+        cwd=HERE.parents[1], capture_output=True, text=True, timeout=280, check=False, env={**os.environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,592 @@
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import traceback
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import (
+    DEADLINE_SECONDS,
+    disk_bytes,
+    flip_byte,
+    make_cache,
+    publish,
+    published_ids,
+    segment_files,
+    seqs,
+    wait_until,
+)
+from helpers import sample as row
+
+import arrowcache as ac
+from arrowcache import Loader, Snapshot
+
+BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Ten segments of 16 rows, ids 0 to 159."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    return cache
+
+
+def check(batch: dict[str, Any]) -> None:
+    """Every row's image is the one of its id."""
+    assert np.array_equal(batch["image"], BASE + batch["id"].astype(np.float32)[:, None, None])
+
+
+def ids(batches) -> list[int]:
+    found = []
+    for batch in batches:
+        if "image" in batch:
+            check(batch)
+        found += batch["id"].tolist()
+    return found
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "arrowcache-loader"]
+
+
+def fill(cache: ac.Cache, on_full: str) -> None:
+    """Append several capacities of rows."""
+    writer = cache.writer(on_full, timeout=1)
+    try:
+        for number in range(160, 160 + 16 * 200):
+            writer.append(row(number))
+    finally:
+        writer.abort()
+
+
+# what an epoch holds
+
+
+@pytest.mark.parametrize("shuffle", ["rows", None])
+def test_every_epoch_yields_each_row_exactly_once(cache, shuffle):
+    with Loader(cache, 7, shuffle=shuffle, drop_last=False) as loader:
+        for _ in range(4):
+            assert sorted(ids(loader)) == published_ids(cache)
+
+
+def test_ids_tell_where_each_row_comes_from(cache):
+    columns = ["id", "_seq", "_row", "_age_seconds"]
+    with Loader(cache, 16, with_ids=True, columns=["id"]) as loader:
+        batches = list(loader)
+    assert [list(batch) for batch in batches] == [columns] * 10
+    found = {name: np.concatenate([batch[name] for batch in batches]) for name in columns}
+    assert found["_seq"].dtype == found["_row"].dtype == np.int64
+    assert np.array_equal(found["_seq"] * 16 + found["_row"], found["id"])
+    assert sorted(found["id"].tolist()) == published_ids(cache)
+    assert found["_age_seconds"].dtype == np.float64
+    assert np.all(found["_age_seconds"] >= 0)
+    assert np.all(found["_age_seconds"] < 3600)
+
+
+def test_without_shuffle_rows_come_oldest_first(cache):
+    with Loader(cache, 16, shuffle=None) as loader:
+        for _ in range(2):
+            assert ids(loader) == list(range(160))
+
+
+def test_seed_and_epoch_alone_decide_the_order(cache):
+    with Loader(cache, 16, seed=3) as loader, Loader(cache.path, 16, seed=3, prefetch=1) as same:
+        epochs = [ids(loader) for _ in range(3)]
+        assert [ids(same) for _ in range(3)] == epochs
+    with Loader(cache, 16, seed=4) as other:
+        epochs += [ids(other) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in [*epochs, range(160)]}) == 7
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(True, [64, 64]), (False, [64, 64, 32])])
+def test_an_incomplete_last_batch_is_dropped_or_short(cache, drop_last, sizes):
+    with Loader(cache, 64, drop_last=drop_last) as loader:
+        batches = list(loader)
+        assert [len(batch["image"]) for batch in batches] == sizes
+        assert loader.steps == len(sizes)
+        assert len(set(ids(batches))) == sum(sizes)
+
+
+def test_fewer_epoch_rows_are_a_draw_without_replacement_that_differs_each_epoch(cache):
+    with Loader(cache, 16, epoch_rows=40, drop_last=False) as loader:
+        epochs = [ids(loader) for _ in range(8)]
+    assert all(len(set(epoch)) == 40 for epoch in epochs)
+    assert len(set().union(*epochs)) > 80  # never only the oldest ones
+
+
+def test_more_epoch_rows_are_reshuffled_passes_one_after_another(cache):
+    with Loader(cache, 16, epoch_rows=400, drop_last=False) as loader:
+        epoch = ids(loader)
+    assert len(epoch) == 400
+    assert sorted(epoch[:160]) == sorted(epoch[160:320]) == list(range(160))
+    assert epoch[:160] != epoch[160:320]
+    assert max(Counter(epoch[320:]).values()) == 1
+
+
+def test_where_chooses_segments(cache):
+    with Loader(cache, 16, where=lambda segment: segment.seq % 5 != 0) as training:
+        assert sorted(ids(training)) == [i for i in range(160) if i // 16 % 5 != 0]
+    with Loader(cache, 16, where=lambda segment: segment.seq % 5 == 0) as validation:
+        assert sorted(ids(validation)) == [*range(16), *range(80, 96)]
+
+
+def test_an_exception_of_where_arrives_and_leaves_no_lease(cache):
+    with Loader(cache, 16, where=lambda segment: 1 / 0) as loader:
+        with pytest.raises(ZeroDivisionError):
+            iter(loader)
+        assert cache.stats().leased_bytes == 0
+
+
+def test_columns_are_yielded_in_the_order_asked_for(cache):
+    with Loader(cache, 16, columns=["image", "id"]) as loader:
+        assert all(list(batch) == ["image", "id"] for batch in loader)
+    with Loader(cache, 16, columns=["image"]) as loader:
+        assert all(list(batch) == ["image"] for batch in loader)
+
+
+def test_variable_length_columns_come_as_lists_and_values(tmp_path):
+    schema = {
+        "id": ac.Tensor("int64"), "text": ac.String(), "blob": ac.Binary(),
+        "points": ac.Ragged("float32", (2,)),
+    }  # fmt: skip
+    cache = make_cache(tmp_path / "cache", schema)
+    with cache.writer() as writer:
+        for i in range(40):
+            points = np.full((i % 4, 2), i, np.float32)
+            writer.append(id=i, text="ä" * (i % 3), blob=bytes([i]) * (i % 5), points=points)
+    with Loader(cache, 7, drop_last=False) as loader:
+        seen = []
+        for batch in loader:
+            assert list(batch) == list(schema)
+            values = batch["points"]
+            assert values.data.dtype == np.float32
+            assert values.data.shape == (values.offsets[-1], 2)
+            for place, i in enumerate(batch["id"].tolist()):
+                points = values.data[values.offsets[place] : values.offsets[place + 1]]
+                assert np.array_equal(points, np.full((i % 4, 2), i))
+                assert batch["text"][place] == "ä" * (i % 3)
+                assert batch["blob"][place] == bytes([i]) * (i % 5)
+                seen.append(i)
+    assert sorted(seen) == list(range(40))
+
+
+def test_a_damaged_segment_is_reported_and_the_epoch_goes_on_without_it(cache):
+    flip_byte(segment_files(cache)[3], 0)
+    with Loader(cache, 16) as loader:
+        with pytest.warns(RuntimeWarning, match="quarantined"):
+            epoch = iter(loader)
+        assert sorted(ids(epoch)) == [i for i in range(160) if i // 16 != 3]
+    assert seqs(cache) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+
+
+# which moment an epoch shows
+
+
+def test_iter_takes_its_snapshot_at_once(cache):
+    with Loader(cache, 16) as loader:
+        epoch = iter(loader)
+        publish(cache, 3)
+        assert sorted(ids(epoch)) == list(range(160))
+        assert sorted(ids(loader)) == list(range(208))
+
+
+def test_an_epoch_waits_for_wait_rows(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    looks: list[int] = []
+    with Loader(cache, 16, wait_rows=40, where=lambda segment: looks.append(segment.seq) or True) as loader:
+        epochs = []
+        thread = threading.Thread(target=lambda: epochs.append(ids(loader)))
+        thread.start()
+        wait_until(lambda: len(looks) > 1, "the loader to look twice")
+        publish(cache, 1)
+        wait_until(lambda: looks.count(1) > 1, "the loader to see 32 rows twice")
+        assert not epochs
+        publish(cache, 1)
+        thread.join(DEADLINE_SECONDS)
+    assert [sorted(epoch) for epoch in epochs] == [list(range(48))]
+
+
+def test_an_epoch_waits_for_one_full_batch(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    with Loader(cache, 32, timeout=0.1) as loader:
+        with pytest.raises(ac.LoaderTimeoutError, match="32 rows"):
+            iter(loader)
+        publish(cache, 1)
+        assert sorted(ids(loader)) == list(range(32))
+
+
+def test_a_loader_that_waits_for_rows_leases_nothing(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    looked = threading.Event()
+    with Loader(cache, 16, wait_rows=1000, timeout=0.2, where=lambda _: looked.set() or True) as loader:
+        with pytest.raises(ac.LoaderTimeoutError):
+            iter(loader)
+        assert looked.is_set()
+        assert cache.stats().leased_bytes == 0
+
+
+def test_a_newer_epoch_ends_the_older_one(cache):
+    with Loader(cache, 16) as loader:
+        older = iter(loader)
+        check(next(older))
+        newer = iter(loader)
+        with pytest.raises(RuntimeError, match="newer"):
+            next(older)
+        assert sorted(ids(newer)) == list(range(160))
+
+
+def test_a_finished_epoch_stays_finished(cache):
+    with Loader(cache, 16) as loader:
+        epoch = iter(loader)
+        assert len(ids(epoch)) == 160
+        assert next(epoch, None) is None
+        assert len(ids(loader)) == 160
+        assert next(epoch, None) is None
+
+
+# leases
+
+
+def test_break_ends_an_epoch_and_frees_its_lease_soon(cache):
+    with Loader(cache, 16) as loader:
+        for batch in loader:
+            check(batch)
+            assert cache.stats().leased_bytes > 0
+            break
+        wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
+        assert sorted(ids(loader)) == list(range(160))
+
+
+def test_an_idle_loader_leases_nothing_soon(cache):
+    with Loader(cache, 16) as loader:
+        assert len(ids(loader)) == 160
+        wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
+
+
+def test_an_idle_loader_gives_its_lease_up_to_a_writer_of_the_same_process(cache):
+    with Loader(cache, 16) as loader:
+        for _ in range(3):
+            assert ids(loader)
+            publish(cache, 150)  # several times the capacity
+            assert disk_bytes(cache.path) <= cache.stats().capacity_bytes
+        assert min(ids(loader)) >= 160
+
+
+def test_an_idle_loader_gives_its_lease_up_to_evict_and_resize_of_the_same_process(cache):
+    with Loader(cache, 16) as loader:
+        assert ids(loader)
+        assert cache.evict(1) > 0
+        assert ids(loader)
+        cache.resize("256KiB")
+        assert disk_bytes(cache.path) <= 256 * 1024
+        assert ids(loader)
+
+
+@pytest.mark.parametrize("on_full", ["raise", "wait"])
+def test_a_loader_in_progress_makes_a_writer_of_the_same_process_fail_and_not_hang(cache, on_full):
+    with Loader(cache, 16) as loader:
+        epoch = iter(loader)
+        check(next(epoch))
+        with pytest.raises(ac.CacheFullError, match=rf"by pid {os.getpid()} .* this very process"):
+            fill(cache, on_full)
+        assert len(ids(epoch)) == 144
+    assert disk_bytes(cache.path) <= cache.stats().capacity_bytes
+
+
+def test_a_loader_of_a_relative_path_is_known_to_a_writer_of_the_same_process(cache, monkeypatch):
+    monkeypatch.chdir(cache.path.parent)
+    with Loader("cache", 16) as loader:
+        epoch = iter(loader)
+        monkeypatch.chdir("/")
+        assert len(ids(epoch)) == 160
+        epoch = iter(loader)
+        with pytest.raises(ac.CacheFullError, match="this very process"):
+            fill(cache, "wait")
+        epoch.close()
+
+
+def test_readers_one_after_another_never_starve_a_writer(cache):
+    publish(cache, 40)
+    older = cache.snapshot()
+    for _ in range(20):
+        newer = cache.snapshot()  # there is a lease at every moment
+        older.close()
+        publish(cache, 2)
+        older = newer
+    older.close()
+    assert seqs(cache)[-1] == 89
+
+
+def test_an_epoch_of_a_growing_cache_never_loses_rows_to_eviction(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity="512KiB")
+    publish(cache, 20)
+    with Loader(cache, 16) as loader:
+        for _ in range(20):
+            expected = None
+            with cache.snapshot() as snapshot:
+                expected = snapshot.gather(np.arange(len(snapshot)), ["id"])["id"].tolist()
+            assert sorted(ids(loader)) == expected
+            publish(cache, 5)
+
+
+# memory
+
+
+def test_nothing_of_an_epoch_that_is_kept_whole_is_overwritten(cache):
+    with Loader(cache, 16, prefetch=1) as loader:
+        epochs = [list(loader) for _ in range(6)]
+        assert all(sorted(ids(epoch)) == list(range(160)) for epoch in epochs)
+
+
+def test_kept_batches_survive_many_epochs_and_the_loader(cache):
+    kept = []
+    with Loader(cache, 16, prefetch=2) as loader:
+        for number in range(40):
+            for step, batch in enumerate(loader):
+                if (step + number) % 7 == 0:
+                    kept.append((batch["image"][3], int(batch["id"][3])))  # a view of one row
+    del batch, loader
+    gc.collect()
+    assert len(kept) > 50
+    assert all(np.array_equal(image, BASE + number) for image, number in kept)
+
+
+def test_writing_to_a_batch_changes_nothing_but_the_batch(cache):
+    with Loader(cache, 16) as loader:
+        for _ in range(3):
+            for batch in loader:
+                check(batch)
+                batch["image"][...] = -1
+                batch["id"] += 1
+    assert cache.verify() == []
+
+
+# transform
+
+
+def test_the_result_of_a_transform_is_yielded(cache):
+    threads = set()
+
+    def double(batch):
+        threads.add(threading.current_thread())
+        return {"twice": 2 * batch["id"]}
+
+    with Loader(cache, 16, transform=double) as loader:
+        epoch = list(loader)
+    assert all(list(batch) == ["twice"] for batch in epoch)
+    assert sorted(np.concatenate([batch["twice"] for batch in epoch])) == list(range(0, 320, 2))
+    assert threading.current_thread() not in threads
+
+
+def fail_at(number):
+    def transform(batch):
+        if number in batch["id"]:
+            raise KeyError(f"the image {number}")
+        return batch
+
+    return transform
+
+
+def test_an_exception_of_a_transform_arrives_in_the_place_of_its_batch(cache):
+    with Loader(cache, 16, shuffle=None, transform=fail_at(100)) as loader:
+        for _ in range(2):  # usable afterwards
+            delivered = []
+            with pytest.raises(KeyError, match="the image 100") as caught:
+                delivered.extend(i for batch in loader for i in batch["id"].tolist())
+            assert delivered == list(range(96))
+            assert "in transform" in "".join(traceback.format_exception(caught.value))
+        publish(cache, 1)
+        wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
+
+
+def test_a_slow_transform_holds_up_no_batch_before_its_own(cache):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def transform(batch):
+        if 100 in batch["id"]:
+            reached.set()
+            assert go_on.wait(DEADLINE_SECONDS)
+        return batch
+
+    with Loader(cache, 16, shuffle=None, transform=transform) as loader:
+        epoch = iter(loader)
+        assert ids(next(epoch) for _ in range(6)) == list(range(96))
+        assert reached.wait(DEADLINE_SECONDS)
+        go_on.set()
+        assert ids(epoch) == list(range(96, 160))
+
+
+# waiting
+
+
+def test_an_empty_cache_times_out_and_says_what_it_waited_for(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    with Loader(cache, 16, timeout=0.2) as loader:
+        with pytest.raises(ac.LoaderTimeoutError, match=r"0\.2 s for 16 rows in .*/cache, which has 0: is a"):
+            next(iter(loader))
+        publish(cache, 1)
+        assert len(ids(loader)) == 16
+    loader = Loader(cache, 16, timeout=0.2, where=lambda segment: False)
+    with loader, pytest.raises(TimeoutError, match="that `where` accepts"):
+        iter(loader)
+
+
+def test_a_transform_that_hangs_times_out_and_the_next_epoch_works(cache):
+    released = threading.Event()
+
+    def hang(batch):
+        assert released.wait(DEADLINE_SECONDS)
+        return batch
+
+    with Loader(cache, 16, transform=hang, timeout=0.2) as loader:
+        with pytest.raises(ac.LoaderTimeoutError, match=r"no batch came in 0\.2 s"):
+            next(iter(loader))
+        released.set()
+        assert sorted(ids(loader)) == list(range(160))
+
+
+def test_timeout_none_waits_for_the_batch(cache):
+    released = threading.Event()
+    threading.Timer(0.2, released.set).start()
+
+    def slow(batch):
+        assert released.wait(DEADLINE_SECONDS)
+        return batch
+
+    with Loader(cache, 16, transform=slow, timeout=None) as loader:
+        assert sorted(ids(loader)) == list(range(160))
+
+
+# the loader's own life
+
+
+def test_close_is_idempotent_joins_the_thread_and_leases_nothing(cache):
+    loader = Loader(cache, 16)
+    epoch = iter(loader)
+    check(next(epoch))
+    assert loader_threads()
+    loader.close()
+    loader.close()
+    assert not loader_threads()
+    assert cache.stats().leased_bytes == 0
+    assert next(epoch, None) is None
+    with pytest.raises(ValueError, match="closed"):
+        iter(loader)
+
+
+def test_a_loader_that_was_never_iterated_has_no_thread(cache):
+    before = loader_threads()
+    loader = Loader(cache, 16)
+    assert loader_threads() == before
+    loader.close()
+
+
+def test_a_loader_that_is_dropped_in_an_epoch_ends_quietly(cache):
+    in_transform, go_on = threading.Event(), threading.Event()
+
+    def transform(batch):
+        in_transform.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+        return batch
+
+    epoch = iter(Loader(cache, 16, transform=transform))
+    assert in_transform.wait(DEADLINE_SECONDS)
+    del epoch  # now only the background thread has a reference to the loader
+    gc.collect()
+    go_on.set()
+    wait_until(lambda: not loader_threads(), "the thread to end")
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
+    gc.collect()  # an exception in a finalizer fails the test
+
+
+def test_stats_count_what_was_delivered(cache):
+    with Loader(cache, 16, columns=["id"]) as loader:
+        assert loader.steps is None
+        before = loader.stats()
+        assert (before.epochs, before.batches, before.rows, before.bytes) == (0, 0, 0, 0)
+        assert before.bottleneck == "none"
+        epoch = iter(loader)
+        assert loader.steps == 10
+        for _ in range(3):
+            next(epoch)
+        middle = loader.stats()
+        assert (middle.epochs, middle.batches, middle.rows, middle.bytes) == (1, 3, 48, 48 * 8)
+        assert 0 <= middle.stall_seconds <= middle.seconds
+        assert len(ids(epoch)) == 112
+        assert len(ids(loader)) == 160
+        after = loader.stats()
+        assert (after.epochs, after.batches, after.rows, after.bytes) == (2, 20, 320, 320 * 8)
+        assert middle.seconds < after.seconds
+        assert loader.stats().seconds == after.seconds  # nothing is counted between epochs
+        with pytest.raises(AttributeError):
+            after.rows = 0
+
+
+def test_stats_name_the_transform_that_everything_waits_for(cache):
+    def slow(batch):
+        threading.Event().wait(0.02)
+        return batch
+
+    with Loader(cache, 16, transform=slow) as loader:
+        list(loader)
+        assert loader.stats().bottleneck == "transform"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"batch_size": 1.5}, TypeError, "batch_size"),
+        ({"batch_size": True}, ValueError, "batch_size"),
+        ({"shuffle": "row"}, ValueError, "shuffle='row'"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"seed": None}, TypeError, "seed"),
+        ({"columns": ["id", "imag"]}, ValueError, "unknown column 'imag'"),
+        ({"columns": "id"}, TypeError, "columns"),
+        ({"columns": []}, ValueError, "columns is empty"),
+        ({"columns": ["id", "id"]}, ValueError, "twice"),
+        ({"prefetch": 0}, ValueError, "prefetch"),
+        ({"epoch_rows": 0}, ValueError, "epoch_rows"),
+        ({"epoch_rows": 15}, ValueError, "less than one batch of 16"),
+        ({"wait_rows": 0}, ValueError, "wait_rows"),
+        ({"timeout": 0}, ValueError, "timeout"),
+        ({"timeout": float("nan")}, ValueError, "timeout"),
+        ({"transform": 5}, TypeError, "transform"),
+        ({"where": "seq > 3"}, TypeError, "where"),
+    ],
+)
+def test_a_wrong_argument_fails_in_the_constructor(cache, options, error, words):
+    with pytest.raises(error, match=words):
+        Loader(cache, **{"batch_size": 16, **options})
+
+
+def test_a_cache_that_is_none_fails_in_the_constructor(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Loader(tmp_path / "nothing", 16)
+    with pytest.raises(TypeError, match="Cache"):
+        Loader(7, 16)
+
+
+def test_numpy_integers_are_integers(cache):
+    with Loader(cache, np.int64(16), seed=np.uint8(3)) as loader:
+        assert len(ids(loader)) == 160
+
+
+def test_an_interrupt_while_an_epoch_maps_its_segments_leaves_no_lease(cache, monkeypatch):
+    publish(cache, 2)
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Snapshot, "map_all", interrupted)
+    with ac.Loader(cache, 4) as loader, pytest.raises(KeyboardInterrupt):
+        iter(loader)
+    assert cache.stats().leased_bytes == 0

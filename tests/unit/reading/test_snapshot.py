@@ -1,0 +1,877 @@
+"""Snapshots and the arena under them, against a plain Arrow reader of the same files."""
+
+from __future__ import annotations
+
+import datetime as dt
+import gc
+import itertools
+import math
+import os
+import resource
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from helpers import (
+    flip_byte,
+    in_child,
+    make_cache,
+    publish,
+    replace_file,
+    segment_files,
+    seqs,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import arrowcache as ac
+from arrowcache.arrow.schema import DTYPES
+from arrowcache.reading import arena as arena_module
+from arrowcache.reading import placement as placement_module
+from arrowcache.reading.arena import Arena
+from arrowcache.storage import mapping
+
+FIXED = {
+    "plain": ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("float32", (16, 16))}),
+    "odd": ac.Schema(
+        {
+            "a": ac.Tensor("float32", (1001,)),
+            "b": ac.Tensor("float32", (501,)),
+            "c": ac.Tensor("float32", (2001,)),
+        }
+    ),
+    "bytes": ac.Schema({"a": ac.Tensor("uint8"), "b": ac.Tensor("bool"), "c": ac.Tensor("int8", (3,))}),
+    "one_kib": ac.Schema({"x": ac.Tensor("float32", (256,)), "at": ac.Timestamp()}),
+    "every": ac.Schema(
+        {f"{dtype}{i}": ac.Tensor(dtype, shape) for dtype in DTYPES for i, shape in enumerate([(), (3,)])}
+    ),
+    "page": ac.Schema({"x": ac.Tensor("int16", (2048,))}),
+}
+VARIABLE = {
+    "text": ac.Schema({"t": ac.String(), "raw": ac.Binary()}),
+    "ragged": ac.Schema(
+        {
+            "x": ac.Tensor("int16", (5,)),
+            "r": ac.Ragged("float32"),
+            "inner": ac.Ragged("int16", (2, 3)),
+            "z": ac.Ragged("complex64", (2,)),
+            "flag": ac.Ragged("bool"),
+            "t": ac.String(),
+        }
+    ),
+}
+SCHEMAS = FIXED | VARIABLE
+WIDE_PAIR = ac.Schema({"a": ac.Tensor("float32", (768,)), "b": ac.Tensor("float32", (768,))})
+FULL_ROWS = 10
+
+
+def random_rows(schema, count, rng):
+    """`count` random samples, column by column."""
+    columns = {}
+    for name, kind in schema.items():
+        if isinstance(kind, ac.String):
+            columns[name] = ["ü" * int(n) + str(n) for n in rng.integers(0, 9, count)]
+        elif isinstance(kind, ac.Binary):
+            columns[name] = [rng.bytes(int(n)) for n in rng.integers(0, 30, count)]
+        elif isinstance(kind, ac.Ragged):
+            columns[name] = [
+                random_array(kind.numpy_dtype, (int(n), *kind.inner_shape), rng)
+                for n in rng.integers(0, 7, count)
+            ]
+        else:
+            columns[name] = random_array(kind.numpy_dtype, (count, *kind.shape), rng)
+    return columns
+
+
+def random_array(dtype, shape, rng):
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    raw = np.frombuffer(rng.bytes(nbytes), np.uint8)
+    return (raw & 1 if dtype.kind == "b" else raw).view(dtype).reshape(shape)
+
+
+def build(path, schema, parts, seed=0):
+    """A cache whose segments have the given numbers of rows, at most FULL_ROWS."""
+    cache = ac.Cache.create(path, schema, capacity="64MiB", segment_bytes="512KiB", segment_rows=FULL_ROWS)
+    rng = np.random.default_rng(seed)
+    for count in parts:
+        with cache.writer() as writer:
+            writer.extend(random_rows(schema, count, rng))
+    return cache
+
+
+def plain_rows(cache):
+    """Every row by a plain Arrow reader: name -> list of bytes (or str), one a row, oldest first."""
+    rows = {name: [] for name in cache.schema}
+    for path in segment_files(cache):
+        with pa.OSFile(str(path)) as file:
+            batch = pa.ipc.open_file(file).get_batch(0)
+        for name, kind in cache.schema.items():
+            column = batch.column(name)
+            if isinstance(kind, ac.String | ac.Binary):
+                rows[name] += column.to_pylist()
+            elif pa.types.is_list(column.type):
+                values = column.values.to_numpy(zero_copy_only=False)
+                ends = column.offsets.to_pylist()
+                rows[name] += [values[a:b].tobytes() for a, b in itertools.pairwise(ends)]
+            else:
+                stored = column.to_numpy(zero_copy_only=False)
+                rows[name] += [stored[i : i + 1].tobytes() for i in range(len(stored))]
+    return rows
+
+
+def assert_same(cache, expected, ids, got, names=None):
+    """Gathered columns hold just the expected rows, in shape, dtype and content."""
+    assert list(got) == list(names or cache.schema)
+    for name in got:
+        kind, column = cache.schema[name], got[name]
+        wanted = [expected[name][i] for i in ids]
+        if isinstance(kind, ac.String | ac.Binary):
+            assert column == wanted
+        elif isinstance(kind, ac.Ragged):
+            assert isinstance(column, ac.Values)
+            assert column.offsets.dtype == np.int64
+            assert column.offsets[0] == 0
+            assert column.data.dtype == kind.numpy_dtype
+            assert column.data.shape == (column.offsets[-1], *kind.inner_shape)
+            rows = [column.data[a:b].tobytes() for a, b in itertools.pairwise(column.offsets)]
+            assert rows == wanted
+        else:
+            assert column.shape == (len(ids), *kind.shape)
+            assert column.dtype == kind.numpy_dtype
+            assert column.flags.c_contiguous
+            assert column.flags.writeable
+            assert [row.tobytes() for row in column] == wanted
+
+
+LAYOUTS = {
+    "full": [20],
+    "short_last": [20, 3],
+    "only_short": [4],
+    "mixed": [3, 20, 7, 1, 30, 9],
+    "single": [1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_gathered_rows_are_what_a_plain_reader_reads(tmp_path, kind, layout):
+    cache = build(tmp_path / "cache", SCHEMAS[kind], LAYOUTS[layout])
+    expected = plain_rows(cache)
+    rng = np.random.default_rng(1)
+    with cache.snapshot() as snapshot:
+        count = len(snapshot)
+        assert count == sum(LAYOUTS[layout])
+        for ids in (
+            rng.permutation(count),
+            rng.integers(0, count, 50),
+            np.arange(count),
+            np.arange(count)[::-1],
+            np.array([count - 1]),
+            np.zeros(3, np.int64),
+            np.empty(0, np.int64),
+        ):
+            assert_same(cache, expected, ids, snapshot.gather(ids))
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+@pytest.mark.parametrize("cells", [0, 1, 3])
+def test_without_cells_the_rows_are_the_same(tmp_path, monkeypatch, kind, cells):
+    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(cells))
+    cache = build(tmp_path / "cache", SCHEMAS[kind], [3, 20, 7, 1, 30, 9])
+    expected = plain_rows(cache)
+    with cache.snapshot() as snapshot:
+        for _ in range(3):
+            ids = np.random.default_rng(2).integers(0, len(snapshot), 60)
+            assert_same(cache, expected, ids, snapshot.gather(ids))
+        out = {n: np.empty((60, *k.shape), k.numpy_dtype) for n, k in cache.schema.fixed.items()}
+        got = snapshot.gather(ids, out=out)
+        assert all(got[name] is out[name] for name in out)
+        assert_same(cache, expected, ids, got)
+        assert Arena.of(cache.store).mapped() <= cells
+    assert arena_module._budget._left == cells, "every cell was given back"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["odd", "one_kib", "page", "pair"])
+def test_large_gathers_are_what_a_plain_reader_reads(tmp_path, kind, layout):
+    schema = WIDE_PAIR if kind == "pair" else SCHEMAS[kind]
+    cache = build(tmp_path / "cache", schema, LAYOUTS[layout])
+    expected = plain_rows(cache)
+    rng = np.random.default_rng(3)
+    with cache.snapshot() as snapshot:
+        count = len(snapshot)
+        rest = np.arange(count)[-3:]
+        for ids in (rng.integers(0, count, 700), np.r_[rng.integers(0, min(count, 20), 600), rest]):
+            assert_same(cache, expected, ids, snapshot.gather(ids))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_schema_and_any_parts_read_back(tmp_path_factory, data):
+    kinds = st.one_of(
+        st.builds(ac.Tensor, st.sampled_from(DTYPES), st.lists(st.integers(1, 40), max_size=2).map(tuple)),
+        st.builds(ac.Ragged, st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=2).map(tuple)),
+        st.sampled_from([ac.String(), ac.Binary(), ac.Timestamp()]),
+    )
+    schema = ac.Schema(data.draw(st.dictionaries(st.text("abc", min_size=1), kinds, min_size=1, max_size=4)))
+    parts = data.draw(st.lists(st.integers(1, 25), min_size=1, max_size=5))
+    cache = build(tmp_path_factory.mktemp("cache"), schema, parts, data.draw(st.integers(0, 99)))
+    expected = plain_rows(cache)
+    names = data.draw(st.lists(st.sampled_from(list(schema)), unique=True, min_size=1))
+    with cache.snapshot() as snapshot:
+        ids = data.draw(st.lists(st.integers(0, sum(parts) - 1), max_size=40))
+        assert_same(cache, expected, ids, snapshot.gather(ids, columns=names), names)
+
+
+def test_short_segments_mapped_before_and_after_full_ones_read_the_same(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["plain"], [3, 20, 7])
+    expected = plain_rows(cache)
+    for order in ([0, 25, 5], [25, 0, 5], [5, 0, 25]):
+        with ac.Cache.open(cache.path).snapshot() as snapshot:
+            for row in order:
+                assert_same(cache, expected, [row], snapshot.gather([row]))
+            assert_same(cache, expected, range(30), snapshot.gather(range(30)))
+
+
+def test_a_gathered_array_is_a_copy_that_outlives_the_snapshot(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["ragged"], [20])
+    expected = plain_rows(cache)
+    with cache.snapshot() as snapshot:
+        got = snapshot.gather(range(20))
+        one = snapshot.gather([7])
+        for column in (got["x"], got["r"].data, one["r"].data):
+            column[...] = 0
+        assert_same(cache, expected, range(20), snapshot.gather(range(20)))
+        got = snapshot.gather(range(20))
+    cache.evict("1GB")
+    gc.collect()
+    assert_same(cache, expected, range(20), got)
+
+
+def test_out_is_filled_and_returned(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["plain"], [20])
+    expected = plain_rows(cache)
+    with cache.snapshot() as snapshot:
+        image = np.zeros((5, 16, 16), np.float32)
+        got = snapshot.gather([4, 3, 2, 1, 19], out={"image": image})
+        assert got["image"] is image
+        assert_same(cache, expected, [4, 3, 2, 1, 19], got)
+        got = snapshot.gather([4, 3], columns=["image"], out={"image": image[:2]})
+        assert list(got) == ["image"]
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        {"image": np.zeros((4, 16, 16), np.float32)},
+        {"image": np.zeros((5, 16, 16), np.float64)},
+        {"image": np.zeros((5, 256), np.float32)},
+        {"image": np.zeros((5, 16, 32), np.float32)[:, :, ::2]},
+        {"image": np.zeros((5, 16, 16), ">f4")},
+        {"image": np.frombuffer(bytes(5 * 1024), np.float32).reshape(5, 16, 16)},
+        {"image": [[0.0]]},
+        {"unknown": np.zeros(5)},
+        {"id": np.zeros(5, np.int64)},
+    ],
+)
+def test_an_unfit_out_is_refused_before_anything_is_written(tmp_path, out):
+    cache = build(tmp_path / "cache", SCHEMAS["plain"], [20])
+    with cache.snapshot() as snapshot:
+        with pytest.raises(ValueError, match="out"):
+            snapshot.gather(range(5), columns=["image"], out=out)
+        assert not any(np.any(array) for array in out.values())
+
+
+def test_a_variable_length_column_takes_no_out(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["text"], [20])
+    with cache.snapshot() as snapshot, pytest.raises(ValueError, match="'t'"):
+        snapshot.gather([0], out={"t": np.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "ids", [[20], [-1], [0, 1, 99], np.array([2**63], np.uint64), np.array([2**64 - 1], np.uint64)]
+)
+def test_a_row_outside_the_snapshot_is_an_index_error_and_nothing_is_written(tmp_path, ids):
+    cache = build(tmp_path / "cache", SCHEMAS["plain"], [20])
+    with cache.snapshot() as snapshot:
+        out = {"id": np.full(len(ids), -7, np.int64)}
+        with pytest.raises(IndexError, match=r"outside \[0, 20\)"):
+            snapshot.gather(ids, columns=["id"], out=out)
+        assert out["id"].tolist() == [-7] * len(ids)
+
+
+@pytest.mark.parametrize("ids", [[0.5], [[1, 2]], 3, [True, False], ["a"], np.zeros((0, 2), np.int64)])
+def test_row_ids_that_are_no_list_of_integers_are_a_type_error(tmp_path, ids):
+    cache = build(tmp_path / "cache", SCHEMAS["plain"], [20])
+    with cache.snapshot() as snapshot, pytest.raises(TypeError, match="row_ids"):
+        snapshot.gather(ids)
+
+
+def test_row_ids_come_in_any_integer_form(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["plain"], [20])
+    expected = plain_rows(cache)
+    base = np.arange(20)
+    with cache.snapshot() as snapshot:
+        for ids in (
+            range(3),
+            (2, 0),
+            base[::-3],
+            base.astype(np.uint8),
+            base.astype(">i4"),
+            base.astype(np.uint64),
+            [],
+        ):
+            assert_same(cache, expected, [int(i) for i in ids], snapshot.gather(ids))
+
+
+def test_an_empty_snapshot_has_no_rows(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    with cache.snapshot() as snapshot:
+        assert (len(snapshot), snapshot.segments, snapshot.nbytes) == (0, (), 0)
+        assert snapshot.gather([])["image"].shape == (0, 16, 16)
+        with pytest.raises(IndexError):
+            snapshot.gather([0])
+        assert snapshot.table().num_rows == 0
+        assert snapshot.table().column_names == ["id", "image"]
+        assert snapshot.table(columns=["image"]).column_names == ["image"]
+    assert cache.dataset().count_rows() == 0
+
+
+def test_unknown_columns_are_refused(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["plain"], [20])
+    with cache.snapshot() as snapshot:
+        for use in (snapshot.gather, lambda ids, columns: snapshot.table(columns)):
+            with pytest.raises(ValueError, match="'label'"):
+                use([0], columns=["label"])
+
+
+def test_a_snapshot_sees_what_was_published_before_it_and_nothing_later(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    with cache.snapshot() as snapshot:
+        publish(cache, 2)
+        assert len(snapshot) == 48
+        assert [segment.seq for segment in snapshot.segments] == [0, 1, 2]
+        assert snapshot.nbytes == sum(path.stat().st_size for path in segment_files(cache)[:3])
+
+
+def test_where_chooses_segments(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 6)
+    with cache.snapshot(where=lambda segment: segment.seq % 2 == 1) as snapshot:
+        assert snapshot.gather(range(48))["id"].tolist() == [*range(16, 32), *range(48, 64), *range(80, 96)]
+
+
+def test_a_closed_snapshot_refuses_and_leases_nothing(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    snapshot = cache.snapshot()
+    snapshot.gather([0])
+    assert cache.stats().leased_bytes > 0
+    assert Arena.of(cache.store).mapped() == 1
+    snapshot.close()
+    snapshot.close()
+    assert cache.stats().leased_bytes == 0
+    assert Arena.of(cache.store).mapped() == 0
+    for use in (lambda: snapshot.gather([0]), snapshot.table, snapshot.map_all):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+    assert "closed" in repr(snapshot)
+
+
+def test_segments_are_unmapped_before_they_are_unleased(tmp_path, monkeypatch):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    leased_at_unmap = []
+    real = mapping.AddressRange.unmap_file
+
+    def unmap_file(self, offset, nbytes):
+        leased_at_unmap.append(cache.stats().leased_bytes > 0)
+        real(self, offset, nbytes)
+
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()
+        monkeypatch.setattr(mapping.AddressRange, "unmap_file", unmap_file)
+    assert leased_at_unmap == [True] * 3
+
+
+def test_what_two_snapshots_share_stays_mapped_until_both_are_closed(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    first = cache.snapshot()
+    first.map_all()
+    publish(cache, 1)
+    second = cache.snapshot()
+    first.close()
+    assert Arena.of(cache.store).mapped() == 3
+    assert second.gather([0, 63])["id"].tolist() == [0, 63]
+    assert Arena.of(cache.store).mapped() == 4
+    second.close()
+    assert Arena.of(cache.store).mapped() == 0
+
+
+def test_a_cell_that_was_used_before_holds_the_new_segment(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    for turn in range(5):
+        publish(cache, 4)
+        with cache.snapshot() as snapshot:
+            first = turn * 64
+            assert snapshot.gather(range(64))["id"].tolist() == list(range(first, first + 64))
+        cache.evict("1GB")
+
+
+def test_a_leased_segment_outlives_every_attempt_to_evict_it(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 5)
+    with cache.snapshot() as snapshot:
+        assert cache.evict("1GB") == 0
+        assert snapshot.gather([0])["id"][0] == 0
+    assert cache.evict("1GB") > 0
+    assert seqs(cache) == []
+
+
+def test_closing_lets_a_gather_in_another_thread_end_first(tmp_path, monkeypatch):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    snapshot = cache.snapshot()
+    inside, go_on = threading.Event(), threading.Event()
+    real = placement_module.Placement.gather
+
+    def slow(self, *args):
+        inside.set()
+        assert go_on.wait(20)
+        real(self, *args)
+
+    monkeypatch.setattr(placement_module.Placement, "gather", slow)
+    got = {}
+    thread = threading.Thread(target=lambda: got.update(snapshot.gather([47])))
+    thread.start()
+    assert inside.wait(20)
+    snapshot.close()
+    assert cache.stats().leased_bytes > 0, "still read"
+    with pytest.raises(ValueError, match="closed"):
+        snapshot.gather([0])
+    go_on.set()
+    thread.join(20)
+    assert got["id"].tolist() == [47]
+    assert cache.stats().leased_bytes == 0
+    assert Arena.of(cache.store).mapped() == 0
+
+
+def test_many_threads_may_gather_at_once(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["ragged"], [3, 20, 7, 30, 9])
+    expected = plain_rows(cache)
+    failures = []
+    barrier = threading.Barrier(4)
+
+    def work(seed):
+        try:
+            rng = np.random.default_rng(seed)
+            barrier.wait(20)
+            for _ in range(20):
+                ids = rng.integers(0, 69, 30)
+                assert_same(cache, expected, ids, snapshot.gather(ids))
+        except BaseException as error:
+            failures.append(error)
+
+    with cache.snapshot() as snapshot:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert failures == []
+
+
+def test_a_forked_child_is_refused_and_takes_its_own(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    snapshot = cache.snapshot()
+    snapshot.gather([0, 40])
+
+    def child():
+        with pytest.raises(ValueError, match="forked"):
+            snapshot.gather([0])
+        with pytest.raises(ValueError, match="forked"):
+            snapshot.table()
+        snapshot.close()
+        with cache.snapshot() as own:
+            assert own.gather(range(48))["id"].tolist() == list(range(48))
+        publish(cache, 1)
+
+    with in_child(child):
+        pass
+    assert snapshot.gather([0, 47])["id"].tolist() == [0, 47]
+    assert cache.stats().leased_bytes > 0
+    assert cache.evict("1GB") == 0
+    snapshot.close()
+    assert seqs(cache) == [0, 1, 2, 3]
+
+
+def test_a_childs_life_keeps_no_evicted_file_alive(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    snapshot = cache.snapshot()
+    snapshot.map_all()
+    table = snapshot.table()
+    reader, writer = os.pipe()
+    answer_reader, answer_writer = os.pipe()
+
+    def child():
+        os.close(writer)
+        os.write(answer_writer, b"r")
+        os.read(reader, 1)
+        with open("/proc/self/maps") as maps:
+            assert str(cache.path / "segments") not in maps.read()
+        names = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{fd}")
+        ]
+        assert not [name for name in names if str(cache.path) in name]
+
+    with in_child(child):
+        os.read(answer_reader, 1)
+        snapshot.close()
+        del table
+        gc.collect()
+        try:
+            assert cache.evict("1GB") > 0
+            assert seqs(cache) == []
+        finally:
+            os.close(writer)
+            os.close(reader)
+    os.close(answer_reader)
+    os.close(answer_writer)
+
+
+def test_a_table_shows_every_row_without_a_copy_and_outlives_the_snapshot(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["ragged"], [20, 5])
+    expected = plain_rows(cache)
+    with cache.snapshot() as snapshot:
+        before = pa.total_allocated_bytes()
+        table = snapshot.table()
+        assert pa.total_allocated_bytes() - before < 1000
+    assert table.column_names == list(cache.schema)
+    assert table.num_rows == 25
+    tensors = np.concatenate([chunk.to_numpy_ndarray() for chunk in table["x"].chunks])
+    assert [row.tobytes() for row in tensors] == expected["x"]
+    assert table["t"].to_pylist() == expected["t"]
+    assert cache.evict("1GB") == 0, "the table leases what it shows"
+    part = table.slice(22, 1).select(["t"])
+    del table, tensors
+    gc.collect()
+    assert part["t"].to_pylist() == [expected["t"][22]]
+    assert cache.stats().leased_bytes > 0
+    del part
+    gc.collect()
+    assert cache.stats().leased_bytes == 0
+    assert cache.evict("1GB") > 0
+
+
+def test_a_tables_mapping_is_gone_when_its_last_view_is(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 2)
+    with cache.snapshot() as snapshot:
+        view = snapshot.table()["image"].chunk(1).to_numpy_ndarray()[3]
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split()[-1] for line in maps if str(cache.path) in line}
+    assert mapped == {str(segment_files(cache)[1])}
+    assert view[0, 0] == 19
+    del view
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        assert str(cache.path) not in maps.read()
+
+
+def test_a_table_view_cannot_change_the_cache(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    with cache.snapshot() as snapshot:
+        view = snapshot.table()["image"].chunk(0).to_numpy_ndarray()
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+    assert cache.verify() == []
+
+
+def test_rows_are_located_by_segment_row_and_age(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+    cache.evict(1)
+    with cache.snapshot() as snapshot:
+        found = snapshot.locate(np.array([0, 17, 47]))
+    assert found["_seq"].tolist() == [1, 2, 3]
+    assert found["_row"].tolist() == [0, 1, 15]
+    assert found["_seq"].dtype == found["_row"].dtype == np.int64
+    published = [path.stat().st_mtime for path in segment_files(cache)]
+    now = dt.datetime.now(dt.timezone.utc).timestamp()
+    assert np.allclose(now - found["_age_seconds"], published, atol=10)
+    assert found["_age_seconds"].dtype == np.float64
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_damaged_segment_is_quarantined_and_the_rest_is_read(tmp_path, number):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    victim = segment_files(cache)[number]
+    replace_file(victim, victim.read_bytes()[:-1])
+    with cache.snapshot() as snapshot:
+        out = {"id": np.full(48, -1, np.int64)}
+        with (
+            pytest.warns(RuntimeWarning, match="quarantined"),
+            pytest.raises(ac.CorruptSegmentError, match=victim.name),
+        ):
+            snapshot.gather(range(48), columns=["id"], out=out)
+        rest = [row for row in range(48) if row // 16 != number]
+        assert snapshot.gather(rest)["id"].tolist() == rest
+        with pytest.raises(ac.CorruptSegmentError), pytest.warns(RuntimeWarning):
+            snapshot.gather([16 * number])
+    assert number not in seqs(cache)
+    assert (cache.path / "quarantine" / victim.name).exists()
+    assert cache.stats().leased_bytes == 0
+
+
+def test_mapping_all_leaves_damaged_segments_out(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+    for number in (0, 2):
+        replace_file(segment_files(cache)[number], b"ARROW1 but no more")
+    with cache.snapshot() as snapshot:
+        with pytest.warns(RuntimeWarning, match="quarantined"):
+            assert snapshot.map_all() == 32
+        assert [segment.seq for segment in snapshot.segments] == [1, 3]
+        assert snapshot.gather(range(32))["id"].tolist() == [*range(16, 32), *range(48, 64)]
+        assert len(snapshot) == 32
+    assert seqs(cache) == [1, 3]
+    assert Arena.of(cache.store).mapped() == 0
+
+
+def test_a_table_of_a_damaged_segment_is_an_error_and_leaves_no_lease(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    replace_file(segment_files(cache)[1], bytes(1000))
+    with (
+        cache.snapshot() as snapshot,
+        pytest.warns(RuntimeWarning, match="quarantined"),
+        pytest.raises(ac.CorruptSegmentError, match=f"{1:020d}"),
+    ):
+        snapshot.table()
+    gc.collect()
+    assert cache.stats().leased_bytes == 0
+    assert seqs(cache) == [0, 2]
+    assert cache.stats().quarantined == 1
+
+
+def test_altered_text_is_a_damaged_segment_and_not_a_decoding_error(tmp_path):
+    cache = make_cache(tmp_path / "cache", ac.Schema({"text": ac.String()}))
+    with cache.writer() as writer:
+        writer.append(text="plain")
+    file = segment_files(cache)[0]
+    replace_file(file, file.read_bytes().replace(b"plain", b"pl\xffin"))
+    with cache.snapshot() as snapshot, pytest.raises(ac.CorruptSegmentError, match="UTF-8"):
+        snapshot.gather([0])
+
+
+def test_a_suspect_segment_without_a_cell_is_checked_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(1))
+    publish(make_cache(tmp_path / "cache"), 3)
+    cache = ac.Cache.open(tmp_path / "cache", check="bytes")
+    flip_byte(segment_files(cache)[2], 3000)
+    with (
+        cache.snapshot() as snapshot,
+        pytest.warns(RuntimeWarning, match="quarantined"),
+        pytest.raises(ac.CorruptSegmentError),
+    ):
+        snapshot.gather([0, 20, 40])
+
+
+def test_a_damaged_segment_without_a_cell_is_a_typed_error_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(1))
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    victim = segment_files(cache)[2]
+    replace_file(victim, victim.read_bytes()[:-1])
+    with cache.snapshot() as snapshot:
+        with (
+            pytest.warns(RuntimeWarning, match="quarantined"),
+            pytest.raises(ac.CorruptSegmentError, match=victim.name),
+        ):
+            snapshot.gather([0, 20, 40])
+        assert snapshot.gather([0, 20])["id"].tolist() == [0, 20]
+    assert seqs(cache) == [0, 1]
+
+
+def test_a_crowded_address_space_maps_fewer_segments_and_reads_the_same(tmp_path, monkeypatch):
+    cache = build(tmp_path / "cache", SCHEMAS["ragged"], [3, 20, 30])
+    expected = plain_rows(cache)
+    most = 5 * cache.store.settings.segment_bytes
+
+    class Crowded(mapping.AddressRange):
+        def __init__(self, nbytes):
+            if nbytes > most:
+                raise OSError(12, "Cannot allocate memory")
+            super().__init__(nbytes)
+
+    monkeypatch.setattr(arena_module, "AddressRange", Crowded)
+    with ac.Cache.open(cache.path).snapshot() as snapshot:
+        ids = np.random.default_rng(0).permutation(53)
+        assert_same(cache, expected, ids, snapshot.gather(ids))
+
+
+@pytest.mark.parametrize("width", [1, 3, 100, 768, 1000, 1001, 1024, 3000])
+def test_the_widest_column_of_every_segment_is_one_array_of_rows_where_addresses_allow(tmp_path, width):
+    schema = ac.Schema({"b": ac.Tensor("uint8", (max(1, width // 2),)), "a": ac.Tensor("float32", (width,))})
+    cache = build(tmp_path / "cache", schema, [3, 20, 1, 7, 10])
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()
+        snapshot.gather([0])
+        rows = 4 * width
+        starts = snapshot._placed.placement._fixed_at[:, list(schema.fixed).index("a")]
+        assert len(set(starts % rows)) == 1 or math.lcm(4096, rows) > cache.store.settings.segment_bytes
+
+
+def test_a_gather_never_reads_where_a_segment_was(tmp_path):
+    """Not even as a stand-in: an address in a hole is a segmentation fault, so a process of its own."""
+    cache = build(tmp_path / "cache", WIDE_PAIR, [10, 10, 10, 3])
+
+    def child():
+        first = cache.snapshot(where=lambda segment: segment.seq == 0)
+        first.gather([0])  # the first cell
+        with cache.snapshot(where=lambda segment: segment.seq > 0) as rest:
+            rest.gather(range(10, 23))  # segment 1 stays unmapped
+            first.close()
+            expected = plain_rows(cache)
+            ids = np.r_[np.random.default_rng(0).integers(10, 20, 300), 20:23]
+            got = rest.gather(ids, columns=["b"])
+            assert_same(cache, expected, ids + 10, got, ["b"])
+
+    with in_child(child):
+        pass
+
+
+def test_a_gather_never_reads_before_a_segment_either(tmp_path):
+    """Rows that are no items of the one array are not even read as such: that could begin in a hole."""
+    schema = ac.Schema({"b": ac.Tensor("float32", (700,)), "a": ac.Tensor("float32", (768,))})
+    cache = build(tmp_path / "cache", schema, [10] * 8)
+    expected = plain_rows(cache)
+
+    def child():
+        with cache.snapshot() as snapshot:
+            for most in range(8):
+                ids = np.r_[np.full(200, 10 * most), np.arange(8) * 10]
+                assert_same(cache, expected, ids, snapshot.gather(ids))
+
+    with in_child(child):
+        pass
+
+
+def test_a_budget_gives_out_what_it_has_and_takes_back():
+    budget = arena_module._Budget(2)
+    assert [budget.take() for _ in range(4)] == [True, True, False, False]
+    budget.give_back(1)
+    assert [budget.take() for _ in range(2)] == [True, False]
+
+
+def test_a_forgotten_snapshot_warns_and_leases_nothing(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    forgotten = [cache.snapshot()]
+    with pytest.warns(ResourceWarning, match="not closed"):
+        forgotten.clear()
+    assert cache.stats().leased_bytes == 0
+
+
+def test_an_arena_dies_with_its_cache_and_gives_back_its_cells(tmp_path, monkeypatch):
+    budget = arena_module._Budget(10)
+    monkeypatch.setattr(arena_module, "_budget", budget)
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    snapshot = cache.snapshot()
+    snapshot.map_all()
+    assert budget._left == 7
+    snapshot.close()
+    assert budget._left == 10
+    path = str(cache.path)
+    del cache, snapshot
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        assert path not in maps.read()
+
+
+def test_threads_that_map_the_same_segments_read_the_right_rows(tmp_path):
+    """Threads change over between any two instructions; afterwards one thread checks all again."""
+    schema = ac.Schema({"x": ac.Tensor("int64")})
+    cache = make_cache(tmp_path / "cache", schema, capacity="20MiB", segment_bytes="16KiB", segment_rows=10)
+    with cache.writer() as writer:
+        writer.extend(x=np.arange(2000))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for repeat in range(10):
+            with cache.snapshot() as snapshot:
+                barrier, wrong = threading.Barrier(4), []
+
+                def gather(seed, snapshot=snapshot, barrier=barrier, wrong=wrong):
+                    rng = np.random.default_rng(seed)
+                    barrier.wait()
+                    for _ in range(12):
+                        ids = rng.integers(0, len(snapshot), 30)
+                        if not np.array_equal(snapshot.gather(ids)["x"], ids):
+                            wrong.append(ids)
+
+                threads = [threading.Thread(target=gather, args=(4 * repeat + i,)) for i in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert not wrong
+                everything = np.arange(len(snapshot))
+                np.testing.assert_array_equal(snapshot.gather(everything)["x"], everything)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_snapshot_that_the_garbage_collector_frees_while_another_maps_does_not_deadlock(tmp_path):
+    schema = ac.Schema({"x": ac.Tensor("int64")})
+    cache = make_cache(tmp_path / "cache", schema, capacity="20MiB", segment_bytes="16KiB", segment_rows=10)
+    with cache.writer() as writer:
+        writer.extend(x=np.arange(1000))
+    thresholds = gc.get_threshold()
+    gc.set_threshold(5)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            for _ in range(30):
+                lost = cache.snapshot()
+                lost.gather([0])
+                cycle = [lost]
+                cycle.append(cycle)
+                del lost, cycle
+                with cache.snapshot() as snapshot:
+                    everything = np.arange(len(snapshot))
+                    np.testing.assert_array_equal(snapshot.gather(everything)["x"], everything)
+            gc.collect()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert cache.stats().leased_bytes == 0
+
+
+def test_an_arena_takes_a_small_part_of_a_limited_address_space(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity="1GiB", segment_bytes="64MiB", segment_rows=None)
+    publish(cache, 1)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    allowed = used + (4 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, limit[1]))
+    try:
+        with cache.snapshot() as snapshot:
+            snapshot.gather([0])
+            now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert now - used < allowed // 7

@@ -1,0 +1,610 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import loky
+import numpy as np
+import pytest
+from helpers import DEADLINE_SECONDS, make_cache, publish, read_ids, segment_files, wait_until
+from helpers import sample as row
+from processes import Child, Script
+
+import arrowcache as ac
+from arrowcache import SamplerPool
+
+QUICK = {"progress": False, "workers": 2}
+STOP_SECONDS = 10.0  # the pool's own bounds are shorter; a busy machine gets some grace
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return make_cache(tmp_path / "cache")
+
+
+def draws():
+    """A sampler of endless random ids. Made here, so that it is pickled by value."""
+
+    def sampler(rng):
+        while True:
+            yield row(int(rng.integers(1 << 20)))
+
+    return sampler
+
+
+def expected(number: int, seed: int = 0) -> list[int]:
+    """The ids of a task of `draws()`, by the documented formula."""
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
+    return [int(rng.integers(1 << 20)) for _ in range(16)]
+
+
+def tasks(cache: ac.Cache, pool: str = "default.0") -> dict[int, list[int]]:
+    """Published task numbers and their ids, by names and a plain Arrow reader; no task twice."""
+    found: dict[int, list[int]] = {}
+    for path in segment_files(cache):
+        name, _, number = path.stem.split("-", 2)[2].rpartition(".")
+        if name == pool:
+            assert int(number) not in found
+            found[int(number)] = read_ids(path)
+    return found
+
+
+def signs(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+# determinism
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_tasks_samples_depend_on_seed_and_number_alone(cache, workers):
+    with SamplerPool(cache, draws(), workers=workers, seed=5, segments=8, progress=False) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+    assert tasks(cache, "default.5") == {number: expected(number, 5) for number in range(8)}
+
+
+@pytest.mark.parametrize(
+    "make_executor",
+    [lambda: ThreadPoolExecutor(3), lambda: ProcessPoolExecutor(2, mp_context=get_context("forkserver"))],
+    ids=["threads", "processes"],
+)
+def test_any_executor_gives_the_same_samples(cache, make_executor):
+    with make_executor() as executor:
+        with SamplerPool(cache, draws(), workers=3, executor=executor, segments=12, progress=False) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+        assert executor.submit(abs, -1).result(DEADLINE_SECONDS) == 1  # it is not the pool's to shut down
+    assert tasks(cache) == {number: expected(number) for number in range(12)}
+
+
+def test_a_pool_goes_on_at_the_next_number_of_its_name_and_seed(cache):
+    with ThreadPoolExecutor(2) as executor:
+
+        def sample(segments, **options):
+            options = {"executor": executor, "segments": segments, **QUICK, **options}
+            with SamplerPool(cache, draws(), **options) as pool:
+                pool.wait(timeout=DEADLINE_SECONDS)
+
+        sample(3)
+        sample(4)
+        assert tasks(cache) == {number: expected(number) for number in range(7)}
+        sample(2, name="other")
+        assert tasks(cache, "other.0") == {number: expected(number) for number in range(2)}
+        assert sorted(tasks(cache)) == list(range(7))
+
+
+def test_another_seed_starts_its_numbers_anew_and_publishes_all_of_them(cache):
+    with ThreadPoolExecutor(2) as executor:
+        for seed in (0, 1, 2**128 - 1):
+            with SamplerPool(cache, draws(), executor=executor, segments=3, seed=seed, **QUICK) as pool:
+                pool.wait(timeout=DEADLINE_SECONDS)
+    for seed in (0, 1, 2**128 - 1):
+        assert tasks(cache, f"default.{seed}") == {number: expected(number, seed) for number in range(3)}
+
+
+def test_two_pools_at_once_never_share_a_number(cache):
+    with ThreadPoolExecutor(4) as executor:
+        options = {"executor": executor, "segments": 15, **QUICK}
+        with (
+            SamplerPool(cache, draws(), **options) as one,
+            SamplerPool(cache.path, draws(), **options) as two,
+        ):
+            one.wait(timeout=DEADLINE_SECONDS)
+            two.wait(timeout=DEADLINE_SECONDS)
+            assert one.stats().segments == two.stats().segments == 15
+    assert tasks(cache) == {number: expected(number) for number in range(30)}
+
+
+def test_a_sampler_object_is_unpickled_once_a_worker(cache, tmp_path):
+    class Sampler:
+        def __init__(self, folder):
+            self.folder = folder
+
+        def __setstate__(self, state):
+            self.__dict__ = state
+            Path(self.folder, f"{os.getpid()}-{time.monotonic_ns()}").touch()
+
+        def __call__(self, rng):
+            yield row(1)
+
+    (tmp_path / "signs").mkdir()
+    with SamplerPool(cache, Sampler(tmp_path / "signs"), segments=10, **QUICK) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+    assert 1 <= len(signs(tmp_path / "signs")) <= 2
+
+
+# failures
+
+
+def fails_at_first(folder, times):
+    """Each task fails `times` times, half-way, and then gives the samples of `draws()`."""
+
+    def sampler(rng):
+        first = int(rng.integers(1 << 20))
+        yield row(first)
+        for number in range(times):
+            try:
+                Path(folder, f"{first}.{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            raise OSError(f"connection {number} lost")
+        while True:
+            yield row(int(rng.integers(1 << 20)))
+
+    return sampler
+
+
+def test_a_sampler_that_fails_sometimes_is_tried_again(cache, tmp_path):
+    with ThreadPoolExecutor(2) as executor:
+        sampler = fails_at_first(tmp_path, 2)
+        with SamplerPool(cache, sampler, executor=executor, segments=3, retries=2, **QUICK) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+            stats = pool.stats()
+    assert (stats.segments, stats.rows, stats.retries, stats.failures) == (3, 48, 6, 0)
+    assert tasks(cache) == {number: expected(number) for number in range(3)}
+
+
+@pytest.mark.parametrize("own_processes", [True, False])
+def test_a_task_that_keeps_failing_is_given_up_with_its_traceback_while_others_go_on(
+    cache, caplog, own_processes
+):
+    unlucky = expected(2)[0]
+
+    class Peculiar(Exception):
+        """It cannot be unpickled, as many exceptions in the wild."""
+
+        def __init__(self, code, text):
+            super().__init__(f"{text} {code}")
+
+    def read_remote_scan(rng):
+        while True:
+            number = int(rng.integers(1 << 20))
+            if number == unlucky:
+                raise Peculiar(17, "no such scan")
+            yield row(number)
+
+    executor = None if own_processes else ThreadPoolExecutor(2)
+    caplog.set_level(logging.WARNING, "arrowcache")
+    pool = SamplerPool(cache, read_remote_scan, executor=executor, segments=6, retries=1, **QUICK)
+    with pytest.raises(ac.SamplerError) as caught:
+        pool.wait(timeout=DEADLINE_SECONDS)
+    text = str(caught.value)
+    assert "1 tasks were given up after 1 retries" in text
+    assert "in read_remote_scan" in text
+    assert "Peculiar: no such scan 17" in text
+    pool.stop()  # raised already: not again
+    stats = pool.stats()
+    assert (stats.segments, stats.failures, stats.retries) == (5, 1, 1)
+    assert tasks(cache) == {number: expected(number) for number in range(6) if number != 2}
+    assert [r.getMessage().startswith("sampler task default.0.2 was given up") for r in caplog.records] == [
+        True
+    ]
+    if executor is not None:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (lambda rng: 1 / 0, "ZeroDivisionError"),
+        (lambda rng: None, "NoneType"),
+        (lambda rng: [], "yielded nothing"),
+        (lambda rng: [7], "must yield mappings"),
+        (lambda rng: [{"id": 1}], "lacks 'image'"),
+    ],
+    ids=["raises", "none", "empty", "number", "schema"],
+)
+def test_a_sampler_that_always_fails_ends_its_pool(cache, sampler, words):
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(cache, sampler, executor=executor, retries=0, **QUICK)
+        with pytest.raises(ac.SamplerError, match=words):
+            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+        pool.stop()
+    assert pool.stats().segments == 0
+    assert cache.verify() == []
+
+
+def test_stop_raises_what_no_wait_did(cache):
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(cache, lambda rng: 1 / 0, executor=executor, retries=0, **QUICK)
+        wait_until(lambda: pool.stats().failures, "a failure")
+        with pytest.raises(ac.SamplerError, match="ZeroDivisionError"):
+            pool.stop()
+        pool.stop()
+
+
+def test_an_exception_in_the_with_block_passes_rather_than_the_pools_own(cache):
+    def work(pool):
+        wait_until(lambda: pool.stats().failures, "a failure")
+        raise KeyError("mine")
+
+    with (
+        ThreadPoolExecutor(2) as executor,
+        pytest.raises(KeyError, match="mine"),
+        SamplerPool(cache, lambda rng: 1 / 0, executor=executor, retries=0, **QUICK) as pool,
+    ):
+        work(pool)
+
+
+def test_a_sampler_that_cannot_be_pickled_fails_in_the_constructor(cache):
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        SamplerPool(cache, lambda rng: lock, progress=False)
+    assert not (cache.path / "pools" / "default.0").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"sample": 5}, TypeError, "sample"),
+        ({"workers": 0}, ValueError, "workers"),
+        ({"workers": True}, ValueError, "workers"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"seed": 2**128}, ValueError, "seed"),
+        ({"name": "a/b"}, ValueError, "name"),
+        ({"name": ""}, ValueError, "name"),
+        ({"segments": 0}, ValueError, "segments"),
+        ({"retries": -1}, ValueError, "retries"),
+        ({"cache": 7}, TypeError, "Cache"),
+    ],
+)
+def test_a_wrong_argument_fails_in_the_constructor(cache, options, error, words):
+    with pytest.raises(error, match=words):
+        SamplerPool(**{"cache": cache, "sample": draws(), "progress": False, **options})
+
+
+# killed workers
+
+
+def gated(folder, gate):
+    """Like `draws()`, but tasks note their process and wait for the gate after their first sample."""
+
+    def sampler(rng):
+        yield row(int(rng.integers(1 << 20)))
+        Path(folder, str(os.getpid())).touch()
+        while not os.path.exists(gate):
+            time.sleep(0.01)
+        while True:
+            yield row(int(rng.integers(1 << 20)))
+
+    return sampler
+
+
+def test_a_killed_worker_costs_no_task_and_none_is_published_twice(cache, tmp_path):
+    folder, gate = tmp_path / "pids", tmp_path / "gate"
+    folder.mkdir()
+    with SamplerPool(cache, gated(folder, gate), segments=8, workers=4, progress=False) as pool:
+        wait_until(lambda: len(signs(folder)) == 4, "all workers at work")
+        os.kill(int(signs(folder)[0]), signal.SIGKILL)
+        wait_until(lambda: len(signs(folder)) >= 5, "a new worker at work")
+        gate.touch()
+        pool.wait(timeout=DEADLINE_SECONDS)
+        stats = pool.stats()
+    assert (stats.segments, stats.failures) == (8, 0)
+    assert stats.retries <= 4, "only the tasks that ran then were tried again"
+    assert tasks(cache) == {number: expected(number) for number in range(8)}
+    assert cache.verify() == []
+
+
+def test_the_tasks_that_a_broken_executor_lost_one_by_one_cost_no_second_executor(cache, monkeypatch):
+    made, lost = [], []
+
+    class Executor:
+        """The first one breaks; the second one does its tasks at once."""
+
+        def __init__(self, *arguments, **options):
+            made.append(self)
+
+        def submit(self, run, task):
+            future = Future()
+            if self is made[0]:
+                lost.append(future)
+            else:
+                future.set_result(run(task))
+            return future
+
+        def shutdown(self, wait, kill_workers):
+            pass
+
+    monkeypatch.setattr(loky, "ProcessPoolExecutor", Executor)
+    with SamplerPool(cache, draws(), segments=6, **QUICK) as pool:
+        wait_until(lambda: len(lost) == 2, "two tasks at work")
+        lost[0].set_exception(BrokenExecutor("killed"))
+        wait_until(lambda: len(made) == 2, "a second executor")
+        lost[1].set_exception(BrokenExecutor("killed"))
+        pool.wait(timeout=DEADLINE_SECONDS)
+    assert len(made) == 2
+    assert tasks(cache) == {number: expected(number) for number in range(6)}
+
+
+def test_a_sampler_that_kills_its_process_is_given_up_in_the_end(cache):
+    def sampler(rng):
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield {}
+
+    pool = SamplerPool(cache, sampler, retries=0, workers=1, progress=False)
+    with pytest.raises(ac.SamplerError, match="given up"):
+        pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+    pool.stop()
+
+
+# waiting and stopping
+
+
+def test_wait_returns_once_so_many_segments_are_published(cache):
+    with ThreadPoolExecutor(2) as executor, SamplerPool(cache, draws(), executor=executor, **QUICK) as pool:
+        pool.wait(segments=5, timeout=DEADLINE_SECONDS)
+        assert pool.stats().segments >= 5
+        pool.wait(segments=5, timeout=0)
+        with pytest.raises(ValueError, match="no end"):
+            pool.wait()
+
+
+def test_wait_times_out_with_numbers(cache, tmp_path):
+    gate = tmp_path / "gate"
+    with (
+        ThreadPoolExecutor(2) as executor,
+        SamplerPool(cache, gated(tmp_path, gate), executor=executor, segments=2, **QUICK) as pool,
+    ):
+        with pytest.raises(TimeoutError, match=r"all tasks were not done in 0\.1 s: 0 segments"):
+            pool.wait(timeout=0.1)
+        with pytest.raises(TimeoutError, match=r"1 segments were not done in 0\.1 s"):
+            pool.wait(segments=1, timeout=0.1)
+        gate.touch()
+        pool.wait(timeout=DEADLINE_SECONDS)
+        with pytest.raises(ac.SamplerError, match="ended with 2 segments published, 3 were waited for"):
+            pool.wait(segments=3, timeout=DEADLINE_SECONDS)
+
+
+def test_a_wait_is_woken_by_stop(cache, tmp_path):
+    with ThreadPoolExecutor(2) as executor:
+        gate = tmp_path / "gate"
+        pool = SamplerPool(cache, gated(tmp_path, gate), executor=executor, **QUICK)
+        errors = []
+
+        def wait():
+            try:
+                pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+            except ac.SamplerError as error:
+                errors.append(str(error))
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        wait_until(lambda: signs(tmp_path), "a task at work")
+        threading.Timer(0.1, gate.touch).start()
+        pool.stop()
+        waiter.join(DEADLINE_SECONDS)
+        assert len(errors) == 1
+
+
+def test_stats_count_what_was_published(cache):
+    with (
+        ThreadPoolExecutor(2) as executor,
+        SamplerPool(cache, draws(), executor=executor, segments=4, **QUICK) as pool,
+    ):
+        pool.wait(timeout=DEADLINE_SECONDS)
+        stats = pool.stats()
+    assert (stats.segments, stats.rows, stats.retries, stats.failures) == (4, 64, 0, 0)
+    assert stats.bytes == sum(path.stat().st_size for path in segment_files(cache))
+    assert stats.seconds > 0
+    assert stats.waiting_seconds >= 0
+
+
+def stop_in_time(pool: SamplerPool) -> None:
+    started = time.monotonic()
+    pool.stop()
+    assert time.monotonic() - started < STOP_SECONDS
+
+
+def test_a_full_cache_makes_samplers_wait_and_stop_ends_them_in_time(cache):
+    publish(cache, 30)
+    with cache.snapshot() as snapshot:
+        pool = SamplerPool(cache, draws(), **QUICK)
+        wait_until(lambda: cache.stats().waiting_writers == 2, "both workers to wait for room")
+        stop_in_time(pool)
+        assert len(snapshot) == 480
+        assert cache.verify() == []
+    wait_until(lambda: cache.stats().waiting_writers == 0, "the waiting to end")
+    published = pool.stats().segments
+    assert len(tasks(cache)) == published
+
+
+def test_samplers_in_threads_wait_for_the_readers_of_their_own_process(cache):
+    publish(cache, 40)
+    with ThreadPoolExecutor(2) as executor:
+        with cache.snapshot() as snapshot:
+            pool = SamplerPool(cache, draws(), executor=executor, segments=30, retries=0, **QUICK)
+            wait_until(lambda: cache.stats().waiting_writers == 2, "both samplers to wait for room")
+            assert len(snapshot) > 0
+            assert pool.stats().failures == 0
+        pool.wait(timeout=DEADLINE_SECONDS)
+        pool.stop()
+    assert pool.stats().segments == 30
+    assert pool.stats().waiting_seconds > 0
+
+
+def test_stop_ends_a_slow_sampler_in_time(cache, tmp_path):
+    def slow(rng):
+        Path(tmp_path, "begun").touch()
+        time.sleep(3600)
+        yield {}
+
+    pool = SamplerPool(cache, slow, **QUICK)
+    wait_until(lambda: (tmp_path / "begun").exists(), "the sampler to begin")
+    stop_in_time(pool)
+    assert tasks(cache) == {}
+
+
+def test_a_task_of_a_foreign_executor_that_outlives_its_pool_publishes_nothing(cache, tmp_path):
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    hold = {"begun": begun, "go_on": go_on, "ended": ended}
+    registry = __import__("sys").modules
+    registry["_events_of_a_test"] = hold  # events cannot be pickled, and the sampler is
+
+    def slow(rng):
+        import sys
+
+        events = sys.modules["_events_of_a_test"]
+        events["begun"].set()
+        try:
+            events["go_on"].wait(60)
+            while True:
+                yield row(1)
+        finally:
+            events["ended"].set()
+
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            pool = SamplerPool(cache, slow, executor=executor, workers=1, progress=False)
+            assert begun.wait(DEADLINE_SECONDS)
+            stop_in_time(pool)
+            go_on.set()
+            assert ended.wait(DEADLINE_SECONDS)
+        assert tasks(cache) == {}
+    finally:
+        del registry["_events_of_a_test"]
+
+
+def test_a_dropped_pool_ends_by_itself(cache):
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(cache, draws(), executor=executor, **QUICK)
+        pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+        del pool
+        assert "arrowcache-pool" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_workers_of_a_stopped_pool_are_gone(cache, tmp_path):
+    folder, gate = tmp_path / "pids", tmp_path / "gate"
+    folder.mkdir()
+    pool = SamplerPool(cache, gated(folder, gate), **QUICK)
+    wait_until(lambda: len(signs(folder)) == 2, "both workers at work")
+    pool.stop()
+    assert not [pid for pid in signs(folder) if Path("/proc", pid).exists()]
+
+
+# the end of the whole process
+
+SCRIPT = """
+    import os, sys, time
+    import arrowcache as ac
+    from helpers import sample
+
+    def sampler(rng):
+        while True:
+            yield sample(int(rng.integers(1 << 20)))
+
+    begun = sys.argv[1] + ".begun"
+
+    def slow(rng):
+        open(begun, "w").close()
+        time.sleep(3600)
+        yield {}
+
+    if __name__ == "__main__":
+        cache, how = ac.Cache.open(sys.argv[1]), sys.argv[2]
+        pool = ac.SamplerPool(cache, slow if how == "slow" else sampler, workers=2, progress=False)
+        if how == "full":
+            held = cache.snapshot()
+            while cache.stats().waiting_writers < 2:
+                time.sleep(0.01)
+        elif how == "slow":
+            while not os.path.exists(begun):
+                time.sleep(0.01)
+        else:
+            pool.wait(segments=3, timeout=60)
+        print("ready", flush=True)
+        if how == "train":
+            with pool, ac.Loader(cache, 8) as loader:
+                while True:
+                    for batch in loader:
+                        pass
+        if how == "idle":
+            time.sleep(3600)
+        if how == "full":
+            held.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["quick", "slow", "full"])
+def test_an_interpreter_that_exits_without_stop_leaves_no_process(cache, how):
+    if how == "full":
+        publish(cache, 30)
+    with Script(SCRIPT, cache.path, how) as script:
+        assert script.line() == "ready"
+        code, errors = script.end()
+        wait_until(lambda: not script.processes(), "the processes to end")
+        assert (code, errors) == (0, "")
+    assert cache.verify() == []
+
+
+def gone_in_five_seconds(script: Script) -> bool:
+    deadline = time.monotonic() + 5
+    while script.processes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return script.processes() == []
+
+
+@pytest.mark.parametrize("how", ["idle", "slow", "train"])
+def test_workers_are_gone_within_5_s_after_their_parent_was_killed(cache, how):
+    with Script(SCRIPT.replace('how == "idle"', 'how in ("idle", "slow")'), cache.path, how) as script:
+        assert script.line() == "ready"
+        wait_until(lambda: len(script.processes()) >= 3, "the workers to start")
+        script.kill()
+        assert gone_in_five_seconds(script), script.processes()
+    assert cache.verify() == []
+    publish(cache, 1)
+    assert os.listdir(cache.path / "incoming") == []
+    assert cache.stats().leased_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["idle", "train"])
+def test_ctrl_c_ends_all_processes_of_a_training_script_within_5_s(cache, how):
+    with Script(SCRIPT, cache.path, how) as script:
+        assert script.line() == "ready"
+        script.signal_group(signal.SIGINT)
+        assert gone_in_five_seconds(script), script.processes()
+        code, errors = script.end()
+        assert code == -signal.SIGINT
+        tracebacks = errors.split("Traceback (most recent call last):")[1:]
+        ours = [text for text in tracebacks if "resource_tracker" not in text]  # loky's gets the signal too
+        assert len(ours) == 1, errors
+        assert "KeyboardInterrupt" in ours[0]
+    assert cache.verify() == []
+    publish(cache, 1)
+    assert os.listdir(cache.path / "incoming") == []
+
+
+def test_pools_of_several_processes_share_their_numbers(cache):
+    def sample(path):
+        with ac.SamplerPool(path, draws(), segments=6, workers=2, progress=False) as pool:
+            pool.wait(timeout=60)
+
+    with Child(sample, str(cache.path)) as one, Child(sample, str(cache.path)) as two:
+        one.result(60)
+        two.result(60)
+    assert tasks(cache) == {number: expected(number) for number in range(12)}

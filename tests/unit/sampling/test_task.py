@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import cloudpickle
+import numpy as np
+import pytest
+from helpers import ROW, make_cache, published_ids
+from helpers import sample as row
+
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.task import Task, draw, run
+from arrowcache.storage.locks import LockFile
+
+
+def task(number: int = 0, seed: int = 0, sampler: bytes = b"", cache: str = "") -> Task:
+    return Task(cache, sampler, f"default.{seed}", seed, number, token=0)
+
+
+def builder() -> SegmentBuilder:
+    return SegmentBuilder(ROW, 16, 32 * 1024)
+
+
+def stream(seed: int, number: int, count: int) -> list[int]:
+    """The first ids that task `number` draws, by the documented formula."""
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
+    return [int(rng.integers(1 << 20)) for _ in range(count)]
+
+
+def sampler_of(per_call: int | None, calls: list[str] | None = None):
+    """Draws ids, `per_call` a call; notes when it is called and closed."""
+
+    def sampler(rng):
+        if calls is not None:
+            calls.append("called")
+        try:
+            count = 0
+            while per_call is None or count < per_call:
+                yield row(int(rng.integers(1 << 20)))
+                count += 1
+        finally:
+            if calls is not None:
+                calls.append("closed")
+
+    return sampler
+
+
+def drawn(sampler, number: int = 0, seed: int = 0) -> list[int]:
+    into = builder()
+    assert draw(sampler, task(number, seed), into, lambda: False)
+    assert into.is_full
+    return into._fixed["id"].tolist()
+
+
+@pytest.mark.parametrize("per_call", [None, 1, 5, 16, 100])
+def test_samples_are_a_function_of_seed_and_number_however_often_the_sampler_is_called(per_call):
+    for seed, number in [(0, 0), (0, 1), (7, 0), (7, 2**40)]:
+        assert drawn(sampler_of(per_call), number, seed) == stream(seed, number, 16)
+
+
+def test_the_sampler_is_closed_once_the_segment_is_full():
+    calls: list[str] = []
+    drawn(sampler_of(None, calls))
+    assert calls == ["called", "closed"]
+    calls.clear()
+    drawn(sampler_of(10, calls))
+    assert calls == ["called", "closed"] * 2
+
+
+def test_a_sampler_may_return_a_list_or_any_iterable():
+    assert drawn(lambda rng: [row(5)] * 3) == [5] * 16
+    assert drawn(lambda rng: map(row, range(3))) == ([0, 1, 2] * 6)[:16]
+
+
+def test_a_sampler_may_sometimes_yield_nothing():
+    calls = []
+
+    def sampler(rng):
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            yield row(len(calls))
+
+    assert drawn(sampler) == [3 * i for i in range(1, 17)]
+
+
+def test_a_sampler_that_yields_nothing_is_an_error():
+    with pytest.raises(SamplerError, match="yielded nothing in 3 calls"):
+        draw(lambda rng: [], task(), builder(), lambda: False)
+
+
+def test_a_sampler_that_yields_no_mapping_is_an_error():
+    with pytest.raises(SamplerError, match="not tuple"):
+        draw(lambda rng: [(1, 2)], task(), builder(), lambda: False)
+
+
+def test_a_sample_that_does_not_fit_is_an_error_naming_the_field():
+    with pytest.raises(SchemaError, match="'image'"):
+        draw(lambda rng: [{"id": 1, "image": np.zeros(3, np.float32)}], task(), builder(), lambda: False)
+
+
+def test_drawing_ends_when_the_pool_has():
+    looks = iter([False] * 5 + [True] * 100)
+    calls: list[str] = []
+    assert not draw(sampler_of(None, calls), task(), builder(), lambda: next(looks))
+    assert calls == ["called", "closed"]
+
+
+@pytest.fixture
+def pool_of(tmp_path):
+    """A cache, and a lock like the one by which a pool shows its tasks that it lives."""
+    cache = make_cache(tmp_path / "cache")
+    cache.store.folder.claim_tasks("default.0", 1)
+    lock = LockFile(cache.path / "pools" / "default.0")
+    assert lock.try_range(0, 1, exclusive=True)
+    yield cache, lock
+    lock.close()
+
+
+def test_a_task_publishes_its_segment_once_however_often_it_runs(pool_of):
+    cache, _ = pool_of
+    sampler = cloudpickle.dumps(sampler_of(None))
+    first, again = (run(task(3, sampler=sampler, cache=str(cache.path))) for _ in range(2))
+    assert published_ids(cache) == stream(0, 3, 16)
+    # A worker may die between publishing and saying so: the second run counts as done, too.
+    assert first.rows == again.rows == 16
+    assert first.nbytes == again.nbytes > 0
+    assert not first.error
+    assert not again.error
+
+
+def test_a_task_of_a_pool_that_ended_publishes_nothing(pool_of):
+    cache, lock = pool_of
+    lock.close()
+    done = run(task(3, sampler=cloudpickle.dumps(sampler_of(None)), cache=str(cache.path)))
+    assert done.stopped
+    assert done.rows == 0
+    assert published_ids(cache) == []
+
+
+class Peculiar(Exception):
+    """As many exceptions in the wild: it cannot be unpickled."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} ({code})")
+
+
+def test_a_task_that_fails_tells_the_traceback_of_any_exception(pool_of):
+    cache, _ = pool_of
+
+    def sampler(rng):
+        yield row(1)
+        raise Peculiar(17, "no such scan")
+
+    done = run(task(sampler=cloudpickle.dumps(sampler), cache=str(cache.path)))
+    assert "in sampler" in done.error
+    assert done.error.rstrip().endswith("Peculiar: no such scan (17)")
+    assert published_ids(cache) == []
+
+
+def test_a_failed_task_leaves_nothing_to_the_next_one(pool_of):
+    cache, _ = pool_of
+    fails = [True]
+
+    def sampler(rng):
+        yield row(int(rng.integers(1 << 20)))
+        if fails and fails.pop():
+            raise OSError("connection reset")
+        while True:
+            yield row(int(rng.integers(1 << 20)))
+
+    pickled = cloudpickle.dumps(sampler)
+    assert "connection reset" in run(task(sampler=pickled, cache=str(cache.path))).error
+    assert run(task(sampler=pickled, cache=str(cache.path))).rows == 16
+    assert published_ids(cache) == stream(0, 0, 16)
+
+
+def test_tasks_in_threads_of_one_process_do_not_mix_their_samples(pool_of):
+    cache, _ = pool_of
+
+    def sampler(rng):
+        import time
+
+        while True:
+            time.sleep(0)  # let the other threads in
+            yield row(int(rng.integers(1 << 20)))
+
+    pickled = cloudpickle.dumps(sampler)
+    tasks = [task(number, sampler=pickled, cache=str(cache.path)) for number in range(30)]
+    with ThreadPoolExecutor(4) as executor:
+        assert all(done.rows == 16 for done in executor.map(run, tasks))
+    expected = sorted(i for number in range(30) for i in stream(0, number, 16))
+    assert sorted(published_ids(cache)) == expected

@@ -1,0 +1,141 @@
+"""Leases: shared locks that end with their last share."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+from helpers import in_child
+
+from arrowcache.storage.lease import Lease, own_leases
+from arrowcache.storage.locks import LockFile
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "lease.lock"
+    file.touch()
+    return file
+
+
+def free(path, seq):
+    """Whether an evictor could take the segment: asked through a description of its own."""
+    file = LockFile(path)
+    try:
+        return file.try_range(seq, 1, exclusive=True)
+    finally:
+        file.close()
+
+
+def leased(path, last=20):
+    return [seq for seq in range(last) if not free(path, seq)]
+
+
+def test_a_lease_covers_its_segments_until_it_is_closed(path):
+    lease = Lease(path, 3, 6)
+    assert leased(path) == [3, 4, 5, 6]
+    assert [seq for seq in range(20) if lease.covers(seq)] == [3, 4, 5, 6]
+    lease.close()
+    assert leased(path) == []
+    assert not lease.covers(4)
+
+
+def test_leases_of_one_process_are_independent(path):
+    first, second = Lease(path, 0, 5), Lease(path, 3, 9)
+    first.close()
+    assert leased(path) == list(range(3, 10))
+    second.close()
+    assert leased(path) == []
+
+
+def test_a_lease_ends_with_its_last_share(path):
+    lease = Lease(path, 1, 2)
+    assert lease.share() is lease
+    lease.share()
+    lease.close()
+    lease.close()
+    assert leased(path) == [1, 2]
+    lease.close()
+    assert leased(path) == []
+
+
+def test_narrowing_gives_up_both_ends_and_nothing_else(path):
+    lease = Lease(path, 2, 9)
+    lease.narrow(4, 7)
+    assert leased(path) == [4, 5, 6, 7]
+    lease.narrow(0, 20)
+    assert leased(path) == [4, 5, 6, 7], "what was given up cannot be had back"
+    lease.narrow(4, 5)
+    assert leased(path) == [4, 5]
+    assert lease.covers(5)
+    assert not lease.covers(6)
+    lease.close()
+    lease.narrow(4, 4)  # of a closed lease: nothing
+
+
+def test_one_damaged_segment_is_given_up_alone(path):
+    lease = Lease(path, 2, 5)
+    lease.give_up(3)
+    lease.give_up(17)
+    assert leased(path) == [2, 4, 5]
+    lease.close()
+
+
+def test_a_segment_being_evicted_cannot_be_leased(path):
+    evictor = LockFile(path)
+    assert evictor.try_range(4, 1, exclusive=True)
+    with pytest.raises(OSError, match="2 to 6"):
+        Lease(path, 2, 6)
+    evictor.close()
+    assert leased(path) == [], "the refused lease left nothing behind"
+
+
+def test_a_forgotten_lease_ends_with_the_object(path):
+    lease = Lease(path, 2, 6)
+    assert leased(path)
+    del lease
+    gc.collect()
+    assert leased(path) == []
+
+
+def test_own_leases_are_found_by_file_and_segment(path, tmp_path):
+    other = tmp_path / "other.lock"
+    other.touch()
+    lease, elsewhere = Lease(path, 2, 6), Lease(other, 2, 6)
+    assert own_leases(path, 4) == [lease]
+    assert own_leases(path, 7) == []
+    lease.close()
+    assert own_leases(path, 4) == []
+    elsewhere.close()
+
+
+def test_own_leases_are_found_by_whatever_path_the_file_was_opened(path, tmp_path, monkeypatch):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    lease = Lease(link / path.name, 2, 6)
+    relative = Lease(type(path)(path.name), 2, 6)
+    assert set(own_leases(path, 4)) == {lease, relative}
+    lease.close()
+    relative.close()
+
+
+def test_a_forked_child_has_no_lease_and_leaves_its_parents_alone(path):
+    lease = Lease(path, 2, 6)
+
+    def child():
+        assert own_leases(path, 4) == []
+        assert not lease.covers(4)
+        lease.give_up(4)
+        lease.narrow(5, 5)
+        lease.close()
+        own = Lease(path, 4, 4)
+        assert own_leases(path, 4) == [own]
+        assert own._pid == os.getpid()
+        own.close()
+
+    with in_child(child):
+        pass
+    assert leased(path) == [2, 3, 4, 5, 6]
+    lease.close()

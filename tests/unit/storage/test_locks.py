@@ -1,0 +1,154 @@
+"""Kernel locks: each LockFile is a description of its own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from helpers import in_child
+
+from arrowcache.storage.locks import LockFile, flock_holders, range_holders
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "lock"
+    file.touch()
+    return file
+
+
+@pytest.fixture
+def pair(path):
+    first, second = LockFile(path), LockFile(path)
+    yield first, second
+    first.close()
+    second.close()
+
+
+def test_two_lock_files_exclude_each_other_until_one_is_closed(pair):
+    first, second = pair
+    assert first.try_exclusive()
+    assert not second.try_exclusive()
+    first.close()
+    assert second.try_exclusive()
+
+
+def test_shared_ranges_overlap_and_exclusive_ones_do_not(pair):
+    first, second = pair
+    assert first.try_range(10, 5, exclusive=False)
+    assert second.try_range(12, 5, exclusive=False)
+    assert not second.try_range(9, 2, exclusive=True)
+    assert second.try_range(0, 10, exclusive=True)
+    assert not first.try_range(9, 1, exclusive=False)
+
+
+def test_unlocking_a_part_frees_just_that_part(pair):
+    first, second = pair
+    assert first.try_range(10, 10, exclusive=False)
+    first.unlock_range(13, 2)
+    assert second.try_range(13, 2, exclusive=True)
+    assert not second.try_range(12, 1, exclusive=True)
+    assert not second.try_range(15, 1, exclusive=True)
+
+
+def test_a_conflict_is_the_locked_part_of_the_range_asked_for(pair):
+    first, second = pair
+    assert second.conflict(0, 100) is None
+    assert first.try_range(10, 10, exclusive=False)
+    assert second.conflict(0, 100) == range(10, 20)
+    assert second.conflict(15, 100) == range(15, 20)
+    assert second.conflict(0, 12) == range(10, 12)
+    assert second.conflict(20, 50) is None
+    assert first.conflict(0, 100) is None, "one's own locks are no conflict"
+
+
+def test_a_lock_to_the_end_of_the_file_is_cut_to_the_range_asked_for(pair):
+    first, second = pair
+    assert first.try_range(10, 0, exclusive=False)  # length 0: up to the end
+    assert second.conflict(0, 100) == range(10, 100)
+
+
+def test_closing_drops_every_lock_and_is_idempotent(pair):
+    first, second = pair
+    assert first.try_range(3, 4, exclusive=True)
+    first.close()
+    first.close()
+    assert second.try_range(3, 4, exclusive=True)
+    assert first.fd == -1
+
+
+def test_a_missing_file_is_a_plain_error_and_leaves_nothing_to_finalize(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        LockFile(tmp_path / "missing")
+
+
+def test_a_lock_file_is_closed_when_a_program_is_started(path):
+    file = LockFile(path)
+    try:
+        assert not os.get_inheritable(file.fd)
+    finally:
+        file.close()
+
+
+def test_a_forked_child_neither_keeps_nor_drops_its_parents_locks(path, pair):
+    first, second = pair
+    assert first.try_range(3, 4, exclusive=False)
+    assert first.try_exclusive()
+
+    def child():
+        assert first.fd == -1
+        first.close()
+        del first.__dict__["path"]
+
+    with in_child(child):
+        pass
+    assert not second.try_range(3, 1, exclusive=True), "the child's end dropped the lock"
+    assert not second.try_exclusive()
+
+
+def test_a_childs_life_does_not_prolong_its_parents_locks(path, pair):
+    first, second = pair
+    assert first.try_range(3, 4, exclusive=False)
+    assert first.try_exclusive()
+    reader, writer = os.pipe()
+    ready_reader, ready_writer = os.pipe()
+
+    def child():
+        os.close(writer)
+        os.write(ready_writer, b"r")
+        os.read(reader, 1)  # until the parent is done
+
+    with in_child(child):
+        os.close(reader)
+        os.read(ready_reader, 1)
+        first.close()
+        try:
+            assert second.try_range(3, 1, exclusive=True)
+            assert second.try_exclusive()
+        finally:
+            os.close(writer)
+    os.close(ready_reader)
+    os.close(ready_writer)
+
+
+def test_the_holder_of_a_flock_is_named(path, pair):
+    first, _ = pair
+    assert flock_holders(path) == []
+    assert first.try_exclusive()
+    (holder,) = flock_holders(path)
+    assert holder.pid == os.getpid()
+    assert str(holder).startswith(f"pid {os.getpid()} (")
+    assert "pytest" in holder.command or "python" in holder.command
+
+
+def test_the_holders_of_ranges_are_named_with_their_ranges(path, pair):
+    first, second = pair
+    assert first.try_range(3, 4, exclusive=False)
+    assert second.try_range(5, 0, exclusive=False)
+    found = sorted((holder.pid, holder.locked.start, holder.locked.stop) for holder in range_holders(path))
+    assert found == [(os.getpid(), 3, 7), (os.getpid(), 5, 2**63 - 1)]
+
+
+def test_nobody_holds_a_file_that_is_not_there(tmp_path):
+    assert flock_holders(tmp_path / "missing") == []
+    assert range_holders(tmp_path / "missing") == []

@@ -1,0 +1,111 @@
+"""Memory maps: address ranges and whole files."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from helpers import in_child
+
+from arrowcache.storage.mapping import AddressRange, FileMapping
+
+PAGE = 4096
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"abc" * 3000)
+    return path
+
+
+def maps():
+    with open("/proc/self/maps") as lines:
+        return lines.read()
+
+
+def test_a_file_is_mapped_where_it_is_wanted_and_unmapped_again(file):
+    area = AddressRange(16 * PAGE)
+    assert area.map_file(file, 4 * PAGE, 4 * PAGE) == 9000
+    assert area.buffer(4 * PAGE, 9000).to_pybytes() == file.read_bytes()
+    assert str(file) in maps()
+    area.unmap_file(4 * PAGE, 9000)
+    assert str(file) not in maps()
+    assert area.map_file(file, 4 * PAGE, 4 * PAGE) == 9000
+    area.close()
+    assert str(file) not in maps()
+
+
+def test_a_range_without_files_takes_no_memory_and_no_overcommit():
+    area = AddressRange(1 << 42)
+    area.close()
+
+
+def test_a_file_that_does_not_fit_or_is_empty_is_refused(file, tmp_path):
+    area = AddressRange(16 * PAGE)
+    with pytest.raises(ValueError, match="9000 bytes"):
+        area.map_file(file, 0, 2 * PAGE)
+    empty = tmp_path / "empty"
+    empty.touch()
+    with pytest.raises(ValueError, match="0 bytes"):
+        area.map_file(empty, 0, 2 * PAGE)
+    with pytest.raises(FileNotFoundError):
+        area.map_file(tmp_path / "missing", 0, 2 * PAGE)
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    with pytest.raises(OSError, match="symbolic"):
+        area.map_file(link, 0, 4 * PAGE)
+    with pytest.raises(OSError):
+        FileMapping(empty)
+    with pytest.raises(OSError):
+        FileMapping(link)
+    area.close()
+
+
+def test_a_range_lives_as_long_as_a_buffer_over_it(file):
+    area = AddressRange(16 * PAGE)
+    area.map_file(file, 0, 4 * PAGE)
+    part = area.buffer(0, 9000).slice(3, 6)
+    del area
+    gc.collect()
+    assert part.to_pybytes() == b"abcabc"
+    del part
+    gc.collect()
+    assert str(file) not in maps()
+
+
+def test_a_mapped_file_is_unmapped_before_it_is_said_so(file):
+    told = []
+    buffer = FileMapping(file, on_unmap=lambda: told.append(str(file) in maps())).buffer()
+    part = buffer.slice(5)
+    del buffer
+    gc.collect()
+    assert told == []
+    assert part[:1].to_pybytes() == b"c"
+    del part
+    gc.collect()
+    assert told == [False]
+
+
+def test_a_forked_child_has_no_mapping_and_ends_nothing(file):
+    told = []
+    buffer = FileMapping(file, on_unmap=lambda: told.append(1)).buffer()
+    area = AddressRange(16 * PAGE)
+    area.map_file(file, 0, 4 * PAGE)
+
+    def child():
+        nonlocal buffer, area
+        assert str(file) not in maps()
+        del buffer, area
+        gc.collect()
+        assert told == []
+
+    with in_child(child):
+        pass
+    assert area.buffer(0, 3).to_pybytes() == b"abc"
+    assert buffer[:3].to_pybytes() == b"abc"
+
+
+def test_an_impossible_range_is_an_os_error():
+    with pytest.raises(OSError, match="mmap"):
+        AddressRange(1 << 62)

@@ -1,0 +1,291 @@
+"""Making and opening a cache, whatever happened before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import warnings
+
+import pytest
+from helpers import ROW, flip_byte, make_cache, publish, published_ids, segment_files, seqs
+
+import arrowcache as ac
+from arrowcache.storage import recovery
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.recovery import store_of
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache"
+
+
+def tree(path):
+    """Every file below a folder with its content."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def restart(monkeypatch, tmp_path):
+    """Let the machine have restarted: another boot id from now on."""
+
+    def now(boot_id="another-boot"):
+        file = tmp_path / f"boot-{boot_id}"
+        file.write_text(boot_id + "\n")
+        monkeypatch.setattr(recovery, "_BOOT_ID", file)
+
+    return now
+
+
+def test_opening_sweeps_debris_and_leaves_living_parts(path):
+    cache = make_cache(path)
+    living = cache.store.folder.new_part()
+    for number in range(3):
+        (path / "incoming" / f"{number:032x}.part").write_bytes(bytes(5000))
+    (path / "incoming" / f"{9:032x}.wait").touch()
+    ac.Cache.open(path)
+    assert os.listdir(path / "incoming") == [living.path.name]
+    living.discard()
+
+
+def test_a_lost_counter_never_reuses_a_number(path):
+    cache = make_cache(path)
+    publish(cache, 3)
+    cache.store.folder.isolate(segment_files(cache)[-1].name, "test")
+    (path / "cache.lock").write_bytes(b"")
+    assert ac.Cache.open(path).stats().next_seq == 3
+    publish(ac.Cache.open(path), 1)
+    assert seqs(cache) == [0, 1, 3]
+
+
+def test_a_counter_ahead_of_the_names_is_kept(path):
+    cache = make_cache(path)
+    publish(cache, 2)
+    cache.evict("1MiB")
+    assert ac.Cache.open(path).stats().next_seq == 2
+    publish(cache, 1)
+    assert seqs(cache) == [2]
+
+
+def test_after_a_restart_older_segments_are_checked_before_their_first_use(path, restart):
+    cache = make_cache(path)
+    publish(cache, 3)
+    flip_byte(segment_files(cache)[1], 3000)
+    with cache.snapshot() as snapshot:  # the same boot: structure only
+        assert len(snapshot.gather(range(len(snapshot)))["id"]) == 48
+    restart()
+    again = ac.Cache.open(path)
+    with again.snapshot() as snapshot:
+        with pytest.warns(RuntimeWarning, match="quarantined"), pytest.raises(ac.CorruptSegmentError):
+            snapshot.gather([16])
+        assert snapshot.gather([0, 47])["id"].tolist() == [0, 47]
+    assert seqs(again) == [0, 2]
+    publish(again, 1)
+    flip_byte(segment_files(again)[-1], 3000)
+    with again.snapshot() as snapshot:  # published since the restart: not suspect
+        assert len(snapshot.gather([40])["id"]) == 1
+    with pytest.warns(RuntimeWarning, match="quarantined"):
+        assert len(again.verify()) == 1
+
+
+def test_a_second_opening_after_a_restart_still_suspects_the_older_segments(path, restart):
+    cache = make_cache(path)
+    publish(cache, 3)
+    restart()
+    first, second = ac.Cache.open(path), ac.Cache.open(path)
+    assert first.store.suspect_below() == second.store.suspect_below() == 3
+    publish(second, 1)
+    assert ac.Cache.open(path).store.suspect_below() == 3
+    restart("yet another")
+    assert ac.Cache.open(path).store.suspect_below() == 4
+
+
+def test_a_durable_cache_suspects_nothing_after_a_restart(path, restart):
+    publish(make_cache(path, durable=True), 2)
+    restart()
+    assert ac.Cache.open(path).store.suspect_below() == 0
+
+
+def test_a_new_cache_suspects_nothing(path):
+    cache = make_cache(path)
+    publish(cache, 1)
+    assert cache.store.suspect_below() == 0
+
+
+def test_check_bytes_suspects_everything(path):
+    publish(make_cache(path), 2)
+    cache = ac.Cache.open(path, check="bytes")
+    flip_byte(segment_files(cache)[0], 3000)
+    with (
+        cache.snapshot() as snapshot,
+        pytest.warns(RuntimeWarning, match="quarantined"),
+        pytest.raises(ac.CorruptSegmentError, match="xxh3"),
+    ):
+        snapshot.gather([0])
+
+
+@pytest.mark.parametrize(
+    "foreign", ["data.csv", "segments/photo.jpg", "incoming/movie.part", "pools/x", "ranks/y"]
+)
+def test_a_folder_of_something_else_is_refused_and_nothing_in_it_is_touched(path, foreign):
+    file = path / foreign
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"precious")
+    path.chmod(0o755)
+    before = tree(path)
+    with pytest.raises(ac.CacheFormatError, match="other files"):
+        make_cache(path)
+    with pytest.raises(ac.CacheFormatError, match="not a cache"):
+        ac.Cache.open(path)
+    assert tree(path) == before
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert sorted(p.name for p in path.iterdir()) == [foreign.split("/")[0]]
+
+
+def test_a_cache_that_lost_its_settings_is_refused_with_its_segments_untouched(path):
+    publish(make_cache(path), 2)
+    (path / "cache.json").unlink()
+    before = tree(path)
+    with pytest.raises(ac.CacheFormatError, match="segments/"):
+        make_cache(path)
+    assert tree(path) == before
+
+
+def test_a_creation_that_was_killed_half_way_is_finished_by_the_next(path):
+    path.mkdir()
+    for name in ("segments", "incoming"):
+        (path / name).mkdir()
+    (path / "cache.lock").touch()
+    (path / "incoming" / f"{1:032x}.part").write_bytes(b"{")
+    cache = make_cache(path)
+    publish(cache, 1)
+    assert cache.verify() == []
+    assert os.listdir(path / "incoming") == []
+
+
+def test_a_newer_version_is_refused_and_nothing_is_touched(path):
+    publish(make_cache(path), 2)
+    settings = path / "cache.json"
+    settings.write_text(settings.read_text().replace('"version": 1', '"version": 2'))
+    (path / "incoming" / f"{1:032x}.part").touch()
+    before = tree(path)
+    for attempt in (lambda: ac.Cache.open(path), lambda: make_cache(path, exist_ok=True)):
+        with pytest.raises(ac.CacheFormatError, match=r"version 2.*reads 1"):
+            attempt()
+    assert tree(path) == before
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(FileExistsError, match="not a folder"):
+        make_cache(file)
+    with pytest.raises(ac.CacheFormatError, match="not a cache"):
+        ac.Cache.open(file)
+    assert file.read_text() == "precious"
+
+
+def test_a_dangling_link_is_refused(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError):
+        make_cache(link)
+
+
+def test_a_file_system_without_working_locks_is_refused_with_the_reason(path, monkeypatch):
+    publish(make_cache(path), 1)
+    monkeypatch.setattr(LockFile, "try_range", lambda self, start, length, exclusive: True)
+    with pytest.raises(ac.CacheFormatError, match=r"no working locks.*granted.*local disk"):
+        ac.Cache.open(path)
+
+    def refused(self, start, length, exclusive):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(LockFile, "try_range", refused)
+    with pytest.raises(ac.CacheFormatError, match=r"no working locks.*No locks available"):
+        ac.Cache.open(path)
+
+
+def test_another_system_than_linux_is_refused(path, monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(OSError, match="needs Linux"):
+        make_cache(path)
+    assert not path.exists()
+
+
+def test_a_missing_folder_is_not_found(path):
+    with pytest.raises(FileNotFoundError, match="create"):
+        ac.Cache.open(path)
+
+
+def test_a_cache_is_taken_as_object_or_as_path(path, monkeypatch):
+    cache = make_cache(path)
+    publish(cache, 1)
+    assert store_of(cache) is cache.store
+    assert store_of(path).settings == store_of(str(path)).settings
+    monkeypatch.chdir(path.parent)
+    assert store_of("cache").folder.path == path
+    with pytest.raises(TypeError, match="Cache or the path"):
+        store_of(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Cache or the path"):
+        store_of(None)  # type: ignore[arg-type]
+
+
+def test_a_cache_moved_to_another_place_is_as_it_was(path, tmp_path):
+    publish(make_cache(path), 2)
+    moved = tmp_path / "moved"
+    shutil.move(path, moved)
+    cache = ac.Cache.open(moved)
+    assert published_ids(cache) == list(range(32))
+    assert cache.verify() == []
+    assert cache.schema == ROW
+
+
+def test_opening_warns_of_nothing(path):
+    publish(make_cache(path), 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ac.Cache.open(path)
+
+
+def test_a_copy_of_a_cache_that_lost_its_empty_folders_and_locks_opens(tmp_path):
+    publish(make_cache(tmp_path / "cache"), 2)
+    for name in ("incoming", "quarantine", "ranks", "pools"):
+        (tmp_path / "cache" / name).rmdir()
+    for name in ("cache.lock", "lease.lock"):
+        (tmp_path / "cache" / name).unlink()
+    cache = ac.Cache.open(tmp_path / "cache")
+    publish(cache, 1, first=32)
+    assert seqs(cache) == [0, 1, 2]
+    assert cache.verify() == []
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"format": "arrowcache", "version": 2}'])
+@pytest.mark.parametrize("exist_ok", [False, True])
+def test_create_touches_nothing_where_cache_json_is_not_ours(tmp_path, text, exist_ok):
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o755)
+    (folder / "cache.json").write_text(text)
+    with pytest.raises(ac.CacheFormatError, match="folder"):
+        ac.Cache.create(folder, ROW, "10MiB", segment_bytes="32KiB", exist_ok=exist_ok)
+    assert os.listdir(folder) == ["cache.json"]
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_lack_of_descriptors_is_not_called_a_lack_of_locks(tmp_path, monkeypatch):
+    make_cache(tmp_path / "cache")
+
+    def no_descriptors(*args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(recovery, "LockFile", no_descriptors)
+    with pytest.raises(OSError, match="Too many open files"):
+        ac.Cache.open(tmp_path / "cache")
+
+
+def test_a_cache_that_was_moved_while_in_use_says_so(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="moved or removed"):
+        cache.stats()

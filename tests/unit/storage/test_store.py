@@ -1,0 +1,580 @@
+"""The protocol: publish, make room, lease, evict, resize; and what it says when it cannot."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from helpers import (
+    KIB,
+    ROW,
+    disk_bytes,
+    make_cache,
+    publish,
+    published_ids,
+    sample,
+    seqs,
+    wait_until,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import arrowcache as ac
+from arrowcache.arrow.segment import encode
+from arrowcache.storage import store as store_module
+from arrowcache.storage.lease import Lease
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.store import Cancelled, RoomPolicy
+
+RAISE = RoomPolicy("raise")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return make_cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def other(cache):
+    """A lock file of somebody else: stands for another process, since each description is its own."""
+    file = LockFile(cache.store.folder.lease_lock)
+    yield file
+    file.close()
+
+
+def segment(first=0, rows=16):
+    samples = [sample(number) for number in range(first, first + rows)]
+    images = np.stack([s["image"] for s in samples])
+    return encode(ROW, {"id": np.array([s["id"] for s in samples]), "image": images})
+
+
+def publish_many(cache, count):
+    for _ in range(count):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", 5))
+
+
+def fill(cache):
+    """Publish until the oldest segment is evicted: the cache is full then."""
+    while not seqs(cache) or seqs(cache)[0] == 0:
+        publish(cache, 1)
+
+
+def test_what_is_published_appears_whole_under_the_next_number(cache):
+    published = [cache.store.publish(segment(first)).segment for first in (0, 16, 32)]
+    assert [info.seq for info in published] == [0, 1, 2] == seqs(cache)
+    assert published_ids(cache) == list(range(48))
+    assert [info.name for info in published] == sorted(os.listdir(cache.path / "segments"))
+    assert os.listdir(cache.path / "incoming") == []
+    assert cache.store.segments() == published
+
+
+def test_a_task_is_published_once(cache):
+    first = cache.store.publish(segment(0), task="pool.3")
+    again = cache.store.publish(segment(0), task="pool.3")
+    assert first.segment.task == "pool.3"
+    assert again.segment is None
+    assert seqs(cache) == [0]
+    assert cache.store.publish(segment(0), task="pool.4").segment is not None
+    assert cache.store.publish(segment(0)).segment is not None
+    assert cache.store.publish(segment(0)).segment is not None, "a plain writer has no task to repeat"
+    assert os.listdir(cache.path / "incoming") == []
+
+
+def test_a_task_that_was_evicted_may_come_again(cache):
+    cache.store.publish(segment(0), task="pool.3")
+    cache.evict("1MiB")
+    assert cache.store.publish(segment(0), task="pool.3").segment is not None
+
+
+def test_the_oldest_make_room_and_the_tree_never_exceeds_the_capacity(cache):
+    capacity = cache.stats().capacity_bytes
+    for number in range(120):
+        publish(cache, 1)
+        assert disk_bytes(cache.path) <= capacity
+        found = seqs(cache)
+        assert found == list(range(found[0], number + 1)), "strictly oldest first, without holes"
+    assert found[0] > 0
+    assert len(found) * segment().nbytes > capacity / 2, "a capacity that is not used is a defect too"
+    assert cache.verify() == []
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=20, max_size=60))
+def test_segments_of_any_size_stay_within_the_capacity(tmp_path_factory, kilobytes):
+    schema = ac.Schema({"raw": ac.Binary()})
+    path = tmp_path_factory.mktemp("cache")
+    cache = ac.Cache.create(path, schema, capacity="2MiB", segment_bytes="400KiB", segment_rows=1)
+    with cache.writer(on_full="raise") as writer:
+        for size in kilobytes:
+            writer.append(raw=bytes(size * KIB))
+            assert disk_bytes(path) <= 2048 * KIB
+    found = seqs(cache)
+    assert found[-1] == len(kilobytes) - 1
+    assert cache.verify() == []
+
+
+def test_half_written_files_count_and_are_not_swept_while_their_writer_lives(cache):
+    fill(cache)
+    part = cache.store.folder.new_part()
+    part.reserve(100 * KIB)
+    before = len(seqs(cache))
+    publish(cache, 1)
+    assert len(seqs(cache)) < before - 3
+    assert part.path.exists()
+    assert disk_bytes(cache.path) <= cache.stats().capacity_bytes
+    part.discard()
+
+
+def test_debris_goes_before_any_segment(cache):
+    fill(cache)
+    debris = cache.path / "incoming" / f"{1:032x}.part"
+    cache.evict("200KiB")
+    before = seqs(cache)
+    debris.write_bytes(bytes(200 * KIB))
+    publish(cache, 1)
+    assert seqs(cache) == [*before, before[-1] + 1]
+    assert not debris.exists()
+
+
+def test_quarantine_goes_before_any_segment(cache):
+    fill(cache)
+    gone = sorted(os.listdir(cache.path / "segments"))[:3]
+    for name in gone:
+        cache.store.folder.isolate(name, "test")
+    before = seqs(cache)
+    for _ in range(3):
+        publish(cache, 1)
+    assert seqs(cache)[0] == before[0]
+    assert cache.stats().quarantined < 3
+    assert disk_bytes(cache.path) <= cache.stats().capacity_bytes
+
+
+def test_no_room_raises_at_once_if_told_so_with_fact_numbers_and_way_out(cache, other):
+    fill(cache)
+    assert other.try_range(seqs(cache)[0], 1, exclusive=False)
+    with pytest.raises(ac.CacheFullError) as caught:
+        cache.store.publish(segment(), policy=RAISE)
+    message = str(caught.value)
+    assert "segment needs 17." in message
+    assert "0 B of 1.0 MiB can be freed" in message
+    assert f"pid {os.getpid()}" in message
+    assert "raise capacity" in message
+    assert os.listdir(cache.path / "incoming") == []
+
+
+def test_nothing_is_evicted_behind_a_leased_segment(cache, other):
+    fill(cache)
+    before = seqs(cache)
+    assert other.try_range(before[2], 1, exclusive=False)
+    for _ in range(2):
+        publish(cache, 1)
+    assert seqs(cache)[0] == before[2]
+    with pytest.raises(ac.CacheFullError):
+        cache.store.publish(segment(), policy=RAISE)
+    assert seqs(cache)[0] == before[2]
+    other.unlock_range(before[2], 1)
+    publish(cache, 1)
+    assert seqs(cache)[0] > before[2]
+
+
+def test_a_wait_ends_when_the_lease_does(cache, other):
+    fill(cache)
+    assert other.try_range(seqs(cache)[0], 1, exclusive=False)
+    done = threading.Event()
+
+    def wait():
+        cache.store.publish(segment())
+        done.set()
+
+    writer = threading.Thread(target=wait)
+    writer.start()
+    try:
+        wait_until(lambda: cache.stats().waiting_writers == 1, "a waiting writer in the statistics")
+        assert not done.is_set()
+    finally:
+        other.close()
+        writer.join(20)
+    assert done.is_set()
+    assert cache.stats().waiting_writers == 0
+    assert os.listdir(cache.path / "incoming") == []
+
+
+def test_a_wait_ends_at_its_timeout_and_says_how_long_it_was(cache, other):
+    fill(cache)
+    assert other.try_range(seqs(cache)[0], 1, exclusive=False)
+    with pytest.raises(ac.CacheFullError, match=r"waited 0\.\d s for room: segment needs"):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", 0.05))
+    assert os.listdir(cache.path / "incoming") == []
+
+
+def test_a_wait_can_be_cancelled(cache, other):
+    fill(cache)
+    assert other.try_range(seqs(cache)[0], 1, exclusive=False)
+    asked = []
+
+    def is_cancelled():
+        asked.append(cache.stats().waiting_writers)
+        return len(asked) > 2
+
+    with pytest.raises(Cancelled):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", None, is_cancelled))
+    assert asked == [1, 1, 1]
+    assert os.listdir(cache.path / "incoming") == []
+
+
+def test_a_long_wait_warns_once_what_it_waits_for(cache, other, monkeypatch):
+    monkeypatch.setattr(store_module, "_WARN_AFTER_SECONDS", 0.0)
+    fill(cache)
+    assert other.try_range(seqs(cache)[0], 1, exclusive=False)
+    with (
+        pytest.warns(RuntimeWarning, match="waiting.*for room.*leased") as caught,
+        pytest.raises(ac.CacheFullError),
+    ):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", 0.2))
+    assert len(caught) == 1
+
+
+def test_a_writer_that_its_own_process_blocks_fails_instead_of_waiting(cache):
+    fill(cache)
+    lease = Lease(cache.store.folder.lease_lock, seqs(cache)[0], seqs(cache)[0])
+    with pytest.raises(ac.CacheFullError, match=r"this very process.*close its snapshots"):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", None))
+    lease.close()
+    publish(cache, 1)
+
+
+def test_a_writer_that_its_own_snapshot_of_another_cache_object_blocks_fails_too(cache, tmp_path):
+    fill(cache)
+    link = tmp_path / "link"
+    link.symlink_to(cache.path)
+    lease = Lease(link / "lease.lock", seqs(cache)[0], seqs(cache)[0])
+    with pytest.raises(ac.CacheFullError, match="this very process"):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", 5))
+    lease.close()
+
+
+def test_a_lease_that_lets_go_on_contention_makes_room(cache):
+    fill(cache)
+    oldest = seqs(cache)[0]
+    lease = Lease(cache.store.folder.lease_lock, oldest, oldest)
+    lease.on_contention = lease.close
+    publish(cache, 1)
+    assert seqs(cache)[0] > oldest
+
+
+def test_a_capacity_that_never_suffices_is_said_at_once(cache):
+    cache.store.settings = cache.store.settings.with_capacity(64 * KIB)
+    cache.store.folder.write_settings(cache.store.settings)
+    with pytest.raises(ac.CacheFullError, match=r"never can be enough.*resize"):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", None))
+
+
+def full_disk(monkeypatch, times, code=errno.ENOSPC):
+    """Let posix_fallocate fail some times; returns the list of sizes that were asked for."""
+    real, asked = os.posix_fallocate, []
+
+    def fallocate(fd, offset, length):
+        asked.append(length)
+        if len(asked) <= times:
+            real(fd, offset, length // 2)  # a failed reserve keeps what it got
+            raise OSError(code, os.strerror(code))
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    return asked
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_evicts_the_oldest_and_tries_again(cache, monkeypatch, code):
+    publish(cache, 6)
+    asked = full_disk(monkeypatch, 1, code)
+    publish(cache, 1)
+    assert len(asked) == 2
+    assert seqs(cache)[-1] == 6
+    assert seqs(cache)[0] > 0
+    assert os.listdir(cache.path / "incoming") == []
+
+
+def test_a_disk_that_stays_full_is_a_typed_error_and_leaves_nothing(cache, monkeypatch):
+    publish(cache, 2)
+    asked = full_disk(monkeypatch, 1000)
+    with pytest.raises(ac.CacheFullError, match="the disk is full"):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", None))
+    assert 1 < len(asked) < 10, "bounded"
+    assert os.listdir(cache.path / "incoming") == []
+    assert seqs(cache) == []
+
+
+def test_a_full_disk_never_takes_a_leased_segment(cache, other, monkeypatch):
+    publish(cache, 4)
+    assert other.try_range(0, 1, exclusive=False)
+    full_disk(monkeypatch, 1000)
+    with pytest.raises(ac.CacheFullError, match="the disk is full"):
+        cache.store.publish(segment(), policy=RAISE)
+    assert seqs(cache) == [0, 1, 2, 3]
+
+
+def test_a_write_that_finds_the_disk_full_is_discarded_and_tried_again(cache, monkeypatch):
+    publish(cache, 6)
+    real, failed = os.writev, []
+
+    def writev(fd, buffers):
+        if not failed:
+            failed.append(real(fd, buffers[:1]))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, buffers)
+
+    monkeypatch.setattr(os, "writev", writev)
+    publish(cache, 1)
+    assert failed
+    assert seqs(cache)[-1] == 6
+    assert published_ids(cache)[-1] == 7 * 16 - 1
+    assert os.listdir(cache.path / "incoming") == []
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "writev", "link"])
+def test_any_other_error_passes_and_leaves_nothing(cache, monkeypatch, call):
+    def broken(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, broken)
+        with pytest.raises(OSError, match="Input/output"):
+            cache.store.publish(segment())
+    assert os.listdir(cache.path / "incoming") == []
+    assert seqs(cache) == []
+    publish(cache, 1)
+    assert cache.verify() == []
+
+
+def test_a_held_lock_times_out_and_the_error_names_the_holder(cache):
+    held = threading.Event()
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(cache.store.folder.cache_lock)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "held\n"
+        held.set()
+        with (
+            pytest.raises(ac.LockTimeoutError, match=f"pid {holder.pid} .*kill -CONT"),
+            cache.store.locked(0.05),
+        ):
+            pass
+    finally:
+        holder.communicate("")
+    with cache.store.locked(0.05):
+        pass
+
+
+def test_the_lock_is_let_go_when_its_body_raises(cache):
+    with pytest.raises(KeyError), cache.store.locked():
+        raise KeyError
+    with cache.store.locked(0.0):
+        pass
+
+
+def test_a_lease_takes_what_is_published_and_says_so_in_the_statistics(cache):
+    publish(cache, 3)
+    segments, lease = cache.store.lease()
+    assert [segment.seq for segment in segments] == [0, 1, 2]
+    stats = cache.stats()
+    assert stats.leased_bytes == stats.published_bytes > 0
+    lease.close()
+    assert cache.stats().leased_bytes == 0
+
+
+def test_an_empty_cache_leases_nothing(cache):
+    assert cache.store.lease() == ([], None)
+
+
+def test_where_chooses_segments_and_a_failing_one_leaves_no_lease(cache):
+    publish(cache, 6)
+    segments, lease = cache.store.lease(lambda segment: segment.seq in (2, 4))
+    assert [segment.seq for segment in segments] == [2, 4]
+    file = LockFile(cache.store.folder.lease_lock)
+    free = [seq for seq in range(6) if file.conflict(seq, 1) is None]
+    file.close()
+    assert free == [0, 1, 5], "the range is narrowed to what is read"
+    lease.close()
+    assert cache.store.lease(lambda segment: False) == ([], None)
+    assert cache.stats().leased_bytes == 0
+    with pytest.raises(KeyError):
+        cache.store.lease(lambda segment: {}[segment.seq])
+    assert cache.stats().leased_bytes == 0
+
+
+def test_a_snapshot_of_a_full_cache_leaves_the_headroom_to_writers(tmp_path):
+    cache = make_cache(tmp_path / "cache", headroom=0.3)
+    fill(cache)
+    with cache.snapshot() as snapshot:
+        leased = [segment.seq for segment in snapshot.segments]
+        skipped = [seq for seq in seqs(cache) if seq not in leased]
+        assert skipped == seqs(cache)[: len(skipped)]
+        assert leased == seqs(cache)[len(skipped) :]
+        freed = cache.stats().capacity_bytes - cache.stats().leased_bytes
+        assert freed >= 0.3 * cache.stats().capacity_bytes
+        publish(cache, len(skipped))  # goes on while the snapshot is read
+        assert snapshot.gather([0])["id"][0] == leased[0] * 16
+        with pytest.raises(ac.CacheFullError, match=f"oldest of them by pid {os.getpid()} .*this very"):
+            publish_many(cache, 200)
+
+
+def test_a_snapshot_of_a_half_empty_cache_reads_all_of_it(cache):
+    publish(cache, 10)
+    with cache.snapshot() as snapshot:
+        assert [segment.seq for segment in snapshot.segments] == list(range(10))
+
+
+def test_evicting_frees_at_least_what_was_asked_for_and_says_how_much(cache):
+    publish(cache, 6)
+    one = cache.store.segments()[0].allocated_bytes
+    before = disk_bytes(cache.path)
+    assert cache.evict(one + 1) == 2 * one
+    assert seqs(cache) == [2, 3, 4, 5]
+    assert disk_bytes(cache.path) == before - 2 * one
+    assert cache.evict("1GB") == 4 * one
+    assert cache.evict(1) == 0
+
+
+def test_evicting_stops_at_a_leased_segment(cache, other):
+    publish(cache, 6)
+    assert other.try_range(2, 1, exclusive=False)
+    cache.evict("1GB")
+    assert seqs(cache) == [2, 3, 4, 5]
+
+
+def test_shrinking_evicts_at_once_and_holds_for_every_process(cache):
+    elsewhere = ac.Cache.open(cache.path)
+    publish(cache, 40)
+    cache.resize("512KiB")
+    assert disk_bytes(cache.path) <= 512 * KIB
+    assert elsewhere.stats().capacity_bytes == 512 * KIB
+    publish(elsewhere, 30)
+    assert disk_bytes(cache.path) <= 512 * KIB
+    assert ac.Cache.open(cache.path).stats().capacity_bytes == 512 * KIB
+    elsewhere.resize("2MiB")
+    publish(cache, 60)
+    assert disk_bytes(cache.path) > 1024 * KIB
+    assert cache.verify() == []
+
+
+def test_shrinking_below_what_is_leased_changes_nothing(cache):
+    publish(cache, 40)
+    before = seqs(cache)
+    with (
+        cache.snapshot(),
+        pytest.raises(ac.CacheFullError, match="too little for the segments that are leased"),
+    ):
+        cache.resize("256KiB")
+    assert seqs(cache) == before
+    assert cache.stats().capacity_bytes == 1024 * KIB
+    cache.resize("256KiB")
+    assert disk_bytes(cache.path) <= 256 * KIB
+
+
+def test_shrinking_drops_quarantine_before_any_segment(cache):
+    publish(cache, 8)
+    for name in sorted(os.listdir(cache.path / "segments"))[:4]:
+        cache.store.folder.isolate(name, "test")
+    needed = disk_bytes(cache.path) - cache.store.segments()[0].allocated_bytes + 128 * KIB
+    cache.resize(needed)
+    assert seqs(cache) == [4, 5, 6, 7]
+    assert disk_bytes(cache.path) <= needed
+
+
+def test_statistics_agree_with_the_folder(cache):
+    empty = cache.stats()
+    assert (empty.segments, empty.rows, empty.oldest_seq, empty.next_seq) == (0, 0, None, 0)
+    publish(cache, 5)
+    cache.evict(1)
+    cache.store.folder.isolate(min(os.listdir(cache.path / "segments")), "test")
+    part = cache.store.folder.new_part()
+    part.reserve(50 * KIB)
+    stats = cache.stats()
+    assert (stats.segments, stats.rows, stats.oldest_seq, stats.next_seq) == (3, 48, 2, 5)
+    assert (stats.quarantined, stats.waiting_writers, stats.leased_bytes) == (1, 0, 0)
+    assert stats.incoming_bytes >= 50 * KIB
+    assert stats.published_bytes == sum(
+        os.stat(path).st_blocks * 512 for path in (cache.path / "segments").iterdir()
+    )
+    slack = stats.allocated_bytes - disk_bytes(cache.path)
+    assert 0 <= slack <= 64 * KIB
+    part.discard()
+
+
+def test_a_lease_in_pieces_is_counted_exactly(cache, other):
+    publish(cache, 9)
+    for seq in (1, 2, 5, 8):
+        assert other.try_range(seq, 1, exclusive=False)
+    one = cache.store.segments()[0].allocated_bytes
+    assert cache.stats().leased_bytes == 4 * one
+
+
+def test_many_threads_publish_each_under_a_number_of_its_own(cache):
+    barrier = threading.Barrier(4)
+    failures = []
+
+    def work(first):
+        try:
+            barrier.wait(20)
+            for number in range(8):
+                cache.store.publish(segment(first + 16 * number), task=f"p.{first + number}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert seqs(cache) == list(range(32))
+    assert cache.verify() == []
+
+
+@pytest.mark.parametrize("call", ["open", "ftruncate"])
+def test_a_disk_too_full_to_create_a_part_evicts_and_tries_again(cache, monkeypatch, call):
+    publish(cache, 6)
+    real, failed = getattr(os, call), []
+
+    def no_space_once(target, *args):
+        creates = call == "ftruncate" or str(target).endswith(".part")
+        if creates and not failed:
+            failed.append(target)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(target, *args)
+
+    monkeypatch.setattr(os, call, no_space_once)
+    publish(cache, 1)
+    assert failed
+    assert seqs(cache)[-1] == 6
+    assert os.listdir(cache.path / "incoming") == []
+
+
+def test_nothing_is_evicted_in_vain(cache, other):
+    publish_many(cache, 100)  # until the cache is full
+    first, second, *_ = seqs(cache)
+    assert other.try_range(second, 1, exclusive=False)
+    before = seqs(cache)
+    large = encode(ROW, {"id": np.arange(48), "image": np.zeros((48, 16, 16), np.float32)})
+    with pytest.raises(ac.CacheFullError):
+        cache.store.publish(large, policy=RAISE)
+    assert seqs(cache) == before, f"dropping {first} alone made no room"
+
+
+def test_a_lease_no_longer_covers_what_it_gave_up(cache):
+    publish(cache, 3)
+    lease = Lease(cache.store.folder.lease_lock, 0, 2)
+    lease.give_up(1)
+    assert [lease.covers(seq) for seq in range(3)] == [True, False, True]
+    lease.close()

@@ -1,0 +1,299 @@
+"""The public face: create, open, and what does not fit together."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+from helpers import KIB, ROW, make_cache, publish, published_ids, sample, segment_files, seqs
+
+import arrowcache as ac
+from arrowcache.arrow.segment import encoded_bytes_bound
+
+
+def test_a_cache_is_created_private_and_opened_as_it_was(tmp_path):
+    path = tmp_path / "deep" / "cache"
+    cache = ac.Cache.create(
+        str(path), ROW, capacity="2MB", segment_bytes="100kB", segment_rows=50, headroom=0.25, durable=True
+    )
+    assert cache.path == path
+    assert cache.schema == ROW
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    again = ac.Cache.open(path)
+    assert again.store.settings == cache.store.settings
+    settings = again.store.settings
+    assert (settings.capacity_bytes, settings.full_rows) == (2_000_000, 50)
+    assert (settings.headroom, settings.durable) == (0.25, True)
+    assert settings.segment_bytes <= 100_000
+
+
+def test_a_schema_may_be_given_as_a_plain_mapping(tmp_path):
+    cache = ac.Cache.create(tmp_path / "cache", {"x": ac.Tensor("int8")}, capacity="1MiB", segment_bytes=4096)
+    assert cache.schema == ac.Schema({"x": ac.Tensor("int8")})
+
+
+def test_rows_of_a_full_segment_follow_from_its_bytes(tmp_path):
+    cache = ac.Cache.create(tmp_path / "cache", ROW, capacity="4MiB", segment_bytes="64KiB")
+    rows = cache.store.settings.full_rows
+    assert encoded_bytes_bound(ROW, rows) <= 64 * KIB < encoded_bytes_bound(ROW, rows + 1)
+    publish(cache, 2, rows=rows)
+    assert all(path.stat().st_size <= 64 * KIB for path in segment_files(cache))
+
+
+def test_segment_rows_tighten_the_bound_on_a_segment(tmp_path):
+    cache = ac.Cache.create(tmp_path / "cache", ROW, capacity="1MiB", segment_bytes="200KiB", segment_rows=4)
+    assert cache.store.settings.segment_bytes < 10 * KIB
+    publish(cache, 1, rows=4)
+    assert segment_files(cache)[0].stat().st_size <= cache.store.settings.segment_bytes
+
+
+def test_relative_paths_are_kept_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_cache(Path("cache"))
+    cache = ac.Cache.open("cache")
+    monkeypatch.chdir("/")
+    publish(cache, 1)
+    assert cache.path == tmp_path / "cache"
+    assert pickle.loads(pickle.dumps(cache)).stats().segments == 1
+
+
+def test_creating_over_a_cache_needs_to_be_asked_for(tmp_path):
+    publish(make_cache(tmp_path / "cache"), 2)
+    with pytest.raises(FileExistsError, match="exist_ok=True"):
+        make_cache(tmp_path / "cache")
+    cache = make_cache(tmp_path / "cache", exist_ok=True)
+    assert seqs(cache) == [0, 1]
+
+
+def test_creating_again_with_another_capacity_resizes(tmp_path):
+    first = make_cache(tmp_path / "cache")
+    publish(first, 40)
+    make_cache(tmp_path / "cache", exist_ok=True, capacity="512KiB")
+    assert first.stats().capacity_bytes == 512 * KIB
+    assert len(seqs(first)) < 30
+
+
+def test_creating_again_with_another_schema_is_a_schema_error_and_changes_nothing(tmp_path):
+    first = make_cache(tmp_path / "cache")
+    publish(first, 2)
+    with pytest.raises(ac.SchemaError, match="another schema"):
+        make_cache(tmp_path / "cache", ac.Schema({"x": ac.String()}), exist_ok=True, capacity="512KiB")
+    assert first.stats().capacity_bytes == 1024 * KIB
+    assert published_ids(first) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": "40KiB"}, "capacity.*under 4 segments"),
+        ({"capacity": 0}, "capacity=0"),
+        ({"capacity": "lots"}, "capacity='lots'"),
+        ({"segment_bytes": 1000, "segment_rows": None}, "a row needs a segment of.*raise segment_bytes"),
+        ({"segment_rows": 1000}, "1000 rows need.*lower segment_rows to"),
+        ({"segment_rows": 0}, "segment_rows=0"),
+        ({"segment_rows": 1.5}, "segment_rows=1.5"),
+        ({"segment_rows": True}, "segment_rows=True"),
+        ({"headroom": 1}, "headroom=1"),
+        ({"headroom": -0.1}, "headroom=-0.1"),
+        ({"headroom": float("nan")}, "headroom=nan"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused_and_nothing_is_made(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_cache(tmp_path / "cache", **options)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 100])
+def test_the_capacity_that_the_message_names_is_accepted_and_suffices(tmp_path, rows):
+    with pytest.raises(ValueError, match="raise capacity to") as caught:
+        make_cache(tmp_path / "cache", capacity=1, segment_rows=rows, segment_bytes="1MiB")
+    number, unit = str(caught.value).split("raise capacity to ")[1].split(",")[0].split()
+    capacity = int((float(number) + 0.1) * {"KiB": 1024, "MiB": 1024**2}[unit])
+    cache = make_cache(tmp_path / "cache", capacity=capacity, segment_rows=rows, segment_bytes="1MiB")
+    with cache.writer(on_full="raise") as writer:
+        for number in range(6 * rows):
+            writer.append(sample(number))
+    assert seqs(cache)[-1] == 5
+    assert cache.verify() == []
+
+
+def test_a_capacity_of_exactly_four_segments_holds_two_at_least(tmp_path):
+    schema = ac.Schema({"raw": ac.Binary()})
+    cache = ac.Cache.create(tmp_path / "cache", schema, capacity="4MiB", segment_bytes="1MiB", segment_rows=1)
+    with cache.writer(on_full="raise") as writer:
+        for _ in range(12):
+            writer.append(raw=bytes(1024 * KIB - 4 * KIB))
+    assert len(seqs(cache)) >= 2
+
+
+def test_resizing_below_four_segments_is_refused(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    with pytest.raises(ValueError, match="under 4 segments"):
+        cache.resize("50KiB")
+    with pytest.raises(ValueError, match="capacity"):
+        cache.resize("much")
+    assert cache.stats().capacity_bytes == 1024 * KIB
+
+
+def test_what_is_no_schema_is_a_type_error(tmp_path):
+    with pytest.raises(TypeError, match="'x'"):
+        ac.Cache.create(tmp_path / "cache", {"x": "float32"}, capacity="1MiB")  # type: ignore[dict-item]
+
+
+def test_an_unknown_check_is_refused(tmp_path):
+    make_cache(tmp_path / "cache")
+    with pytest.raises(ValueError, match="check='all'"):
+        ac.Cache.open(tmp_path / "cache", check="all")
+
+
+def test_a_closed_cache_refuses_but_what_was_open_goes_on(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    snapshot, writer = cache.snapshot(), cache.writer()
+    with cache as same:
+        assert same is cache
+    cache.close()
+    for use in (
+        cache.stats,
+        cache.verify,
+        cache.snapshot,
+        cache.writer,
+        cache.dataset,
+        lambda: cache.evict(1),
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+    with pytest.raises(ValueError, match="closed"):
+        cache.resize("2MiB")
+    assert snapshot.gather([0])["id"].tolist() == [0]
+    writer.append(sample(99))
+    writer.close()
+    snapshot.close()
+    assert published_ids(cache) == [*range(16), 99]
+
+
+def test_a_cache_pickles_as_its_path_and_check(tmp_path):
+    make_cache(tmp_path / "cache")
+    cache = ac.Cache.open(tmp_path / "cache", check="bytes")
+    again = pickle.loads(pickle.dumps(cache))
+    assert again.path == cache.path
+    assert again.store.check_bytes
+    assert len(pickle.dumps(cache)) < 300
+
+
+def test_a_dataset_scans_all_rows_and_leases_them_while_it_lives(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    dataset = cache.dataset()
+    assert dataset.count_rows() == 48
+    assert dataset.to_table(columns=["id"], filter=pc.field("id") > 40)["id"].to_pylist() == list(
+        range(41, 48)
+    )
+    assert cache.evict("1GB") == 0
+    del dataset
+    gc.collect()
+    assert cache.evict("1GB") > 0
+
+
+def test_a_cache_says_what_it_is(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    assert repr(cache) == f"<Cache {cache.path}: 2 columns, capacity 1.0 MiB>"
+
+
+def test_statistics_are_values(tmp_path):
+    stats = make_cache(tmp_path / "cache").stats()
+    assert pickle.loads(pickle.dumps(stats)) == stats
+    with pytest.raises(AttributeError):
+        stats.rows = 3  # type: ignore[misc]
+
+
+def test_of_several_that_create_at_once_all_get_the_same_cache(tmp_path):
+    barrier = threading.Barrier(6)
+    made, failures = [], []
+
+    def work(number):
+        try:
+            barrier.wait(20)
+            cache = make_cache(tmp_path / "cache", exist_ok=True)
+            publish(cache, 1, first=1000 * number)
+            made.append(cache)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []
+    assert seqs(made[0]) == list(range(6))
+    assert made[0].verify() == []
+
+
+def test_a_fresh_process_reads_what_this_one_wrote(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 2)
+    script = (
+        "import sys, arrowcache as ac\n"
+        "with ac.Cache.open(sys.argv[1]) as cache, cache.snapshot() as snapshot:\n"
+        "    rows = snapshot.gather([31, 0, 5])\n"
+        "    print(rows['id'].tolist(), rows['image'][:, 0, 0].tolist())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(cache.path)],
+        capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(ac.__file__).parents[1])},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("[31, 0, 5] [31.0, 0.0, 5.0]\n", "")
+
+
+def test_a_segment_above_two_gigabytes_is_possible_only_where_offsets_allow(tmp_path):
+    wide = ac.Schema({"x": ac.Tensor("float32", (1 << 20,))})
+    cache = ac.Cache.create(tmp_path / "cache", wide, capacity="100GiB", segment_bytes="16GiB")
+    assert cache.store.settings.full_rows * (1 << 20) < 2**31
+    scalar = ac.Schema({"x": ac.Tensor("int8")})
+    cache = ac.Cache.create(tmp_path / "other", scalar, capacity="100GiB", segment_bytes="16GiB")
+    assert cache.store.settings.full_rows < 2**31
+
+
+def test_what_was_written_as_any_type_is_read_as_it_was(tmp_path):
+    import datetime as dt
+
+    import torch
+
+    moment = dt.datetime(2024, 2, 29, 12, 30, 15, 123456)  # noqa: DTZ001  # naive is UTC
+    row = {
+        "signal": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "flag": True,
+        "z": 1 - 2j,
+        "half": torch.tensor([1.5, -0.25], dtype=torch.bfloat16),
+        "name": "naïve 🙂",
+        "raw": b"\0\1",
+        "at": moment,
+        "label": 3,
+    }
+    cache = ac.Cache.create(tmp_path / "cache", ac.Schema.infer(row), capacity="1MiB", segment_bytes="16KiB")
+    with cache.writer() as writer:
+        writer.append(row)
+    with cache.snapshot() as snapshot:
+        got = snapshot.gather([0])
+        table = snapshot.table()
+    assert got["signal"].tolist() == [row["signal"].tolist()]
+    assert (got["flag"].dtype, got["flag"].tolist()) == (np.bool_, [True])
+    assert got["z"].tolist() == [1 - 2j]
+    assert torch.equal(torch.from_numpy(got["half"].view(np.int16)).view(torch.bfloat16)[0], row["half"])
+    assert (got["name"], got["raw"]) == ([row["name"]], [row["raw"]])
+    assert got["at"].tolist() == [moment]
+    assert got["label"].tolist() == [3]
+    assert table["at"].to_pylist() == [moment]
+    assert table["name"].to_pylist() == [row["name"]]

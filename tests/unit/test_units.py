@@ -1,0 +1,66 @@
+"""Sizes in bytes, as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arrowcache.units import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (1, 1),
+        (4096, 4096),
+        ("17 B", 17),
+        ("1kB", 10**3),
+        ("2MB", 2 * 10**6),
+        ("200GB", 200 * 10**9),
+        ("3TB", 3 * 10**12),
+        ("1KiB", 2**10),
+        ("64MiB", 2**26),
+        ("1 GiB", 2**30),
+        ("1.5KiB", 1536),
+        ("  2TiB ", 2**41),
+        ("0.5kB", 500),
+    ],
+)
+def test_a_size_is_parsed(text, nbytes):
+    assert parse_bytes(text, "capacity") == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "64", "MiB", "64 mib", "1e3B", "-1kB", "1,5kB", "64MiBs", "∞GB", "0x10B", "1 2B", ".5kB"]
+)
+def test_other_text_is_refused_by_the_arguments_name(text):
+    with pytest.raises(ValueError, match="segment_bytes"):
+        parse_bytes(text, "segment_bytes")
+
+
+@pytest.mark.parametrize("size", [0, -1, "0B", "0.0GB"])
+def test_a_size_that_is_not_positive_is_refused(size):
+    with pytest.raises(ValueError, match="positive"):
+        parse_bytes(size, "capacity")
+
+
+@pytest.mark.parametrize("size", [1.5, None, True, b"1kB", [1]])
+def test_another_type_is_a_type_error(size):
+    with pytest.raises(TypeError, match="capacity"):
+        parse_bytes(size, "capacity")
+
+
+@given(st.integers(1, 2**60))
+def test_whole_numbers_of_bytes_are_exact(n):
+    assert parse_bytes(n, "n") == parse_bytes(f"{n}B", "n") == n
+    assert parse_bytes(f"{n}KiB", "n") == 1024 * n
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**26, "64.0 MiB"), (2**30, "1.0 GiB"),
+     (3 * 2**40, "3.0 TiB"), (5000 * 2**40, "5000.0 TiB"), (-2048, "-2.0 KiB")],
+)  # fmt: skip
+def test_a_size_is_printed_with_a_binary_unit(nbytes, text):
+    assert format_bytes(nbytes) == text

@@ -391,12 +391,12 @@ class _Dispatcher:
         self._fail(attempt, _text(error))
 
     def _shut_down_executor(self) -> None:
-        for future in self._running:
-            future.cancel()
         if self._foreign is None:
             if self._executor is not None:
-                _kill(self._executor)
+                _kill(self._executor)  # ends the futures too: loky stumbles over those it finds cancelled
         else:
+            for future in self._running:
+                future.cancel()
             wait(self._running, timeout=_STOP_SECONDS)
 
 

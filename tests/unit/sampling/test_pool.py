@@ -460,6 +460,22 @@ def test_stop_ends_a_slow_sampler_in_time(cache, tmp_path):
     assert tasks(cache) == {}
 
 
+def test_stopping_with_tasks_that_no_worker_has_yet_leaves_the_executor_whole(cache, monkeypatch):
+    submitted = threading.Event()
+    manager = loky.process_executor._ExecutorManagerThread
+    monkeypatch.setattr(manager, "add_call_item_to_queue", lambda self: submitted.set())  # hands none out
+    crashes = []
+    monkeypatch.setattr(
+        manager,
+        "terminate_broken",
+        lambda self, error: crashes.append(error) or self.join_executor_internals(),
+    )
+    pool = SamplerPool(cache, draws(), **QUICK)
+    assert submitted.wait(DEADLINE_SECONDS)
+    stop_in_time(pool)
+    assert crashes == []
+
+
 def test_a_task_of_a_foreign_executor_that_outlives_its_pool_publishes_nothing(cache, tmp_path):
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     hold = {"begun": begun, "go_on": go_on, "ended": ended}

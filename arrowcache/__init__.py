@@ -22,12 +22,14 @@ from arrowcache.errors import (
     CorruptSegmentError,
     LoaderTimeoutError,
     LockTimeoutError,
+    MissingSegmentsError,
     SamplerError,
     SchemaError,
 )
-from arrowcache.reading.loader import Loader, LoaderStats
+from arrowcache.reading.loader import Loader
 from arrowcache.reading.placement import Values
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.stats import LoaderStats
 from arrowcache.sampling.pool import PoolStats, SamplerPool
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import CacheStats
@@ -48,6 +50,7 @@ __all__ = [
     "LoaderStats",
     "LoaderTimeoutError",
     "LockTimeoutError",
+    "MissingSegmentsError",
     "PoolStats",
     "Problem",
     "Ragged",

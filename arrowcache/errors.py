@@ -6,6 +6,7 @@
     ├── CacheFormatError      another folder, or a newer arrowcache
     ├── CorruptSegmentError   go on without that segment: it is quarantined
     ├── SamplerError          fix the sampler: its traceback is in the message
+    ├── MissingSegmentsError  resume with missing="skip", or begin anew (also a LookupError)
     ├── LoaderTimeoutError    start samplers, or wait longer (also a TimeoutError)
     └── LockTimeoutError      a process holds cache.lock; the message names it (also a TimeoutError)
 
@@ -37,6 +38,10 @@ class CorruptSegmentError(ArrowCacheError):
 
 class SamplerError(ArrowCacheError):
     """A sampler failed, more often than it may."""
+
+
+class MissingSegmentsError(ArrowCacheError, LookupError):
+    """Rows of a saved epoch have left the cache since."""
 
 
 class LoaderTimeoutError(ArrowCacheError, TimeoutError):

@@ -187,6 +187,24 @@ class Arena:
         """A small arena of the same cache, for a segment that finds no cell here."""
         return Arena(self._store, _Budget(1))
 
+    def columns_of(self, segment: SegmentInfo) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """Where the columns of a mapped segment's file lie: bytes from the file's start.
+
+        Returns: (fixed columns,), (variable columns, 2) of offsets and values; None: it has no cell.
+        """
+        with self._lock:
+            cell = self._cells.get(segment.seq)
+            if cell is None:
+                return None
+            return self._fixed_at[cell.number] - cell.start, self._variable_at[cell.number] - cell.start
+
+    def memory_of(self, segment: SegmentInfo) -> tuple[int, int]:
+        """(address, bytes) of a mapped segment's file, while it is mapped; (0, 0): it has no cell."""
+        cell = self._cells.get(segment.seq)
+        if cell is None or self._range is None:
+            return 0, 0
+        return self._range.address + cell.start, cell.nbytes
+
     def mapped(self) -> int:
         """How many segments are mapped."""
         return len(self._cells)

@@ -1,8 +1,10 @@
 """Loader: epochs over a cache, as batches of NumPy arrays.
 
-`iter` takes the snapshot, so whatever was published before it is in the epoch; a background
-thread gathers batches into the ring ahead of the consumer. One epoch is in progress at a time.
-This module decides what an epoch is; order.py which rows, ring.py where to, pipeline.py when.
+`iter` takes the snapshot, so whatever was published before it is in the epoch; background threads
+make batches ahead of the consumer. One epoch is delivered at a time. This module is the face: what
+users say and get. epoch.py decides what an epoch is, plan.py and order.py which rows it has,
+assembly.py how its batches are made, pipeline.py when, ring.py and view.py in which memory,
+readahead.py what is warm by then.
 """
 
 from __future__ import annotations
@@ -11,47 +13,28 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from arrowcache.errors import LoaderTimeoutError
-from arrowcache.reading.order import EpochOrder
-from arrowcache.reading.pipeline import Batch, Clock, Epoch, Made, Pipeline
-from arrowcache.reading.placement import Values
-from arrowcache.reading.ring import GroupSize, Ring
-from arrowcache.reading.snapshot import Column, Snapshot
+from arrowcache.reading.assembly import Assembly, Batch
+from arrowcache.reading.epoch import Epoch, Epochs, Terms
+from arrowcache.reading.feed import Feed
+from arrowcache.reading.order import SHUFFLES
+from arrowcache.reading.pipeline import Pipeline
+from arrowcache.reading.plan import Plan
+from arrowcache.reading.ranks import membership
+from arrowcache.reading.readahead import ReadAhead, memory_bytes
+from arrowcache.reading.stats import LoaderStats, Meter
+from arrowcache.reading.view import uncopied
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.units import parse_seconds
+from arrowcache.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from typing import Self
 
-SHUFFLES = ("rows", None)
-_POLL_SECONDS = 0.02
-_NO_STALL = 0.05  # a smaller share of the time is not worth a word
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderStats:
-    """A loader since it was made.
-
-    `bytes` are what was gathered for delivered batches; `seconds` the time inside epochs, from
-    their `iter` on; `stall_seconds` the part of it that the consumer waited, for rows or for a
-    batch. `bottleneck` is what to speed up: "consumer" (the training step: the loader waits for
-    it), "samplers" (too few rows), "gather" (memory or disk) or "transform"; "none" before the
-    first batch.
-    """
-
-    epochs: int
-    batches: int
-    rows: int
-    bytes: int
-    seconds: float
-    stall_seconds: float
-    bottleneck: str
+WORKER_TYPES = ("process", "thread")
 
 
 class Loader:
@@ -60,21 +43,33 @@ class Loader:
     Args:
         cache: a Cache, or the path of one.
         batch_size: rows of a batch.
-        shuffle: "rows" (the whole snapshot, uniformly) or None (oldest first).
+        shuffle: "rows" (the whole snapshot, uniformly); "window" (within a window that slides from the
+            oldest segment to the newest, which reads the disk in order and lets samplers replace what it
+            has passed); "blocks" (runs of batch_size contiguous rows, in random order); None (oldest
+            first). Batches of "blocks" and None are zero-copy views where they are one run of rows.
         seed: with the epoch's number it decides the order, for given segments.
         columns: which; None for all.
-        drop_last: leave out an incomplete last batch; else it is short.
-        transform: called with each batch, in the background thread; what it returns is yielded.
+        drop_last: leave out an incomplete last batch; else it is short, or with several ranks padded
+            with the epoch's first rows.
+        transform: called with each batch, in a background thread; what it returns is yielded.
+        workers: threads or processes that make batches; 0: one background thread.
+        worker_type: "thread" (transforms that release the GIL, small rows) or "process".
         prefetch: batches kept ready, at least.
         where: SegmentInfo -> bool, which segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
-        epoch_rows: rows of an epoch, whatever the snapshot holds: fewer are drawn without
-            replacement, more are reshuffled passes.
-        wait_rows: an epoch waits until so many rows, and one full batch, are published.
+        rank, world_size: this process' part of each step, and of how many; None: it is alone. Each step
+            has batch_size rows a rank, disjoint, and all ranks have equally many steps.
+        run_id: names the job whose ranks agree on snapshots; None: from TORCHELASTIC_RUN_ID, or
+            MASTER_ADDR and MASTER_PORT.
+        epoch_rows: rows of an epoch, of all ranks together, whatever the snapshot holds: fewer are
+            drawn without replacement, more are reshuffled passes.
+        wait_rows: an epoch waits until so many rows, and one full step, are published.
         timeout: seconds that an epoch waits for rows, and a step for its batch; None: for ever.
+        window_bytes: of shuffle="window"; None: a quarter of the memory or of the capacity, the lesser.
 
     Batches are (batch_size, *shape) arrays over reused memory that nothing overwrites while any
-    array over it lives; text and bytes come as lists, ragged columns as `Values(data, offsets)`.
+    array over it lives, or views of mapped files, written to in private; text and bytes come as lists,
+    ragged columns as `Values(data, offsets)`.
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError,
         CacheFormatError: no such cache.
     """
@@ -89,109 +84,168 @@ class Loader:
         columns: Sequence[str] | None = None,
         drop_last: bool = True,
         transform: Callable[[Batch], Batch] | None = None,
+        workers: int = 0,
+        worker_type: str = "process",
         prefetch: int = 4,
         where: Callable[[SegmentInfo], bool] | None = None,
         with_ids: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run_id: str | None = None,
         epoch_rows: int | None = None,
         wait_rows: int = 1,
         timeout: float | None = 60.0,
+        window_bytes: int | str | None = None,
     ) -> None:
         self._store = store_of(cache)
-        self._batch_size = _positive(batch_size, "batch_size")
+        settings = self._store.settings
         if shuffle not in SHUFFLES:
             raise ValueError(f"shuffle={shuffle!r} is unknown: use one of {SHUFFLES}")
-        self._shuffle = shuffle
-        self._seed = _positive(seed, "seed", least=0)
-        self._names = self._store.settings.schema.select(columns)
+        if window_bytes is not None and shuffle != "window":
+            raise ValueError(f"window_bytes belongs to shuffle='window', not {shuffle!r}: leave it out")
+        self._names = settings.schema.select(columns)
         if not self._names:
             raise ValueError("columns is empty: name at least one, or None for all")
         for name, function in (("transform", transform), ("where", where)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, not {function!r}")
-        self._drop_last = drop_last
-        self._transform = transform
-        self._prefetch = _positive(prefetch, "prefetch")
+        self._terms = Terms(
+            batch_size=_count(batch_size, "batch_size"),
+            shuffle=shuffle,
+            seed=_count(seed, "seed", least=0),
+            epoch_rows=None if epoch_rows is None else _count(epoch_rows, "epoch_rows"),
+            drop_last=drop_last,
+            window_bytes=_window(window_bytes, settings.capacity_bytes),
+            wait_rows=_count(wait_rows, "wait_rows"),
+        )
+        self._workers = _workers(workers, worker_type)
+        self._prefetch = _count(prefetch, "prefetch")
         self._where = where
-        self._with_ids = with_ids
-        self._epoch_rows = None if epoch_rows is None else _positive(epoch_rows, "epoch_rows")
-        self._wait_rows = _positive(wait_rows, "wait_rows")
         self._timeout = parse_seconds(timeout, "timeout")
         if self._timeout == 0:
             raise ValueError("timeout=0 leaves no time for any batch: give seconds > 0, or None")
-        if self._epoch_rows is not None and drop_last and self._epoch_rows < self._batch_size:
+        ranks = membership(rank, world_size, run_id)
+        step_rows = self._terms.batch_size * (ranks.world_size if ranks else 1)
+        if epoch_rows is not None and drop_last and epoch_rows < step_rows:
             raise ValueError(
-                f"epoch_rows={epoch_rows} is less than one batch of {batch_size}: "
+                f"epoch_rows={epoch_rows} is less than one step of {step_rows} rows: "
                 "raise it, or pass drop_last=False"
             )
-        fixed = self._store.settings.schema.fixed
-        self._fixed = {n: (fixed[n].shape, fixed[n].numpy_dtype) for n in self._names if n in fixed}
-        self._variable = tuple(name for name in self._names if name not in fixed)
-        self._ring = Ring(self._fixed, self._batch_size)
-        self._pipeline: Pipeline | None = None
+        self._meter = Meter()
+        self._epochs = Epochs(self._store, where, self._terms, self._timeout, ranks, self._meter)
+        self._assembly = Assembly(
+            settings.schema,
+            self._names,
+            self._terms.batch_size,
+            transform,
+            with_ids=with_ids,
+            views=shuffle in ("blocks", None),
+            workers=self._workers,
+            meter=self._meter,
+        )
+        self._step_rows = step_rows
+        self._threads: tuple[Pipeline, ReadAhead] | None = None
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
-        self._steps: int | None = None
-        self._next_epoch = 0
+        self._progress: Epoch | None = None  # of which a batch was delivered, or may be
         self._closed = False
-        self._clock = Clock()
-        self._batches = self._rows = self._bytes = 0
-        self._seconds = self._stall_seconds = 0.0
+        self._epochs.prepare(sum(segment.rows for segment in self._store.segments()))
 
     def __iter__(self) -> EpochIterator:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.
 
         Blocks: until `wait_rows` rows are published.
-        Raises: LoaderTimeoutError: they were not in time.
+        Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `load_state_dict`.
         """
-        if self._closed:
-            raise ValueError("the loader is closed: make a new one")
-        if self._pipeline is not None and self._pipeline.is_inherited():
-            self._pipeline = self._current = None  # its thread stayed in the process that forked this one
-        self._end_current()
-        pipeline = self._start()
-        snapshot = self._wait_for_rows()
-        order = EpochOrder(
-            len(snapshot),
-            self._batch_size,
-            shuffle=self._shuffle,
-            seed=self._seed,
-            epoch=self._next_epoch,
-            epoch_rows=self._epoch_rows,
-            drop_last=self._drop_last,
-        )
-        self._next_epoch += 1
-        epoch = Epoch(snapshot, lambda: self._produce(snapshot, order))
-        self._steps = order.steps
-        iterator = EpochIterator(self, pipeline, epoch, order)
-        self._current = weakref.ref(iterator)
-        pipeline.begin(epoch)
-        return iterator
+        return self._begin(endless=False)
+
+    def repeat(self) -> EpochIterator:
+        """Batches without end, for step-based training: epochs follow one another without a seam.
+
+        The next snapshot is taken when the last batch of an epoch has been made, while batches are
+        still ready. `steps`, `stats` and `state_dict` tell of the epoch that is being delivered.
+        Blocks, Raises: as `iter`; later epochs that find too few rows raise in the step that needs them.
+        """
+        return self._begin(endless=True)
 
     @property
     def steps(self) -> int | None:
         """Batches of the epoch in progress, or of the last one; None before the first."""
-        return self._steps
+        return None if self._progress is None else self._progress.order.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is: which rows of the epoch were delivered, not what is prefetched.
+
+        Returns: plain ints, strings and lists, a few hundred bytes: the same on all ranks, and loadable
+            with `torch.load(weights_only=True)`. After a `break`, of the epoch that was left; after its
+            end, of the next one.
+        """
+        progress = self._progress
+        if progress is None or self._is_over(progress):
+            return self._epochs.planned().to_state()
+        return progress.rest().to_state()
+
+    def load_state_dict(self, state: dict[str, Any], missing: str = "skip") -> None:
+        """Have the next `for` finish the epoch that a state is of, then go on with the one after it.
+
+        The rest of the epoch has the rows that were not delivered, each once, in the order of the state
+        (its seed and shuffle), whatever this loader's batch_size, workers and ranks.
+
+        Args:
+            state: what `state_dict` returned, of a loader of this cache.
+            missing: rows whose segments have left the cache since: "skip" them, with a warning, or
+                "raise".
+        Raises: ValueError: no such state. MissingSegmentsError: missing="raise", and rows are missing.
+        """
+        if missing not in ("skip", "raise"):
+            raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
+        plan = Plan.from_state(state)
+        self._end_current()
+        self._epochs.resume(plan, missing)
+        self._progress = None
+
+    def assert_zero_copy(self) -> None:
+        """Make sure that batches are views, now and later: nothing of them is copied.
+
+        Afterwards a batch that cannot be a view raises ValueError in its step.
+        Raises: ValueError: what needs a copy, and what to change.
+        """
+        schema, size = self._store.settings.schema, self._terms.batch_size
+        if self._terms.shuffle not in ("blocks", None):
+            raise ValueError(
+                f"shuffle={self._terms.shuffle!r} gathers rows from everywhere, which copies them: "
+                "use shuffle='blocks' or None"
+            )
+        if copied := [name for name in self._names if name not in uncopied(schema, self._names)]:
+            raise ValueError(f"columns {copied} become Python objects, which are copies: leave them out")
+        with self._store.locked():
+            listed = [s for s in self._store.segments() if self._where is None or self._where(s)]
+        odd = [segment for segment in listed if segment.rows % size]
+        if odd:
+            raise ValueError(
+                f"{len(odd)} of {len(listed)} segments, such as {odd[0].name} of {odd[0].rows} rows, "
+                f"cannot be cut into whole batches of {size} rows: choose batch_size to divide the "
+                "segments' rows, or create the cache with such a segment_rows; leave short segments out "
+                "with `where`"
+            )
+        self._assembly.require_views = True
 
     def stats(self) -> LoaderStats:
         """What was delivered so far, and what held it up."""
         iterator = self._iterator()
         running = iterator.running_seconds() if iterator is not None else 0.0
-        return LoaderStats(
-            epochs=self._next_epoch,
-            batches=self._batches,
-            rows=self._rows,
-            bytes=self._bytes,
-            seconds=self._seconds + running,
-            stall_seconds=self._stall_seconds,
-            bottleneck=self._bottleneck(self._seconds + running),
-        )
+        ring = self._assembly.ring
+        return self._meter.stats(running, ring.allocated_bytes, ring.growths)
 
     def close(self) -> None:
-        """End the epoch and the background thread; leases nothing afterwards. Idempotent."""
+        """End the epoch and the background threads; leases nothing afterwards. Idempotent."""
         self._closed = True
         self._end_current()
-        if self._pipeline is not None:
-            self._pipeline.close()
-            self._pipeline = None
+        if self._threads is not None:
+            pipeline, readahead = self._threads
+            pipeline.close()
+            readahead.close()
+            self._threads = None
+        self._epochs.close()
 
     def __enter__(self) -> Self:
         return self
@@ -207,18 +261,39 @@ class Loader:
 
     def __repr__(self) -> str:
         return (
-            f"<{type(self).__name__} of {self._store.folder.path}: batch_size={self._batch_size}, "
-            f"shuffle={self._shuffle!r}, epoch {self._next_epoch}>"
+            f"<{type(self).__name__} of {self._store.folder.path}: batch_size={self._terms.batch_size}, "
+            f"shuffle={self._terms.shuffle!r}, epoch {self._epochs.next}>"
         )
 
     def _finish(self, batch: Batch) -> Batch:
         """The last touch, in the consumer's thread; loaders for a framework convert here."""
         return batch
 
-    def _start(self) -> Pipeline:
-        if self._pipeline is None:
-            self._pipeline = Pipeline(self._prefetch)
-        return self._pipeline
+    def _begin(self, *, endless: bool) -> EpochIterator:
+        if self._closed:
+            raise ValueError("the loader is closed: make a new one")
+        if self._threads is not None and self._threads[0].is_inherited():
+            self._threads = self._current = None  # they stayed in the process that forked this one
+        self._end_current()
+        if self._threads is None:
+            self._threads = Pipeline(self._prefetch, self._workers), ReadAhead(self._store, self._where)
+        pipeline, readahead = self._threads
+        started = time.perf_counter()
+        try:
+            epoch = self._epochs.begin(before_waiting=readahead.drop)
+        finally:
+            self._meter.wait_for_epoch(time.perf_counter() - started)
+        assert epoch is not None  # nobody cancels
+        feed = Feed(self._epochs, self._assembly, pipeline, readahead, epoch, endless=endless)
+        iterator = EpochIterator(self, pipeline, feed)
+        self._current, self._progress = weakref.ref(iterator), epoch
+        feed.begin()
+        return iterator
+
+    def _is_over(self, epoch: Epoch) -> bool:
+        """Whether an epoch was delivered to its end, and its consumer knows."""
+        iterator = self._iterator()
+        return epoch.is_delivered and (iterator is None or iterator.has_stopped)
 
     def _iterator(self) -> EpochIterator | None:
         return None if self._current is None else self._current()
@@ -228,116 +303,18 @@ class Loader:
         if iterator is not None:
             iterator.close()
 
-    def _wait_for_rows(self) -> Snapshot:
-        """Take a snapshot of enough rows; leases nothing while there are too few."""
-        started, needed = time.perf_counter(), self._wait_rows
-        if self._drop_last:
-            needed = max(needed, self._batch_size)
-        deadline = None if self._timeout is None else started + self._timeout
-        assert self._pipeline is not None
-        try:
-            while True:
-                snapshot = Snapshot.take(self._store, self._where)
-                enough = False
-                try:
-                    rows = len(snapshot)
-                    if rows >= needed:
-                        rows = snapshot.map_all()
-                    self._pipeline.drop_parked()  # after the new one: what both read stays mapped
-                    enough = rows >= needed
-                finally:  # Ctrl-C while it maps, too, leaves nothing leased
-                    if not enough:
-                        snapshot.close()
-                if enough:
-                    return snapshot
-                if deadline is not None and time.perf_counter() > deadline:
-                    raise LoaderTimeoutError(
-                        f"waited {self._timeout:g} s for {needed} rows in {self._store.folder.path}, "
-                        f"which has {rows}{' that `where` accepts' if self._where else ''}: "
-                        "is a sampler running? lower wait_rows or batch_size, or raise timeout"
-                    )
-                time.sleep(_POLL_SECONDS)
-        finally:
-            waited = time.perf_counter() - started
-            self._clock.add("samplers", waited)
-            self._seconds += waited
-            self._stall_seconds += waited
-
-    def _produce(self, snapshot: Snapshot, order: EpochOrder) -> Iterator[list[Made]]:
-        """Make an epoch's batches: the first alone, for its latency, then in groups."""
-        ring, step = self._ring, 0
-        group = GroupSize(ring.usual_group, ring.largest_group)
-        while step < order.steps:
-            size = 1 if ring.is_hoarded else group.now  # what is kept keeps its whole group
-            last = min(step + size, order.steps)
-            wall, cpu = time.perf_counter(), time.thread_time()
-            made = self._make(snapshot, order, step, last)
-            group.note(time.perf_counter() - wall, time.thread_time() - cpu)
-            if self._transform is None:
-                yield made
-            else:
-                yield from self._transformed(self._transform, made)
-            del made  # or this frame would keep the group's memory
-            step = last
-
-    def _make(self, snapshot: Snapshot, order: EpochOrder, first: int, last: int) -> list[Made]:
-        started = time.perf_counter()
-        ids = order.batches(first, last)
-        group = self._ring.take(len(ids))
-        snapshot.gather_into(ids, tuple(self._fixed), group.arrays())
-        made = []
-        for number in range(last - first):
-            arrays = group.hand_out(number)
-            chosen = ids[number * self._batch_size : (number + 1) * self._batch_size]
-            nbytes = sum(array.nbytes for array in arrays.values())
-            batch: Batch = arrays
-            if self._variable:
-                values = snapshot.gather_into(chosen, self._variable, {})
-                nbytes += sum(map(_nbytes, values.values()))
-                batch = {name: arrays[name] if name in arrays else values[name] for name in self._names}
-            if self._with_ids:
-                batch |= snapshot.locate(chosen)
-            made.append(Made(batch, len(chosen), nbytes))
-        group.close()
-        self._clock.add("gather", time.perf_counter() - started)
-        return made
-
-    def _transformed(self, transform: Callable[[Batch], Batch], made: list[Made]) -> Iterator[list[Made]]:
-        """One batch at a time: a transform that is slow or fails holds up no batch before its own."""
-        made.reverse()
-        while made:
-            started = time.perf_counter()
-            plain = made.pop()
-            ready = [plain._replace(batch=transform(plain.batch))]
-            del plain
-            self._clock.add("transform", time.perf_counter() - started)
-            yield ready
-
-    def _count(self, made: Made, stalled: float) -> None:
-        self._batches += 1
-        self._rows += made.rows
-        self._bytes += made.nbytes
-        self._stall_seconds += stalled
-
-    def _bottleneck(self, seconds: float) -> str:
-        if not self._batches:
-            return "none"
-        waited = dict(self._clock.seconds)
-        if self._stall_seconds < _NO_STALL * seconds:
-            return "consumer"
-        return max(waited, key=lambda stage: waited[stage])
-
 
 class EpochIterator:
-    """The batches of one epoch. Ends by exhaustion, `close()`, a newer epoch, or being dropped."""
+    """The batches of one epoch, or of all that follow.
 
-    def __init__(self, loader: Loader, pipeline: Pipeline, epoch: Epoch, order: EpochOrder) -> None:
-        self.order = order
-        self.delivered = 0
-        self._loader = loader
-        self._pipeline = pipeline
-        self._epoch = epoch
+    Ends by exhaustion, `close()`, a newer epoch, or being dropped: nothing that makes batches refers
+    to it.
+    """
+
+    def __init__(self, loader: Loader, pipeline: Pipeline, feed: Feed) -> None:
+        self._loader, self._pipeline, self._stream = loader, pipeline, feed.stream
         self._started = time.perf_counter()
+        self.has_stopped = False
 
     def __iter__(self) -> EpochIterator:
         return self
@@ -348,45 +325,58 @@ class EpochIterator:
         Blocks: until it is made, at most the loader's timeout.
         Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began.
         """
-        if self._epoch.ended:
-            if self.delivered < self.order.steps and self._loader._iterator() is not self:
+        if self._stream.ended:
+            if not self.has_stopped and self._loader._iterator() is not self:
                 raise RuntimeError("this epoch ended when a newer one began: iterate that one")
             raise StopIteration
         started = time.perf_counter()
         try:
-            made = self._pipeline.next(self._epoch, self._loader._timeout)
+            made = self._pipeline.next(self._stream, self._loader._timeout)
         except BaseException:
             self.close()
             raise
         if made is None:
+            self.has_stopped = True
             self.close()
             raise StopIteration
-        self.delivered += 1
-        self._loader._count(made, time.perf_counter() - started)
+        made.epoch.delivered += 1
+        self._loader._progress = made.epoch
+        self._loader._meter.deliver(made, time.perf_counter() - started)
         return self._loader._finish(made.batch)
 
     def running_seconds(self) -> float:
         """Since the epoch began; 0 once it ended and was counted."""
-        return 0.0 if self._epoch.ended else time.perf_counter() - self._started
+        return 0.0 if self._stream.ended else time.perf_counter() - self._started
 
     def close(self) -> None:
         """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
-        if not self._epoch.ended:
-            self._loader._seconds += self.running_seconds()
-            self._pipeline.end(self._epoch)
+        if not self._stream.ended:
+            self._loader._meter.end_epoch(self.running_seconds())
+            self._pipeline.end(self._stream)
 
     def __del__(self) -> None:
         self.close()
 
 
-def _nbytes(values: Column) -> int:
-    """Bytes of gathered variable-length values."""
-    if isinstance(values, Values):
-        return values.data.nbytes
-    return sum(map(len, values))
+def _window(window_bytes: int | str | None, capacity_bytes: int) -> int:
+    if window_bytes is None:
+        return min(memory_bytes(), capacity_bytes) // 4
+    return parse_bytes(window_bytes, "window_bytes")
 
 
-def _positive(value: int, name: str, least: int = 1) -> int:
+def _workers(workers: int, worker_type: str) -> int:
+    if worker_type not in WORKER_TYPES:
+        raise ValueError(f"worker_type={worker_type!r} is unknown: use one of {WORKER_TYPES}")
+    number = _count(workers, "workers", least=0)
+    if number and worker_type == "process":
+        raise ValueError(
+            "this version has no worker processes yet: pass worker_type='thread', which is enough for "
+            "transforms that release the GIL, or workers=0"
+        )
+    return number
+
+
+def _count(value: int, name: str, least: int = 1) -> int:
     """Check a count.
 
     Raises: TypeError: not an int. ValueError: below `least`.

@@ -1,13 +1,11 @@
-"""Pipeline: one background thread that makes batches ahead of their consumer.
+"""Pipeline: background threads that make batches ahead of their consumer.
 
-It owns the thread, the queue between the two, and a parked snapshot. The thread lives as long
-as the loader, over all epochs. Guarantees: batches arrive in step order; no batch is made
-before its epoch was begun, and none after it was ended; an exception of the producer arrives
-where its batch would have; every wait has a deadline or an end.
-
-Between two epochs the finished snapshot stays parked for a moment, so that its mappings are
-still warm when the next epoch begins; it is dropped when a writer of this process needs the
-room, or after a second, so that an idle loader leases nothing.
+It owns one thread that runs an epoch's jobs, or (with workers) has them run by a crew of threads,
+and the queue between those and the consumer. The threads live as long as the loader, over all
+epochs. Guarantees: batches arrive in step order, whichever thread made them; no batch is made
+before its epoch was begun, and none is begun after it was ended; an exception of a job arrives
+where its batch would have; every wait has a deadline or an end; at interpreter exit nobody waits
+for a job that does not end.
 """
 
 from __future__ import annotations
@@ -17,172 +15,269 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arrowcache.errors import LoaderTimeoutError
-from arrowcache.reading.snapshot import Snapshot
 
-Batch = dict[str, Any]
+if TYPE_CHECKING:
+    from arrowcache.reading.epoch import Epoch
+
+_JOIN_SECONDS = 5.0
+_STOP = object()
 
 
 class Made(NamedTuple):
-    """A batch ready for delivery, and what it took to make."""
+    """A batch ready for delivery, and what is counted then.
 
-    batch: Batch
+    `published` is the mean of its rows, in seconds since 1970; `epoch` the one it belongs to.
+    """
+
+    batch: dict[str, Any]
     rows: int
     nbytes: int
+    copied: int
+    published: float
+    epoch: Epoch
 
 
-_PARKED_SECONDS = 1.0
-_JOIN_SECONDS = 5.0
-_WAKE, _STOP = object(), object()
+class Job(NamedTuple):
+    """Some batches to be made: `parts` may run side by side, then `finish` gives the batches.
+
+    `finish` yields lists, each delivered at once. Jobs are begun in step order; `step` is the first
+    that a job makes.
+    """
+
+    step: int
+    parts: list[Callable[[], None]]
+    finish: Callable[[], Iterator[list[Made]]]
+
+
+#: Has every job before it finished before the stream asks for another.
+BARRIER = Job(0, [], lambda: iter(()))
 
 
 @dataclass(slots=True, eq=False)
-class Epoch:
-    """One pass being made: `produce` yields lists of batches, in step order."""
+class Stream:
+    """What one iterator consumes: the batches of an epoch, or of one epoch after another.
 
-    snapshot: Snapshot
-    produce: Callable[[], Iterator[list[Made]]]
+    `jobs` is run by the pipeline's thread alone; `let_go` by whoever ends the stream, once.
+    """
+
+    jobs: Callable[[], Iterator[Job]]
+    let_go: Callable[[], None] = lambda: None
     ready: deque[Made] = field(default_factory=deque)
-    wanted: int = 1  # the producer works while fewer batches are ready
+    wanted: int = 1  # jobs are begun while fewer batches are ready
     error: BaseException | None = None
     exhausted: bool = False
     ended: bool = False
 
 
 class Pipeline:
-    """The thread and its queue.
+    """The threads and their queue.
 
     Args:
-        prefetch: the producer works while fewer than so many batches are ready, not counting what it
-            makes at once: a large group takes it longer.
+        prefetch: jobs are begun while fewer than so many batches are ready, not counting what is made
+            at once: a large group takes longer.
+        workers: threads that run jobs; 0: the one that begins them does.
     """
 
-    def __init__(self, prefetch: int) -> None:
+    def __init__(self, prefetch: int, workers: int = 0) -> None:
         self._prefetch = prefetch
-        self._changed = threading.Condition()  # reentrant: the garbage collector may end an epoch anywhere
-        self._epochs: queue.SimpleQueue[Epoch | object] = queue.SimpleQueue()
-        self._parked: Snapshot | None = None
-        self._parked_lock = threading.Lock()
+        self._changed = threading.Condition()  # reentrant: the garbage collector may end a stream anywhere
+        self._streams: queue.SimpleQueue[Stream | object] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._closed = False
+        self._crew = _Crew(workers) if workers else None
         self._thread = threading.Thread(target=self._run, name="arrowcache-loader", daemon=True)
         self._thread.start()
 
-    def begin(self, epoch: Epoch) -> None:
-        """Start making an epoch's batches."""
-        self._epochs.put(epoch)
+    def begin(self, stream: Stream) -> None:
+        """Start making a stream's batches."""
+        self._streams.put(stream)
 
-    def next(self, epoch: Epoch, timeout_seconds: float | None) -> Made | None:
-        """The next batch; None at the end of the epoch.
+    def next(self, stream: Stream, timeout_seconds: float | None) -> Made | None:
+        """The next batch; None at the end.
 
-        Raises: LoaderTimeoutError: none came in time. Whatever the producer raised. ValueError: this
+        Raises: LoaderTimeoutError: none came in time. Whatever a job raised. ValueError: this
             process was forked from the one that makes them.
         """
         if self.is_inherited():
             raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
         with self._changed:
-            if not epoch.ready and not self._changed.wait_for(
-                lambda: epoch.ready or epoch.exhausted or epoch.ended, timeout_seconds
+            if not stream.ready and not self._changed.wait_for(
+                lambda: stream.ready or stream.exhausted or stream.ended, timeout_seconds
             ):
                 raise LoaderTimeoutError(
                     f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
-                    "raise timeout, or look at loader.stats().bottleneck"
+                    "raise timeout, or look at loader.stats().advice"
                 )
-            if epoch.ready:
-                made = epoch.ready.popleft()
-                if len(epoch.ready) == epoch.wanted - 1:
+            if stream.ready:
+                made = stream.ready.popleft()
+                if len(stream.ready) == stream.wanted - 1:
                     self._changed.notify_all()
                 return made
-            if epoch.error is not None:
-                raise epoch.error
+            error, stream.error = stream.error, None
+        try:
+            if error is not None:
+                raise error
             return None
+        finally:
+            del error  # its traceback has this frame
 
-    def end(self, epoch: Epoch) -> None:
-        """Stop making an epoch's batches, drop those that nobody took, park its snapshot."""
+    def end(self, stream: Stream) -> None:
+        """Begin no more jobs of a stream, drop the batches that nobody took, let go of what it reads."""
         if self.is_inherited():
-            epoch.ended = True
+            stream.ended = True
             return
         with self._changed:
-            if epoch.ended:
+            if stream.ended:
                 return
-            epoch.ended = True
-            epoch.ready.clear()
+            stream.ended = True
+            stream.ready.clear()
             self._changed.notify_all()
-        with self._parked_lock:
-            previous, self._parked = self._parked, epoch.snapshot
-        epoch.snapshot.on_contention(self.drop_parked)
-        if previous is not None:
-            previous.close()
-        self._epochs.put(_WAKE)
+        stream.let_go()
 
-    def drop_parked(self) -> None:
-        """Let go of the last epoch's snapshot, if it is still there."""
-        with self._parked_lock:
-            parked, self._parked = self._parked, None
-        if parked is not None:
-            parked.close()
+    def unless_ended(self, stream: Stream, action: Callable[[], None]) -> bool:
+        """Do something that `stream.let_go` must not miss; False if the stream has ended."""
+        with self._changed:
+            if not self._is_over(stream):
+                action()
+                return True
+            return False
 
     def close(self) -> None:
-        """End the thread, waiting for its current call at most 5 s. Idempotent."""
+        """End the threads, waiting for their current calls at most 5 s. Idempotent."""
         if self._closed or self.is_inherited():
             return
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._epochs.put(_STOP)
+        self._streams.put(_STOP)
+        if self._crew is not None:
+            self._crew.stop()
         if threading.current_thread() is not self._thread:  # it may drop the last reference itself
             self._thread.join(_JOIN_SECONDS)
-        self.drop_parked()
 
     def is_inherited(self) -> bool:
-        """Whether this process was forked from the one that has the thread; locks may be held for ever."""
+        """Whether this process was forked from the one that has the threads; locks may be held for ever."""
         return self._pid != os.getpid()
 
     def _run(self) -> None:
         while True:
-            try:
-                epoch = self._epochs.get(timeout=_PARKED_SECONDS if self._parked else None)
-            except queue.Empty:
-                self.drop_parked()
-                continue
-            if epoch is _STOP:
+            stream = self._streams.get()
+            if not isinstance(stream, Stream):
                 return
-            if not isinstance(epoch, Epoch):
-                continue  # woken, to watch over a parked snapshot
             try:
-                self._produce(epoch)
+                self._produce(stream)
             except BaseException as error:  # noqa: BLE001  # whatever it is, the consumer gets it
-                epoch.error = error
+                stream.error = error
             with self._changed:
-                epoch.exhausted = True
+                stream.exhausted = True
                 self._changed.notify_all()
-            del epoch
+            del stream
 
-    def _is_over(self, epoch: Epoch) -> bool:
-        return epoch.ended or self._closed
+    def _is_over(self, stream: Stream) -> bool:
+        return stream.ended or self._closed
 
-    def _produce(self, epoch: Epoch) -> None:
-        for batches in epoch.produce():
-            with self._changed:
-                if self._is_over(epoch):
+    def _produce(self, stream: Stream) -> None:
+        begun: deque[tuple[list[Future[None]], Job]] = deque()
+        most = 0 if self._crew is None else self._crew.size
+        jobs, failure = stream.jobs(), None
+        try:
+            while True:
+                try:
+                    job = next(jobs, None)
+                except BaseException as error:  # noqa: BLE001  # it arrives after the jobs before it
+                    failure = error
+                    break
+                if job is None or self._is_over(stream):
+                    break
+                begun.append(([self._start(part) for part in job.parts], job))
+                kept = 0 if job is BARRIER else most
+                del job
+                while len(begun) > kept:
+                    if not self._finish(stream, *begun.popleft()):
+                        return
+            while begun:
+                if not self._finish(stream, *begun.popleft()):
                     return
-                epoch.ready.extend(batches)
-                epoch.wanted = self._prefetch + len(batches) - 1
+            if failure is not None:
+                raise failure
+        finally:
+            for futures, _ in begun:
+                for future in futures:
+                    future.cancel()
+            del failure  # its traceback has this frame
+
+    def _start(self, part: Callable[[], None]) -> Future[None]:
+        if self._crew is not None:
+            return self._crew.submit(part)
+        part()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _finish(self, stream: Stream, futures: list[Future[None]], job: Job) -> bool:
+        """Deliver a job's batches, as there is room; whether to go on."""
+        for future in futures:
+            if not future.done():
+                future.add_done_callback(self._notify)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over(stream) or all(f.done() for f in futures))
+            if self._is_over(stream):
+                return False
+        for future in futures:
+            future.result()
+        for batches in job.finish():
+            with self._changed:
+                if self._is_over(stream):
+                    return False
+                stream.ready.extend(batches)
+                stream.wanted = self._prefetch + len(batches) - 1
                 self._changed.notify_all()
                 del batches
-                self._changed.wait_for(lambda: self._is_over(epoch) or len(epoch.ready) < epoch.wanted)
-                if self._is_over(epoch):
-                    return
+                self._changed.wait_for(lambda: self._is_over(stream) or len(stream.ready) < stream.wanted)
+                if self._is_over(stream):
+                    return False
+        return True
+
+    def _notify(self, _: Future[None]) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
-class Clock:
-    """Seconds spent in named stages; one thread adds, any thread reads."""
+class _Crew:
+    """Daemon threads that run functions in the order they are given.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    Not a ThreadPoolExecutor: the interpreter waits at its exit for what those run.
+    """
 
-    def add(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._todo: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        for number in range(size):
+            threading.Thread(target=self._run, name=f"arrowcache-worker-{number}", daemon=True).start()
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._todo.put((future, function))
+        return future
+
+    def stop(self) -> None:
+        """Have each thread end after its current function."""
+        for _ in range(self.size):
+            self._todo.put(None)
+
+    def _run(self) -> None:
+        while (todo := self._todo.get()) is not None:
+            future, function = todo
+            if future.set_running_or_notify_cancel():
+                try:
+                    function()
+                except BaseException as error:  # noqa: BLE001  # whoever waits for it gets it
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+            del todo, future, function  # or an idle thread would keep a batch's memory

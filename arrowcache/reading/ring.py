@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class _Column:
 
 
 class Ring:
-    """Buffers for groups of batches of the same columns. One thread takes; any thread returns.
+    """Buffers for groups of batches of the same columns. Thread-safe.
 
     Args:
         columns: name -> (shape of a row, dtype).
@@ -68,16 +69,19 @@ class Ring:
         self.usual_group = max(1, _USUAL_GROUP_BYTES // max(1, batch_bytes))
         self.largest_group = max(1, _LARGEST_GROUP_BYTES // max(1, batch_bytes))
         self.allocated_bytes = 0
+        self.growths = 0  # buffers that were allocated
+        self._lock = threading.Lock()
 
     def take(self, rows: int) -> Group:
         """Memory for `rows` rows, at most `largest_group` batches."""
         taken = {}
-        for name, column in self._columns.items():
-            self._collect(column)
-            buffer = self._find(column, rows * column.row_bytes)
-            column.in_use += 1
-            buffer.handed_out = 1  # by the group itself, until it is closed
-            taken[name] = (column, buffer)
+        with self._lock:
+            for name, column in self._columns.items():
+                self._collect(column)
+                buffer = self._find(column, rows * column.row_bytes)
+                column.in_use += 1
+                buffer.handed_out = 1  # by the group itself, until it is closed
+                taken[name] = (column, buffer)
         return Group(taken, rows, self._batch_size)
 
     def _find(self, column: _Column, nbytes: int) -> _Buffer:
@@ -89,6 +93,7 @@ class Ring:
         if not self.is_hoarded:
             nbytes = self.largest_group * self._batch_size * column.row_bytes
         self.allocated_bytes += nbytes
+        self.growths += 1
         return _Buffer(np.empty(nbytes, np.uint8))
 
     @property
@@ -121,6 +126,10 @@ class GroupSize:
         self._usual, self._largest = usual, largest
         self._waits = 0  # in a row; negative: so many without
 
+    def restart(self) -> None:
+        """One batch again: somebody waits for it."""
+        self.now, self._waits = 1, 0
+
     def note(self, wall_seconds: float, cpu_seconds: float) -> None:
         """Take in how long a group took, and how long its thread worked."""
         if self.now < self._usual:
@@ -135,7 +144,10 @@ class GroupSize:
 
 
 class Group:
-    """A few batches' worth of rows on their way to the consumer."""
+    """A few batches' worth of rows on their way to the consumer.
+
+    All its batches are handed out before the first of them can come back.
+    """
 
     def __init__(self, columns: Mapping[str, tuple[_Column, _Buffer]], rows: int, batch_size: int) -> None:
         self._columns = columns
@@ -164,9 +176,13 @@ class Group:
         return arrays
 
     def close(self) -> None:
-        """Every batch was handed out; the memory is free once they all have come back."""
-        for column, buffer in self._columns.values():
+        """Every batch was handed out; the memory is free once they all have come back. Idempotent."""
+        columns, self._columns = self._columns, {}
+        for column, buffer in columns.values():
             column.returned.append(buffer)
+
+    def __del__(self) -> None:
+        self.close()  # of a job that failed, or that was never begun
 
 
 @lru_cache(maxsize=256)

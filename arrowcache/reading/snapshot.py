@@ -1,8 +1,9 @@
 """Snapshot: an ordered, leased, immutable list of segments: what one epoch reads.
 
 It owns its lease and its claim on the arena, and lets go of them in that order reversed:
-unmapped first, then unleased. Rows are numbered 0..len-1, oldest segment first. Segments are
-mapped and checked when their rows are first asked for, or all at once by `map_all`.
+unmapped first, then unleased, all at once or oldest first. Rows are numbered 0..len-1, oldest
+segment first. Segments are mapped and checked when their rows are first asked for, or all at
+once by `map_all`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from arrowcache.arrow.label import labelled
 from arrowcache.arrow.schema import Ragged, String
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.arena import NO_CELL, Arena
+from arrowcache.reading.pieces import pieces
 from arrowcache.reading.placement import Placement, Values
+from arrowcache.reading.view import has_room, uncopied, view_rows
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
-from arrowcache.storage.mapping import FileMapping
+from arrowcache.storage.mapping import FileMapping, populate, will_need
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, quarantine
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 _NOT_MAPPED = -2
+_TOUCH_BYTES = 8 << 20  # between two looks whether it is still wanted
 
 Column = NDArray[Any] | list[Any] | Values
 
@@ -65,14 +69,17 @@ class Snapshot:
         self._mapping = threading.Lock()
         self._readers = 0
         self._closed = False
+        self._released = 0  # so many of the oldest segments were given up
         self._suspect_below = store.suspect_below()
         self._set_segments(segments)
         self._arena.acquire(self._segments)
 
     @classmethod
-    def take(cls, store: Store, where: Callable[[SegmentInfo], bool] | None = None) -> Snapshot:
-        """Lease what is published now, but for the headroom's oldest segments."""
-        segments, lease = store.lease(where)
+    def take(
+        cls, store: Store, where: Callable[[SegmentInfo], bool] | None = None, *, headroom: bool = True
+    ) -> Snapshot:
+        """Lease what is published now, but for the headroom's oldest segments (unless told not to)."""
+        segments, lease = store.lease(where, headroom=headroom)
         return cls(store, segments, lease)
 
     def _set_segments(self, segments: Sequence[SegmentInfo], cells: NDArray[np.int64] | None = None) -> None:
@@ -82,11 +89,18 @@ class Snapshot:
         self._rows = int(self._starts[-1])
         self._cells = np.full(len(segments), _NOT_MAPPED, np.int64) if cells is None else cells
         self._placed: _Placed | None = None
+        self._seqs = np.fromiter((segment.seq for segment in segments), np.int64, len(segments))
+        self._published = np.fromiter((s.published for s in segments), np.float64, len(segments))
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
         """What it reads, oldest first."""
         return self._segments
+
+    @property
+    def segment_rows(self) -> NDArray[np.int64]:
+        """Rows of each segment, oldest first."""
+        return np.diff(self._starts)
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +137,8 @@ class Snapshot:
             ids = ids.astype(np.int64)
         if ids.size and ids.view(np.uint64).max() >= self._rows:  # a negative one is huge
             raise IndexError(f"row ids {ids.min()} to {ids.max()} are outside [0, {len(self)})")
+        if ids.size and self._released and ids.min() < self._starts[self._released]:
+            raise IndexError(f"rows before {self._starts[self._released]} were released: the epoch moved on")
         names = self._store.settings.schema.select(columns)
         arrays = self._prepare_out(names, len(ids), out or {})
         return self.gather_into(ids, names, arrays)
@@ -168,14 +184,117 @@ class Snapshot:
     def locate(self, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Where rows come from: `_seq`, `_row` (int64) and `_age_seconds` (float64) of each."""
         segments = self._starts.searchsorted(ids, side="right") - 1
-        seqs = np.fromiter((s.seq for s in self._segments), np.int64, len(self._segments))
-        published = np.fromiter((s.published for s in self._segments), np.float64, len(self._segments))
         now = dt.datetime.now(dt.timezone.utc).timestamp()
         return {
-            "_seq": seqs[segments],
+            "_seq": self._seqs[segments],
             "_row": ids - self._starts[segments],
-            "_age_seconds": now - published[segments],
+            "_age_seconds": now - self._published[segments],
         }
+
+    def published(self, ids: NDArray[np.int64]) -> float:
+        """When rows were published, on average, in seconds since 1970."""
+        return float(self._published[self._starts.searchsorted(ids, side="right") - 1].mean())
+
+    def view(self, ids: NDArray[np.int64], names: Sequence[str]) -> dict[str, Column] | None:
+        """Rows as arrays over a mapping of their own, without a copy; see view.py.
+
+        Args:
+            ids: (n,) rows, checked by the caller.
+            names: columns, of those that `uncopied` gives.
+        Returns: None: not contiguous rows of one segment, or the process has too many mappings.
+        """
+        count = len(ids)
+        if not count or ids[-1] - ids[0] != count - 1 or not self._lease:
+            return None
+        index = int(self._starts.searchsorted(ids[0], side="right")) - 1
+        if ids[-1] >= self._starts[index + 1] or not _is_run(ids) or not has_room():
+            return None
+        self._begin_read()
+        try:
+            if self._cells[index] == _NOT_MAPPED:
+                self._map_some([index])
+            segment = self._segments[index]
+            columns = self._arena.columns_of(segment)
+            if columns is None:
+                return None
+            schema, path = self._store.settings.schema, self._store.path_of(segment)
+            first = int(ids[0] - self._starts[index])
+            end_lease = self._lease.share(segment.seq)
+            try:
+                rows = range(first, first + count)
+                return dict(view_rows(path, schema, *columns, names, rows, end_lease))
+            except OSError:  # no address space or file descriptor is left
+                end_lease()
+                return None
+        finally:
+            self._end_read()
+
+    def views(
+        self, batch_rows: int | None = None, columns: Sequence[str] | None = None
+    ) -> Iterator[dict[str, Column]]:
+        """All rows, oldest first, as zero-copy views: arrays over mappings of their own.
+
+        What is written into a view is seen nowhere else. A view keeps its segment mapped and
+        leased, also after this snapshot is closed; it is dead in a forked child.
+
+        Args:
+            batch_rows: rows of a view; None: one view a segment.
+            columns: which; None for all. Text and bytes cannot be views.
+        Yields: name -> (rows, *shape); `Values(data, offsets)` for a ragged column, whose offsets are
+            made and whose data are a view.
+        Blocks: while pages come from the disk.
+        Raises: ValueError: where a copy would happen: a column of text or bytes, `batch_rows` rows
+            that lie in two segments, more views alive than the kernel allows mappings.
+        """
+        schema = self._store.settings.schema
+        names = schema.select(columns)
+        if copied := [name for name in names if name not in uncopied(schema, names)]:
+            raise ValueError(f"columns {copied} are made of Python objects, which are copies: leave them out")
+        if batch_rows is not None and (not isinstance(batch_rows, int) or batch_rows < 1):
+            raise ValueError(f"batch_rows={batch_rows!r} must be a positive int, or None for whole segments")
+        return self._views(batch_rows, names)
+
+    def _views(self, batch_rows: int | None, names: Sequence[str]) -> Iterator[dict[str, Column]]:
+        starts = self._starts if batch_rows is None else np.arange(0, len(self), batch_rows)
+        for start, stop in itertools.pairwise([*starts.tolist(), len(self)]):
+            if start == stop:
+                continue
+            view = self.view(np.arange(start, stop), names)
+            if view is None:
+                raise ValueError(
+                    f"rows {start} to {stop - 1} cannot be a view: they lie in several segments (choose "
+                    "batch_rows to divide the segments' rows, or None), or too many views are alive"
+                )
+            yield view
+
+    def touch(self, index: int, is_wanted: Callable[[], bool]) -> None:
+        """Have a mapped segment's pages in memory and in the page tables, ahead of their use.
+
+        Blocks: while the disk reads; ends early when `is_wanted` says no more, or the snapshot is closed.
+        """
+        address, nbytes = self._arena.memory_of(self._segments[index])
+        for start in range(0, nbytes, _TOUCH_BYTES):
+            if not is_wanted() or self._closed or index < self._released:
+                return
+            populate(address + start, min(_TOUCH_BYTES, nbytes - start))
+
+    def announce(self, index: int) -> None:
+        """Have the disk begin to read a mapped segment."""
+        address, nbytes = self._arena.memory_of(self._segments[index])
+        if nbytes and index >= self._released:
+            will_need(address, nbytes)
+
+    def release_oldest(self, count: int) -> None:
+        """Unmap and unlease the first `count` segments, whose rows nobody may ask for any more."""
+        with self._lock:
+            if self._closed or count <= self._released:
+                return
+            gone = self._segments[self._released : count]
+            self._released = count
+        assert self._lease is not None
+        lease, last = self._lease, self._segments[-1].seq
+        first = self._segments[count].seq if count < len(self._segments) else last + 1
+        self._arena.release(gone, lambda: lease.narrow(first, last))
 
     def map_all(self) -> int:
         """Map every segment now; damaged ones are quarantined and leave the snapshot.
@@ -239,7 +358,7 @@ class Snapshot:
     def _let_go(self) -> None:
         unlease = self._lease.close if self._lease is not None else _nothing
         if self._pid == os.getpid():
-            self._arena.release(self._segments, unlease)
+            self._arena.release(self._segments[self._released :], unlease)
         else:
             unlease()
 
@@ -385,11 +504,11 @@ class Snapshot:
     def _batch(self, segment: SegmentInfo) -> pa.RecordBatch:
         schema = self._store.settings.schema
         assert self._lease is not None  # there is a segment
-        lease = self._lease.share()
+        end_lease = self._lease.share(segment.seq)
         try:
-            file = FileMapping(self._store.path_of(segment), on_unmap=lease.close).buffer()
+            file = FileMapping(self._store.path_of(segment), on_unmap=end_lease).buffer()
         except BaseException:
-            lease.close()
+            end_lease()
             raise
         try:
             check_file(file, self._store, segment, check_bytes=segment.seq < self._suspect_below)
@@ -401,6 +520,12 @@ class Snapshot:
 
 def _nothing() -> None:
     pass
+
+
+def _is_run(ids: NDArray[np.int64]) -> bool:
+    """Whether rows follow one another."""
+    first = ids[0]
+    return all((ids[p] == np.arange(first + p.start, first + p.stop)).all() for p in pieces(len(ids)))
 
 
 def _to_python(kind: object, values: Values) -> Column:

@@ -3,15 +3,22 @@
 One lease is one open file description of lease.lock with one shared lock on bytes
 [first, last], one byte a segment. It covers what lies between, too: eviction is strictly
 oldest-first, so a hole would free nothing, and scattered locks make the kernel quadratic.
-Taken under cache.lock, by whoever listed the folder; released in order or by `close()`, and by
-the kernel when the process dies.
+Taken under cache.lock, by whoever listed the folder; released oldest first or by `close()`, and
+by the kernel when the process dies.
+
+The owner gives up its oldest segments as it moves on (`narrow`). What maps a single segment for
+longer has a share of that segment (`share`): the lock always reaches from the oldest segment
+that anybody still needs to the newest. A share may end in the garbage collector, at any point
+of any thread, so ending one never waits for a lock.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 import threading
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +29,6 @@ _leases: dict[int, weakref.ref[Lease]] = {}  # by id; single operations, which n
 
 class Lease:
     """A shared lock on segments first..last (sequence numbers, both included).
-
-    Whatever maps a leased file has a share of the lease: it ends when every share is closed.
 
     Args:
         path: lease.lock.
@@ -36,9 +41,12 @@ class Lease:
 
     def __init__(self, path: Path, first: int, last: int) -> None:
         self._file = LockFile(path)
-        self._first, self._last = first, last
+        self._first, self._last = first, last  # what the kernel has locked
+        self._owned_from: int | None = first  # what the owner needs; None: it is done
+        self._shares: Counter[int] = Counter()  # by seq
+        self._shared: list[int] = []  # heap of seqs that had shares: the oldest is looked up
+        self._ended: deque[int | None] = deque()  # shares by seq, None for the owner's
         self._pid = os.getpid()
-        self._shares = 1
         self._given_up: set[int] = set()
         self._lock = threading.Lock()
         if not self._file.try_range(first, last - first + 1, exclusive=False):
@@ -50,15 +58,15 @@ class Lease:
         return self._file.fd >= 0 and self._first <= seq <= self._last and seq not in self._given_up
 
     def narrow(self, first: int, last: int) -> None:
-        """Give up everything outside first..last; what was given up cannot be had back."""
-        if self._file.fd < 0:
-            return
-        if first > self._first:
-            self._file.unlock_range(self._first, first - self._first)
-            self._first = first
-        if last < self._last:
-            self._file.unlock_range(last + 1, self._last - last)
-            self._last = last
+        """The owner needs nothing outside first..last any more; it cannot be had back."""
+        with self._lock:
+            if self._owned_from is not None:
+                self._owned_from = max(self._owned_from, first)
+            if last < self._last and self._file.fd >= 0 and not self._shares:
+                self._file.unlock_range(last + 1, self._last - last)
+                self._last = last
+            self._unlock_oldest()
+        self._settle()
 
     def give_up(self, seq: int) -> None:
         """Unlock one segment in the middle, because it turned out unreadable."""
@@ -66,20 +74,54 @@ class Lease:
             self._file.unlock_range(seq, 1)
             self._given_up.add(seq)
 
-    def share(self) -> Lease:
-        """One share more: `close` once more."""
+    def share(self, seq: int) -> Callable[[], None]:
+        """Keep a segment that this lease covers leased, whatever the owner does.
+
+        Returns: what ends it, to be called once, when the segment is unmapped.
+        """
         with self._lock:
-            self._shares += 1
-        return self
+            self._shares[seq] += 1
+            if self._shares[seq] == 1:
+                heapq.heappush(self._shared, seq)
+        self._settle()
+        return lambda: self._end(seq)
 
     def close(self) -> None:
-        """Close one share; whatever was mapped under it must be unmapped before."""
-        with self._lock:
-            self._shares -= 1
-            if self._shares:
-                return
-        self._file.close()
-        _leases.pop(id(self), None)
+        """The owner is done; what it mapped must be unmapped before. Idempotent; shares go on."""
+        self._end(None)
+
+    def _end(self, whose: int | None) -> None:
+        self._ended.append(whose)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take in what ended, unless a thread is at work here, which then does it."""
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                while self._ended:
+                    seq = self._ended.popleft()
+                    if seq is None:
+                        self._owned_from = None
+                        continue
+                    self._shares[seq] -= 1
+                    if not self._shares[seq]:
+                        del self._shares[seq]
+                self._unlock_oldest()
+            finally:
+                self._lock.release()
+
+    def _unlock_oldest(self) -> None:
+        """Unlock what lies before the oldest segment that is still needed; under `_lock`."""
+        while self._shared and self._shared[0] not in self._shares:
+            heapq.heappop(self._shared)
+        needed = [self._owned_from] if self._owned_from is not None else []
+        oldest = min(needed + self._shared[:1], default=None)
+        if oldest is None:
+            self._file.close()
+            _leases.pop(id(self), None)
+        elif oldest > self._first and self._file.fd >= 0:
+            self._file.unlock_range(self._first, oldest - self._first)
+            self._first = oldest
 
 
 def own_leases(path: Path, seq: int) -> list[Lease]:

@@ -21,6 +21,8 @@ from pathlib import Path
 import pyarrow as pa
 
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
+_PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,6 +43,23 @@ def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1) 
 def _munmap(address: int, nbytes: int, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has no such mapping
         _libc.munmap(address, nbytes)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Read mapped pages from the disk, if they are not in memory, and enter them into the page tables.
+
+    A hint: what cannot be had now is had at the first touch. Blocks while the disk reads; other
+    threads go on.
+    """
+    start = address // _PAGE * _PAGE
+    if nbytes and _libc.madvise(start, address + nbytes - start, _MADV_POPULATE_READ):
+        _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)  # an older kernel
+
+
+def will_need(address: int, nbytes: int) -> None:
+    """Have the disk begin to read mapped pages; returns at once."""
+    start = address // _PAGE * _PAGE
+    _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)
 
 
 class AddressRange:
@@ -95,29 +114,43 @@ class AddressRange:
 
 
 class FileMapping:
-    """A private, read-only mapping of one whole file; unmapped when the last view of it dies.
+    """A private mapping of one whole file; unmapped when the last view of it dies.
 
     Args:
         on_unmap: called once the file is unmapped: mapped implies leased, so the lease ends then.
+        writable: what is written through it is seen through it alone, never in the file.
     Raises: OSError: it cannot be opened or mapped, or is empty.
     """
 
-    def __init__(self, path: Path, on_unmap: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, path: Path, on_unmap: Callable[[], None] | None = None, *, writable: bool = False
+    ) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             nbytes = os.fstat(fd).st_size
-            address = _mmap(0, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE, fd)
+            address = _mmap(0, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd)
         finally:
             os.close(fd)
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
-        self._address, self._nbytes = address, nbytes
+        self.address, self.nbytes = address, nbytes
         self._unmap = weakref.finalize(self, _unmap, address, nbytes, os.getpid(), on_unmap)
         self._unmap.atexit = False
         _live.add(self)
 
     def buffer(self) -> pa.Buffer:
-        """The file's bytes; the mapping lives as long as the buffer or a slice of it."""
-        return pa.foreign_buffer(self._address, self._nbytes, base=self)
+        """The file's bytes, read-only; the mapping lives as long as the buffer or a slice of it."""
+        return pa.foreign_buffer(self.address, self.nbytes, base=self)
+
+
+def most_mappings() -> int:
+    """How many mappings the kernel allows this process; past them its own threads fail to start."""
+    return int(Path("/proc/sys/vm/max_map_count").read_text())
+
+
+def live_mappings() -> int:
+    """How many files this process has mapped by `FileMapping`."""
+    return len(_live)
 
 
 def _settle() -> None:

@@ -325,18 +325,21 @@ class Store:
     # leasing and reading
 
     def lease(
-        self, where: Callable[[SegmentInfo], bool] | None = None
+        self, where: Callable[[SegmentInfo], bool] | None = None, *, headroom: bool = True
     ) -> tuple[list[SegmentInfo], Lease | None]:
         """Lease what is published, but for the headroom's oldest segments and what `where` refuses.
 
+        Args:
+            headroom: False: also the oldest ones.
         Returns: the segments, oldest first, and the lease; None when there are none.
         """
         with self.locked():
             self.refresh_settings()
             listed = self.segments()
-            free = self.settings.capacity_bytes - self.allocated_bytes(listed)
-            headroom = max(self.settings.headroom_bytes, room_of_two(self.settings.segment_bytes))
-            listed = listed[skip_for_headroom(listed, free, headroom) :]
+            if headroom:
+                free = self.settings.capacity_bytes - self.allocated_bytes(listed)
+                wanted = max(self.settings.headroom_bytes, room_of_two(self.settings.segment_bytes))
+                listed = listed[skip_for_headroom(listed, free, wanted) :]
             if not listed:
                 return [], None
             lease = Lease(self.folder.lease_lock, listed[0].seq, listed[-1].seq)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
+from arrowcache.reading.assembly import Batch
 from arrowcache.reading.loader import Loader as NumpyLoader
-from arrowcache.reading.pipeline import Batch
 from arrowcache.reading.placement import Values
 
 

@@ -34,7 +34,8 @@ FRAMEWORKS = {
 }
 PUBLIC = [
     "ArrowCacheError", "Binary", "Cache", "CacheFormatError", "CacheFullError", "CacheStats",
-    "CorruptSegmentError", "Loader", "LoaderStats", "LoaderTimeoutError", "LockTimeoutError", "PoolStats",
+    "CorruptSegmentError", "Loader", "LoaderStats", "LoaderTimeoutError", "LockTimeoutError",
+    "MissingSegmentsError", "PoolStats",
     "Problem", "Ragged", "SamplerError", "SamplerPool", "Schema", "SchemaError", "SegmentInfo", "Snapshot",
     "String", "Tensor", "Timestamp", "Values", "Writer",
 ]  # fmt: skip

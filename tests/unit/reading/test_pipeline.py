@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -8,49 +9,57 @@ import pytest
 from helpers import DEADLINE_SECONDS, wait_until
 
 from arrowcache.errors import LoaderTimeoutError
-from arrowcache.reading.pipeline import Clock, Epoch, Made, Pipeline
-
-
-class FakeSnapshot:
-    """Stands in for what an epoch reads: knows whether it was let go."""
-
-    def __init__(self) -> None:
-        self.closed = threading.Event()
-        self.let_go: Callable[[], None] | None = None
-
-    def on_contention(self, let_go: Callable[[], None]) -> None:
-        self.let_go = let_go
-
-    def close(self) -> None:
-        self.closed.set()
+from arrowcache.reading.pipeline import BARRIER, Job, Made, Pipeline, Stream
 
 
 def made(number: int) -> Made:
-    return Made({"number": number}, 1, 1)
+    return Made({"number": number}, 1, 1, 1, 0.0, None)
 
 
-def epoch_of(produce: Callable[[], Iterator[list[Made]]]) -> Epoch:
-    return Epoch(FakeSnapshot(), produce)
+def job(batches: list[Made]) -> Job:
+    return Job(0, [], lambda: iter([[batches.pop(0) for _ in range(len(batches))]]))
 
 
-def counting(numbers: range, group: int = 1) -> Epoch:
+def stream_of(
+    produce: Callable[[], Iterator[list[Made]]], let_go: Callable[[], None] = lambda: None
+) -> Stream:
+    return Stream(lambda: map(job, produce()), let_go)
+
+
+def counting(numbers: range, group: int = 1) -> Stream:
     def produce():
         for first in numbers[::group]:
             yield [made(number) for number in range(first, min(first + group, numbers.stop))]
 
-    return epoch_of(produce)
+    return stream_of(produce)
 
 
-def numbers(pipeline: Pipeline, epoch: Epoch) -> list[int]:
+def numbers(pipeline: Pipeline, stream: Stream) -> list[int]:
     found = []
-    while (batch := pipeline.next(epoch, DEADLINE_SECONDS)) is not None:
+    while (batch := pipeline.next(stream, DEADLINE_SECONDS)) is not None:
         found.append(batch.batch["number"])
     return found
 
 
+@pytest.fixture(params=[0, 1, 3], ids=lambda workers: f"workers={workers}")
+def pipeline(request):
+    pipeline = Pipeline(prefetch=3, workers=request.param)
+    yield pipeline
+    pipeline.close()
+
+
 @pytest.fixture
-def pipeline():
+def alone():
+    """One thread begins jobs and runs them."""
     pipeline = Pipeline(prefetch=3)
+    yield pipeline
+    pipeline.close()
+
+
+@pytest.fixture
+def crew():
+    """With three threads."""
+    pipeline = Pipeline(prefetch=1, workers=3)
     yield pipeline
     pipeline.close()
 
@@ -58,14 +67,14 @@ def pipeline():
 @pytest.mark.parametrize("group", [1, 2, 7, 100])
 def test_batches_arrive_in_step_order_then_none(pipeline, group):
     for _ in range(3):
-        epoch = counting(range(50), group)
-        pipeline.begin(epoch)
-        assert numbers(pipeline, epoch) == list(range(50))
-        assert pipeline.next(epoch, 1) is None
-        pipeline.end(epoch)
+        stream = counting(range(50), group)
+        pipeline.begin(stream)
+        assert numbers(pipeline, stream) == list(range(50))
+        assert pipeline.next(stream, 1) is None
+        pipeline.end(stream)
 
 
-def test_the_producer_works_ahead_until_prefetch_batches_are_ready(pipeline):
+def test_the_producer_works_ahead_until_prefetch_batches_are_ready(alone):
     started: list[int] = []
 
     def produce():
@@ -73,16 +82,16 @@ def test_the_producer_works_ahead_until_prefetch_batches_are_ready(pipeline):
             started.append(number)
             yield [made(number)]
 
-    epoch = epoch_of(produce)
-    pipeline.begin(epoch)
-    wait_until(lambda: len(epoch.ready) == 3, "three ready batches")
+    stream = stream_of(produce)
+    alone.begin(stream)
+    wait_until(lambda: len(stream.ready) == 3, "three ready batches")
     for taken in range(1, 18):
-        assert pipeline.next(epoch, DEADLINE_SECONDS).batch["number"] == taken - 1
-        wait_until(lambda: len(epoch.ready) == 3, "a batch in place of the one taken")
+        assert alone.next(stream, DEADLINE_SECONDS).batch["number"] == taken - 1
+        wait_until(lambda: len(stream.ready) == 3, "a batch in place of the one taken")
         assert len(started) == taken + 3
 
 
-def test_nothing_is_made_before_the_epoch_began_nor_after_it_ended(pipeline):
+def test_nothing_is_made_before_the_epoch_began_nor_after_it_ended(alone):
     started: list[int] = []
     in_call, go_on = threading.Event(), threading.Event()
 
@@ -95,17 +104,17 @@ def test_nothing_is_made_before_the_epoch_began_nor_after_it_ended(pipeline):
         yield [made(1)]
         started.append(2)
 
-    epoch = epoch_of(produce)
+    stream = stream_of(produce)
     assert started == []
-    pipeline.begin(epoch)
+    alone.begin(stream)
     assert in_call.wait(DEADLINE_SECONDS)
-    pipeline.end(epoch)
+    alone.end(stream)
     go_on.set()
     after = counting(range(3))
-    pipeline.begin(after)  # one thread makes both: it is done with the first now
-    assert numbers(pipeline, after) == [0, 1, 2]
+    alone.begin(after)  # one thread makes both: it is done with the first now
+    assert numbers(alone, after) == [0, 1, 2]
     assert started == [0, 1]
-    assert not epoch.ready
+    assert not stream.ready
 
 
 def test_an_error_arrives_after_the_batches_before_it_with_its_own_traceback(pipeline):
@@ -113,13 +122,13 @@ def test_an_error_arrives_after_the_batches_before_it_with_its_own_traceback(pip
         yield [made(0), made(1)]
         raise LookupError("nothing there")
 
-    epoch = epoch_of(produce)
-    pipeline.begin(epoch)
-    assert [pipeline.next(epoch, DEADLINE_SECONDS).batch["number"] for _ in range(2)] == [0, 1]
+    stream = stream_of(produce)
+    pipeline.begin(stream)
+    assert [pipeline.next(stream, DEADLINE_SECONDS).batch["number"] for _ in range(2)] == [0, 1]
     with pytest.raises(LookupError, match="nothing there") as caught:
-        pipeline.next(epoch, DEADLINE_SECONDS)
+        pipeline.next(stream, DEADLINE_SECONDS)
     assert "produce" in [entry.name for entry in caught.traceback]
-    pipeline.end(epoch)
+    pipeline.end(stream)
     after = counting(range(3))
     pipeline.begin(after)
     assert numbers(pipeline, after) == [0, 1, 2]
@@ -130,10 +139,10 @@ def test_even_an_error_that_is_no_exception_arrives_and_the_thread_goes_on(pipel
         yield [made(0)]
         raise SystemExit(3)
 
-    epoch = epoch_of(produce)
-    pipeline.begin(epoch)
+    stream = stream_of(produce)
+    pipeline.begin(stream)
     with pytest.raises(SystemExit):
-        numbers(pipeline, epoch)
+        numbers(pipeline, stream)
     after = counting(range(3))
     pipeline.begin(after)
     assert numbers(pipeline, after) == [0, 1, 2]
@@ -146,12 +155,12 @@ def test_a_wait_for_a_batch_has_a_deadline(pipeline):
         assert go_on.wait(DEADLINE_SECONDS)
         yield [made(0)]
 
-    epoch = epoch_of(produce)
-    pipeline.begin(epoch)
+    stream = stream_of(produce)
+    pipeline.begin(stream)
     with pytest.raises(LoaderTimeoutError, match=r"no batch came in 0\.05 s"):
-        pipeline.next(epoch, 0.05)
+        pipeline.next(stream, 0.05)
     go_on.set()
-    assert numbers(pipeline, epoch) == [0]
+    assert numbers(pipeline, stream) == [0]
 
 
 def test_a_consumer_that_waits_is_woken_when_its_epoch_is_ended_elsewhere(pipeline):
@@ -161,56 +170,39 @@ def test_a_consumer_that_waits_is_woken_when_its_epoch_is_ended_elsewhere(pipeli
         assert go_on.wait(DEADLINE_SECONDS)
         yield [made(0)]
 
-    epoch = epoch_of(produce)
-    pipeline.begin(epoch)
-    consumer = threading.Thread(target=lambda: results.append(pipeline.next(epoch, None)))
+    stream = stream_of(produce)
+    pipeline.begin(stream)
+    consumer = threading.Thread(target=lambda: results.append(pipeline.next(stream, None)))
     consumer.start()
-    pipeline.end(epoch)
+    pipeline.end(stream)
     consumer.join(DEADLINE_SECONDS)
     assert results == [None]
     go_on.set()
 
 
-def test_the_snapshot_of_an_ended_epoch_is_let_go_after_a_moment(pipeline):
-    epoch = counting(range(3))
-    pipeline.begin(epoch)
-    assert numbers(pipeline, epoch) == [0, 1, 2]
-    pipeline.end(epoch)
-    pipeline.end(epoch)  # idempotent
-    assert epoch.snapshot.closed.wait(DEADLINE_SECONDS)
+def test_what_a_stream_reads_is_let_go_once_when_it_ends(pipeline):
+    let_go = []
+    stream = stream_of(lambda: iter([[made(0)]]), lambda: let_go.append(1))
+    pipeline.begin(stream)
+    assert numbers(pipeline, stream) == [0]
+    assert let_go == [], "a consumer that is not told ends nothing"
+    pipeline.end(stream)
+    pipeline.end(stream)
+    assert let_go == [1]
+    assert not pipeline.unless_ended(stream, lambda: let_go.append(2))
+    assert let_go == [1]
 
 
-def test_the_snapshot_of_an_ended_epoch_is_let_go_at_once_when_it_is_in_the_way(pipeline):
-    epoch = counting(range(3))
-    pipeline.begin(epoch)
-    pipeline.end(epoch)
-    assert epoch.snapshot.let_go is not None
-    epoch.snapshot.let_go()
-    assert epoch.snapshot.closed.is_set()
-
-
-def test_the_next_epoch_that_ends_takes_the_place_of_the_one_before(pipeline):
-    first, second = counting(range(3)), counting(range(3))
-    for epoch in (first, second):
-        pipeline.begin(epoch)
-        pipeline.end(epoch)
-    assert first.snapshot.closed.is_set()
-    pipeline.drop_parked()
-    assert second.snapshot.closed.is_set()
-    pipeline.drop_parked()
-
-
-def test_close_joins_the_thread_in_the_middle_of_an_epoch_and_lets_go():
-    pipeline = Pipeline(prefetch=1)
-    idle, busy = counting(range(3)), counting(range(1000))
-    pipeline.begin(idle)
-    pipeline.end(idle)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_close_joins_the_thread_in_the_middle_of_an_epoch(workers):
+    pipeline = Pipeline(prefetch=1, workers=workers)
+    busy = counting(range(1000))
     pipeline.begin(busy)
     assert pipeline.next(busy, DEADLINE_SECONDS).batch["number"] == 0
     pipeline.close()
     pipeline.close()
     assert not pipeline._thread.is_alive()
-    assert idle.snapshot.closed.is_set()
+    wait_until(lambda: "arrowcache-worker-0" not in map(str, threading.enumerate()), "the crew to end")
 
 
 def test_close_from_the_pipelines_own_thread_does_not_wait_for_itself():
@@ -220,37 +212,154 @@ def test_close_from_the_pipelines_own_thread_does_not_wait_for_itself():
         pipeline.close()
         yield [made(0)]
 
-    epoch = epoch_of(produce)
-    pipeline.begin(epoch)
+    stream = stream_of(produce)
+    pipeline.begin(stream)
     pipeline._thread.join(DEADLINE_SECONDS)
     assert not pipeline._thread.is_alive()
-    assert epoch.error is None
+    assert stream.error is None
 
 
-def test_the_thread_keeps_no_batch_and_no_epoch_that_is_over(pipeline):
+def test_the_threads_keep_no_batch_and_no_stream_that_is_over(pipeline):
     class Batch(dict):
         pass
 
-    batches = [Batch(number=number) for number in range(4)]
-    alive = [weakref.ref(batch) for batch in batches]
+    alive = []
 
-    def produce():
-        while batches:
-            yield [Made(batches.pop(0), 1, 1)]
+    def jobs():
+        for number in range(4):
+            result = []
 
-    epoch = epoch_of(produce)
-    pipeline.begin(epoch)
-    assert numbers(pipeline, epoch) == [0, 1, 2, 3]
+            def make(number=number, result=result):
+                result.append(Made(Batch(number=number), 1, 1, 1, 0.0, None))
+                alive.append(weakref.ref(result[0].batch))
+
+            yield Job(number, [make], lambda result=result: iter([[result.pop()]]))
+            del result, make
+
+    stream = Stream(jobs)
+    pipeline.begin(stream)
+    assert numbers(pipeline, stream) == [0, 1, 2, 3]
     wait_until(lambda: not any(ref() for ref in alive), "the batches to die")
-    ended = weakref.ref(epoch.snapshot)
-    pipeline.end(epoch)
-    pipeline.drop_parked()
-    del epoch
-    wait_until(lambda: ended() is None, "the epoch to die")
+    ended = weakref.ref(stream.jobs)
+    pipeline.end(stream)
+    del stream, jobs
+    wait_until(lambda: gc.collect() >= 0 and ended() is None, "the stream to die")
 
 
-def test_a_clock_adds_up_the_seconds_of_each_stage():
-    clock = Clock()
-    for stage, seconds in (("gather", 0.5), ("gather", 0.25), ("transform", 2.0)):
-        clock.add(stage, seconds)
-    assert clock.seconds == {"gather": 0.75, "transform": 2.0}
+# several threads
+
+
+def test_jobs_run_side_by_side_and_arrive_in_step_order(crew):
+    together = threading.Barrier(3)
+    order = []
+
+    def jobs():
+        for step in range(9):
+            result = []
+
+            def make(step=step, result=result):
+                together.wait(DEADLINE_SECONDS)  # ends only if three run at a time
+                order.append(step)
+                result.append(made(step))
+
+            yield Job(step, [make], lambda result=result: iter([result]))
+
+    stream = Stream(jobs)
+    crew.begin(stream)
+    assert numbers(crew, stream) == list(range(9))
+    assert sorted(order) == list(range(9))
+
+
+def test_the_parts_of_one_job_run_side_by_side_before_it_is_finished(crew):
+    together, ran = threading.Barrier(3), []
+
+    def part():
+        together.wait(DEADLINE_SECONDS)
+        ran.append(threading.current_thread().name)
+
+    stream = Stream(lambda: iter([Job(0, [part] * 3, lambda: iter([[made(len(ran))]]))]))
+    crew.begin(stream)
+    assert numbers(crew, stream) == [3]
+    assert len(set(ran)) == 3
+
+
+def test_a_job_that_fails_lets_those_before_it_arrive_and_none_after_it(crew):
+    slow = threading.Event()
+
+    def jobs():
+        for step in range(6):
+
+            def make(step=step):
+                if step == 1:
+                    assert slow.wait(DEADLINE_SECONDS)
+                if step == 2:
+                    slow.set()
+                    raise LookupError("step 2")
+
+            yield Job(step, [make], lambda step=step: iter([[made(step)]]))
+
+    stream = Stream(jobs)
+    crew.begin(stream)
+    assert [crew.next(stream, DEADLINE_SECONDS).batch["number"] for _ in range(2)] == [0, 1]
+    with pytest.raises(LookupError, match="step 2"):
+        crew.next(stream, DEADLINE_SECONDS)
+    crew.end(stream)
+    after = counting(range(3))
+    crew.begin(after)
+    assert numbers(crew, after) == [0, 1, 2]
+
+
+def test_a_stream_ends_at_once_although_a_job_of_it_does_not(crew):
+    go_on = threading.Event()
+    endless = Stream(lambda: iter([Job(0, [lambda: go_on.wait(DEADLINE_SECONDS)], lambda: iter([]))]))
+    crew.begin(endless)
+    crew.end(endless)
+    after = counting(range(3))
+    crew.begin(after)
+    assert numbers(crew, after) == [0, 1, 2]
+    assert not go_on.is_set()
+    go_on.set()
+
+
+def test_a_barrier_has_every_job_before_it_finished(crew):
+    finished, seen = [], []
+
+    def jobs():
+        for step in range(5):
+
+            def finish(step=step):
+                finished.append(step)
+                yield [made(step)]
+
+            yield Job(step, [lambda: None], finish)
+        yield BARRIER
+        seen.extend(finished)
+
+    stream = Stream(jobs)
+    crew.begin(stream)
+    assert numbers(crew, stream) == list(range(5))
+    assert seen == list(range(5))
+
+
+def test_jobs_that_were_not_begun_when_the_stream_ended_never_are(crew):
+    began, go_on = [], threading.Event()
+
+    def jobs():
+        for step in range(100):
+
+            def make(step=step):
+                began.append(step)
+                assert go_on.wait(DEADLINE_SECONDS)
+
+            yield Job(step, [make], lambda: iter([]))
+
+    stream = Stream(jobs)
+    crew.begin(stream)
+    wait_until(lambda: len(began) == 3, "each thread to be busy")
+    crew.end(stream)
+    after = counting(range(2))
+    crew.begin(after)
+    assert numbers(crew, after) == [0, 1]
+    go_on.set()
+    crew.close()
+    assert len(began) == 3

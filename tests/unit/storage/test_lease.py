@@ -49,14 +49,44 @@ def test_leases_of_one_process_are_independent(path):
     assert leased(path) == []
 
 
-def test_a_lease_ends_with_its_last_share(path):
-    lease = Lease(path, 1, 2)
-    assert lease.share() is lease
-    lease.share()
+def test_a_shared_segment_stays_leased_when_the_owner_is_done(path):
+    lease = Lease(path, 1, 5)
+    end, end_again, end_newer = lease.share(3), lease.share(3), lease.share(4)
     lease.close()
     lease.close()
-    assert leased(path) == [1, 2]
+    assert leased(path) == [3, 4, 5]
+    end()
+    assert leased(path) == [3, 4, 5]
+    end_again()
+    assert leased(path) == [4, 5], "what is older than all that is needed is free"
+    end_newer()
+    assert leased(path) == []
+
+
+def test_the_oldest_need_decides_whoever_ends_first(path):
+    lease = Lease(path, 0, 9)
+    ends = {seq: lease.share(seq) for seq in (7, 2, 5)}
+    lease.narrow(4, 9)
+    assert leased(path) == list(range(2, 10))
+    ends[5]()
+    assert leased(path) == list(range(2, 10))
+    ends[2]()
+    assert leased(path) == list(range(4, 10)), "the owner's own"
     lease.close()
+    assert leased(path) == [7, 8, 9]
+    lease.share(8)
+    ends[7]()
+    assert leased(path) == [8, 9]
+
+
+def test_a_share_may_end_while_the_same_thread_is_at_work_on_the_lease(path):
+    lease = Lease(path, 0, 3)
+    end = lease.share(0)
+    lease.close()
+    with lease._lock:  # as the garbage collector finds it
+        end()
+        assert leased(path) == [0, 1, 2, 3]
+    lease._settle()
     assert leased(path) == []
 
 

@@ -1,0 +1,255 @@
+"""Assembly: how the batches of an epoch are made: into which memory, by which calls, in which pieces.
+
+It cuts an epoch into jobs, in step order; the pipeline decides when and on which thread they run.
+A batch that is one run of rows of one segment is a zero-copy view, where the order has such runs;
+every other is gathered into the ring. A job gathers a group of batches in one call a column; the
+first batch of an epoch is a job of its own, for its latency. With several threads a batch that is
+a group by itself and has small rows is split among them, since small rows are bound by latency;
+and each batch of a loader with a transform is a job, so that transforms run side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import Schema
+from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.pipeline import Job, Made
+from arrowcache.reading.placement import Values
+from arrowcache.reading.ring import Group, GroupSize, Ring
+from arrowcache.reading.snapshot import Column, Snapshot
+from arrowcache.reading.stats import Meter, Reading
+from arrowcache.reading.view import uncopied
+
+Batch = dict[str, Any]
+
+_AGE_ROWS = 64  # of each batch, whose age is looked up
+_SPLIT_BYTES = 1 << 20  # less is gathered before another thread has begun
+_SMALL_ROW_BYTES = 16 << 10  # larger ones are bound by the memory's speed, not its latency
+
+
+class Assembly:
+    """Makes jobs of epochs.
+
+    Args:
+        schema, names: the cache's, and which columns.
+        batch_size: rows of a batch.
+        transform: called with each batch; None: none.
+        with_ids: add `_seq`, `_row` and `_age_seconds`.
+        views: whether batches may be zero-copy views.
+        workers: threads that run the jobs; 0: the one that asks for them.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        names: Sequence[str],
+        batch_size: int,
+        transform: Callable[[Batch], Batch] | None,
+        *,
+        with_ids: bool,
+        views: bool,
+        workers: int,
+        meter: Meter,
+    ) -> None:
+        self._names = tuple(names)
+        self._fixed = tuple(name for name in names if name in schema.fixed)
+        self._viewed = uncopied(schema, names) if views else []
+        self._batch_size = batch_size
+        self._transform = transform
+        self._with_ids = with_ids
+        self._workers = workers
+        self._meter = meter
+        self.require_views = False
+        columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
+        self.ring = Ring(columns, batch_size)
+        self._group = GroupSize(self.ring.usual_group, self.ring.largest_group)
+        self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
+
+    def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
+        """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
+        step, group = 0, self._group
+        if awaited:
+            group.restart()
+        alone = self._transform is not None and self._workers > 0
+        while step < epoch.order.steps:
+            size = 1 if alone or self.ring.is_hoarded else group.now  # what is kept keeps its whole group
+            last = min(step + size, epoch.order.steps)
+            ids = epoch.order.batches(step, last)
+            yield self._job(epoch, step, ids, last - step)
+            step = last
+
+    def _job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int) -> Job:
+        made: list[Made] = []
+        failures: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                self._make(epoch, ids, batches, made)
+            except BaseException as error:  # noqa: BLE001  # the batches before it are delivered first
+                failures.append(error)
+
+        if self._transform is None:
+            if not self._viewed and batches == 1 and self._pays_to_split(len(ids)):
+                return self._split_job(epoch, step, ids)
+            return Job(step, [make], lambda: _all_of(made, failures))
+        transform = self._transform
+        if self._workers == 0:
+            return Job(step, [make], lambda: self._transformed(transform, made, failures))
+
+        def make_and_transform() -> None:
+            self._make(epoch, ids, batches, made)
+            with self._meter.stage("transform"):
+                made[:] = [plain._replace(batch=transform(plain.batch)) for plain in made]
+
+        return Job(step, [make_and_transform], lambda: _all_of(made, failures))
+
+    def _make(self, epoch: Epoch, ids: NDArray[np.int64], batches: int, made: list[Made]) -> None:
+        """Add batches to `made`: those before one that fails are in it then."""
+        published = epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
+        if self._viewed:
+            self._group.note(0, 0)  # views take no memory: as many at once as usual
+            self._views(epoch, ids, batches, published, made)
+            return
+        memory = self.ring.take(len(ids))
+        reading = self._gather(epoch.snapshot, ids, memory)
+        self._group.note(reading.wall_seconds, reading.cpu_seconds)
+        made += self._hand_out(epoch, ids, batches, memory, published)
+
+    def _pays_to_split(self, rows: int) -> bool:
+        small = self._row_bytes <= _SMALL_ROW_BYTES * len(self._fixed)
+        return self._workers > 1 and small and rows * self._row_bytes >= _SPLIT_BYTES
+
+    def _split_job(self, epoch: Epoch, step: int, ids: NDArray[np.int64]) -> Job:
+        """One batch, each thread gathering some of its rows."""
+        memory = self.ring.take(len(ids))
+        bounds = np.linspace(0, len(ids), self._workers + 1).astype(np.int64)
+
+        def part(start: int, stop: int) -> Callable[[], None]:
+            return lambda: _ignore(self._gather(epoch.snapshot, ids, memory, slice(start, stop)))
+
+        parts = [part(int(bounds[i]), int(bounds[i + 1])) for i in range(self._workers)]
+        published = epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
+        return Job(step, parts, lambda: iter([self._hand_out(epoch, ids, 1, memory, published)]))
+
+    def _gather(
+        self, snapshot: Snapshot, ids: NDArray[np.int64], memory: Group, rows: slice = slice(None)
+    ) -> Reading:
+        """Copy the fixed-width columns; returns what it took."""
+        with self._meter.reading() as reading:
+            arrays = {name: array[rows] for name, array in memory.arrays().items()}
+            snapshot.gather_into(ids[rows], self._fixed, arrays)
+        return reading
+
+    def _hand_out(
+        self, epoch: Epoch, ids: NDArray[np.int64], batches: int, memory: Group, published: float
+    ) -> list[Made]:
+        made = []
+        for number in range(batches):
+            arrays = memory.hand_out(number)
+            chosen = ids[self._rows_of(number)]
+            made.append(self._complete(epoch, chosen, arrays, published, copied=True))
+        memory.close()
+        return made
+
+    def _views(
+        self, epoch: Epoch, ids: NDArray[np.int64], batches: int, published: float, made: list[Made]
+    ) -> None:
+        """Views where a batch is one run of rows of one segment; one mapping if all of them are."""
+        with self._meter.reading():
+            whole = epoch.snapshot.view(ids, self._viewed)
+        for number in range(batches):
+            rows = self._rows_of(number)
+            if whole is not None:
+                columns = {name: _rows_of(column, rows) for name, column in whole.items()}
+            else:
+                with self._meter.reading():
+                    found = epoch.snapshot.view(ids[rows], self._viewed) if batches > 1 else None
+                if found is None:
+                    made += self._gather_one(epoch, ids[rows], published)
+                    continue
+                columns = found
+            made.append(self._complete(epoch, ids[rows], columns, published, copied=False))
+
+    def _gather_one(self, epoch: Epoch, ids: NDArray[np.int64], published: float) -> list[Made]:
+        if self.require_views:
+            raise ValueError(
+                "assert_zero_copy() was called, and this batch needs a copy: its rows lie in several "
+                "segments, or too many views are alive; choose batch_size to divide the segments' rows"
+            )
+        memory = self.ring.take(len(ids))
+        self._gather(epoch.snapshot, ids, memory)
+        return self._hand_out(epoch, ids, 1, memory, published)
+
+    def _rows_of(self, batch: int) -> slice:
+        return slice(batch * self._batch_size, (batch + 1) * self._batch_size)
+
+    def _complete(
+        self,
+        epoch: Epoch,
+        ids: NDArray[np.int64],
+        columns: dict[str, Any],
+        published: float,
+        *,
+        copied: bool,
+    ) -> Made:
+        """Add the columns that are gathered batch by batch, and where rows come from."""
+        batch: Batch = columns
+        nbytes = sum(map(_nbytes, columns.values()))
+        copied_bytes = nbytes if copied else 0
+        if len(columns) < len(self._names):
+            others = tuple(name for name in self._names if name not in columns)
+            with self._meter.reading():
+                values = epoch.snapshot.gather_into(ids, others, {})
+            more = sum(map(_nbytes, values.values()))
+            nbytes, copied_bytes = nbytes + more, copied_bytes + more
+            batch = {name: columns[name] if name in columns else values[name] for name in self._names}
+        if self._with_ids:
+            batch |= epoch.snapshot.locate(ids)
+        return Made(batch, len(ids), nbytes, copied_bytes, published, epoch)
+
+    def _transformed(
+        self, transform: Callable[[Batch], Batch], made: list[Made], failures: list[BaseException]
+    ) -> Iterator[list[Made]]:
+        """One batch at a time: a transform that is slow or fails holds up no batch before its own."""
+        made.reverse()
+        while made:
+            with self._meter.stage("transform"):
+                plain = made.pop()
+                ready = [plain._replace(batch=transform(plain.batch))]
+                del plain
+            yield ready
+        if failures:
+            raise failures.pop()
+
+
+def _all_of(made: list[Made], failures: list[BaseException]) -> Iterator[list[Made]]:
+    """All at once; keeps nothing, or what the consumer drops would stay alive until the next job."""
+    yield [made.pop(0) for _ in range(len(made))]
+    if failures:
+        raise failures.pop()
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+def _rows_of(column: Column, rows: slice) -> Column:
+    """Some rows of a view, as a view."""
+    if not isinstance(column, Values):
+        return column[rows]
+    ends = column.offsets[rows.start : rows.stop + 1]
+    return Values(column.data[ends[0] : ends[-1]], ends - ends[0])
+
+
+def _nbytes(values: Column) -> int:
+    """Bytes of one column of a batch."""
+    if isinstance(values, Values):
+        return values.data.nbytes
+    if isinstance(values, np.ndarray):
+        return values.nbytes
+    return sum(map(len, values))

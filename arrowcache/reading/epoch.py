@@ -1,0 +1,248 @@
+"""Epoch: one pass over a snapshot, and how the next one begins.
+
+`Epochs` decides when there is enough to begin, takes the snapshot (alone, or with the other ranks),
+and goes on where a loaded state says. Guarantees: epochs are numbered 0, 1, 2, ...; none is empty
+but the rest of one that was resumed; nothing is leased while it waits for rows.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from arrowcache.errors import LoaderTimeoutError, MissingSegmentsError
+from arrowcache.reading.order import Share, prepare_epoch
+from arrowcache.reading.plan import Order, Plan, Survivors
+from arrowcache.reading.ranks import Agreement, Membership
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.stats import Meter
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.store import Store
+
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the user asked of every epoch; the same on all ranks."""
+
+    batch_size: int
+    shuffle: str | None
+    seed: int
+    epoch_rows: int | None
+    drop_last: bool
+    window_bytes: int
+    wait_rows: int
+
+
+@dataclass(slots=True, eq=False)
+class Epoch:
+    """One pass: what it reads, in which order, and how far its delivery is."""
+
+    plan: Plan
+    snapshot: Snapshot
+    order: Order
+    delivered: int = 0  # steps
+
+    def rest(self) -> Plan:
+        """What was not delivered yet."""
+        return self.plan.at(self.order.position_after(self.delivered))
+
+    @property
+    def is_delivered(self) -> bool:
+        return self.delivered >= self.order.steps
+
+
+class Epochs:
+    """Begins one epoch after another.
+
+    Args:
+        store: of the cache.
+        where: which segments; None: all.
+        terms: of every epoch.
+        timeout_seconds: how long an epoch waits for rows; None: for ever.
+        membership: this rank among those of its job; None: it is alone.
+        meter: told what the waiting took.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        where: Callable[[SegmentInfo], bool] | None,
+        terms: Terms,
+        timeout_seconds: float | None,
+        membership: Membership | None,
+        meter: Meter,
+    ) -> None:
+        self._store, self._where, self._terms = store, where, terms
+        self._timeout_seconds = timeout_seconds
+        self._agreement = None if membership is None else Agreement(store, membership)
+        self._share = Share(membership.rank, membership.world_size) if membership else Share()
+        self._meter = meter
+        self._resumed: Plan | None = None
+        self._missing = "skip"
+        self.step_rows = terms.batch_size * self._share.world_size  # of all ranks
+        self.next = 0  # the number of the next epoch
+
+    def resume(self, plan: Plan, missing: str) -> None:
+        """Have the next epoch be the rest of a planned one, or the one after it if nothing is planned.
+
+        Raises: MissingSegmentsError: missing="raise", and segments of it have left the cache.
+        """
+        self.next = plan.epoch
+        self._resumed = plan if len(plan.seqs) else None
+        self._missing = missing
+        if self._resumed is not None:
+            with self._store.locked():
+                listed = [segment for segment in self._store.segments() if plan.includes(segment)]
+            if missing == "raise" and len(listed) < len(plan.seqs):
+                self._order(plan, listed)
+
+    def planned(self) -> Plan:
+        """The next epoch, as a state: what was loaded, or nothing but its number."""
+        if self._resumed is not None:
+            return self._resumed
+        terms, nothing = self._terms, np.empty(0, np.int64)
+        return Plan(
+            self.next, terms.seed, terms.shuffle, terms.epoch_rows, 1, terms.batch_size, nothing, nothing
+        )
+
+    def prepare(self, rows: int) -> None:
+        """Work ahead for the next epoch, which will have about so many rows: what needs no snapshot."""
+        if self._terms.shuffle == "rows" and rows:
+            prepare_epoch(rows, seed=self._terms.seed, epoch=self.next)
+
+    def begin(
+        self,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        before_waiting: Callable[[], None] = lambda: None,
+    ) -> Epoch | None:
+        """Begin the next epoch: take its snapshot.
+
+        Args:
+            before_waiting: called when there is too little, so that nothing is leased meanwhile.
+        Blocks: until enough rows are published.
+        Returns: None: it was cancelled.
+        Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
+        """
+        resumed = self._resumed
+        if resumed is not None:
+            snapshot = self._take_agreed(lambda: self._retake(resumed), resumed.position)
+            plan = resumed
+        else:
+            taken = self._take_agreed(lambda: self._wait_for_rows(is_cancelled, before_waiting), 0)
+            if taken is None:
+                return None
+            snapshot, plan = taken, self._plan(taken)
+        assert snapshot is not None
+        try:
+            order = self._order(plan, snapshot.segments)
+        except BaseException:
+            snapshot.close()
+            raise
+        self._resumed = None
+        self.next += 1
+        self._meter.begin_epoch()
+        return Epoch(plan, snapshot, order)
+
+    def ended(self, epoch: Epoch) -> None:
+        """An epoch's snapshot was let go: so may the ranks' agreement on it."""
+        if self._agreement is not None:
+            self._agreement.release(epoch.plan.epoch)
+
+    def close(self) -> None:
+        if self._agreement is not None:
+            self._agreement.close()
+
+    def _take_agreed(self, take: Callable[[], Snapshot | None], position: int) -> Snapshot | None:
+        if self._agreement is None:
+            return take()
+        terms: Mapping[str, int | str | bool | None] = {
+            "batch_size": self._terms.batch_size,
+            "shuffle": self._terms.shuffle,
+            "seed": self._terms.seed,
+            "epoch_rows": self._terms.epoch_rows,
+            "drop_last": self._terms.drop_last,
+            "window_bytes": self._terms.window_bytes,
+            "position": position,
+        }
+        return self._agreement.snapshot(self.next, terms, take)
+
+    def _plan(self, snapshot: Snapshot) -> Plan:
+        terms, rows = self._terms, snapshot.segment_rows
+        window_rows = max(1, terms.window_bytes * len(snapshot) // max(1, snapshot.nbytes))
+        seqs = np.array([segment.seq for segment in snapshot.segments], np.int64)
+        return Plan(
+            self.next, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
+        )
+
+    def _order(self, plan: Plan, present: list[SegmentInfo] | tuple[SegmentInfo, ...]) -> Order:
+        """The order of a plan over what is there of it.
+
+        Raises: MissingSegmentsError: not all is, and that is not accepted.
+        """
+        order = plan.order_of(present, self._terms.batch_size, self._share, self._terms.drop_last)
+        if isinstance(order, Survivors) and order.missing:
+            gone = len(plan.seqs) - len(present)
+            fact = (
+                f"{order.missing} rows of epoch {plan.epoch} are lost to it: {gone} of its {len(plan.seqs)} "
+                "segments have left the cache since the state was saved"
+            )
+            if self._missing == "raise":
+                raise MissingSegmentsError(f"{fact}; pass missing='skip' to go on without them")
+            warnings.warn(f"{fact}; the others are delivered", RuntimeWarning, stacklevel=4)
+        return order
+
+    def _retake(self, plan: Plan) -> Snapshot:
+        """Lease what is there of a planned epoch, the oldest segments too."""
+        snapshot = Snapshot.take(self._store, plan.includes, headroom=False)
+        try:
+            snapshot.map_all()
+        except BaseException:
+            snapshot.close()
+            raise
+        return snapshot
+
+    def _wait_for_rows(
+        self, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
+    ) -> Snapshot | None:
+        """Take a snapshot of enough rows; leases nothing while there are too few."""
+        needed = self._terms.wait_rows
+        if self._terms.drop_last:
+            needed = max(needed, self.step_rows)
+        started = time.perf_counter()
+        while True:
+            with self._meter.stage("store"):
+                snapshot, rows = self._try_take(needed)
+            if snapshot is not None:
+                return snapshot
+            before_waiting()
+            waited = time.perf_counter() - started
+            if self._timeout_seconds is not None and waited > self._timeout_seconds:
+                raise LoaderTimeoutError(
+                    f"waited {self._timeout_seconds:g} s for {needed} rows in {self._store.folder.path}, "
+                    f"which has {rows}{' that `where` accepts' if self._where else ''}: "
+                    "is a sampler running? lower wait_rows or batch_size, or raise timeout"
+                )
+            if is_cancelled():
+                return None
+            with self._meter.stage("samplers"):
+                time.sleep(_POLL_SECONDS)
+
+    def _try_take(self, needed: int) -> tuple[Snapshot | None, int]:
+        """(an open snapshot of at least so many rows, mapped; or None, how many rows there are)."""
+        snapshot = Snapshot.take(self._store, self._where)
+        enough = False
+        try:
+            rows = len(snapshot)
+            if rows >= needed:
+                rows = snapshot.map_all()
+            enough = rows >= needed
+        finally:  # Ctrl-C while it maps, too, leaves nothing leased
+            if not enough:
+                snapshot.close()
+        return (snapshot if enough else None), rows

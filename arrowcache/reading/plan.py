@@ -1,0 +1,237 @@
+"""Plan: which rows an epoch has, in which order, and where it goes on. Plain values.
+
+A plan names segments and their rows, never files or addresses, so it outlives the process: it is
+what `Loader.state_dict()` holds, as plain ints, strings and lists. An epoch resumed from a plan
+runs over the order of the *planned* segments; rows of those that have left the cache meanwhile are
+passed over. Delivered rows and remaining rows together are the epoch, each exactly once, whatever
+the batch size, workers and world size before and after.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.reading.order import SHUFFLES, EpochOrder, Share
+from arrowcache.storage.layout import SegmentInfo
+
+_FORMAT, _VERSION = "arrowcache.loader", 1
+_CHUNK_STEPS_ROWS = 8192  # of the planned order, walked at once
+
+
+class Order(Protocol):
+    """Steps of an epoch, for one rank: row ids in the numbering of a snapshot."""
+
+    steps: int
+
+    def batches(self, first: int, last: int) -> NDArray[np.int64]:
+        """Row ids of steps first..last-1, one after another."""
+
+    def position_after(self, steps: int) -> int:
+        """Where the epoch's stream goes on after so many steps of all ranks."""
+
+    def segments_span(self, step: int) -> range:
+        """Which segments hold the rows of this step; none before them is read by it or a later one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """An epoch, from a position of its stream (of all ranks together) on.
+
+    `seqs` and `rows` are of its segments, oldest first; `window_rows` and `block_rows` belong to
+    the shuffles of these names.
+    """
+
+    epoch: int
+    seed: int
+    shuffle: str | None
+    epoch_rows: int | None
+    window_rows: int
+    block_rows: int
+    seqs: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    position: int = 0
+
+    def at(self, position: int) -> Plan:
+        """The same epoch from another position on."""
+        return replace(self, position=position)
+
+    def includes(self, segment: SegmentInfo) -> bool:
+        """Whether a segment is one of the planned ones."""
+        index = int(self.seqs.searchsorted(segment.seq))
+        return index < len(self.seqs) and self.seqs[index] == segment.seq and self.rows[index] == segment.rows
+
+    def order(self, batch_size: int, share: Share, drop_last: bool) -> EpochOrder:
+        """Its batches, every planned segment being there."""
+        return EpochOrder(
+            self.rows,
+            batch_size,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            epoch=self.epoch,
+            share=share,
+            epoch_rows=self.epoch_rows,
+            drop_last=drop_last,
+            window_rows=self.window_rows,
+            block_rows=self.block_rows,
+            start=self.position,
+        )
+
+    def order_of(
+        self, present: Sequence[SegmentInfo], batch_size: int, share: Share, drop_last: bool
+    ) -> Order:
+        """Its batches over the segments that are still there, in the numbering of a snapshot of these."""
+        if len(present) == len(self.seqs):
+            return self.order(batch_size, share, drop_last)
+        return Survivors(self, present, batch_size, share, drop_last)
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain ints, strings, lists and None; segments as runs of (first seq, how many, rows of each)."""
+        breaks = np.flatnonzero((np.diff(self.seqs) != 1) | (np.diff(self.rows) != 0)) + 1
+        firsts = np.concatenate(([0], breaks)).astype(np.int64) if len(self.seqs) else breaks
+        counts = np.diff(np.append(firsts, len(self.seqs)))
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch_rows": self.epoch_rows,
+            "window_rows": self.window_rows,
+            "block_rows": self.block_rows,
+            "segments": np.stack([self.seqs[firsts], counts, self.rows[firsts]], axis=1).tolist(),
+        }
+
+    @classmethod
+    def from_state(cls, state: object) -> Plan:
+        """The inverse of `to_state`.
+
+        Raises: ValueError: it is no such state, or one of another version; says what is wrong.
+        """
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
+        if state.get("version") != _VERSION:
+            raise ValueError(
+                f"the state has version {state.get('version')!r}, this arrowcache reads {_VERSION}: "
+                "use the arrowcache that made it, or begin without it"
+            )
+        try:
+            runs = np.array(state["segments"], np.int64).reshape(-1, 3)
+            seqs = [np.arange(first, first + count) for first, count, _ in runs.tolist()]
+            plan = cls(
+                epoch=_count(state, "epoch"),
+                seed=_count(state, "seed"),
+                shuffle=state["shuffle"],
+                epoch_rows=None if state["epoch_rows"] is None else _count(state, "epoch_rows"),
+                window_rows=_count(state, "window_rows"),
+                block_rows=_count(state, "block_rows"),
+                seqs=np.concatenate([np.empty(0, np.int64), *seqs]),
+                rows=np.repeat(runs[:, 2], runs[:, 1]),
+                position=_count(state, "position"),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            raise ValueError(f"the state is damaged: {error!r}") from None
+        if plan.shuffle not in SHUFFLES or (plan.rows < 1).any() or (np.diff(plan.seqs) < 1).any():
+            raise ValueError("the state is damaged: its shuffle or its segments cannot be")
+        return plan
+
+
+class Survivors:
+    """The rest of a planned epoch, over the segments that are still there. Forward only.
+
+    The planned order is walked, rows of segments that are gone are passed over, and what remains is
+    cut into full steps anew, so that all ranks have equally many. Counting them walks the rest of
+    the order once, in the constructor. `drop_last` as of EpochOrder; padding repeats the first rows.
+    """
+
+    def __init__(
+        self, plan: Plan, present: Sequence[SegmentInfo], batch_size: int, share: Share, drop_last: bool
+    ) -> None:
+        self._plan, self._share, self._batch_size = plan, share, batch_size
+        self._present = len(present)
+        self._starts = np.concatenate(([0], np.cumsum(plan.rows)))
+        self._kept = np.isin(plan.seqs, [segment.seq for segment in present])
+        kept_rows = plan.rows * self._kept
+        self._shift = np.cumsum(kept_rows) - kept_rows - self._starts[:-1]  # of row ids, to present ones
+        self._step_rows = batch_size * share.world_size
+        self.rows = 0  # still to be delivered, by all ranks
+        self._first = np.empty(0, np.int64)
+        for ids, _ in self._walk():
+            self.rows += len(ids)
+            if len(self._first) < self._step_rows:
+                self._first = np.concatenate([self._first, ids])[: self._step_rows]
+        whole, rest = divmod(self.rows, self._step_rows)
+        self.steps = whole if drop_last else whole + (rest > 0)
+        self._source = self._walk()
+        self._ids, self._places = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._step = 0
+        self._positions = deque([plan.position])  # after each step from `_first_known` on
+        self._first_known = 0
+
+    @property
+    def missing(self) -> int:
+        """Rows of the rest of the epoch whose segments have left the cache."""
+        planned = self._plan.epoch_rows
+        total = int(self._starts[-1]) if planned is None else planned
+        return max(0, total - self._plan.position) - self.rows
+
+    def batches(self, first: int, last: int) -> NDArray[np.int64]:
+        """As EpochOrder's; steps are asked for once, one after another."""
+        assert first == self._step, "survivors are walked forward"
+        world, size = self._share.world_size, self._batch_size
+        taken = []
+        for _ in range(first, min(last, self.steps)):
+            ids = self._take(self._step_rows)
+            if world > 1:
+                if len(ids) < self._step_rows:
+                    ids = np.concatenate([ids, np.resize(self._first, self._step_rows - len(ids))])
+                ids = ids[self._share.rank * size : (self._share.rank + 1) * size]
+            taken.append(ids)
+            self._step += 1
+        return np.concatenate([np.empty(0, np.int64), *taken])
+
+    def position_after(self, steps: int) -> int:
+        """As EpochOrder's, of steps that were made, each time for at least as many."""
+        while self._first_known < steps:
+            self._positions.popleft()
+            self._first_known += 1
+        return self._positions[0]
+
+    def segments_span(self, step: int) -> range:  # noqa: ARG002  # the protocol's
+        """All: what was passed over makes the step's place in the order unknown."""
+        return range(self._present)
+
+    def _take(self, count: int) -> NDArray[np.int64]:
+        while len(self._ids) < count:
+            found = next(self._source, None)
+            if found is None:
+                break
+            self._ids = np.concatenate([self._ids, found[0]])
+            self._places = np.concatenate([self._places, found[1]])
+        ids, self._ids = self._ids[:count], self._ids[count:]
+        places, self._places = self._places[:count], self._places[count:]
+        self._positions.append(int(places[-1]) + 1 if len(places) else self._positions[-1])
+        return ids
+
+    def _walk(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """(present row ids, their positions in the planned stream) in pieces, from the plan's position on."""
+        order = self._plan.order(1, Share(), drop_last=False)
+        for start in range(0, order.steps, _CHUNK_STEPS_ROWS):
+            ids = order.batches(start, start + _CHUNK_STEPS_ROWS)
+            segments = self._starts.searchsorted(ids, side="right") - 1
+            kept = self._kept[segments]
+            places = np.flatnonzero(kept) + self._plan.position + start
+            yield ids[kept] + self._shift[segments[kept]], places
+
+
+def _count(state: dict[str, Any], name: str) -> int:
+    value = state[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}={value!r}")
+    return value

@@ -1,0 +1,197 @@
+"""ReadAhead: keeps warm what will be read next, and gives up what was read. One thread a loader.
+
+While an epoch runs it brings segments into memory and into the page tables before the epoch
+needs them: the next part of a window or of a pass in order; the whole snapshot, where that fits
+into memory; segments published meanwhile, which the next epoch will have. Of an epoch that reads
+segments in order it unleases those whose rows were all delivered, so that samplers can replace them
+while it runs. Between two epochs it keeps the finished snapshot for a moment, so that its mappings
+are there when the next one begins.
+
+Everything it does is a hint: it changes no batch, and an error in it ends nothing. What it leases
+beside the epoch it lets go a second after the last epoch ended, and at once when a writer of this process is
+waiting for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.store import Store
+
+_log = logging.getLogger("arrowcache")
+
+_PARKED_SECONDS = 1.0
+_LOOK_SECONDS = 0.25  # between two looks for new segments, and for delivered ones
+
+
+class ReadAhead:
+    """The thread. Thread-safe.
+
+    Args:
+        store, where: which segments a next epoch will have.
+    """
+
+    def __init__(self, store: Store, where: Callable[[SegmentInfo], bool] | None) -> None:
+        self._store, self._where = store, where
+        self._changed = threading.Condition()
+        self._epoch: Epoch | None = None
+        self._wanted = range(0)  # segments of the epoch's snapshot
+        self._todo: deque[int] = deque()  # those of them that are not warm
+        self._in_order = False
+        self._touched: set[int] = set()  # seqs whose pages are in the page tables
+        self._kept: list[Snapshot] = []  # of finished epochs, and of new segments
+        self._kept_until: float | None = None  # None: while the epoch runs
+        self._newest = -1
+        self._prepare: Callable[[], None] | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="arrowcache-readahead", daemon=True)
+        self._thread.start()
+
+    def follow(self, epoch: Epoch, *, in_order: bool, prepare: Callable[[], None] = lambda: None) -> None:
+        """An epoch begins.
+
+        Args:
+            in_order: it reads segments one after another, as `reach` will tell.
+            prepare: what else can be done ahead for the one after it.
+        """
+        rest: list[Snapshot] = []
+        with self._changed:
+            rest, self._kept, self._kept_until = self._kept, [], None
+            segments = epoch.snapshot.segments
+            self._touched &= {segment.seq for segment in segments}
+            self._epoch, self._in_order, self._prepare = epoch, in_order, prepare
+            self._newest = segments[-1].seq if segments else -1
+            fits = epoch.snapshot.nbytes <= memory_bytes() // 2
+            self._want(range(len(segments)) if fits and not in_order else range(0))
+        for snapshot in rest:  # after the new one was mapped: what both read stays mapped
+            snapshot.close()
+
+    def reach(self, segments: range) -> None:
+        """The epoch in progress will read these segments of its snapshot next."""
+        with self._changed:
+            if self._epoch is not None and segments != self._wanted:
+                self._want(segments)
+
+    def _want(self, wanted: range) -> None:
+        """Choose what to warm; under `_changed`."""
+        assert self._epoch is not None
+        segments = self._epoch.snapshot.segments
+        self._wanted = wanted
+        self._todo = deque(i for i in wanted if segments[i].seq not in self._touched)
+        self._changed.notify_all()
+
+    def park(self, snapshot: Snapshot) -> None:
+        """An epoch ended: keep its snapshot for a moment."""
+        if self._pid != os.getpid():
+            return
+        snapshot.on_contention(self.drop)
+        with self._changed:
+            self._epoch, self._wanted = None, range(0)
+            self._todo.clear()
+            self._kept.append(snapshot)
+            self._kept_until = time.monotonic() + _PARKED_SECONDS
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Let go of every lease that is not the running epoch's."""
+        with self._changed:
+            rest, self._kept = self._kept, []
+        for snapshot in rest:
+            snapshot.close()
+
+    def close(self) -> None:
+        """End the thread, and let go of everything. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            self._closed = True
+            self._epoch, self._wanted = None, range(0)
+            self._todo.clear()
+            self._changed.notify_all()
+        self.drop()
+
+    def _run(self) -> None:
+        next_look = 0.0
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                epoch = self._epoch
+                if not self._todo and self._prepare is None:
+                    self._changed.wait(_LOOK_SECONDS if epoch or self._kept else None)
+                    epoch = self._epoch
+                index = self._todo.popleft() if self._todo else None
+                prepare, self._prepare = self._prepare, None
+                expired = self._kept_until is not None and time.monotonic() > self._kept_until
+            started = time.monotonic()
+            try:
+                if expired:
+                    self.drop()
+                if prepare is not None:
+                    prepare()
+                if epoch is not None and self._in_order:
+                    passed = epoch.order.segments_span(epoch.delivered).start
+                    epoch.snapshot.release_oldest(passed)
+                if epoch is not None and index is not None and epoch is self._epoch:
+                    self._touch(epoch.snapshot, index)
+                elif epoch is not None and started > next_look:
+                    self._look_for_new(epoch)
+                    now = time.monotonic()
+                    next_look = now + max(_LOOK_SECONDS, 20 * (now - started))  # a small share of the time
+            except Exception:  # noqa: BLE001  # a hint failed: reading itself will say what is wrong
+                _log.debug("read-ahead failed", exc_info=True)
+            del epoch, prepare
+
+    def _touch(self, snapshot: Snapshot, index: int) -> None:
+        if index + 1 in self._wanted:
+            snapshot.announce(index + 1)
+        snapshot.touch(index, lambda: index in self._wanted)
+        with self._changed:
+            self._touched.add(snapshot.segments[index].seq)
+
+    def _look_for_new(self, epoch: Epoch) -> None:
+        """Map and touch what was published since the epoch began, for the next one."""
+        newest, where = self._newest, self._where
+        if self._store.folder.read_record().next_seq <= newest + 1:
+            return
+        snapshot = Snapshot.take(self._store, lambda s: s.seq > newest and (where is None or where(s)))
+        if not len(snapshot):
+            snapshot.close()
+            return
+        snapshot.on_contention(self.drop)
+        with self._changed:
+            mine = self._epoch is epoch and not self._closed
+            if mine:
+                self._kept.append(snapshot)
+                self._newest = snapshot.segments[-1].seq
+        if not mine:
+            snapshot.close()
+            return
+        snapshot.map_all()
+        if not self._in_order and epoch.snapshot.nbytes + snapshot.nbytes <= memory_bytes() // 2:
+            for index, segment in enumerate(snapshot.segments):
+                snapshot.touch(index, lambda: self._epoch is epoch)
+                self._touched.add(segment.seq)
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or its control group's if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (Path("/sys/fs/cgroup") / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

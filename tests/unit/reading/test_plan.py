@@ -1,0 +1,226 @@
+"""Plans: what a state says, and the rest of an epoch whatever is left of its segments."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arrowcache.reading.order import Share
+from arrowcache.reading.plan import Plan, Survivors
+from arrowcache.storage.layout import SegmentInfo
+
+SHUFFLES = ["rows", "window", "blocks", None]
+
+
+def plan(rows, *, seqs=None, shuffle="rows", epoch_rows=None, position=0, block_rows=4) -> Plan:
+    return Plan(
+        epoch=2,
+        seed=5,
+        shuffle=shuffle,
+        epoch_rows=epoch_rows,
+        window_rows=17,
+        block_rows=block_rows,
+        seqs=np.arange(len(rows)) if seqs is None else np.array(seqs, np.int64),
+        rows=np.array(rows, np.int64),
+        position=position,
+    )
+
+
+def segments(plan: Plan, present=None) -> list[SegmentInfo]:
+    chosen = range(len(plan.seqs)) if present is None else present
+    return [SegmentInfo(int(plan.seqs[i]), int(plan.rows[i]), "", 1, 1, 0.0) for i in chosen]
+
+
+def named(plan: Plan, present, ids) -> list[tuple[int, int]]:
+    """(seq, row) of row ids in the numbering of the present segments."""
+    starts = np.concatenate(([0], np.cumsum(plan.rows[present])))
+    index = starts.searchsorted(ids, side="right") - 1
+    seqs = plan.seqs[present][index]
+    return list(zip(seqs.tolist(), (ids - starts[index]).tolist(), strict=True))
+
+
+def everything(plan: Plan) -> list[tuple[int, int]]:
+    return [(int(s), r) for s, n in zip(plan.seqs, plan.rows, strict=True) for r in range(n)]
+
+
+# states
+
+plans = st.builds(
+    plan,
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    shuffle=st.sampled_from(SHUFFLES),
+    epoch_rows=st.none() | st.integers(1, 500),
+    block_rows=st.integers(1, 9),
+)
+
+
+@given(plans, st.integers(0, 100))
+def test_a_state_is_plain_and_gives_the_plan_back(made, position):
+    state = made.at(position).to_state()
+    assert json.loads(json.dumps(state)) == state
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    again = Plan.from_state(torch.load(file, weights_only=True))
+    assert again.to_state() == state
+    assert again.rows.tolist() == made.rows.tolist()
+    assert again.seqs.tolist() == made.seqs.tolist()
+    assert again.position == position
+
+
+def test_a_state_of_16_000_segments_is_small():
+    rows = np.full(16_000, 1024)
+    rows[::1000] = 17
+    state = plan(rows, seqs=np.arange(16_000) + 10**9).to_state()
+    assert len(json.dumps(state)) < 2000
+
+
+def test_a_state_without_segments_is_one_too():
+    state = plan([]).to_state()
+    assert state["segments"] == []
+    assert len(Plan.from_state(state).seqs) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "torch"}, "not a state"),
+        ({"version": 2}, "version 2"),
+        ({"epoch": -1}, "damaged"),
+        ({"epoch": 1.5}, "damaged"),
+        ({"seed": True}, "damaged"),
+        ({"position": None}, "damaged"),
+        ({"shuffle": "row"}, "damaged"),
+        ({"segments": [[0, 1]]}, "damaged"),
+        ({"segments": [[0, 2, 0]]}, "damaged"),
+        ({"segments": [[0, 2, 5], [1, 1, 5]]}, "damaged"),
+        ({"segments": "no"}, "damaged"),
+        ({"segments": [[0, 2**70, 1]]}, "damaged"),
+        ({"window_rows": "3"}, "damaged"),
+    ],
+)
+def test_what_is_no_state_is_refused_with_a_reason(change, words):
+    with pytest.raises(ValueError, match=words):
+        Plan.from_state(plan([3, 4]).to_state() | change)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, [], {}, {"epoch": 3}])
+def test_what_is_nothing_like_a_state_is_refused(wrong):
+    with pytest.raises(ValueError, match="not a state"):
+        Plan.from_state(wrong)
+
+
+def test_a_state_that_lacks_a_key_names_it():
+    state = plan([3]).to_state()
+    del state["seed"]
+    with pytest.raises(ValueError, match="seed"):
+        Plan.from_state(state)
+
+
+def test_a_segment_of_other_rows_under_the_same_number_is_not_the_planned_one():
+    made = plan([3, 4], seqs=[7, 9])
+    includes = [made.includes(SegmentInfo(seq, rows, "", 1, 1, 0.0)) for seq, rows in
+                [(7, 3), (9, 4), (7, 4), (8, 3), (10, 4), (0, 3)]]  # fmt: skip
+    assert includes == [True, True, False, False, False, False]
+
+
+# the rest of an epoch
+
+
+@settings(deadline=None, max_examples=150)
+@given(plans, st.data())
+def test_delivered_and_remaining_rows_are_the_epoch_whatever_batches_and_ranks(made, data):
+    draw = data.draw
+    everyone = range(len(made.seqs))
+    size, world = draw(st.integers(1, 9), "batch"), draw(st.integers(1, 3), "world")
+    order = made.order_of(segments(made), size, Share(0, world), True)
+    steps = draw(st.integers(0, order.steps), "steps")
+    orders = [made.order_of(segments(made), size, Share(rank, world), True) for rank in range(world)]
+    delivered = np.concatenate([np.empty(0, np.int64), *(o.batches(0, steps) for o in orders)])
+    rest = made.at(order.position_after(steps))
+    other_size, other_world = draw(st.integers(1, 9), "other batch"), draw(st.integers(1, 3), "other world")
+    others = [
+        rest.order_of(segments(made), other_size, Share(rank, other_world), other_world > 1)
+        for rank in range(other_world)
+    ]
+    assert len({o.steps for o in others}) == 1
+    remaining = np.concatenate([o.batches(0, o.steps) for o in others])
+    found = named(made, list(everyone), np.concatenate([delivered, remaining]))
+    total = len(everything(made)) if made.epoch_rows is None else made.epoch_rows
+    step_rows = other_size * other_world
+    assert len(found) == total if other_world == 1 else total - step_rows < len(found) <= total
+    if total <= len(everything(made)):
+        assert len(set(found)) == len(found)
+
+
+@settings(deadline=None, max_examples=150)
+@given(plans, st.data())
+def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once(made, data):
+    draw = data.draw
+    present = draw(st.lists(st.sampled_from(range(len(made.seqs))), unique=True).map(sorted), "present")
+    size, world = draw(st.integers(1, 9), "batch"), draw(st.integers(1, 3), "world")
+    planned = made.order(1, Share(), False)
+    position = draw(st.integers(0, planned.steps), "position")
+    rest = made.at(position)
+    expected = [
+        pair
+        for pair in named(made, list(range(len(made.seqs))), planned.batches(position, planned.steps))
+        if pair[0] in {int(made.seqs[i]) for i in present}
+    ]
+    orders = [rest.order_of(segments(made, present), size, Share(r, world), False) for r in range(world)]
+    assert len({order.steps for order in orders}) == 1
+    found = []
+    for step in range(orders[0].steps):
+        for order in orders:
+            ids = order.batches(step, step + 1)
+            assert world == 1 or len(ids) == size
+            found += named(made, present, ids)
+    assert found[: len(expected)] == expected
+    assert len(found) - len(expected) < size * world
+    if len(present) < len(made.seqs):
+        assert isinstance(orders[0], Survivors)
+        assert orders[0].missing == planned.steps - position - len(expected)
+
+
+@settings(deadline=None, max_examples=100)
+@given(plans, st.data())
+def test_a_resumed_epoch_can_be_resumed_again_at_any_step(made, data):
+    draw = data.draw
+    present = draw(st.lists(st.sampled_from(range(len(made.seqs))), unique=True, min_size=1).map(sorted))
+    size = draw(st.integers(1, 7), "batch")
+    whole = made.order_of(segments(made, present), size, Share(), False)
+    expected = named(made, present, whole.batches(0, whole.steps))
+    first = made.order_of(segments(made, present), size, Share(), False)
+    steps = draw(st.integers(0, first.steps), "steps")
+    group = draw(st.integers(1, 5), "group")
+    done = 0
+    delivered = []
+    while done < steps:
+        last = min(done + group, steps)
+        delivered += named(made, present, first.batches(done, last))
+        done = last
+    again = made.at(first.position_after(steps)).order_of(segments(made, present), size, Share(), False)
+    assert delivered + named(made, present, again.batches(0, again.steps)) == expected
+
+
+def test_survivors_drop_an_incomplete_last_step_if_told():
+    made = plan([10, 10, 10], shuffle=None)
+    order = made.order_of(segments(made, [0, 2]), 8, Share(), True)
+    assert order.steps == 2
+    assert order.batches(0, 2).tolist() == list(range(16))
+    assert order.batches(2, 3).tolist() == []
+
+
+def test_nothing_is_left_of_an_epoch_whose_segments_are_all_gone():
+    made = plan([10, 10])
+    for world in (1, 2):
+        order = made.order_of([], 4, Share(0, world), False)
+        assert order.steps == 0
+        assert order.batches(0, 5).tolist() == []
+        assert order.position_after(0) == 0

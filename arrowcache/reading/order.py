@@ -14,27 +14,17 @@ non-uniform for few rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.pieces import pieces
+
 _TABLE_ROWS = 1 << 20  # 8 MiB of row ids
 _ROUNDS = 12
-_ELEMENTS_UNDER_GIL = 500
 _ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(seed)
-
-
-def pieces(count: int) -> Iterator[slice]:
-    """Slices of at most 500 elements: NumPy hands the GIL over in operations on more.
-
-    Beside a thread that never yields, it takes 5 ms to come back each time: a dozen small operations
-    in pieces cost less than one of them in one go.
-    """
-    for start in range(0, count, _ELEMENTS_UNDER_GIL):
-        yield slice(start, min(start + _ELEMENTS_UNDER_GIL, count))
 
 
 class RowOrder(Protocol):

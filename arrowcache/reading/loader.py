@@ -150,7 +150,7 @@ class Loader:
         pipeline = self._start()
         snapshot = self._wait_for_rows()
         order = EpochOrder(
-            len(snapshot),
+            [segment.rows for segment in snapshot.segments],
             self._batch_size,
             shuffle=self._shuffle,
             seed=self._seed,

@@ -1,116 +1,26 @@
-"""Order: which rows go into which batch. Pure: values in, row ids out, no state, no clock.
+"""Order: which rows go into which batch. Pure: values in, row ids out, no clock.
 
-An order is a function of (rows, seed, epoch, rank, world size): any part of an epoch can be
-computed without what came before, so resuming at any step costs nothing. An epoch is a stream
-of positions 0, 1, 2, ...; each position maps to a row id; step `s` of rank `r` takes positions
-[(s * world_size + r) * batch_size, ... + batch_size).
-
-`Permutation` shuffles. Up to 2**20 rows it is NumPy's; beyond, a keyed bijection evaluated
-where it is asked for, so no array of all rows is ever made: a balanced Feistel network over the
-next even power of two, walking cycles until the value falls into range (Black and Rogaway,
-"Ciphers with arbitrary finite domains", 2002). Its 12 rounds are by measurement: 4 are visibly
-non-uniform for few rows.
+An order is a function of (segment sizes, seed, epoch, rank, world size): any part of an epoch can
+be computed without what came before, so resuming anywhere costs nothing. An epoch is a stream of
+positions 0, 1, 2, ...: passes over all rows, one after another, each with a row order of its own
+(shuffle.py). Step `s` of rank `r` takes positions [start + (s * world_size + r) * batch_size, ... +
+batch_size). The stream itself depends on neither batch size (but see `block_rows`) nor ranks: both
+may be others after a resume.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-_TABLE_ROWS = 1 << 20  # 8 MiB of row ids
-_ROUNDS = 12
-_ELEMENTS_UNDER_GIL = 500
-_ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(seed)
+from arrowcache.reading.pieces import pieces
+from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window, prepare
 
-
-def pieces(count: int) -> Iterator[slice]:
-    """Slices of at most 500 elements: NumPy hands the GIL over in operations on more.
-
-    Beside a thread that never yields, it takes 5 ms to come back each time: a dozen small operations
-    in pieces cost less than one of them in one go.
-    """
-    for start in range(0, count, _ELEMENTS_UNDER_GIL):
-        yield slice(start, min(start + _ELEMENTS_UNDER_GIL, count))
-
-
-class RowOrder(Protocol):
-    """One pass over `rows` rows: a bijection of positions to row ids."""
-
-    rows: int
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Row ids at (n,) positions in [0, rows)."""
-
-
-class Sequential:
-    """Row i at position i: oldest segment first."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return positions
-
-
-class Permutation:
-    """All rows, shuffled uniformly: a function of (rows, seed, key) alone.
-
-    Args:
-        rows: how many.
-        seed: any non-negative int.
-        key: further non-negative ints that select one permutation, such as epoch and pass.
-    """
-
-    def __init__(self, rows: int, seed: int, key: tuple[int, ...] = ()) -> None:
-        self.rows = rows
-        sequence = np.random.SeedSequence(seed, spawn_key=(_ORDER_KEY, *key))
-        self._table: NDArray[np.int64] | None = None
-        if rows <= _TABLE_ROWS:
-            self._table = np.random.default_rng(sequence).permutation(rows)
-        self._keys = sequence.generate_state(_ROUNDS, np.uint64).astype(np.uint64)
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self._table is not None:
-            return self._table[positions]
-        return index_shuffle(positions, self.rows, self._keys)
-
-
-def index_shuffle(positions: NDArray[np.int64], rows: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Map positions in [0, rows) to row ids by a keyed bijection of [0, rows) onto itself.
-
-    Args:
-        positions: (n,) in range.
-        rows: size of the domain, below 2**62.
-        keys: (rounds,) one key a round.
-    """
-    half = np.uint64(max(1, -(-(rows - 1).bit_length() // 2)))
-    mask = np.uint64((1 << int(half)) - 1)
-    values = _feistel(positions.astype(np.uint64), half, mask, keys)
-    outside = np.flatnonzero(values >= rows)
-    while outside.size:  # less than three quarters are outside, so this ends soon
-        values[outside] = _feistel(values[outside], half, mask, keys)
-        outside = outside[values[outside] >= rows]
-    return values.astype(np.int64)
-
-
-def _feistel(
-    values: NDArray[np.uint64], half: np.uint64, mask: np.uint64, keys: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
-    left, right = values >> half, values & mask
-    for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return (left << half) | right
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+SHUFFLES = ("rows", "window", "blocks", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +36,28 @@ class Share:
 
 
 class EpochOrder:
-    """The batches of one epoch, for one rank.
+    """The batches of one epoch, for one rank. Several threads may ask at once.
 
     Args:
-        rows: of the snapshot, at least 1.
+        segment_rows: of the snapshot's segments, oldest first, each at least 1.
         batch_size: of one rank.
-        shuffle: "rows" or None.
+        shuffle: "rows" (all of them, uniformly), "window", "blocks", or None (oldest first).
         seed, epoch: select the shuffle.
         share: this rank's.
-        epoch_rows: exactly so many rows: fewer than `rows` are a draw without replacement, more
-            are reshuffled passes one after another. None: one pass.
+        epoch_rows: exactly so many rows: fewer than there are are the first of a pass (if "rows", a
+            draw without replacement), more are reshuffled passes. None: one pass.
         drop_last: leave out an incomplete last step; else it is short (one rank) or padded by
             wrapping around to the epoch's first rows (several).
+        window_rows: what a "window" spans, about.
+        block_rows: of a run of "blocks"; None: batch_size. A resume needs that of the epoch's begin.
+        start: the position of the stream to go on from; steps count from there.
+
+    Raises: ValueError: no such shuffle, no `window_rows` for it, or no such position.
     """
 
     def __init__(
         self,
-        rows: int,
+        segment_rows: Sequence[int] | NDArray[np.int64],
         batch_size: int,
         *,
         shuffle: str | None,
@@ -151,46 +66,89 @@ class EpochOrder:
         share: Share | None = None,
         epoch_rows: int | None = None,
         drop_last: bool = True,
+        window_rows: int | None = None,
+        block_rows: int | None = None,
+        start: int = 0,
     ) -> None:
-        self.rows = rows
+        segments = np.asarray(segment_rows, np.int64)
+        self._segments = range(len(segments))
+        self.rows = int(segments.sum())
         self.batch_size = batch_size
-        self._shuffle, self._seed, self._epoch = shuffle, seed, epoch
+        self.epoch_rows = self.rows if epoch_rows is None else epoch_rows
+        if shuffle not in SHUFFLES:
+            raise ValueError(f"shuffle={shuffle!r} is unknown: use one of {SHUFFLES}")
+        if shuffle == "window" and window_rows is None:
+            raise ValueError('shuffle="window" needs window_rows')
+        if not (0 <= start <= self.epoch_rows):
+            raise ValueError(f"start={start} must lie in [0, epoch_rows={self.epoch_rows}]")
         self._share = share or Share()
-        self.epoch_rows = rows if epoch_rows is None else epoch_rows
-        step_rows = batch_size * self._share.world_size
-        whole, rest = divmod(self.epoch_rows, step_rows)
+        self._start = start
+        self._step_rows = batch_size * self._share.world_size
+        whole, rest = divmod(self.epoch_rows - start, self._step_rows)
         self.steps = whole if drop_last else whole + (rest > 0)
-        self._passes: dict[int, RowOrder] = {}
+
+        def row_order(number: int) -> RowOrder:  # without self: a cycle would keep its tables for longer
+            key = (epoch, number)
+            if shuffle == "rows":
+                return Permutation(int(segments.sum()), seed, key, len(segments))
+            if shuffle == "window":
+                assert window_rows is not None
+                return Window(segments, window_rows, seed, key)
+            if shuffle == "blocks":
+                return Blocks(segments, block_rows or batch_size, seed, key)
+            return Sequential(segments)
+
+        self._pass = lru_cache(maxsize=2)(row_order)  # the current and the next one
 
     def batches(self, first: int, last: int) -> NDArray[np.int64]:
         """Row ids of steps first..last-1, one after another.
 
         Returns: ((last - first) * batch_size,), less if the epoch's very last batch is short.
         """
-        world, size = self._share.world_size, self.batch_size
-        count = max(0, min(last, self.steps) - first) * size
-        if world == 1:
-            count = max(0, min(count, self.epoch_rows - first * size))
+        count = max(0, min(last, self.steps) - first) * self.batch_size
+        if self._share.world_size == 1:
+            count = max(0, min(count, self.epoch_rows - self.position_after(first)))
         ids = np.empty(count, np.int64)
         for piece in pieces(count):
             ids[piece] = self._row_ids(self._positions(first, piece))
         return ids
 
+    def position_after(self, steps_done: int) -> int:
+        """The stream's position after so many steps of all ranks: the `start` of a resume."""
+        return min(self.epoch_rows, self._start + steps_done * self._step_rows)
+
+    def segments_span(self, step: int) -> range:
+        """Indices of the segments in use at a step, of all ranks together.
+
+        Segments before `start` are not read by this step or later ones; those from `stop` on not by
+        this step or earlier ones of its pass. All, while a later pass or padding is to read them.
+        """
+        if step >= self.steps:
+            return self._segments[len(self._segments) :]
+        first, last = self.position_after(step), self.position_after(step + 1) - 1
+        number = first // self.rows
+        end = self._start + self.steps * self._step_rows
+        is_padded = end > self.epoch_rows and self._share.world_size > 1
+        if is_padded or min(end, self.epoch_rows) > (number + 1) * self.rows:
+            return self._segments
+        order, before = self._pass(number), number * self.rows
+        return self._segments[order.span(first - before).start : order.span(last - before).stop]
+
     def _positions(self, first: int, piece: slice) -> NDArray[np.int64]:
         """Where in the epoch's stream the rows of a piece of step `first` and those after it are."""
         world, rank, size = self._share.world_size, self._share.rank, self.batch_size
         rows = np.arange(piece.start, piece.stop, dtype=np.int64)
+        start = self._start + (first * world + rank) * size
         if world == 1:
-            return rows + first * size
-        steps: NDArray[np.int64] = rows // size
-        positions: NDArray[np.int64] = rows + steps * ((world - 1) * size) + (first * world + rank) * size
+            return rows + start
+        positions: NDArray[np.int64] = rows + rows // size * ((world - 1) * size) + start
         if positions[-1] >= self.epoch_rows:
             positions %= self.epoch_rows
         return positions
 
     def _row_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        if not positions.size:
-            return positions
+        if self.epoch_rows <= self.rows:
+            return self._pass(0)(positions)
         first, last = int(positions.min()) // self.rows, int(positions.max()) // self.rows
         if first == last:
             return self._pass(first)(positions - first * self.rows)
@@ -201,14 +159,11 @@ class EpochOrder:
             ids[chosen] = self._pass(number)(places[chosen])
         return ids
 
-    def _pass(self, number: int) -> RowOrder:
-        if number not in self._passes:
-            if len(self._passes) > 1:  # the current and the next one are enough
-                self._passes.pop(min(self._passes))
-            self._passes[number] = self._make_pass(number)
-        return self._passes[number]
 
-    def _make_pass(self, number: int) -> RowOrder:
-        if self._shuffle is None:
-            return Sequential(self.rows)
-        return Permutation(self.rows, self._seed, (self._epoch, number))
+def prepare_epoch(rows: int, *, seed: int, epoch: int) -> None:
+    """Compute ahead, on any thread, what the first batch of an epoch shuffled by "rows" waits for.
+
+    Args:
+        rows: that the epoch may have: any number between the same two powers of two will do.
+    """
+    prepare(rows, seed, (epoch, 0))

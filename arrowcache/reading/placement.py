@@ -35,7 +35,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
-from arrowcache.reading.order import pieces
+from arrowcache.reading.pieces import pieces
 from arrowcache.storage.mapping import AddressRange
 
 _TOUCHED_WIDTHS = range(512, 128 * 1024)

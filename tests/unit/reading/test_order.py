@@ -1,18 +1,32 @@
-"""Orders: pure functions of (rows, seed, epoch, rank, world size)."""
+"""Orders: pure functions of (segment sizes, seed, epoch, rank, world size)."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrowcache.reading import order as order_module
-from arrowcache.reading.order import EpochOrder, Permutation, Sequential, Share, index_shuffle
+from arrowcache.reading import shuffle as shuffle_module
+from arrowcache.reading.order import SHUFFLES, EpochOrder, Share, prepare_epoch
 
-shuffles = st.sampled_from(["rows", None])
+segment_sizes = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+few_segments = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+batch_sizes = st.integers(1, 40)
+worlds = st.integers(2, 5)
+epoch_rows_or_none = st.none() | st.integers(1, 500)
+# One shuffle and what it needs; `block_rows` for resumes with another batch size.
+shuffles = st.fixed_dictionaries(
+    {
+        "shuffle": st.sampled_from(SHUFFLES),
+        "window_rows": st.integers(1, 1500),
+        "block_rows": st.integers(1, 70),
+    }
+)
 
 
 def ids_of(order):
@@ -24,183 +38,295 @@ def flat(batches):
     return list(itertools.chain.from_iterable(batches))
 
 
-def make(rows, batch_size, shuffle="rows", seed=0, epoch=0, **options):
-    return EpochOrder(rows, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, **options)
+def make(segments, batch_size, shuffle="rows", seed=0, epoch=0, **options):
+    return EpochOrder(segments, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, **options)
+
+
+def make_ranks(world, *arguments, **options):
+    return [make(*arguments, share=Share(rank, world), **options) for rank in range(world)]
+
+
+def stream_of(ranks):
+    """What all ranks read together, in the order of the epoch's stream."""
+    return flat(flat(zip(*map(ids_of, ranks), strict=True)))
+
+
+# One epoch.
 
 
 @settings(deadline=None)
-@given(st.integers(1, 300), st.integers(1, 40), shuffles, st.integers(0, 2**70), st.integers(0, 9))
-def test_one_rank_sees_every_row_once(rows, batch_size, shuffle, seed, epoch):
-    batches = ids_of(make(rows, batch_size, shuffle, seed, epoch, drop_last=False))
-    assert sorted(flat(batches)) == list(range(rows))
+@given(segment_sizes, batch_sizes, shuffles, st.integers(0, 2**70), st.integers(0, 9))
+def test_one_rank_sees_every_row_once(segments, batch_size, options, seed, epoch):
+    batches = ids_of(make(segments, batch_size, seed=seed, epoch=epoch, drop_last=False, **options))
+    assert sorted(flat(batches)) == list(range(sum(segments)))
     assert all(len(batch) == batch_size for batch in batches[:-1])
-    whole = ids_of(make(rows, batch_size, shuffle, seed, epoch))
+    whole = ids_of(make(segments, batch_size, seed=seed, epoch=epoch, **options))
     assert whole == [batch for batch in batches if len(batch) == batch_size]
 
 
 @settings(deadline=None)
-@given(st.integers(1, 300), st.integers(1, 20), st.integers(2, 5), shuffles, st.integers(0, 99))
-def test_ranks_take_equal_steps_of_disjoint_rows(rows, batch_size, world, shuffle, seed):
-    orders = [make(rows, batch_size, shuffle, seed, share=Share(rank, world)) for rank in range(world)]
-    assert {order.steps for order in orders} == {rows // (world * batch_size)}
-    seen = flat(flat(ids_of(order)) for order in orders)
-    assert len(seen) == len(set(seen)) == orders[0].steps * world * batch_size
+@given(segment_sizes, batch_sizes, worlds, shuffles, st.integers(0, 99))
+def test_ranks_take_equal_steps_of_disjoint_rows(segments, batch_size, world, options, seed):
+    ranks = make_ranks(world, segments, batch_size, seed=seed, **options)
+    rows = sum(segments)
+    assert {order.steps for order in ranks} == {rows // (world * batch_size)}
+    seen = stream_of(ranks)
+    assert len(seen) == len(set(seen)) == ranks[0].steps * world * batch_size
     assert set(seen) <= set(range(rows))
 
 
 @settings(deadline=None)
-@given(st.integers(1, 300), st.integers(1, 20), st.integers(2, 5), shuffles, st.none() | st.integers(1, 500))
-def test_without_drop_last_ranks_pad_by_wrapping_around(rows, batch_size, world, shuffle, epoch_rows):
-    options = {"epoch_rows": epoch_rows, "drop_last": False}
-    orders = [make(rows, batch_size, shuffle, share=Share(rank, world), **options) for rank in range(world)]
-    total = epoch_rows or rows
+@given(segment_sizes, batch_sizes, worlds, shuffles, epoch_rows_or_none)
+def test_without_drop_last_ranks_pad_by_wrapping_around(segments, batch_size, world, options, epoch_rows):
+    options |= {"epoch_rows": epoch_rows, "drop_last": False}
+    ranks = make_ranks(world, segments, batch_size, **options)
+    total = epoch_rows or sum(segments)
     steps = -(-total // (world * batch_size))
-    assert {order.steps for order in orders} == {steps}
-    batches = [ids_of(order) for order in orders]
-    assert all(len(batch) == batch_size for rank in batches for batch in rank)
-    stream = [i for step in range(steps) for rank in range(world) for i in batches[rank][step]]
-    assert stream[:total] == flat(ids_of(make(rows, batch_size, shuffle, **options))), "as one rank alone"
+    assert {order.steps for order in ranks} == {steps}
+    assert all(len(batch) == batch_size for order in ranks for batch in ids_of(order))
+    stream = stream_of(ranks)
+    assert stream[:total] == flat(ids_of(make(segments, batch_size, **options))), "as one rank alone"
     padded = stream[:total] * (1 + len(stream) // total)
     assert stream == padded[: len(stream)], "the padding is the epoch's own first rows"
 
 
 @settings(deadline=None)
-@given(st.integers(1, 60), st.integers(1, 200), st.integers(1, 9), shuffles, st.integers(1, 3))
-def test_epoch_rows_gives_exactly_so_many_in_whole_passes(rows, epoch_rows, batch_size, shuffle, world):
-    orders = [
-        make(rows, batch_size, shuffle, epoch_rows=epoch_rows, share=Share(rank, world))
-        for rank in range(world)
-    ]
-    assert {order.steps for order in orders} == {epoch_rows // (batch_size * world)}
-    alone = make(rows, batch_size, shuffle, epoch_rows=epoch_rows, drop_last=False)
+@given(few_segments, st.integers(1, 1000), st.integers(1, 9), shuffles, st.integers(1, 3))
+def test_epoch_rows_gives_exactly_so_many_in_whole_passes(segments, epoch_rows, batch_size, options, world):
+    ranks = make_ranks(world, segments, batch_size, epoch_rows=epoch_rows, **options)
+    assert {order.steps for order in ranks} == {epoch_rows // (batch_size * world)}
+    alone = make(segments, batch_size, epoch_rows=epoch_rows, drop_last=False, **options)
     stream = flat(ids_of(alone))
     assert len(stream) == epoch_rows
-    for first in range(0, epoch_rows, rows):
-        one_pass = stream[first : first + rows]
+    for first in range(0, epoch_rows, sum(segments)):
+        one_pass = stream[first : first + sum(segments)]
         assert len(set(one_pass)) == len(one_pass), "without replacement within a pass"
 
 
-def test_each_pass_of_an_epoch_is_shuffled_anew():
-    stream = flat(ids_of(make(50, 10, epoch_rows=150)))
-    passes = [tuple(stream[first : first + 50]) for first in (0, 50, 100)]
+@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks"])
+def test_each_pass_of_an_epoch_is_shuffled_anew(shuffle):
+    stream = flat(ids_of(make([100, 200], 10, shuffle, epoch_rows=900, window_rows=100)))
+    passes = [tuple(stream[first : first + 300]) for first in (0, 300, 600)]
     assert len(set(passes)) == 3
 
 
 @settings(deadline=None)
-@given(st.data(), st.integers(1, 300), st.integers(1, 20), shuffles, st.integers(1, 3), st.booleans())
+@given(st.data(), segment_sizes, batch_sizes, shuffles, st.integers(1, 3), st.booleans())
 def test_any_part_of_an_epoch_is_what_it_is_within_the_whole(
-    data, rows, batch_size, shuffle, world, drop_last
+    data, segments, batch_size, options, world, drop_last
 ):
-    epoch_rows = data.draw(st.none() | st.integers(1, 600))
-
-    def fresh():
-        share = Share(data.draw(st.just(0)), world)
-        return make(rows, batch_size, shuffle, share=share, drop_last=drop_last, epoch_rows=epoch_rows)
-
-    order = fresh()
-    whole = np.concatenate([np.empty(0, np.int64), *(order.batches(s, s + 1) for s in range(order.steps))])
+    options |= {"epoch_rows": data.draw(epoch_rows_or_none), "drop_last": drop_last}
+    options |= {"share": Share(data.draw(st.integers(0, world - 1)), world)}
+    order = make(segments, batch_size, **options)
+    whole = flat(ids_of(order))
     first = data.draw(st.integers(0, order.steps))
     last = data.draw(st.integers(first, order.steps + 3))
-    part = fresh().batches(first, last)
+    part = make(segments, batch_size, **options).batches(first, last)
     assert part.dtype == np.int64
-    assert part.tolist() == whole[first * batch_size : last * batch_size].tolist()
+    assert part.tolist() == whole[first * batch_size : last * batch_size]
 
 
-def test_no_order_remembers_what_was_asked_before():
-    order, again = make(1000, 7, epoch_rows=5000), make(1000, 7, epoch_rows=5000)
-    forwards = [order.batches(step, step + 1).tolist() for step in range(order.steps)]
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_no_order_remembers_what_was_asked_before(shuffle):
+    options = {"epoch_rows": 5000, "window_rows": 300}
+    order, again = (make([100] * 10, 7, shuffle, **options) for _ in range(2))
     backwards = [again.batches(step, step + 1).tolist() for step in reversed(range(again.steps))]
-    assert forwards == backwards[::-1]
+    assert ids_of(order) == backwards[::-1]
 
 
-def test_seed_and_epoch_decide_the_order():
-    orders = {
-        (seed, epoch): tuple(make(100, 100, seed=seed, epoch=epoch).batches(0, 1).tolist())
-        for seed in (0, 1, 2**40)
-        for epoch in range(5)
-    }
+@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks"])
+def test_seed_and_epoch_decide_the_order(shuffle):
+    def order(seed, epoch):
+        whole = make([40, 60, 100], 8, shuffle, seed=seed, epoch=epoch, window_rows=50)
+        return tuple(whole.batches(0, whole.steps))
+
+    orders = {(seed, epoch): order(seed, epoch) for seed in (0, 1, 2**40) for epoch in range(5)}
     assert len(set(orders.values())) == len(orders)
-    assert orders[0, 3] == tuple(make(100, 100, seed=0, epoch=3).batches(0, 1).tolist())
+    assert orders[0, 3] == order(0, 3)
 
 
-def test_the_order_is_apart_from_a_users_own_stream_of_the_same_seed():
-    users = {tuple(np.random.default_rng(0).permutation(100))}
-    users |= {
-        tuple(np.random.default_rng(np.random.SeedSequence(0, spawn_key=(k,))).permutation(100))
-        for k in range(20)
-    }
-    ours = {tuple(make(100, 100, seed=0, epoch=epoch).batches(0, 1)) for epoch in range(20)}
-    assert not users & ours
+def test_without_shuffle_rows_come_oldest_first():
+    assert make([3, 7], 4, None, drop_last=False).batches(0, 3).tolist() == list(range(10))
 
 
-def test_sequential_is_oldest_first():
-    assert make(10, 4, None, drop_last=False).batches(0, 3).tolist() == list(range(10))
-    assert Sequential(5)(np.array([4, 0])).tolist() == [4, 0]
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 3000), st.integers(0, 2**32))
-def test_the_index_shuffle_is_a_bijection(rows, seed):
-    keys = np.random.default_rng(seed).integers(0, 2**64, 12, np.uint64)
-    ids = index_shuffle(np.arange(rows), rows, keys)
-    assert ids.dtype == np.int64
-    assert np.array_equal(np.sort(ids), np.arange(rows))
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.integers(2**20, 2**62 - 1),
-    st.lists(st.integers(0, 2**62), min_size=1, max_size=50),
-    st.integers(0, 99),
-)
-def test_the_index_shuffle_maps_far_apart_positions_into_range_one_to_one(rows, places, seed):
-    keys = np.random.default_rng(seed).integers(0, 2**64, 12, np.uint64)
-    positions = np.unique(np.array(places, np.int64) % rows)
-    ids = index_shuffle(positions, rows, keys)
-    assert len(np.unique(ids)) == len(positions)
-    assert ids.min() >= 0
-    assert ids.max() < rows
-    alone = np.concatenate([index_shuffle(positions[i : i + 1], rows, keys) for i in range(len(positions))])
-    assert np.array_equal(ids, alone)
-
-
-@pytest.mark.parametrize("rows", [2, 3, 8, 13])
-def test_the_index_shuffle_puts_each_row_everywhere_about_equally_often(rows, monkeypatch):
-    monkeypatch.setattr(order_module, "_TABLE_ROWS", 0)
-    trials = 1500
-    counts = np.zeros((rows, rows))
-    for trial in range(trials):
-        counts[np.arange(rows), Permutation(rows, 7, (trial,))(np.arange(rows))] += 1
-    expected = trials / rows
-    chi_squared = ((counts - expected) ** 2 / expected).sum()
-    freedom = (rows - 1) ** 2
-    assert chi_squared < freedom + 5 * np.sqrt(2 * freedom) + 5, "a fixed seed: this fails always or never"
-
-
-def test_beyond_the_table_a_permutation_is_computed_where_it_is_asked_for(monkeypatch):
-    rows = order_module._TABLE_ROWS + 12345
-    shuffle = Permutation(rows, 3, (1, 2))
-    assert shuffle._table is None
-    sampled = np.unique(np.random.default_rng(0).integers(0, rows, 20_000))
-    ids = shuffle(sampled)
-    assert len(np.unique(ids)) == len(sampled)
-    assert 0.49 < ids.mean() / rows < 0.51
-    assert abs(np.corrcoef(sampled, ids)[0, 1]) < 0.03
-    assert not np.array_equal(ids, Permutation(rows, 3, (1, 3))(sampled))
-    assert np.array_equal(ids, Permutation(rows, 3, (1, 2))(sampled))
+def test_batches_of_blocks_are_runs_of_the_batch_size():
+    batches = ids_of(make([24, 8, 40], 8, "blocks"))
+    assert all(np.array_equal(np.diff(batch), np.ones(7)) for batch in batches)
+    assert flat(batches) != list(range(72))
+    halves = ids_of(make([24, 8, 40], 8, "blocks", block_rows=4))
+    assert not all(np.array_equal(np.diff(batch), np.ones(7)) for batch in halves)
 
 
 def test_an_epoch_without_a_table_sees_every_row_once_too(monkeypatch):
-    monkeypatch.setattr(order_module, "_TABLE_ROWS", 0)
-    batches = ids_of(make(1001, 10, drop_last=False, epoch_rows=2002))
-    stream = flat(batches)
+    monkeypatch.setattr(shuffle_module, "_TABLE_ROWS", 0)
+    stream = flat(ids_of(make([500, 501], 10, drop_last=False, epoch_rows=2002)))
     assert sorted(stream[:1001]) == sorted(stream[1001:]) == list(range(1001))
 
 
+def test_an_epoch_is_prepared_ahead_by_about_how_many_rows_it_has():
+    shuffle_module._prepared.clear()
+    expected = ids_of(make([300, 400], 10, seed=5, epoch=3))
+    prepare_epoch(1000, seed=5, epoch=3)
+    ((_, table),) = shuffle_module._prepared
+    table[:] = table[::-1].copy()
+    backwards = ids_of(make([300, 400], 10, seed=5, epoch=3))
+    shuffle_module._prepared.clear()
+    assert flat(backwards) == flat(expected)[::-1], "it was used"
+
+
+def test_an_order_and_its_tables_go_when_nobody_holds_it():
+    gc.disable()
+    try:
+        order = make([1000], 10)
+        order.batches(0, 1)
+        table = weakref.ref(order._pass(0))
+        del order
+        assert table() is None
+    finally:
+        gc.enable()
+
+
 def test_an_epoch_shorter_than_a_step_has_no_step():
-    assert make(5, 10).steps == 0
-    assert make(5, 10).batches(0, 0).tolist() == []
-    assert make(5, 10, drop_last=False).steps == 1
+    assert make([5], 10).steps == 0
+    assert make([5], 10).batches(0, 0).tolist() == []
+    assert make([5], 10, drop_last=False).steps == 1
+
+
+# Resuming.
+
+
+@settings(deadline=None)
+@given(few_segments, batch_sizes, batch_sizes, shuffles, epoch_rows_or_none)
+def test_a_resume_at_any_step_gives_what_was_left(segments, batch_size, other_size, options, epoch_rows):
+    options |= {"drop_last": False, "epoch_rows": epoch_rows}
+    order = make(segments, batch_size, **options)
+    batches = ids_of(order)
+    for step in range(order.steps + 1):
+        rest = make(segments, other_size, start=order.position_after(step), **options)
+        assert flat(batches[:step]) + flat(ids_of(rest)) == flat(batches)
+
+
+@settings(deadline=None, max_examples=40)
+@given(few_segments, batch_sizes, worlds, batch_sizes, worlds, shuffles, epoch_rows_or_none)
+def test_ranks_resume_what_other_ranks_began(
+    segments, batch_size, world, other_size, other_world, options, epoch_rows
+):
+    options |= {"drop_last": False, "epoch_rows": epoch_rows}
+    stream = flat(ids_of(make(segments, 10, **options)))
+    total = len(stream)
+    ranks = make_ranks(world, segments, batch_size, **options)
+    begun = stream_of(ranks)
+    for step in range(ranks[0].steps + 1):
+        (start,) = {order.position_after(step) for order in ranks}
+        rest = make_ranks(other_world, segments, other_size, start=start, **options)
+        assert len({order.steps for order in rest}) == 1
+        after = stream_of(rest)
+        assert begun[:start] == stream[:start]
+        assert after[: total - start] == stream[start:], "the rest, and then padding"
+        assert len(after) - (total - start) < other_world * other_size
+        padding = after[total - start :]
+        assert padding == (stream * (1 + len(padding) // total))[: len(padding)]
+        if (total - start) % (other_world * other_size) == 0:
+            assert not padding
+
+
+@settings(deadline=None)
+@given(few_segments, batch_sizes, shuffles, st.data())
+def test_a_resume_of_a_resume_counts_from_the_epochs_begin(segments, batch_size, options, data):
+    whole = make(segments, batch_size, drop_last=False, **options)
+    first = data.draw(st.integers(0, whole.steps))
+    resumed = make(segments, batch_size, drop_last=False, start=whole.position_after(first), **options)
+    assert resumed.steps == whole.steps - first
+    for step in range(resumed.steps + 1):
+        assert resumed.position_after(step) == whole.position_after(first + step)
+        assert (
+            resumed.batches(step, step + 1).tolist() == whole.batches(first + step, first + step + 1).tolist()
+        )
+
+
+@settings(deadline=None)
+@given(few_segments, batch_sizes, st.integers(1, 4), epoch_rows_or_none, st.data())
+def test_with_drop_last_a_resume_takes_the_whole_steps_left(segments, batch_size, world, epoch_rows, data):
+    total = epoch_rows or sum(segments)
+    start = data.draw(st.integers(0, total))
+    order = make(segments, batch_size, share=Share(0, world), epoch_rows=epoch_rows, start=start)
+    assert order.steps == (total - start) // (world * batch_size)
+    assert all(len(batch) == batch_size for batch in ids_of(order))
+
+
+@pytest.mark.parametrize("start", [-1, 11])
+def test_a_start_outside_the_epoch_is_refused(start):
+    with pytest.raises(ValueError, match=f"start={start}.*epoch_rows=10"):
+        make([4, 6], 2, start=start)
+
+
+# Which segments are in use.
+
+
+@settings(deadline=None)
+@given(few_segments, batch_sizes, st.integers(1, 3), shuffles, st.booleans(), st.data())
+def test_the_span_of_a_step_is_what_it_and_later_steps_read(
+    segments, batch_size, world, options, drop_last, data
+):
+    rows, count = sum(segments), len(segments)
+    epoch_rows = data.draw(st.none() | st.integers(1, 3 * rows))
+    start = data.draw(st.integers(0, epoch_rows or rows))
+    options |= {"epoch_rows": epoch_rows, "drop_last": drop_last, "start": start}
+    ranks = make_ranks(world, segments, batch_size, **options)
+    segment_of = np.repeat(np.arange(count), segments)
+    steps = [
+        segment_of[np.concatenate([order.batches(step, step + 1) for order in ranks])]
+        for step in range(ranks[0].steps)
+    ]
+    for step, used in enumerate(steps):
+        (span,) = {order.segments_span(step) for order in ranks}
+        assert 0 <= span.start <= min(map(min, steps[step:]))
+        assert max(used) < span.stop <= count
+    assert len(ranks[0].segments_span(len(steps))) == 0
+    assert ranks[0].segments_span(len(steps)).start == count
+
+
+def test_spans_of_one_pass_move_on_with_the_steps():
+    window = make([10] * 20, 5, "window", window_rows=40)
+    starts = [window.segments_span(step).start for step in range(window.steps)]
+    assert starts == sorted(starts)
+    assert starts[-1] >= 16
+    oldest_first = make([10] * 20, 5, None)
+    assert [oldest_first.segments_span(step) for step in range(4)] == [
+        range(1), range(1), range(1, 2), range(1, 2)
+    ]  # fmt: skip
+    assert make([10] * 20, 15, None).segments_span(1) == range(1, 3)
+
+
+@pytest.mark.parametrize("shuffle", [None, "window"])
+def test_everything_is_in_use_while_it_will_be_read_again(shuffle):
+    segments, options = [10] * 20, {"window_rows": 40}
+    twice = make(segments, 10, shuffle, epoch_rows=400, **options)
+    assert [len(twice.segments_span(step)) for step in range(20)] == [20] * 20
+    assert len(twice.segments_span(39)) < 10
+    padded = make(segments, 15, shuffle, share=Share(0, 2), drop_last=False, **options)
+    assert padded.segments_span(6) == range(20)
+    divisible = make(segments, 10, shuffle, share=Share(0, 2), drop_last=False, **options)
+    assert len(divisible.segments_span(9)) < 10
+    dropped = make(segments, 10, shuffle, epoch_rows=209, **options)
+    assert len(dropped.segments_span(19)) < 10, "the second pass's rows are of a dropped step"
+
+
+# Arguments.
+
+
+def test_a_shuffle_that_is_unknown_or_lacks_its_window_is_refused():
+    with pytest.raises(ValueError, match="shuffle='fifo' is unknown"):
+        make([5], 1, "fifo")
+    with pytest.raises(ValueError, match="needs window_rows"):
+        make([5], 1, "window")
+
+
+def test_segment_rows_may_be_any_sequence():
+    for segments in ([3, 4], (3, 4), np.array([3, 4]), np.array([3, 4], np.int32)):
+        assert (
+            make(segments, 7, seed=1).batches(0, 1).tolist() == make([3, 4], 7, seed=1).batches(0, 1).tolist()
+        )
 
 
 @pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0), (1, 1)])

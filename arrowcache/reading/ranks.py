@@ -233,16 +233,13 @@ class Agreement:
             undo.callback(file.close)
             if not file.is_held():
                 return None
-            data = file.read()
-            segments = self._segments_of(self._checked(name, data, epoch, terms), epoch)
+            segments = self._segments_of(self._checked(name, file.read(), epoch, terms), epoch)
             keeper, lease = self._lease(segments), self._lease(segments)
             for each in (keeper, lease):
                 if each is not None:
                     undo.callback(each.close)
             file.hold()
-            line = joiner_line(self._membership.rank, os.getpid())
-            if line not in joiners(data):
-                file.append(line)
+            file.append(joiner_line(self._membership.rank, os.getpid()))
             snapshot = _Adopted(self._store, segments, lease)
             undo.pop_all()
         self._hold(_Held(name, epoch, file, keeper))

@@ -295,6 +295,12 @@ def test_loaders_are_numbered_by_cache_whatever_path_leads_to_it(cache, tmp_path
     assert repr(second.agreement).startswith("<Agreement: loader 1")
 
 
+def test_loaders_are_numbered_anew_in_a_cache_that_was_made_anew(cache):
+    assert repr(Rank(cache.path, run="anew").agreement).startswith("<Agreement: loader 0")
+    os.utime(cache.path / "lease.lock", (1, 1))  # stands for a new file in a reused inode
+    assert repr(Rank(cache.path, run="anew").agreement).startswith("<Agreement: loader 0")
+
+
 @pytest.mark.parametrize(
     "run", ["a/b", "../../../escape", "/etc/passwd", "é\u4e2d\U0001f600", "x" * 1000, "..", "a b\n", "\udcff"]
 )
@@ -675,8 +681,7 @@ def test_a_segment_that_is_damaged_here_is_an_error_since_the_others_count_on_it
         job[1].begin()
     assert seqs(cache) == before
     first.close()
-    for rank in job:
-        rank.agreement.release(0)
+    job[0].agreement.release(0)  # the other one has already
     assert files(cache) == []
     assert cache.stats().leased_bytes == 0
 

@@ -63,6 +63,33 @@ class Part:
             self._file.close()
 
 
+class RanksFile:
+    """A file in ranks/, opened by one rank: not debris while any rank holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = LockFile(path)
+
+    def is_held(self) -> bool:
+        """Whether any other rank holds it, in this process or another."""
+        return self._file.conflict(0, 1) is not None
+
+    def hold(self) -> None:
+        """Keep it from being debris until `close`; only under cache.lock, where it cannot conflict."""
+        if not self._file.try_range(0, 1, exclusive=False):
+            raise OSError(errno.EAGAIN, "it is being swept: cache.lock was not held", str(self._file.path))
+
+    def read(self) -> bytes:
+        return os.pread(self._file.fd, os.fstat(self._file.fd).st_size, 0)
+
+    def append(self, line: bytes) -> None:
+        """Write at the end; only under cache.lock."""
+        os.pwrite(self._file.fd, line, os.fstat(self._file.fd).st_size)
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        self._file.close()
+
+
 class Folder:
     """The files below one cache folder."""
 
@@ -71,6 +98,7 @@ class Folder:
         self.segments = path / layout.SEGMENTS
         self.incoming = path / layout.INCOMING
         self.quarantine = path / layout.QUARANTINE
+        self.ranks = path / layout.RANKS
         self.pools = path / layout.POOLS
         self.cache_lock = path / layout.CACHE_LOCK
         self.lease_lock = path / layout.LEASE_LOCK
@@ -183,7 +211,8 @@ class Folder:
 
     def locked_incoming(self, suffix: str) -> int:
         """How many files of incoming/ with a suffix are locked by a living writer."""
-        return sum(not self._is_unlocked(name) for name, _ in _listed(self.incoming) if name.endswith(suffix))
+        names = [name for name, _ in _listed(self.incoming) if name.endswith(suffix)]
+        return sum(not self._is_unlocked(self.incoming / name) for name in names)
 
     # publishing
 
@@ -221,14 +250,15 @@ class Folder:
         retired.unlink(missing_ok=True)
 
     def sweep(self) -> int:
-        """Unlink the debris of dead writers; returns how many files. Only under cache.lock."""
+        """Unlink the debris of dead writers and ranks; returns how many files. Only under cache.lock."""
         debris = [
-            name
-            for name, _ in _listed(self.incoming)
-            if layout.INCOMING_NAME.fullmatch(name) and self._is_unlocked(name)
+            folder / name
+            for folder, ours in ((self.incoming, layout.INCOMING_NAME), (self.ranks, layout.RANKS_NAME))
+            for name, _ in _listed(folder)
+            if ours.fullmatch(name) and self._is_unlocked(folder / name)
         ]
-        for name in debris:
-            self.remove(self.incoming / name)
+        for path in debris:
+            self.remove(path)
         return len(debris)
 
     def isolate(self, segment_name: str, reason: str) -> None:
@@ -254,13 +284,48 @@ class Folder:
             os.close(fd)
         return first
 
-    def _is_unlocked(self, name: str) -> bool:
+    # ranks
+
+    def open_ranks_file(self, name: str) -> RanksFile | None:
+        """Open a file in ranks/; None: there is none."""
         try:
-            file = LockFile(self.incoming / name)
+            return RanksFile(self.ranks / name)
+        except FileNotFoundError:
+            return None
+
+    def link_ranks_file(self, name: str, data: bytes) -> RanksFile:
+        """Make a file appear in ranks/, whole and held already; only under cache.lock.
+
+        Raises: FileExistsError rather than replacing one.
+        """
+        part = self.new_part()
+        try:
+            part.write([memoryview(data)])
+            file = RanksFile(part.path)
+            try:
+                file.hold()
+                os.link(part.path, self.ranks / name)
+            except BaseException:
+                file.close()
+                raise
+        finally:
+            part.discard()
+        return file
+
+    def drop_ranks_file(self, name: str) -> None:
+        """Unlink a file in ranks/ unless some rank holds it; only under cache.lock."""
+        path = self.ranks / name
+        if self._is_unlocked(path):
+            path.unlink(missing_ok=True)
+
+    def _is_unlocked(self, path: Path) -> bool:
+        """Whether a file is there and nobody holds a lock on it: neither a writer nor a rank."""
+        try:
+            file = LockFile(path)
         except FileNotFoundError:
             return False
         try:
-            return file.try_exclusive()
+            return file.try_exclusive() and file.try_range(0, 1, exclusive=True)
         finally:
             file.close()
 

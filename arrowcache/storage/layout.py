@@ -6,7 +6,8 @@
   incoming/     <uuid>.part: being written, locked by its writer; <uuid>.wait: a writer that
                 waits for room, likewise. An unlocked file here is debris
   quarantine/   segments that failed a check, each with <name>.reason beside it
-  ranks/        the snapshot that the ranks of one job agreed on
+  ranks/        <run>-<loader>-<epoch>: the snapshot that the ranks of one job on this node agreed
+                on, share-locked by each of them while it needs it. An unlocked file here is debris
   pools/        <name>.<seed>: the next task number of a sampler pool
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
@@ -17,9 +18,12 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+import xxhash
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import CacheFormatError, SchemaError
@@ -32,6 +36,7 @@ PART, WAIT, REASON = ".part", ".wait", ".reason"
 
 TASK_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,99}")
 INCOMING_NAME = re.compile(r"[0-9a-f]{32}\.(part|wait)")
+RANKS_NAME = re.compile(r"[A-Za-z0-9_.]{0,40}-[0-9a-f]{16}-\d{1,20}-\d{1,20}(\.\d{1,20})?", re.ASCII)
 _SEGMENT = re.compile(r"(\d{20})-([1-9]\d{0,18})-((?:[A-Za-z0-9_.-]{1,200})?)\.arrow", re.ASCII)
 
 
@@ -155,3 +160,83 @@ class LockRecord:
         """Read a record; a short one (a new or damaged file) is all zero."""
         next_seq, suspect, boot = cls._STRUCT.unpack(data.ljust(cls._STRUCT.size, b"\0")[: cls._STRUCT.size])
         return cls(min(next_seq, 2**62), min(suspect, 2**62), boot.rstrip(b"\0").decode(errors="replace"))
+
+
+Term = bool | int | float | str | None
+
+
+def ranks_name(run: str, loader: int, epoch: int, repeat: int = 0) -> str:
+    """The file in ranks/ of one epoch of a run's n-th loader; `repeat` counts its beginnings.
+
+    A run may hold any characters: what a file name cannot show is told apart by the digest.
+    """
+    shown = re.sub(r"[^A-Za-z0-9_.]+", "_", run)[:40]
+    digest = xxhash.xxh3_64_hexdigest(run.encode(errors="surrogatepass"))
+    return f"{shown}-{digest}-{loader}-{epoch}" + (f".{repeat}" if repeat else "")
+
+
+def joiner_line(rank: int, pid: int) -> bytes:
+    """What a file in ranks/ gets for each process that joined."""
+    return b"%d %d\n" % (rank, pid)
+
+
+def joiners(data: bytes) -> set[bytes]:
+    """The lines of all who joined, in the content of a file in ranks/."""
+    return set(data.partition(b"\n")[2].splitlines(keepends=True))
+
+
+@dataclass(frozen=True, slots=True)
+class RanksRecord:
+    """The first line of a file in ranks/: which segments an epoch reads, and on what terms.
+
+    `seqs` ascends. On the disk it is runs, so thousands of segments in a row are two numbers, and
+    the worst, every other of 16,000, are 32 kB. A checksum tells a damaged line.
+    """
+
+    terms: Mapping[str, Term]
+    seqs: Sequence[int]
+
+    def pack(self) -> bytes:
+        record = {"version": FORMAT_VERSION, "terms": dict(self.terms), "runs": _to_runs(self.seqs)}
+        text = json.dumps(record, separators=(",", ":")).encode()
+        return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> RanksRecord:
+        """Read the first line.
+
+        Raises: CacheFormatError: it is damaged, or of another format version.
+        """
+        line, _, _ = data.partition(b"\n")
+        digest, _, text = line.partition(b" ")
+        if digest != xxhash.xxh3_64_hexdigest(text).encode():
+            raise CacheFormatError("its checksum does not fit its content")
+        try:
+            record = json.loads(text)
+            if record["version"] != FORMAT_VERSION:
+                raise CacheFormatError(f"it has format version {record['version']}, not {FORMAT_VERSION}")
+            return cls(dict(record["terms"]), _from_runs(record["runs"]))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CacheFormatError(f"it does not hold what it should: {error!r}") from error
+
+
+def _to_runs(seqs: Iterable[int]) -> list[int]:
+    """Ascending numbers as: how many are skipped, how many follow, how many are skipped, ..."""
+    runs: list[int] = []
+    end = 0
+    for seq in seqs:
+        if runs and seq == end:
+            runs[-1] += 1
+        else:
+            runs += [seq - end, 1]
+        end = seq + 1
+    return runs
+
+
+def _from_runs(runs: Sequence[int]) -> list[int]:
+    seqs: list[int] = []
+    end = 0
+    for skipped, count in zip(runs[::2], runs[1::2], strict=True):
+        seqs += range(end + skipped, end + skipped + count)
+        end += skipped + count
+    return seqs

@@ -364,6 +364,32 @@ class Store:
         while self.allocated_bytes(listed) > limit and (names := self.folder.quarantined_names()):
             self.folder.drop_quarantined(names[0])
 
+    def require_room(self, nbytes: int) -> None:
+        """Evict as much as a small file needs that is no segment; under cache.lock.
+
+        Raises: CacheFullError: what is leased leaves no room; nothing was evicted then.
+        """
+        self.refresh_settings()
+        block = os.statvfs(self.folder.path).f_frsize
+        needed = -(-nbytes // block) * block + block  # its folder may grow
+        while True:
+            listed = self.segments()
+            excess = self.allocated_bytes(listed) + needed - self.settings.capacity_bytes
+            if excess <= 0:
+                return
+            if quarantined := self.folder.quarantined_names():
+                self.folder.drop_quarantined(quarantined[0])
+                continue
+            evictable = self._evictable_bytes(listed)
+            if evictable < excess:
+                raise CacheFullError(
+                    f"a file of {format_bytes(nbytes)} needs {format_bytes(excess)} to be freed, and "
+                    f"{format_bytes(evictable)} of {format_bytes(self.settings.capacity_bytes)} can be: "
+                    "end epochs or close snapshots, raise capacity, or raise headroom"
+                )
+            for path, _ in self._retire(listed, excess):
+                self.folder.remove(path)  # under the lock: the file is made at once
+
     def evict(self, nbytes: int) -> int:
         """Evict the oldest unleased segments until `nbytes` are freed; returns the bytes freed."""
         with self.locked():

@@ -22,6 +22,8 @@ from helpers import sample as row
 from processes import Child
 
 import arrowcache as ac
+from arrowcache.reading.ranks import Agreement, Membership
+from arrowcache.reading.snapshot import Snapshot
 
 CAPACITY = 400 * KIB
 NEW = 10**5  # the first id that an operation publishes
@@ -119,6 +121,28 @@ def do_open(cache: ac.Cache) -> None:
     twice(lambda: ac.Cache.open(cache.path))
 
 
+def do_agree(cache: ac.Cache) -> None:
+    """Two ranks, of which one ends its epoch before the other one begins it."""
+    ranks = [Agreement(cache.store, Membership(n, 2, "job", 2)) for n in range(2)]
+    read = []
+
+    def epoch(rank: Agreement) -> None:
+        snapshot = rank.snapshot(0, {"seed": 0}, lambda: Snapshot.take(cache.store))
+        assert snapshot is not None
+        read.append([segment.seq for segment in snapshot.segments])
+        snapshot.close()
+        rank.release(0)
+
+    try:
+        for rank in ranks:
+            twice(lambda rank=rank: epoch(rank))
+            assert disk_bytes(cache.path) <= CAPACITY
+        assert read[0] == read[1]
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
 def twice(call: Callable[[], object]) -> None:
     """A call that may fail once: then nothing of it has happened, and it is made again."""
     try:
@@ -152,6 +176,8 @@ OPERATIONS: dict[str, tuple[Callable[[ac.Cache], None], dict[str, Any], set[str]
     "resize": (do_resize, {"segments": 20}, {"rename", "unlink", "writev", "fsync"}),
     "quarantine": (do_quarantine, {"segments": 5, "damaged": 2}, {"rename", "write_text"}),
     "claim a task": (do_claim, {"segments": 1}, {"open", "pwrite"}),
+    "agree": (do_agree, {"segments": 5}, {"open", "writev", "link", "pwrite", "unlink"}),
+    "agree in a full cache": (do_agree, {"segments": 20}, {"link", "pwrite", "unlink"}),
     "open": (do_open, {"segments": 1}, {"unlink"}),
 }
 
@@ -175,6 +201,7 @@ def check_sound(path: Path, before: list[Path], operation: str) -> None:
     """What must hold for whoever comes next."""
     cache = ac.Cache.open(path)
     assert os.listdir(path / "incoming") == [], "debris survived opening"
+    assert os.listdir(path / "ranks") == [], "debris survived opening"
     assert disk_bytes(path) <= cache.stats().capacity_bytes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a segment damaged by us, which is still there

@@ -11,7 +11,7 @@ from helpers import disk_bytes
 
 import arrowcache as ac
 from arrowcache.storage.folder import PART_SLACK_BYTES, Folder
-from arrowcache.storage.layout import LockRecord, Settings, segment_name
+from arrowcache.storage.layout import LockRecord, Settings, ranks_name, segment_name
 from arrowcache.storage.locks import LockFile
 
 SETTINGS = Settings(ac.Schema({"x": ac.Tensor("int64")}), 10_000_000, 1_000_000, 50, 0.1, durable=False)
@@ -173,6 +173,66 @@ def test_sweeping_leaves_foreign_files_that_merely_end_like_a_part(folder):
     assert foreign.exists()
 
 
+def test_sweeping_takes_files_in_ranks_that_nobody_holds_and_nothing_else(folder):
+    held = folder.link_ranks_file(ranks_name("job", 0, 0), b"held")
+    left = folder.link_ranks_file(ranks_name("job", 0, 1), b"left")
+    left.close()
+    foreign = folder.ranks / "notes.txt"
+    foreign.touch()
+    assert folder.sweep() == 1
+    assert sorted(os.listdir(folder.ranks)) == sorted([ranks_name("job", 0, 0), "notes.txt"])
+    held.close()
+    assert folder.sweep() == 1
+    assert os.listdir(folder.ranks) == ["notes.txt"]
+
+
+def test_a_file_in_ranks_is_whole_and_held_when_it_appears(folder, monkeypatch):
+    seen = []
+    link = os.link
+
+    def look(source, target):
+        link(source, target)
+        seen.append((folder.open_ranks_file(target.name).is_held(), target.read_bytes()))
+
+    monkeypatch.setattr(os, "link", look)
+    file = folder.link_ranks_file(ranks_name("job", 0, 0), b"data")
+    assert seen == [(True, b"data")]
+    assert os.listdir(folder.incoming) == []
+    file.append(b" and more")
+    assert file.read() == b"data and more"
+    file.close()
+    file.close()
+    assert not folder.open_ranks_file(ranks_name("job", 0, 0)).is_held()
+
+
+def test_a_file_in_ranks_is_never_replaced(folder):
+    name = ranks_name("job", 0, 0)
+    first = folder.link_ranks_file(name, b"first")
+    with pytest.raises(FileExistsError):
+        folder.link_ranks_file(name, b"second")
+    assert (folder.ranks / name).read_bytes() == b"first"
+    assert os.listdir(folder.incoming) == []
+    folder.drop_ranks_file(name)
+    assert (folder.ranks / name).exists(), "it is held"
+    first.close()
+    folder.drop_ranks_file(name)
+    folder.drop_ranks_file(name)
+    assert os.listdir(folder.ranks) == []
+    assert folder.open_ranks_file(name) is None
+
+
+def test_a_file_in_ranks_that_somebody_sweeps_cannot_be_held(folder):
+    name = ranks_name("job", 0, 0)
+    folder.link_ranks_file(name, b"").close()
+    sweeper = LockFile(folder.ranks / name)
+    assert sweeper.try_range(0, 1, exclusive=True)
+    file = folder.open_ranks_file(name)
+    with pytest.raises(OSError, match="was not held"):
+        file.hold()
+    file.close()
+    sweeper.close()
+
+
 def test_waiting_writers_are_counted_while_they_live(folder):
     signs = [folder.new_wait() for _ in range(3)]
     assert folder.locked_incoming(".wait") == 3
@@ -199,12 +259,14 @@ def test_what_everything_costs_together_is_what_the_tree_takes(folder):
     put(folder, "foreign", bytes(20_000))
     folder.isolate(put(folder, segment_name(1, 1, ""), bytes(30_000)), "reason")
     folder.claim_tasks("pool.0", 3)
+    agreed = folder.link_ranks_file(ranks_name("job", 0, 0), bytes(50_000))
     part = folder.new_part()
     part.reserve(40_000)
     segments = sum(folder.segment_info(name).allocated_bytes for name in folder.segment_names())
     counted = segments + folder.incoming_bytes() + folder.other_bytes()
     assert counted == disk_bytes(folder.path) + PART_SLACK_BYTES
     part.discard()
+    agreed.close()
 
 
 def test_task_numbers_are_claimed_once_each_and_by_pool(folder):

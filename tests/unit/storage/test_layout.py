@@ -5,11 +5,24 @@ from __future__ import annotations
 import json
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 import arrowcache as ac
-from arrowcache.storage.layout import LockRecord, SegmentInfo, Settings, parse_segment_name, segment_name
+from arrowcache.errors import CacheFormatError
+from arrowcache.storage.layout import (
+    RANKS_NAME,
+    LockRecord,
+    RanksRecord,
+    SegmentInfo,
+    Settings,
+    joiner_line,
+    joiners,
+    parse_segment_name,
+    ranks_name,
+    segment_name,
+)
 
 SETTINGS = Settings(ac.Schema({"x": ac.Tensor("int64")}), 10_000_000, 1_000_000, 50, 0.1, durable=True)
 tasks = st.from_regex(r"[A-Za-z0-9_.-]{0,150}", fullmatch=True)
@@ -102,3 +115,104 @@ def test_any_bytes_are_some_record(data):
 
 def test_an_empty_record_is_zero():
     assert LockRecord.unpack(b"") == LockRecord(0, 0, "")
+
+
+RUNS = [
+    "",
+    "job",
+    "127.0.0.1:29500",
+    "../../etc/passwd",
+    "a/b",
+    "a-b",
+    "é\u4e2d\U0001f600",
+    "x" * 1000,
+    "\0\n",
+    "\udcff",
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_any_run_has_a_safe_file_name_of_its_own(run):
+    name = ranks_name(run, 3, 10**9, 2)
+    assert RANKS_NAME.fullmatch(name)
+    assert name.isascii()
+    assert not set("/\0") & set(name)
+    assert len(name) <= 100
+    assert name.endswith("-3-1000000000.2")
+    others = [ranks_name(other, 3, 10**9, 2) for other in RUNS if other != run]
+    assert name not in others
+
+
+def test_loaders_epochs_and_their_repetitions_have_names_of_their_own():
+    names = [
+        ranks_name("r", loader, epoch, repeat) for loader in (0, 1) for epoch in (0, 1) for repeat in (0, 1)
+    ]
+    assert len(set(names)) == 8
+    assert all(RANKS_NAME.fullmatch(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "-0-0", "job-0-0", f"a/b-{'0' * 16}-0-0", f"job-{'0' * 16}-0-0.part"]
+)
+def test_another_name_in_ranks_is_none_of_ours(name):
+    assert not RANKS_NAME.fullmatch(name)
+
+
+terms = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
+
+
+@given(terms, st.sets(st.integers(0, 300) | st.integers(0, 2**62)), st.sets(st.integers(0, 2**22)))
+def test_what_ranks_agree_on_survives_its_bytes(terms, seqs, pids):
+    data = RanksRecord(terms, sorted(seqs)).pack()
+    for pid in pids:
+        data += joiner_line(1, pid)
+    read = RanksRecord.unpack(data)
+    assert read.terms == terms
+    assert list(read.seqs) == sorted(seqs)
+    assert joiners(data) == {b"1 %d\n" % pid for pid in pids}
+
+
+@given(st.data())
+def test_a_flipped_bit_in_what_ranks_agree_on_is_noticed(data):
+    packed = RanksRecord({"batch_size": 64, "shuffle": "rows"}, range(5, 40)).pack()
+    position = data.draw(st.integers(0, len(packed) - 2))  # the line's end is no content
+    bit = data.draw(st.integers(0, 7))
+    damaged = bytearray(packed)
+    damaged[position] ^= 1 << bit
+    with pytest.raises(CacheFormatError):
+        RanksRecord.unpack(bytes(damaged))
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 17, 40])
+def test_half_of_what_ranks_agree_on_is_noticed(length):
+    with pytest.raises(CacheFormatError):
+        RanksRecord.unpack(RanksRecord({"seed": 1}, range(9)).pack()[:length])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        [],
+        {},
+        {"version": 1},
+        {"version": 2, "terms": {}, "runs": []},
+        {"version": 1, "terms": 5, "runs": []},
+        {"version": 1, "terms": {}, "runs": [1]},
+        {"version": 1, "terms": {}, "runs": ["a", "b"]},
+        {"version": 1, "terms": {}, "runs": None},
+    ],
+)
+def test_content_that_is_sound_but_none_of_ours_is_refused(record):
+    text = json.dumps(record).encode()
+    with pytest.raises(CacheFormatError):
+        RanksRecord.unpack(xxhash.xxh3_64_hexdigest(text).encode() + b" " + text + b"\n")
+
+
+def test_what_ranks_agree_on_stays_small_for_many_segments():
+    offset = 10**9
+    in_a_row = RanksRecord({}, range(offset, offset + 16_000)).pack()
+    assert len(in_a_row) < 100
+    every_tenth_held_out = RanksRecord({}, [offset + i for i in range(16_000) if i % 10]).pack()
+    assert len(every_tenth_held_out) < 8 * 1024
+    worst = RanksRecord({}, range(offset, offset + 16_000, 2)).pack()
+    assert len(worst) < 33 * 1024

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 import arrowcache as ac
 from arrowcache.arrow.segment import encode
 from arrowcache.storage import store as store_module
+from arrowcache.storage.layout import ranks_name
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.store import Cancelled, RoomPolicy
@@ -578,3 +579,56 @@ def test_a_lease_no_longer_covers_what_it_gave_up(cache):
     lease.give_up(1)
     assert [lease.covers(seq) for seq in range(3)] == [True, False, True]
     lease.close()
+
+
+def test_a_writer_that_seeks_room_sweeps_files_in_ranks_that_nobody_holds(cache):
+    dead = cache.store.folder.link_ranks_file(ranks_name("dead", 0, 0), bytes(64 * KIB))
+    living = cache.store.folder.link_ranks_file(ranks_name("living", 0, 0), b"")
+    dead.close()
+    before = disk_bytes(cache.path)
+    fill(cache)
+    assert os.listdir(cache.path / "ranks") == [ranks_name("living", 0, 0)]
+    assert disk_bytes(cache.path) - before < 1024 * KIB
+    living.close()
+
+
+def test_a_small_file_in_a_cache_with_room_costs_no_segment(cache):
+    publish(cache, 4)
+    with cache.store.locked():
+        cache.store.require_room(1)
+    assert seqs(cache) == [0, 1, 2, 3]
+
+
+def test_a_small_file_in_a_full_cache_evicts_as_much_as_it_needs(cache):
+    fill(cache)
+    before = seqs(cache)
+    with cache.store.locked():
+        cache.store.require_room(200 * KIB)
+        file = cache.store.folder.link_ranks_file(ranks_name("job", 0, 0), bytes(200 * KIB))
+    assert disk_bytes(cache.path) <= 1024 * KIB
+    assert before[-5:] == seqs(cache)[-5:]
+    assert 0 < len(before) - len(seqs(cache)) <= 200 // 20 + 1
+    file.close()
+
+
+def test_a_small_file_drops_what_is_quarantined_first(cache):
+    fill(cache)
+    cache.store.folder.isolate(min(os.listdir(cache.path / "segments")), "test")
+    before = seqs(cache)
+    free = 1024 * KIB - cache.stats().allocated_bytes
+    with cache.store.locked():
+        cache.store.require_room(free)
+    assert seqs(cache) == before
+    assert cache.stats().quarantined == 0
+
+
+def test_a_small_file_evicts_nothing_in_vain(cache, other):
+    fill(cache)
+    before = seqs(cache)
+    assert other.try_range(before[2], 1, exclusive=False)
+    with (
+        cache.store.locked(),
+        pytest.raises(ac.CacheFullError, match=r"a file of 300.0 KiB needs .* to be freed, and 40.0 KiB"),
+    ):
+        cache.store.require_room(300 * KIB)
+    assert seqs(cache) == before

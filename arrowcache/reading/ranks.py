@@ -1,0 +1,430 @@
+"""Ranks: how the ranks of one job on one node come to read the same snapshot in an epoch.
+
+Without a framework and without a collective: through one file an epoch in the cache's `ranks/`.
+The first rank to link it proposes its own snapshot; whoever comes later finds it, and reads just
+those segments. This module owns the file and a lease on its segments; the loader owns the snapshot.
+
+    begin     under cache.lock: is there a file that some rank holds? Then join it: check the
+              terms, lease its segments, hold it, add a line for this process.
+              Else take a snapshot, holding nothing meanwhile; look again; link a file that is
+              whole, held and joined before anybody can see it.
+    joined    a file keeps its segments leased until all local ranks have joined it, even where
+              the epoch of this rank ended before. Then only the loaders' own leases count.
+    over      the epoch ended here and all have joined: let go of the file. The last one to let
+              go unlinks it. A file that nobody holds is debris: never read, swept by the next
+              proposal and by whoever seeks room.
+
+Guarantees:
+- ranks that join one file read the same rows, in the same order, or an error says why not;
+- holding is a kernel lock: a rank that is killed leaves nothing that a person must clean;
+- a rank that waits for rows holds nothing of that epoch, and never waits for another rank;
+- ending an epoch is safe in any thread, finalizers and forked children included. A child is
+  never its parent: it holds nothing, and a beginning there is one more process that joins.
+
+It must never: wait for another rank; believe a file that nobody holds; make a path of what a
+file or a user says (a run's name goes through `ranks_name`); let a rank go on with other rows
+than the rest. What it cannot see: a rank that begins an epoch only after all others closed their
+loaders finds no file, and reads what is there then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+import threading
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from arrowcache.errors import CacheFormatError, CorruptSegmentError
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.folder import RanksFile
+from arrowcache.storage.layout import RanksRecord, SegmentInfo, Term, joiner_line, joiners, ranks_name
+from arrowcache.storage.lease import Lease
+from arrowcache.storage.locks import file_identity
+from arrowcache.storage.store import Store
+
+_UNLINK_SECONDS = 0.1  # what tidying up may wait for cache.lock: somebody else sweeps, too
+_WARN_AT_EPOCHS = 8  # that ended here, and that not all local ranks have begun
+_EVERY_EPOCH = range(2**63)
+_NO_ELASTIC_RUN = "none"  # torchrun's TORCHELASTIC_RUN_ID where it was given no --rdzv-id
+
+#: The next loader's number, for each cache, run and rank of this process.
+_numbers: dict[tuple[int, int, int, str, int], Iterator[int]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Which rank of which run a loader is. `local_world_size` ranks read on this node."""
+
+    rank: int
+    world_size: int
+    run: str
+    local_world_size: int
+
+
+def membership(rank: int | None, world_size: int | None, run_id: str | None) -> Membership | None:
+    """What a loader's arguments and the environment say about its rank.
+
+    The run is `run_id`, else TORCHELASTIC_RUN_ID (not torchrun's "none"), else
+    MASTER_ADDR:MASTER_PORT; the local ranks are LOCAL_WORLD_SIZE, else all.
+
+    Returns: None for a loader that has nobody to agree with: no rank, or a world of one.
+    Raises: ValueError, TypeError: what does not fit, or is missing.
+    """
+    if run_id is not None and not isinstance(run_id, str):
+        raise TypeError(f"run_id must be a str, not {run_id!r}")
+    if rank is None and world_size is None:
+        if run_id is not None:
+            raise ValueError(f"run_id={run_id!r} is given without a rank: pass rank and world_size, too")
+        return None
+    if rank is None or world_size is None:
+        missing = "rank" if rank is None else "world_size"
+        raise ValueError(f"rank={rank!r} and world_size={world_size!r} go together: pass {missing}, too")
+    rank, world_size = _integer(rank, "rank"), _integer(world_size, "world_size")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
+    if world_size == 1:
+        return None
+    return Membership(rank, world_size, _run(run_id), _local_world_size(world_size))
+
+
+def _integer(value: int, name: str) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an int or None, not {value!r}")
+
+
+def _run(run_id: str | None) -> str:
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is not None:
+        run: str | None = run_id
+    elif elastic and elastic != _NO_ELASTIC_RUN:
+        run = elastic
+    else:
+        run = f"{address}:{port}" if address and port else None
+    if not run:
+        missing = "neither TORCHELASTIC_RUN_ID nor MASTER_ADDR and MASTER_PORT give one"
+        raise ValueError(
+            f"the ranks of one job need a name in common, and {'run_id is empty' if run == '' else missing}: "
+            "pass run_id=, the same text on all ranks and another one for each job"
+        )
+    return run
+
+
+def _local_world_size(world_size: int) -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError(f"LOCAL_WORLD_SIZE={text!r} must be the number of ranks on this node, or unset")
+    return min(int(text), world_size)  # more processes than ranks: some of them read the same rows
+
+
+class Agreement:
+    """One loader's part in what the ranks of its run agree on. Thread-safe.
+
+    Args:
+        store: of the cache that is read.
+        membership: which rank of which run. Loaders count from 0 for each cache, run and rank of a
+            process; those of the same number agree, so all ranks make their loaders in one order.
+    """
+
+    _closed = True  # not made yet
+
+    def __init__(self, store: Store, membership: Membership) -> None:
+        self._store = store
+        self._membership = membership
+        status = os.stat(store.folder.lease_lock)  # never written to, so its time tells reused inodes apart
+        key = (*file_identity(status), status.st_mtime_ns, membership.run, membership.rank)
+        self._number = next(_numbers.setdefault(key, itertools.count()))
+        self._begun: Counter[int] = Counter()
+        self._has_warned = False
+        self._hold_nothing()
+        self._closed = False
+
+    def _hold_nothing(self) -> None:
+        self._pid = os.getpid()
+        self._held: set[_Held] = set()
+        self._ended: deque[Container[int]] = deque()
+        self._lock = threading.Lock()  # never waited for: whoever has it works for the others, too
+
+    def snapshot(
+        self, epoch: int, terms: Mapping[str, Term], take: Callable[[], Snapshot | None]
+    ) -> Snapshot | None:
+        """Begin an epoch: the snapshot that this node's ranks agreed on, open and all mapped.
+
+        Args:
+            epoch: its number; one that is begun again, as after a loaded state, is agreed on anew.
+            terms: what must be the same on all ranks; world_size is added.
+            take: called without any lock, if nobody has begun the epoch: returns a snapshot, all
+                mapped, or None while there are too few rows. Better that it does not wait itself:
+                by the next call another rank may have begun.
+        Returns: what `take` returned, or another snapshot of another rank's segments; None if
+            `take` returned None. The caller closes it, and then calls `release`.
+        Raises: ValueError: the terms differ, or the segments are gone. CorruptSegmentError: one of
+            them cannot be read here; the other ranks count on its rows. CacheFormatError: the file
+            was altered. LockTimeoutError, CacheFullError, OSError, and what `take` raises.
+        """
+        self.settle()
+        self._warn_of_absent_ranks()
+        name = ranks_name(self._membership.run, self._number, epoch, self._begun[epoch])
+        record = {**terms, "world_size": self._membership.world_size}
+        mine: Snapshot | None = None
+        try:
+            with self._store.locked():
+                theirs = self._join(name, epoch, record)
+            if theirs is None:
+                mine = take()
+                if mine is None:
+                    return None
+                with self._store.locked():
+                    theirs = self._join(name, epoch, record)
+                    if theirs is None:
+                        self._propose(name, epoch, record, mine.segments)
+            if theirs is None:
+                agreed, mine = mine, None
+            else:
+                agreed = self._mapped(theirs, epoch)
+        finally:
+            if mine is not None:
+                mine.close()  # after theirs is mapped: what both read stays so
+        self._begun[epoch] += 1
+        return agreed
+
+    def release(self, epoch: int) -> None:
+        """The epoch ended here: let go of its file, at once or when all local ranks have joined."""
+        self._unlink(self._let_go((epoch,)))
+
+    def settle(self) -> None:
+        """Let go of the segments of epochs that all local ranks have begun by now.
+
+        Reads a small file for each epoch that not all have begun yet, else nothing: call it wherever
+        a loader gives up segments of its own.
+        """
+        self._unlink(self._let_go(()))
+
+    def close(self) -> None:
+        """Let go of everything, whoever has joined. Idempotent."""
+        self._closed = True
+        self._unlink(self._let_go(_EVERY_EPOCH))
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Agreement: loader {self._number} of {self._membership}>"
+
+    # beginning
+
+    def _join(self, name: str, epoch: int, terms: Mapping[str, Term]) -> Snapshot | None:
+        """Join the epoch's file, if some rank holds one; under cache.lock."""
+        with ExitStack() as undo:
+            file = self._store.folder.open_ranks_file(name)
+            if file is None:
+                return None
+            undo.callback(file.close)
+            if not file.is_held():
+                return None
+            segments = self._segments_of(self._checked(name, file.read(), epoch, terms), epoch)
+            keeper, lease = self._lease(segments), self._lease(segments)
+            for each in (keeper, lease):
+                if each is not None:
+                    undo.callback(each.close)
+            file.hold()
+            file.append(joiner_line(self._membership.rank, os.getpid()))
+            snapshot = _Adopted(self._store, segments, lease)
+            undo.pop_all()
+        self._hold(_Held(name, epoch, file, keeper))
+        return snapshot
+
+    def _propose(
+        self, name: str, epoch: int, terms: Mapping[str, Term], segments: Sequence[SegmentInfo]
+    ) -> None:
+        """Link the epoch's file, in place of debris; under cache.lock, with the segments leased."""
+        folder = self._store.folder
+        data = RanksRecord(terms, [segment.seq for segment in segments]).pack()
+        data += joiner_line(self._membership.rank, os.getpid())
+        folder.sweep()
+        self._store.require_room(len(data))
+        keeper = self._lease(segments)
+        try:
+            file = folder.link_ranks_file(name, data)
+        except BaseException:
+            if keeper is not None:
+                keeper.close()
+            raise
+        self._hold(_Held(name, epoch, file, keeper))
+
+    def _lease(self, segments: Sequence[SegmentInfo]) -> Lease | None:
+        if not segments:
+            return None
+        return Lease(self._store.folder.lease_lock, segments[0].seq, segments[-1].seq)
+
+    def _hold(self, held: _Held) -> None:
+        if held.lease is not None:
+            held.lease.on_contention = _settle_later(weakref.ref(self))
+        self._held.add(held)
+        self._let_go(())  # the last to join needs no lease; nor does one that was closed meanwhile
+
+    def _checked(self, name: str, data: bytes, epoch: int, terms: Mapping[str, Term]) -> RanksRecord:
+        """The content of a file that some rank holds, if it is what this rank would have written.
+
+        Raises: ValueError: the terms differ. CacheFormatError: it is no such content. Whoever holds
+            it goes on with what it said before: another one in its place would part the ranks.
+        """
+        try:
+            record = RanksRecord.unpack(data)
+        except CacheFormatError as error:
+            raise CacheFormatError(
+                f"{self._store.folder.ranks / name} was altered while ranks use it, {error}: restart the job"
+            ) from None
+        differences = [
+            f"{key} is {terms.get(key)!r} here and {record.terms.get(key)!r} there"
+            for key in dict.fromkeys([*terms, *record.terms])
+            if terms.get(key) != record.terms.get(key)
+        ]
+        if differences:
+            raise ValueError(
+                f"rank {self._membership.rank} does not fit the ranks of run {self._membership.run!r} that "
+                f"began epoch {epoch} before it: {', '.join(differences)}; give all ranks the same, "
+                "or each job a run_id of its own"
+            )
+        return record
+
+    def _segments_of(self, record: RanksRecord, epoch: int) -> list[SegmentInfo]:
+        listed = {segment.seq: segment for segment in self._store.segments()}
+        segments = [listed[seq] for seq in record.seqs if seq in listed]
+        if len(segments) < len(record.seqs):
+            raise ValueError(
+                f"rank {self._membership.rank} comes too late to epoch {epoch}: "
+                f"{len(record.seqs) - len(segments)} of its {len(record.seqs)} segments are evicted, since "
+                f"{self._membership.local_world_size} processes had joined; set LOCAL_WORLD_SIZE to the "
+                f"number of ranks on this node, and give each job a run_id of its own (it is "
+                f"{self._membership.run!r})"
+            )
+        return segments
+
+    def _mapped(self, snapshot: Snapshot, epoch: int) -> Snapshot:
+        try:
+            snapshot.map_all()
+        except BaseException:
+            snapshot.close()
+            self.release(epoch)
+            raise
+        return snapshot
+
+    # ending
+
+    def _let_go(self, ended: Container[int]) -> list[str]:
+        """End epochs, and let go of all that is not needed any more; waits for nothing.
+
+        The garbage collector may call this at any point of any thread, also of one that is just
+        doing it: that one does this, too, before it is done.
+
+        Returns: the files that this rank no longer holds.
+        """
+        if self._pid != os.getpid():
+            self._hold_nothing()  # a forked child: the kernel's locks stayed with its parent
+        self._ended.append(ended)
+        left = []
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                while self._ended:
+                    ended = self._ended.popleft()
+                    for held in self._held.copy():
+                        held.has_ended |= held.epoch in ended
+                        if self._closed or held.is_joined_by(self._membership.local_world_size):
+                            held.unlease()
+                            if self._closed or held.has_ended:
+                                held.close()
+                                self._held.discard(held)
+                                left.append(held.name)
+            finally:
+                self._lock.release()
+        return left
+
+    def _unlink(self, left: Sequence[str]) -> None:
+        """Unlink files that nobody holds now, if cache.lock can be had soon: else they get swept."""
+        if not left:
+            return
+        try:
+            with self._store.locked(_UNLINK_SECONDS):
+                for name in left:
+                    self._store.folder.drop_ranks_file(name)
+        except OSError:
+            pass  # debris, of which nothing depends
+
+    def _warn_of_absent_ranks(self) -> None:
+        waiting = [held for held in self._held.copy() if held.has_ended]
+        if len(waiting) >= _WARN_AT_EPOCHS and not self._has_warned:
+            self._has_warned = True
+            joined = min(held.joined for held in waiting)
+            message = (
+                f"{len(waiting)} epochs ended on rank {self._membership.rank} that only {joined} of "
+                f"{self._membership.local_world_size} ranks on this node have begun; their segments stay "
+                "leased until then: set LOCAL_WORLD_SIZE if fewer ranks read on this node"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+class _Held:
+    """One epoch's file, and the lease on its segments, as long as this rank needs them."""
+
+    def __init__(self, name: str, epoch: int, file: RanksFile, lease: Lease | None) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.has_ended = False
+        self.joined = 0
+        self.lease = lease
+        self._file = file
+
+    def is_joined_by(self, count: int) -> bool:
+        if self.joined < count:
+            self.joined = len(joiners(self._file.read()))
+        return self.joined >= count
+
+    def unlease(self) -> None:
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
+
+    def close(self) -> None:
+        self.unlease()
+        self._file.close()
+
+
+class _Adopted(Snapshot):
+    """A snapshot of another rank's segments: the same rows, or none."""
+
+    def map_all(self) -> int:
+        """Map every segment now.
+
+        Raises: CorruptSegmentError: one is damaged, and the other ranks count on its rows.
+        """
+        before = self.segments
+        rows = super().map_all()
+        if damaged := sorted({s.name for s in before} - {s.name for s in self.segments}):
+            raise CorruptSegmentError(
+                f"{len(damaged)} of {len(before)} segments that the ranks agreed on are damaged "
+                f"({', '.join(damaged[:3])}): end this epoch on all ranks, the next one goes without them"
+            )
+        return rows
+
+
+def _settle_later(reference: weakref.ref[Agreement]) -> Callable[[], None]:
+    """What a writer of this process does that finds the lease in its way; it holds cache.lock."""
+
+    def settle() -> None:
+        agreement = reference()
+        if agreement is not None:
+            agreement._let_go(())  # what it left is swept by that writer
+
+    return settle

@@ -87,6 +87,23 @@ def variable(values: list[bytes], item_bytes: int = 1) -> VariableColumn:
     return VariableColumn(ends, bytearray(b"".join(values)))
 
 
+def columns_of(schema: ac.Schema, rows: int, seed: int = 0) -> dict[str, Column]:
+    """Random columns of any schema, ready for `encode`."""
+    rng = np.random.default_rng(seed)
+    columns: dict[str, Column] = {}
+    for name, kind in schema.fixed.items():
+        nbytes = rows * kind.row_bytes
+        raw = rng.integers(0, 2 if kind.numpy_dtype.kind == "b" else 256, nbytes, np.uint8)
+        columns[name] = raw.view(kind.numpy_dtype).reshape(rows, *kind.shape)
+    for name, variable_kind in schema.variable.items():
+        ragged = isinstance(variable_kind, ac.Ragged)
+        item = variable_kind.item_bytes if ragged else 1
+        values = [bytes(rng.integers(0, 128, item * int(rng.integers(0, 4)), np.uint8)) for _ in range(rows)]
+        stored = item // variable_kind.elements if ragged else 1
+        columns[name] = variable(values, stored)
+    return columns
+
+
 def wait_until(condition: Callable[[], object], what: str) -> None:
     """Poll until a condition holds; fails after a generous deadline."""
     deadline = time.monotonic() + DEADLINE_SECONDS

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ MAX_ELEMENTS = 2**31 - 1  # Arrow's list offsets are int32
 _ALIGNMENT = 64  # a cache line, and more than any Arrow writer pads a buffer
 _PAGE_BYTES = 4096
 _MAGIC = b"ARROW1"
+_OFFSETS_A_PIECE = 1 << 16
 
 
 class VariableColumn(NamedTuple):
@@ -141,23 +142,18 @@ def read_structure(file: pa.Buffer, schema: Schema, rows: int) -> Layout:
         file: the whole file, mapped; nothing of it is kept.
     Raises: CorruptSegmentError: what is wrong.
     """
-    reader, batch = _open(file, schema)
+    _, batch = _open(file, schema)
     if batch.num_rows != rows:
         raise CorruptSegmentError(f"holds {batch.num_rows} rows, its name says {rows}")
-    fixed = []
-    for name, kind in schema.fixed.items():
-        buffers = _column_buffers(file, name, kind, batch.column(name))
-        if kind.is_list:
-            offsets = np.frombuffer(buffers[0], np.int32, rows + 1)
-            uniform = np.arange(0, rows * kind.elements + 1, kind.elements, dtype=np.int64)
-            if not np.array_equal(offsets, uniform):
-                raise CorruptSegmentError(f"column {name!r} has offsets that are not uniform")
-        fixed.append(_position(file, buffers[-1]))
-    variable = []
-    for name, var_kind in schema.variable.items():
-        buffers = _column_buffers(file, name, var_kind, batch.column(name))
-        variable.append((_position(file, buffers[0]), _position(file, buffers[1])))
-    del reader
+    fixed, variable = [], []
+    for number, (name, kind) in enumerate([*schema.fixed.items(), *schema.variable.items()]):
+        spans = _spans(file, name, kind, batch.column(number))
+        if isinstance(kind, VariableType):
+            variable.append((spans[0][0], spans[1][0]))
+            continue
+        if kind.is_list and not _are_uniform(file, spans[0][0], rows, kind.elements):
+            raise CorruptSegmentError(f"column {name!r} has offsets that are not uniform")
+        fixed.append(spans[-1][0])
     return Layout(rows, tuple(fixed), tuple(variable))
 
 
@@ -169,15 +165,26 @@ def check_bytes(file: pa.Buffer, schema: Schema) -> None:
     reader, batch = _open(file, schema)
     stored = (reader.metadata or {}).get(CHECKSUM_KEY, b"").decode("ascii", "replace").split()
     actual = [
-        (name, xxhash.xxh3_64_hexdigest(buffer))
-        for name, kind in [*schema.fixed.items(), *schema.variable.items()]
-        for buffer in _column_buffers(file, name, kind, batch.column(name))
+        (name, xxhash.xxh3_64_hexdigest(file.slice(start, size)))
+        for number, (name, kind) in enumerate([*schema.fixed.items(), *schema.variable.items()])
+        for start, size in _spans(file, name, kind, batch.column(number))
     ]
     if len(stored) != len(actual):
         raise CorruptSegmentError(f"footer has {len(stored)} checksums for {len(actual)} buffers")
     for expected, (name, found) in zip(stored, actual, strict=True):
         if expected != found:
             raise CorruptSegmentError(f"bytes of column {name!r} changed: xxh3 {found}, not {expected}")
+
+
+def rewrite(file: pa.Buffer, schema: Schema) -> tuple[list[memoryview], bytes]:
+    """Write the record batch of a checked file again: the pieces, by reference, and the checksums' text.
+
+    A file that `encode` laid out, with the same Arrow, comes out bit by bit as it is.
+    """
+    reader, batch = _open(file, schema)
+    footer = dict(reader.metadata or {})
+    _, header = reader.get_batch_with_custom_metadata(0)
+    return _write(batch, footer, header), footer.get(CHECKSUM_KEY, b"")
 
 
 def open_batch(file: pa.Buffer, schema: Schema) -> pa.RecordBatch:
@@ -214,12 +221,14 @@ def _open(file: pa.Buffer, schema: Schema) -> tuple[pa.RecordBatchFileReader, pa
     if file.size < 2 * len(_MAGIC) or file[:6].to_pybytes() != _MAGIC:
         raise CorruptSegmentError(f"not an Arrow IPC file ({file.size} bytes)")
     try:
-        reader = pa.ipc.open_file(pa.BufferReader(file))
+        reader = pa.ipc.open_file(file)
         if not reader.schema.equals(schema.arrow, check_metadata=True):
             raise CorruptSegmentError("has another schema than the cache")
         if reader.num_record_batches != 1:
             raise CorruptSegmentError(f"holds {reader.num_record_batches} record batches, not one")
-        return reader, reader.get_batch(0)
+        batch = reader.get_batch(0)
+        batch.validate()  # lengths above all: pyarrow's own len() fails on a negative one
+        return reader, batch
     except (pa.ArrowException, OSError) as error:
         raise CorruptSegmentError(f"Arrow cannot read it: {error}") from None
 
@@ -234,10 +243,6 @@ def _buffers(kind: FixedType | VariableType, column: Column) -> list[memoryview]
         offsets = np.arange(0, stop + 1, kind.elements, dtype=np.int32)
         return [offsets.data.cast("B"), values]
     return [values]
-
-
-def _position(file: pa.Buffer, buffer: pa.Buffer) -> int:
-    return buffer.address - file.address if buffer.size else 0
 
 
 def _rows(column: Column) -> int:
@@ -257,47 +262,62 @@ def _array(kind: FixedType | VariableType, rows: int, buffers: list[pa.Buffer]) 
     return pa.Array.from_buffers(arrow_type, rows, [None, buffers[0]], 0, children=[values])
 
 
-def _column_buffers(
+def _spans(
     file: pa.Buffer, name: str, kind: FixedType | VariableType, array: pa.Array
-) -> list[pa.Buffer]:
-    """The data buffers of a mapped column, cut to what its rows need; checked to lie in the file."""
-    present = [b for b in array.buffers() if b is not None]
-    validity = len(array.buffers()) - len(present)
-    nulls = array.null_count or (pa.types.is_list(array.type) and array.values.null_count)
-    has_offsets = isinstance(kind, VariableType) or kind.is_list
-    if nulls or array.offset or len(present) != 1 + has_offsets or validity == 0:
+) -> list[tuple[int, int]]:
+    """(start, bytes) in the file of each data buffer of a column, as its rows need; checked to lie in it."""
+    rows, buffers = len(array), array.buffers()
+    is_list = isinstance(kind, Ragged) if isinstance(kind, VariableType) else kind.is_list
+    children = array.values if is_list else None
+    if children is None:
+        validity, present = buffers[:1], buffers[1:]
+    else:
+        validity, present = buffers[::2], buffers[1::2]
+    nulls = array.null_count or (children is not None and children.null_count)
+    if nulls or array.offset or any(b is not None for b in validity) or any(b is None for b in present):
         raise CorruptSegmentError(f"column {name!r} has nulls or buffers that no segment has")
-    sizes = list(_buffer_sizes(file, name, kind, len(array), present))
-    if pa.types.is_list(array.type) and len(array.values) * array.values.type.bit_width != 8 * sizes[-1]:
-        raise CorruptSegmentError(f"column {name!r} has {len(array.values)} elements, not what its rows need")
-    return [b.slice(0, size) for b, size in zip(present, sizes, strict=True)]
 
-
-def _buffer_sizes(
-    file: pa.Buffer, name: str, kind: FixedType | VariableType, rows: int, present: list[pa.Buffer]
-) -> Iterator[int]:
-    def checked(buffer: pa.Buffer, size: int) -> int:
-        start = buffer.address - file.address
+    def checked(buffer: pa.Buffer, size: int) -> tuple[int, int]:
         if size == 0:  # Arrow may place an empty buffer anywhere
-            return 0
+            return 0, 0
+        start = buffer.address - file.address
         if start < 0 or start + size > file.size or buffer.size < size:
             raise CorruptSegmentError(f"column {name!r} has a buffer outside the file or too short")
         if start % 8:
             raise CorruptSegmentError(f"column {name!r} has a buffer that is not aligned")
-        return size
+        return start, size
 
-    if not isinstance(kind, VariableType):
-        if kind.is_list:
-            yield checked(present[0], 4 * (rows + 1))
-        yield checked(present[-1], rows * kind.row_bytes)
-        return
-    yield checked(present[0], 4 * (rows + 1))
-    offsets = np.frombuffer(present[0], np.int32, rows + 1)
+    spans = [checked(present[0], 4 * (rows + 1))] if len(present) == 2 else []
+    if isinstance(kind, VariableType):
+        elements = _rising_end(file, spans[0][0], rows, kind, name)
+        size = elements * (kind.item_bytes // kind.elements if isinstance(kind, Ragged) else 1)
+    else:
+        size = rows * kind.row_bytes
+        elements = rows * kind.elements
+    spans.append(checked(present[-1], size))
+    if children is not None and len(children) != elements:
+        raise CorruptSegmentError(f"column {name!r} has {len(children)} elements, not what its rows need")
+    return spans
+
+
+def _rising_end(file: pa.Buffer, start: int, rows: int, kind: VariableType, name: str) -> int:
+    """The last of a variable-length column's offsets, which were checked."""
+    offsets = np.frombuffer(file, np.int32, rows + 1, start)
     unit = kind.elements if isinstance(kind, Ragged) else 1
-    width = kind.item_bytes // kind.elements if isinstance(kind, Ragged) else 1
-    if offsets[0] != 0 or np.any(np.diff(offsets) < 0) or (unit > 1 and np.any(offsets % unit)):
+    if offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any() or (unit > 1 and (offsets % unit).any()):
         raise CorruptSegmentError(f"column {name!r} has offsets that do not rise")
-    yield checked(present[1], int(offsets[-1]) * width)
+    return int(offsets[-1])
+
+
+def _are_uniform(file: pa.Buffer, start: int, rows: int, elements: int) -> bool:
+    """Whether a column's offsets are 0, elements, 2 * elements, ...: in pieces, for they may be many."""
+    offsets = np.frombuffer(file, np.int32, rows + 1, start)
+    for first in range(0, rows + 1, _OFFSETS_A_PIECE):
+        piece = offsets[first : first + _OFFSETS_A_PIECE]
+        expected = np.arange(first * elements, (first + len(piece)) * elements, elements, dtype=np.int64)
+        if not (piece == expected).all():
+            return False
+    return True
 
 
 def _bytes_of_no_row(schema: Schema) -> int:

@@ -24,17 +24,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Layout, widest_column
+from arrowcache.arrow.template import KnownLayouts
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.placement import Placement
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.mapping import HUGE_PAGE, AddressRange
+from arrowcache.storage.mapping import HUGE_PAGE, AddressRange, open_file
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file
 
@@ -76,14 +76,6 @@ _arenas: weakref.WeakKeyDictionary[Store, Arena] = weakref.WeakKeyDictionary()
 _arenas_lock = threading.Lock()
 
 
-class _Cell(NamedTuple):
-    """Where a segment is mapped: in which cell, at which byte of the arena, how many bytes."""
-
-    number: int
-    start: int
-    nbytes: int
-
-
 class Arena:
     """The mapped segments of one cache in this process. Thread-safe.
 
@@ -95,13 +87,16 @@ class Arena:
     def __init__(self, store: Store, budget: _Budget) -> None:
         self._store = store
         self._schema = store.settings.schema
+        self._folder = os.fspath(store.folder.segments)
         self._segment_bytes = store.settings.segment_bytes
         self._full_rows = store.settings.full_rows
         self._stride = choose_stride(self._schema, self._segment_bytes)
+        self._known = KnownLayouts(self._schema)
+        self._widest, self._width = widest_column(self._schema)
         self._phase: int | None = None  # the widest column's remainder in the arena
         self._phase_is_of_a_full_one = False
         self._lock = threading.Lock()
-        self._cells: dict[int, _Cell] = {}  # by seq
+        self._cells: dict[int, int] = {}  # by seq: the number of its cell
         self._users: dict[int, int] = {}  # by seq: snapshots that may read it
         self._released: deque[tuple[Sequence[SegmentInfo], Callable[[], None]]] = deque()
         self._range: AddressRange | None = None
@@ -149,11 +144,13 @@ class Arena:
             try:
                 while self._released:
                     segments, then = self._released.popleft()
+                    unused = []
                     for segment in segments:
                         self._users[segment.seq] -= 1
                         if not self._users[segment.seq]:
                             del self._users[segment.seq]
-                            self._unmap(segment.seq)
+                            unused.append(segment.seq)
+                    self._unmap(unused)
                     done.append(then)
             finally:
                 self._lock.release()
@@ -180,7 +177,8 @@ class Arena:
         """
         if self._range is None:
             raise MemoryError("no address space is left to map a segment: raise ulimit -v")
-        known = np.where(cells < 0, cells.max(initial=0), cells)  # any mapped one: an item of it may be read
+        mapped = cells[cells >= 0]  # the newest one stands in for one that is not: an item of it may be read
+        known = np.where(cells < 0, mapped[-1] if len(mapped) else 0, cells)
         return Placement(self._range, self._schema, starts, self._fixed_at[known], self._variable_at[known])
 
     def one_cell(self) -> Arena:
@@ -210,48 +208,57 @@ class Arena:
         return len(self._cells)
 
     def _map(self, segment: SegmentInfo, check_bytes: bool) -> int:
-        mapped = self._cells.get(segment.seq)
-        if mapped is not None:
-            return mapped.number
+        number = self._cells.get(segment.seq)
+        if number is not None:
+            return number
         number = self._take_cell()
         if number == NO_CELL:
             return NO_CELL
-        assert self._range is not None
-        start = number * self._stride
+        self._cells[segment.seq] = number
         try:
-            cell = self._map_at(segment, number, start)
-            file = self._range.buffer(start, cell.nbytes)
-            layout = check_file(file, self._store, segment, check_bytes=check_bytes)
-            if shift := self._shift(segment, layout, start):
-                self._range.unmap_file(start, cell.nbytes)
-                start += shift
-                self._map_at(segment, number, start)
+            self._fill(number, segment, check_bytes)
         except BaseException as error:
-            if not self._unmap(segment.seq):
-                self._give_cell(number)
+            self._unmap([segment.seq])
             if isinstance(error, OSError | ValueError):
                 raise CorruptSegmentError(f"cannot be mapped: {error}") from None
             raise
-        self._fixed_at[number] = np.add(start, layout.fixed)
-        self._variable_at[number] = np.add(start, np.reshape(layout.variable, (-1, 2)))
         return number
+
+    def _fill(self, number: int, segment: SegmentInfo, check_bytes: bool) -> None:
+        """Map a segment into its cell, checked: by comparison where its layout is known."""
+        assert self._range is not None
+        start = number * self._stride
+        fd, nbytes = open_file(f"{self._folder}/{segment.name}", self._segment_bytes)
+        try:
+            layout = None if check_bytes else self._known.find(fd, nbytes, segment.rows)
+            is_new = layout is None
+            if layout is None:
+                self._range.map_file(fd, start, nbytes)
+                file = self._range.buffer(start, nbytes)
+                layout = check_file(file, self._store, segment, check_bytes=check_bytes)
+                self._known.learn(file, layout)
+            shift = self._shift(segment, layout, start)
+            if is_new and shift:
+                self._range.unmap(start, nbytes)
+            if shift or not is_new:
+                self._range.map_file(fd, start + shift, nbytes)
+        finally:
+            os.close(fd)
+        start += shift
+        self._fixed_at[number] = [start + at for at in layout.fixed]
+        if layout.variable:
+            self._variable_at[number] = np.add(start, layout.variable)
 
     def _shift(self, segment: SegmentInfo, layout: Layout, start: int) -> int:
         """By how many bytes to move a file within its cell, so that its widest column fits the others'."""
-        column, width = widest_column(self._schema)
-        if column < 0:
+        if self._widest < 0:
             return 0
-        phase, is_full = (start + layout.fixed[column]) % width, segment.rows == self._full_rows
+        phase, is_full = (start + layout.fixed[self._widest]) % self._width, segment.rows == self._full_rows
         if self._phase is None or (is_full and not self._phase_is_of_a_full_one):
             self._phase, self._phase_is_of_a_full_one = phase, is_full
-        return page_shift((self._phase - phase) % width, width, self._stride - self._segment_bytes)
-
-    def _map_at(self, segment: SegmentInfo, number: int, start: int) -> _Cell:
-        assert self._range is not None
-        path = self._store.path_of(segment)
-        nbytes = self._range.map_file(path, start, self._segment_bytes)
-        cell = self._cells[segment.seq] = _Cell(number, start, nbytes)
-        return cell
+        return page_shift(
+            (self._phase - phase) % self._width, self._width, self._stride - self._segment_bytes
+        )
 
     def _take_cell(self) -> int:
         if self._range is None or not self._budget.take():
@@ -261,18 +268,16 @@ class Arena:
             self._budget.give_back(1)
         return number
 
-    def _give_cell(self, number: int) -> None:
-        heapq.heappush(self._free, number)
-        self._budget.give_back(1)
-
-    def _unmap(self, seq: int) -> bool:
-        cell = self._cells.pop(seq, None)
-        if cell is None:
-            return False
-        assert self._range is not None
-        self._range.unmap_file(cell.start, cell.nbytes)
-        self._give_cell(cell.number)
-        return True
+    def _unmap(self, seqs: Iterable[int]) -> None:
+        """Unmap what is mapped of these; neighbouring cells in one go."""
+        numbers = np.array(sorted(self._cells.pop(seq) for seq in seqs if seq in self._cells), np.int64)
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1):
+            if len(run):
+                assert self._range is not None
+                self._range.unmap(int(run[0]) * self._stride, len(run) * self._stride)
+                for number in run.tolist():
+                    heapq.heappush(self._free, number)
+                self._budget.give_back(len(run))
 
     def _forget_in_child(self) -> None:
         """A forked child inherits no mapping and no lease."""
@@ -310,6 +315,8 @@ def page_shift(missing: int, width: int, room: int) -> int:
 
     Returns: at most `room`; 0 where no such page exists.
     """
+    if not missing:
+        return 0
     common = math.gcd(_PAGE, width)
     if missing % common:
         return 0  # not written by this version: its column is not aligned

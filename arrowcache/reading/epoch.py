@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,6 +85,7 @@ class Epochs:
         self._meter = meter
         self._resumed: Plan | None = None
         self._missing = "skip"
+        self._rows_seen = 0
         self.step_rows = terms.batch_size * self._share.world_size  # of all ranks
         self.next = 0  # the number of the next epoch
 
@@ -130,15 +131,13 @@ class Epochs:
         Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
         """
         resumed = self._resumed
-        if resumed is not None:
-            snapshot = self._take_agreed(lambda: self._retake(resumed), resumed.position)
-            plan = resumed
+        if resumed is None:
+            snapshot = self._wait_for_rows(is_cancelled, before_waiting)
         else:
-            taken = self._take_agreed(lambda: self._wait_for_rows(is_cancelled, before_waiting), 0)
-            if taken is None:
-                return None
-            snapshot, plan = taken, self._plan(taken)
-        assert snapshot is not None
+            snapshot = self._agreed(resumed.position, lambda: self._retake(resumed))
+        if snapshot is None:
+            return None
+        plan = resumed or self._plan(snapshot)
         try:
             order = self._order(plan, snapshot.segments)
         except BaseException:
@@ -149,6 +148,11 @@ class Epochs:
         self._meter.begin_epoch()
         return Epoch(plan, snapshot, order)
 
+    def settle(self) -> None:
+        """An epoch gave up segments: so may the ranks' agreement on it, if all have joined."""
+        if self._agreement is not None:
+            self._agreement.settle()
+
     def ended(self, epoch: Epoch) -> None:
         """An epoch's snapshot was let go: so may the ranks' agreement on it."""
         if self._agreement is not None:
@@ -158,10 +162,11 @@ class Epochs:
         if self._agreement is not None:
             self._agreement.close()
 
-    def _take_agreed(self, take: Callable[[], Snapshot | None], position: int) -> Snapshot | None:
+    def _agreed(self, position: int, take: Callable[[], Snapshot | None]) -> Snapshot | None:
+        """What `take` gives, or another rank of the same job has taken already."""
         if self._agreement is None:
             return take()
-        terms: Mapping[str, int | str | bool | None] = {
+        terms = {
             "batch_size": self._terms.batch_size,
             "shuffle": self._terms.shuffle,
             "seed": self._terms.seed,
@@ -217,7 +222,7 @@ class Epochs:
         started = time.perf_counter()
         while True:
             with self._meter.stage("store"):
-                snapshot, rows = self._try_take(needed)
+                snapshot = self._agreed(0, lambda: self._try_take(needed))
             if snapshot is not None:
                 return snapshot
             before_waiting()
@@ -225,7 +230,7 @@ class Epochs:
             if self._timeout_seconds is not None and waited > self._timeout_seconds:
                 raise LoaderTimeoutError(
                     f"waited {self._timeout_seconds:g} s for {needed} rows in {self._store.folder.path}, "
-                    f"which has {rows}{' that `where` accepts' if self._where else ''}: "
+                    f"which has {self._rows_seen}{' that `where` accepts' if self._where else ''}: "
                     "is a sampler running? lower wait_rows or batch_size, or raise timeout"
                 )
             if is_cancelled():
@@ -233,16 +238,16 @@ class Epochs:
             with self._meter.stage("samplers"):
                 time.sleep(_POLL_SECONDS)
 
-    def _try_take(self, needed: int) -> tuple[Snapshot | None, int]:
-        """(an open snapshot of at least so many rows, mapped; or None, how many rows there are)."""
+    def _try_take(self, needed: int) -> Snapshot | None:
+        """An open snapshot of at least so many rows, mapped."""
         snapshot = Snapshot.take(self._store, self._where)
         enough = False
         try:
-            rows = len(snapshot)
-            if rows >= needed:
-                rows = snapshot.map_all()
-            enough = rows >= needed
+            self._rows_seen = len(snapshot)
+            if self._rows_seen >= needed:
+                self._rows_seen = snapshot.map_all()
+            enough = self._rows_seen >= needed
         finally:  # Ctrl-C while it maps, too, leaves nothing leased
             if not enough:
                 snapshot.close()
-        return (snapshot if enough else None), rows
+        return snapshot if enough else None

@@ -77,6 +77,7 @@ class Feed:
         ahead_steps = max(1, ahead_rows // self._epochs.step_rows)
         for job in self._assembly.jobs(epoch, awaited=awaited):
             if in_order:
+                self._epochs.settle()
                 last = min(job.step + ahead_steps, order.steps - 1)
                 here = order.segments_span(job.step)
                 self._readahead.reach(range(here.start, max(here.stop, order.segments_span(last).stop)))

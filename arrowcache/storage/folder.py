@@ -6,11 +6,12 @@ decision is made here: who calls holds cache.lock where the protocol asks for it
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from arrowcache.errors import CacheFormatError
@@ -96,6 +97,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.segments = path / layout.SEGMENTS
+        self._segments = os.fspath(self.segments)  # a Path costs as much as a stat
         self.incoming = path / layout.INCOMING
         self.quarantine = path / layout.QUARANTINE
         self.ranks = path / layout.RANKS
@@ -166,18 +168,18 @@ class Folder:
     # what is there
 
     def names_in_segments(self) -> list[str]:
-        """All names in segments/, those of segments oldest first."""
-        return sorted(os.listdir(self.segments))
+        """All names in segments/, in the folder's own order, which stays while nothing changes."""
+        return os.listdir(self.segments)
 
     def segment_names(self) -> list[str]:
         """Names in segments/ that are segments, oldest first."""
-        return [name for name in self.names_in_segments() if layout.parse_segment_name(name)]
+        return sorted(name for name in self.names_in_segments() if layout.parse_segment_name(name))
 
     def segment_info(self, name: str) -> SegmentInfo | None:
         """The segment of a name; None: it is gone, or not a regular file."""
         parsed = layout.parse_segment_name(name)
         try:
-            status = os.stat(self.segments / name, follow_symlinks=False)
+            status = os.lstat(f"{self._segments}/{name}")
         except FileNotFoundError:
             return None
         if parsed is None or not stat.S_ISREG(status.st_mode):
@@ -199,15 +201,20 @@ class Folder:
             for name, allocated, length in _files(self.incoming)
         )
 
-    def other_bytes(self) -> int:
-        """Allocated bytes of the folder but for segments and incoming files: what they cost too."""
+    def other_bytes(self, foreign: Iterable[str]) -> int:
+        """Allocated bytes of the folder but for segments and incoming files: what they cost too.
+
+        `foreign` are the names in segments/ that are no segment's.
+        """
         folders = [self.path, *(self.path / name for name in layout.FOLDERS)]
         total = sum(os.stat(folder).st_blocks * _BLOCK for folder in folders)
         total += sum(allocated for _, allocated, _ in _files(self.path))
         for name in (layout.QUARANTINE, layout.RANKS, layout.POOLS):
             total += sum(allocated for _, allocated, _ in _files(self.path / name))
-        foreign = (n for n, _ in _listed(self.segments) if not layout.parse_segment_name(n))
-        return total + sum(os.lstat(self.segments / n).st_blocks * _BLOCK for n in foreign)
+        for name in foreign:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(self.segments / name).st_blocks * _BLOCK
+        return total
 
     def locked_incoming(self, suffix: str) -> int:
         """How many files of incoming/ with a suffix are locked by a living writer."""

@@ -62,6 +62,19 @@ def will_need(address: int, nbytes: int) -> None:
     _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)
 
 
+def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
+    """Open a file to be mapped: (descriptor, bytes); the caller closes it.
+
+    Raises: OSError: it cannot be opened. ValueError: empty, or longer than `limit`.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    nbytes = os.fstat(fd).st_size
+    if not 0 < nbytes <= limit:
+        os.close(fd)
+        raise ValueError(f"{os.path.basename(path)} has {nbytes} bytes, a segment has 1 to {limit}")
+    return fd, nbytes
+
+
 class AddressRange:
     """A reserved range of addresses, without memory, into which files are mapped.
 
@@ -82,25 +95,14 @@ class AddressRange:
         self._unmap = weakref.finalize(self, _munmap, start, reserved, os.getpid())
         self._unmap.atexit = False
 
-    def map_file(self, path: Path, offset: int, limit: int) -> int:
-        """Map a whole file at `offset` of the range; returns its length.
-
-        Raises: OSError: it cannot be opened or mapped. ValueError: empty, or longer than `limit`.
-        """
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            nbytes = os.fstat(fd).st_size
-            if not 0 < nbytes <= limit:
-                raise ValueError(f"{path.name} has {nbytes} bytes, a segment has 1 to {limit}")
-            address = self.address + offset
-            _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, fd)
-        finally:
-            os.close(fd)
+    def map_file(self, fd: int, offset: int, nbytes: int) -> None:
+        """Map an open file's first `nbytes`, all of it, at `offset` of the range."""
+        address = self.address + offset
+        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, fd)
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
-        return nbytes
 
-    def unmap_file(self, offset: int, nbytes: int) -> None:
-        """Turn a mapped file's addresses into reserved ones again."""
+    def unmap(self, offset: int, nbytes: int) -> None:
+        """Turn addresses into reserved ones again, whatever files are mapped there."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _mmap(self.address + offset, nbytes, _PROT_NONE, flags)
         _libc.madvise(self.address + offset, nbytes, mmap.MADV_DONTFORK)

@@ -27,7 +27,7 @@ from arrowcache.arrow.segment import EncodedSegment
 from arrowcache.errors import CacheFullError, LockTimeoutError
 from arrowcache.storage.eviction import choose_victims, skip_for_headroom
 from arrowcache.storage.folder import PART_SLACK_BYTES, Folder, Part
-from arrowcache.storage.layout import PART, WAIT, SegmentInfo, Settings, segment_name
+from arrowcache.storage.layout import PART, WAIT, SegmentInfo, Settings, parse_segment_name, segment_name
 from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile, flock_holders, range_holders
 from arrowcache.units import format_bytes
@@ -77,6 +77,14 @@ class Published(NamedTuple):
     waiting_seconds: float
 
 
+class _Listing(NamedTuple):
+    """What segments/ held when it was last listed. Segments never change: one stat a name."""
+
+    names: list[str]  # as the folder gave them
+    segments: dict[str, SegmentInfo]  # by name, oldest first
+    foreign: list[str]  # names that are no segment's
+
+
 class Cancelled(Exception):
     """A wait for room was ended by its RoomPolicy; nothing was published."""
 
@@ -102,7 +110,7 @@ class Store:
         self.folder = folder
         self.settings = settings
         self.check_bytes = check_bytes
-        self._infos: dict[str, SegmentInfo] = {}  # segments never change: one stat a name
+        self._listing = _Listing([], {}, [])  # replaced as a whole
 
     @contextmanager
     def locked(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
@@ -134,13 +142,23 @@ class Store:
 
     def segments(self) -> list[SegmentInfo]:
         """What is published, oldest first. Without cache.lock it may be evicted at once."""
-        infos: dict[str, SegmentInfo] = {}
-        for name in self.folder.names_in_segments():  # a known one was checked when it was new
-            info = self._infos.get(name) or self.folder.segment_info(name)
+        return list(self._list().segments.values())
+
+    def _list(self) -> _Listing:
+        names, known = self.folder.names_in_segments(), self._listing
+        if names == known.names:
+            return known
+        segments, foreign, passing = {}, [], False
+        for name in sorted(names):
+            info = known.segments.get(name) or self.folder.segment_info(name)
             if info is not None:
-                infos[name] = info
-        self._infos = infos
-        return list(infos.values())
+                segments[name] = info
+            elif parse_segment_name(name) is None:
+                foreign.append(name)
+            else:
+                passing = True  # gone by now, or no file: look again next time
+        self._listing = _Listing([] if passing else names, segments, foreign)
+        return self._listing
 
     def path_of(self, segment: SegmentInfo) -> Path:
         return self.folder.segments / segment.name
@@ -291,7 +309,7 @@ class Store:
     def allocated_bytes(self, listed: list[SegmentInfo]) -> int:
         """What the whole folder takes on the disk, half-written files included."""
         published = sum(segment.allocated_bytes for segment in listed)
-        return published + self.folder.incoming_bytes() + self.folder.other_bytes()
+        return published + self.folder.incoming_bytes() + self.folder.other_bytes(self._listing.foreign)
 
     def refresh_settings(self) -> None:
         """Another process may have resized the cache."""

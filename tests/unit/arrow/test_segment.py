@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers import file_bytes, variable
+from helpers import columns_of, file_bytes, variable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,22 +36,6 @@ SMALL = ac.Schema(
         "r": ac.Ragged("int32", (2,)),
     }
 )
-
-
-def columns_of(schema, rows, seed=0):
-    """Random columns, and the plain Python content of the variable ones."""
-    rng = np.random.default_rng(seed)
-    columns = {}
-    for name, kind in schema.fixed.items():
-        nbytes = rows * kind.row_bytes
-        raw = rng.integers(0, 2 if kind.numpy_dtype.kind == "b" else 256, nbytes, np.uint8)
-        columns[name] = raw.view(kind.numpy_dtype).reshape(rows, *kind.shape)
-    for name, kind in schema.variable.items():
-        item = kind.item_bytes if isinstance(kind, ac.Ragged) else 1
-        values = [bytes(rng.integers(0, 128, item * int(rng.integers(0, 4)), np.uint8)) for _ in range(rows)]
-        stored = item // kind.elements if isinstance(kind, ac.Ragged) else 1
-        columns[name] = variable(values, stored)
-    return columns
 
 
 def check(data, schema, rows):
@@ -219,6 +203,15 @@ def test_what_passes_the_structure_check_is_safe_to_read_whatever_its_bytes():
             batch.column(name).to_pylist()
         batch.column("t").cast(pa.binary()).to_pylist()
     assert passed > 100
+
+
+def test_a_negative_number_of_elements_is_refused_even_where_none_are_needed():
+    schema = ac.Schema({"r": ac.Ragged("int32")})
+    data = bytearray(file_bytes(schema, {"r": variable([b""] * 3, 4)}))
+    at = data.index(struct.pack("<qqqq", 3, 0, 0, 0))  # length and nulls of the list, then of its elements
+    data[at + 16 : at + 24] = struct.pack("<q", -1)
+    with pytest.raises(ac.CorruptSegmentError):
+        read_structure(pa.py_buffer(bytes(data)), schema, 3)
 
 
 def test_another_number_of_rows_than_stated_is_refused():

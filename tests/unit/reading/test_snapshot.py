@@ -387,16 +387,16 @@ def test_segments_are_unmapped_before_they_are_unleased(tmp_path, monkeypatch):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 3)
     leased_at_unmap = []
-    real = mapping.AddressRange.unmap_file
+    real = mapping.AddressRange.unmap
 
-    def unmap_file(self, offset, nbytes):
+    def unmap(self, offset, nbytes):
         leased_at_unmap.append(cache.stats().leased_bytes > 0)
         real(self, offset, nbytes)
 
     with cache.snapshot() as snapshot:
         snapshot.map_all()
-        monkeypatch.setattr(mapping.AddressRange, "unmap_file", unmap_file)
-    assert leased_at_unmap == [True] * 3
+        monkeypatch.setattr(mapping.AddressRange, "unmap", unmap)
+    assert leased_at_unmap == [True], "all in one go, still leased"
 
 
 def test_what_two_snapshots_share_stays_mapped_until_both_are_closed(tmp_path):
@@ -649,6 +649,40 @@ def test_mapping_all_leaves_damaged_segments_out(tmp_path):
         assert len(snapshot) == 32
     assert seqs(cache) == [1, 3]
     assert Arena.of(cache.store).mapped() == 0
+
+
+@pytest.mark.parametrize("part", ["header", "offsets", "footer"])
+def test_a_damaged_segment_among_many_of_a_known_layout_is_found(tmp_path, part):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 6)
+    victim = segment_files(cache)[4]
+    data = victim.read_bytes()
+    offsets = np.arange(0, 17 * 256, 256, dtype=np.int32).tobytes()
+    flip_byte(victim, {"header": 3, "offsets": data.index(offsets) + 9, "footer": -8}[part])
+    with cache.snapshot() as snapshot:
+        with pytest.warns(RuntimeWarning, match=victim.name):
+            assert snapshot.map_all() == 80
+        assert snapshot.gather(range(80))["id"].tolist() == [*range(64), *range(80, 96)]
+
+
+def test_segments_of_a_known_layout_are_not_parsed_again(tmp_path, monkeypatch):
+    cache = build(tmp_path / "cache", SCHEMAS["every"], [FULL_ROWS] * 6)
+    expected = plain_rows(cache)
+    checked = []
+    real = arena_module.check_file
+
+    def check_file(file, store, segment, **options):
+        checked.append(segment.seq)
+        return real(file, store, segment, **options)
+
+    monkeypatch.setattr(arena_module, "check_file", check_file)
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()
+        assert checked == [0, 1]
+        assert_same(cache, expected, range(60), snapshot.gather(range(60)))
+    with ac.Cache.open(cache.path, check="bytes").snapshot() as snapshot:
+        snapshot.map_all()
+    assert checked == [0, 1, *range(6)], "bytes to be checked are read in any case"
 
 
 def test_a_table_of_a_damaged_segment_is_an_error_and_leaves_no_lease(tmp_path):

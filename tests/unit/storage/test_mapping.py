@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 from helpers import in_child
 
-from arrowcache.storage.mapping import AddressRange, FileMapping
+from arrowcache.storage.mapping import AddressRange, FileMapping, open_file
 
 PAGE = 4096
 
@@ -19,6 +20,13 @@ def file(tmp_path):
     return path
 
 
+def map_into(area, path, offset):
+    fd, nbytes = open_file(path, 4 * PAGE)
+    area.map_file(fd, offset, nbytes)
+    os.close(fd)
+    return nbytes
+
+
 def maps():
     with open("/proc/self/maps") as lines:
         return lines.read()
@@ -26,12 +34,12 @@ def maps():
 
 def test_a_file_is_mapped_where_it_is_wanted_and_unmapped_again(file):
     area = AddressRange(16 * PAGE)
-    assert area.map_file(file, 4 * PAGE, 4 * PAGE) == 9000
+    assert map_into(area, file, 4 * PAGE) == 9000
     assert area.buffer(4 * PAGE, 9000).to_pybytes() == file.read_bytes()
     assert str(file) in maps()
-    area.unmap_file(4 * PAGE, 9000)
+    area.unmap(4 * PAGE, 9000)
     assert str(file) not in maps()
-    assert area.map_file(file, 4 * PAGE, 4 * PAGE) == 9000
+    assert map_into(area, file, 4 * PAGE) == 9000
     area.close()
     assert str(file) not in maps()
 
@@ -42,29 +50,29 @@ def test_a_range_without_files_takes_no_memory_and_no_overcommit():
 
 
 def test_a_file_that_does_not_fit_or_is_empty_is_refused(file, tmp_path):
-    area = AddressRange(16 * PAGE)
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(ValueError, match="9000 bytes"):
-        area.map_file(file, 0, 2 * PAGE)
+        open_file(file, 2 * PAGE)
     empty = tmp_path / "empty"
     empty.touch()
     with pytest.raises(ValueError, match="0 bytes"):
-        area.map_file(empty, 0, 2 * PAGE)
+        open_file(empty, 2 * PAGE)
     with pytest.raises(FileNotFoundError):
-        area.map_file(tmp_path / "missing", 0, 2 * PAGE)
+        open_file(tmp_path / "missing", 2 * PAGE)
     link = tmp_path / "link"
     link.symlink_to(file)
     with pytest.raises(OSError, match="symbolic"):
-        area.map_file(link, 0, 4 * PAGE)
+        open_file(link, 4 * PAGE)
     with pytest.raises(OSError):
         FileMapping(empty)
     with pytest.raises(OSError):
         FileMapping(link)
-    area.close()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_range_lives_as_long_as_a_buffer_over_it(file):
     area = AddressRange(16 * PAGE)
-    area.map_file(file, 0, 4 * PAGE)
+    map_into(area, file, 0)
     part = area.buffer(0, 9000).slice(3, 6)
     del area
     gc.collect()
@@ -91,7 +99,7 @@ def test_a_forked_child_has_no_mapping_and_ends_nothing(file):
     told = []
     buffer = FileMapping(file, on_unmap=lambda: told.append(1)).buffer()
     area = AddressRange(16 * PAGE)
-    area.map_file(file, 0, 4 * PAGE)
+    map_into(area, file, 0)
 
     def child():
         nonlocal buffer, area

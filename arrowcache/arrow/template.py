@@ -1,0 +1,140 @@
+"""Template: recognize the layout of a file by comparing bytes, without parsing it again.
+
+All full segments of a cache have the same layout, and so does everything that `read_structure`
+looks at: headers, footer and offsets of tensors. A template is that part of one file which
+passed the complete check: every byte but the values of its columns and the digits of their
+checksums. Another file of as many bytes and rows in which all those bytes are equal would pass
+with the same `Layout`; for any other file a template says nothing.
+
+That needs a file whose headers do not reach into its values or digits, which a crafted file's
+might. So a template is made only of a file that this Arrow would write bit by bit like that:
+its record batch is written again, by reference, and compared. Files of another writer or with
+variable-length columns, whose offsets are data, have no template.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from arrowcache.arrow.schema import Schema
+from arrowcache.arrow.segment import Layout, rewrite
+
+_CLOSE_BYTES = 8 << 10  # reading on takes no longer than another call
+_MOST_TEMPLATES = 8
+_MOST_SEEN = 64
+_LARGEST_TEMPLATE_BYTES = 512 << 10  # of a larger one the offsets are most, and to be read anyway
+
+
+class Template(NamedTuple):
+    """What files of one layout have in common.
+
+    `reads` are (start, bytes, parts): a stretch to read, and the parts of it to compare, each as
+    (its place in the stretch, its bytes).
+    """
+
+    layout: Layout
+    reads: tuple[tuple[int, int, tuple[tuple[int, bytes], ...]], ...]
+
+    def fits(self, fd: int) -> bool:
+        """Whether an open file of as many bytes and rows has this layout."""
+        for start, length, parts in self.reads:
+            data = os.pread(fd, length, start)
+            for at, part in parts:
+                if not data.startswith(part, at):
+                    return False
+        return True
+
+
+def make_template(file: pa.Buffer, schema: Schema, layout: Layout) -> Template | None:
+    """The template of a file that passed `read_structure` with `layout`; None: it has none.
+
+    Args:
+        file: the whole file, mapped; nothing of it is kept.
+    """
+    if schema.variable:
+        return None
+    values = {
+        start: layout.rows * kind.row_bytes
+        for start, kind in zip(layout.fixed, schema.fixed.values(), strict=True)
+    }
+    if file.size - sum(values.values()) > _LARGEST_TEMPLATE_BYTES:
+        return None
+    pieces, checksums = rewrite(file, schema)
+    parts: list[tuple[int, bytes]] = []
+    position = 0
+    for piece in pieces:
+        if position not in values:
+            if parts and parts[-1][0] + len(parts[-1][1]) == position:
+                parts[-1] = (parts[-1][0], parts[-1][1] + bytes(piece))
+            else:
+                parts.append((position, bytes(piece)))
+        elif values.pop(position) != piece.nbytes:
+            return None
+        position += piece.nbytes
+    same = all(bytes(memoryview(file)[at : at + len(part)]) == part for at, part in parts)
+    if values or position != file.size or not same or not checksums:
+        return None
+    start, footer = parts.pop()
+    if footer.count(checksums) != 1:
+        return None
+    at = footer.index(checksums)
+    end = at + len(checksums)
+    return Template(layout, _reads([*parts, (start, footer[:at]), (start + end, footer[end:])]))
+
+
+def _reads(
+    parts: list[tuple[int, bytes]],
+) -> tuple[tuple[int, int, tuple[tuple[int, bytes], ...]], ...]:
+    """Parts in rising order, those close to each other in one read."""
+    groups: list[list[tuple[int, bytes]]] = []
+    end = -_CLOSE_BYTES
+    for start, part in parts:
+        if start - end < _CLOSE_BYTES:
+            groups[-1].append((start, part))
+        else:
+            groups.append([(start, part)])
+        end = start + len(part)
+    return tuple(
+        (
+            group[0][0],
+            group[-1][0] + len(group[-1][1]) - group[0][0],
+            tuple((start - group[0][0], part) for start, part in group),
+        )
+        for group in groups
+    )
+
+
+class KnownLayouts:
+    """The templates of the layouts that are met most, bounded in number. Not thread-safe."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._templates: dict[tuple[int, int], Template] = {}  # by (bytes, rows), last used last
+        self._seen: deque[tuple[int, int]] = deque(maxlen=_MOST_SEEN)  # met once: many never come again
+
+    def find(self, fd: int, nbytes: int, rows: int) -> Layout | None:
+        """The layout of an open file; None: unknown, so it must be checked the complete way."""
+        template = self._templates.pop((nbytes, rows), None)
+        if template is None:
+            return None
+        self._templates[nbytes, rows] = template
+        return template.layout if template.fits(fd) else None
+
+    def learn(self, file: pa.Buffer, layout: Layout) -> None:
+        """Remember the layout of a mapped file that was checked the complete way."""
+        key = file.size, layout.rows
+        if key in self._templates:
+            return
+        if key not in self._seen:
+            self._seen.append(key)
+            return
+        self._seen.remove(key)
+        template = make_template(file, self._schema, layout)
+        if template is not None:
+            self._templates[key] = template
+            if len(self._templates) > _MOST_TEMPLATES:
+                del self._templates[next(iter(self._templates))]

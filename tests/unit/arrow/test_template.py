@@ -1,0 +1,175 @@
+"""Templates: what they recognize, the complete check accepts with the same layout, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import contextmanager
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from helpers import columns_of, file_bytes, variable
+
+import arrowcache as ac
+from arrowcache.arrow import segment, template
+from arrowcache.arrow.schema import DTYPES
+from arrowcache.arrow.segment import CHECKSUM_KEY, encode, read_structure
+from arrowcache.arrow.template import KnownLayouts, make_template
+
+SCHEMAS = {
+    "every": ac.Schema(
+        {
+            **{f"{dtype}_scalar": ac.Tensor(dtype) for dtype in DTYPES},
+            **{f"{dtype}_tensor": ac.Tensor(dtype, (2, 3)) for dtype in DTYPES},
+            "at": ac.Timestamp(),
+        }
+    ),
+    "small": ac.Schema({"n": ac.Tensor("int16"), "x": ac.Tensor("float32", (3,))}),
+    "scalar": ac.Schema({"n": ac.Tensor("int64")}),
+    "paged": ac.Schema({"x": ac.Tensor("float32", (128,)), "n": ac.Tensor("uint8")}),
+}
+ROWS = 5
+
+
+@contextmanager
+def opened(data):
+    """A descriptor of a file of these bytes."""
+    fd = os.memfd_create("segment")
+    try:
+        os.pwrite(fd, data, 0)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def found(known, data, rows):
+    with opened(data) as fd:
+        return known.find(fd, len(data), rows)
+
+
+def learned(schema, data, rows=ROWS):
+    """What knows a file's layout, having met it often enough; and the layout."""
+    known, file = KnownLayouts(schema), pa.py_buffer(data)
+    layout = read_structure(file, schema, rows)
+    for _ in range(2):
+        known.learn(file, layout)
+    return known, layout
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_files_of_the_same_layout_are_recognized_whatever_they_hold(kind):
+    schema = SCHEMAS[kind]
+    known, layout = learned(schema, file_bytes(schema, columns_of(schema, ROWS)))
+    for seed in range(1, 5):
+        other = file_bytes(schema, columns_of(schema, ROWS, seed))
+        assert found(known, other, ROWS) == layout == read_structure(pa.py_buffer(other), schema, ROWS)
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_whatever_byte_is_altered_a_template_accepts_nothing_that_the_complete_check_refuses(kind):
+    schema = SCHEMAS[kind]
+    data = file_bytes(schema, columns_of(schema, ROWS))
+    known, layout = learned(schema, data)
+    accepted = 0
+    for position in range(len(data)):
+        altered = bytearray(data)
+        altered[position] ^= 1 + 37 * position % 255
+        if found(known, bytes(altered), ROWS) is not None:
+            accepted += 1
+            assert read_structure(pa.py_buffer(bytes(altered)), schema, ROWS) == layout, position
+    free = sum(ROWS * kind.row_bytes for kind in schema.fixed.values())
+    digits = 17 * sum(1 + kind.is_list for kind in schema.fixed.values()) - 1
+    assert accepted == free + digits, "values and checksums may differ, and nothing else"
+
+
+def test_a_file_of_another_length_or_number_of_rows_is_unknown():
+    schema = SCHEMAS["small"]
+    data = file_bytes(schema, columns_of(schema, ROWS))
+    known, layout = learned(schema, data)
+    assert found(known, data, ROWS) == layout
+    for rows in (ROWS - 1, ROWS + 1):
+        assert found(known, data, rows) is None
+    for length in range(len(data)):
+        assert found(known, data[:length], ROWS) is None
+        with opened(data[:length]) as fd:  # shortened after its length was asked
+            assert known.find(fd, len(data), ROWS) is None
+    assert found(known, data + b"\0", ROWS) is None
+
+
+def test_a_file_with_variable_length_columns_has_no_template():
+    schema = ac.Schema({"n": ac.Tensor("int16"), "t": ac.String()})
+    data = file_bytes(schema, {"n": np.zeros(2, np.int16), "t": variable([b"a", b"bc"])})
+    known, _ = learned(schema, data, 2)
+    assert found(known, data, 2) is None
+
+
+def test_a_file_that_is_valid_but_not_as_we_write_it_has_no_template():
+    schema = SCHEMAS["scalar"]
+    data = file_bytes(schema, {"n": np.arange(ROWS)})
+    file = pa.py_buffer(data)
+    layout = read_structure(file, schema, ROWS)
+    assert make_template(file, schema, layout) is not None
+    unharmed = 0
+    for position in range(len(data)):  # a file that is a little different, but sound, teaches nothing
+        altered = bytearray(data)
+        altered[position] ^= 0xFF
+        odd = pa.py_buffer(bytes(altered))
+        try:
+            layout = read_structure(odd, schema, ROWS)
+        except ac.CorruptSegmentError:
+            continue
+        made = make_template(odd, schema, layout)
+        if made is not None:
+            unharmed += 1
+            with opened(data) as fd:
+                assert made.layout == layout
+                assert made.fits(fd), "it differs in values or digits only"
+    assert unharmed == 8 * ROWS + 16
+
+
+def test_a_file_without_checksums_or_with_ambiguous_ones_has_no_template():
+    schema = SCHEMAS["scalar"]
+    columns = {"n": np.arange(ROWS)}
+    batch = pa.RecordBatch.from_arrays([pa.array(columns["n"])], schema=schema.arrow)
+    for metadata in ({}, {CHECKSUM_KEY: b""}, {CHECKSUM_KEY: b"0" * 16, b"again": b"0" * 16}):
+        file = pa.py_buffer(b"".join(segment._write(batch, metadata, None)))
+        assert make_template(file, schema, read_structure(file, schema, ROWS)) is None
+
+
+def test_overlapping_columns_have_no_template():
+    schema = ac.Schema({"a": ac.Tensor("int64"), "b": ac.Tensor("int64")})
+    data = file_bytes(schema, {"a": np.arange(8), "b": np.arange(8)})
+    first, second = read_structure(pa.py_buffer(data), schema, 8).fixed
+    at = data.rindex(struct.pack("<qq", second - first, 64))
+    crafted = pa.py_buffer(data[:at] + struct.pack("<qq", 0, 64) + data[at + 16 :])
+    layout = read_structure(crafted, schema, 8)
+    assert layout.fixed == (first, first)
+    assert make_template(crafted, schema, layout) is None
+
+
+def test_only_what_comes_again_is_learned_and_only_so_much_is_kept():
+    schema = SCHEMAS["scalar"]
+    known = KnownLayouts(schema)
+    files = {}
+    for rows in range(1, 100):
+        files[rows] = data = b"".join(encode(schema, {"n": np.arange(rows)}).pieces)
+        known.learn(pa.py_buffer(data), read_structure(pa.py_buffer(data), schema, rows))
+        assert found(known, data, rows) is None, "met once"
+    for rows in (99, 98, 98):
+        known.learn(pa.py_buffer(files[rows]), read_structure(pa.py_buffer(files[rows]), schema, rows))
+    assert [found(known, files[rows], rows) is None for rows in (99, 98, 97)] == [False, False, True]
+    for _ in range(2):
+        for rows in range(1, 2 * template._MOST_TEMPLATES):
+            known.learn(pa.py_buffer(files[rows]), read_structure(pa.py_buffer(files[rows]), schema, rows))
+            assert found(known, files[99], 99) is not None, "in use"
+    assert len(known._templates) == template._MOST_TEMPLATES
+    assert len(known._seen) <= template._MOST_SEEN
+
+
+def test_a_template_that_would_be_large_is_not_made(monkeypatch):
+    schema = SCHEMAS["paged"]
+    data = file_bytes(schema, columns_of(schema, ROWS))
+    monkeypatch.setattr(template, "_LARGEST_TEMPLATE_BYTES", 100)
+    known, _ = learned(schema, data)
+    assert found(known, data, ROWS) is None

@@ -110,6 +110,7 @@ class Arena:
                 cells //= 2
         self._free: list[int] = []
         self._unused = iter(range(cells))
+        self._file_at = np.zeros(cells, np.int64)
         self._fixed_at = np.zeros((cells, len(self._schema.fixed)), np.int64)
         self._variable_at = np.zeros((cells, len(self._schema.variable), 2), np.int64)
 
@@ -191,17 +192,18 @@ class Arena:
         Returns: (fixed columns,), (variable columns, 2) of offsets and values; None: it has no cell.
         """
         with self._lock:
-            cell = self._cells.get(segment.seq)
-            if cell is None:
+            number = self._cells.get(segment.seq)
+            if number is None:
                 return None
-            return self._fixed_at[cell.number] - cell.start, self._variable_at[cell.number] - cell.start
+            start = self._file_at[number]
+            return self._fixed_at[number] - start, self._variable_at[number] - start
 
     def memory_of(self, segment: SegmentInfo) -> tuple[int, int]:
         """(address, bytes) of a mapped segment's file, while it is mapped; (0, 0): it has no cell."""
-        cell = self._cells.get(segment.seq)
-        if cell is None or self._range is None:
+        number = self._cells.get(segment.seq)
+        if number is None or self._range is None:
             return 0, 0
-        return self._range.address + cell.start, cell.nbytes
+        return self._range.address + int(self._file_at[number]), segment.nbytes
 
     def mapped(self) -> int:
         """How many segments are mapped."""
@@ -245,6 +247,7 @@ class Arena:
         finally:
             os.close(fd)
         start += shift
+        self._file_at[number] = start
         self._fixed_at[number] = [start + at for at in layout.fixed]
         if layout.variable:
             self._variable_at[number] = np.add(start, layout.variable)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 _TABLE_ROWS = 1 << 20  # 4 MiB, drawn in 24 ms
 _FIRST_FOUND = 4096
+_PREPARED_TABLES = 3
 _ROUNDS = 12
 _ROUND_TABLES_ROWS = 1 << 34  # 12 MiB; 5 MiB for 2**31
 _ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(seed)
@@ -90,8 +90,8 @@ class Permutation:
         return range(self._segments)
 
 
-# Deques are safe without a lock, so none is ever held across a fork.
-_prepared: deque[tuple[tuple[int, int, tuple[int, ...]], NDArray[np.uint32]]] = deque(maxlen=3)
+# Replaced as a whole, without a lock that a fork could find held: a race costs drawing a table again.
+_prepared: tuple[tuple[tuple[int, int, tuple[int, ...]], NDArray[np.uint32]], ...] = ()
 
 
 def prepare(rows: int, seed: int, key: tuple[int, ...] = ()) -> None:
@@ -99,15 +99,16 @@ def prepare(rows: int, seed: int, key: tuple[int, ...] = ()) -> None:
 
     It serves any number of rows between the same powers of two. The last three are kept.
     """
+    global _prepared
     if rows <= _TABLE_ROWS:
         name, table = (_bits(rows), seed, key), _table(rows, seed, key)
-        if all(name != other for other, _ in tuple(_prepared)):
-            _prepared.append((name, table))
+        others = tuple(one for one in _prepared if one[0] != name)
+        _prepared = (*others[-_PREPARED_TABLES + 1 :], (name, table))
 
 
 def _table(rows: int, seed: int, key: tuple[int, ...]) -> NDArray[np.uint32]:
     """A permutation of the next power of two from `rows`."""
-    for name, table in tuple(_prepared):
+    for name, table in _prepared:
         if name == (_bits(rows), seed, key):
             return table
     drawn = np.arange(1 << _bits(rows), dtype=np.uint32)

@@ -163,14 +163,14 @@ def test_an_epoch_without_a_table_sees_every_row_once_too(monkeypatch):
     assert sorted(stream[:1001]) == sorted(stream[1001:]) == list(range(1001))
 
 
-def test_an_epoch_is_prepared_ahead_by_about_how_many_rows_it_has():
-    shuffle_module._prepared.clear()
+def test_an_epoch_is_prepared_ahead_by_about_how_many_rows_it_has(monkeypatch):
+    monkeypatch.setattr(shuffle_module, "_prepared", ())
     expected = ids_of(make([300, 400], 10, seed=5, epoch=3))
     prepare_epoch(1000, seed=5, epoch=3)
     ((_, table),) = shuffle_module._prepared
     table[:] = table[::-1].copy()
     backwards = ids_of(make([300, 400], 10, seed=5, epoch=3))
-    shuffle_module._prepared.clear()
+    monkeypatch.setattr(shuffle_module, "_prepared", ())
     assert flat(backwards) == flat(expected)[::-1], "it was used"
 
 

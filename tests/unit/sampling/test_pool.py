@@ -381,7 +381,8 @@ def test_wait_times_out_with_numbers(cache, tmp_path):
             pool.wait(segments=3, timeout=DEADLINE_SECONDS)
 
 
-def test_a_wait_is_woken_by_stop(cache, tmp_path):
+def test_a_wait_is_woken_by_stop(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("arrowcache.sampling.pool._STOP_SECONDS", 0.2)  # that it waits for the task
     with ThreadPoolExecutor(2) as executor:
         gate = tmp_path / "gate"
         pool = SamplerPool(cache, gated(tmp_path, gate), executor=executor, **QUICK)
@@ -396,9 +397,9 @@ def test_a_wait_is_woken_by_stop(cache, tmp_path):
         waiter = threading.Thread(target=wait)
         waiter.start()
         wait_until(lambda: signs(tmp_path), "a task at work")
-        threading.Timer(0.1, gate.touch).start()
         pool.stop()
         waiter.join(DEADLINE_SECONDS)
+        gate.touch()
         assert len(errors) == 1
 
 

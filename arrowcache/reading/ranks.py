@@ -166,8 +166,9 @@ class Agreement:
             take: called without any lock, if nobody has begun the epoch: returns a snapshot, all
                 mapped, or None while there are too few rows. Better that it does not wait itself:
                 by the next call another rank may have begun.
-        Returns: what `take` returned, or another snapshot of another rank's segments; None if
+        Returns: what `take` returned, or a snapshot of the segments that another rank took; None if
             `take` returned None. The caller closes it, and then calls `release`.
+        Blocks: for cache.lock, and while another rank's segments are mapped; never for a rank.
         Raises: ValueError: the terms differ, or the segments are gone. CorruptSegmentError: one of
             them cannot be read here; the other ranks count on its rows. CacheFormatError: the file
             was altered. LockTimeoutError, CacheFullError, OSError, and what `take` raises.

@@ -6,8 +6,9 @@
   incoming/     <uuid>.part: being written, locked by its writer; <uuid>.wait: a writer that
                 waits for room, likewise. An unlocked file here is debris
   quarantine/   segments that failed a check, each with <name>.reason beside it
-  ranks/        <run>-<loader>-<epoch>: the snapshot that the ranks of one job on this node agreed
-                on, share-locked by each of them while it needs it. An unlocked file here is debris
+  ranks/        <run>-<loader>-<epoch>, with .<n> where a job begins an epoch again: the snapshot
+                that its ranks on this node agreed on, share-locked by each of them while it needs
+                it: a RanksRecord, then a line for each that joined. An unlocked file is debris
   pools/        <name>.<seed>: the next task number of a sampler pool
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`

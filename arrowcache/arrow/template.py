@@ -132,7 +132,7 @@ class KnownLayouts:
         if key not in self._seen:
             self._seen.append(key)
             return
-        self._seen.remove(key)
+        self._seen = deque((k for k in self._seen if k != key), _MOST_SEEN)
         template = make_template(file, self._schema, layout)
         if template is not None:
             self._templates[key] = template

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from arrowcache.errors import LoaderTimeoutError, MissingSegmentsError
+from arrowcache.errors import CorruptSegmentError, LoaderTimeoutError, MissingSegmentsError
+from arrowcache.reading.membership import Membership
 from arrowcache.reading.order import Share, prepare_epoch
 from arrowcache.reading.plan import Order, Plan, Survivors
-from arrowcache.reading.ranks import Agreement, Membership
+from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
@@ -112,10 +113,12 @@ class Epochs:
             self.next, terms.seed, terms.shuffle, terms.epoch_rows, 1, terms.batch_size, nothing, nothing
         )
 
-    def prepare(self, rows: int) -> None:
-        """Work ahead for the next epoch, which will have about so many rows: what needs no snapshot."""
-        if self._terms.shuffle == "rows" and rows:
-            prepare_epoch(rows, seed=self._terms.seed, epoch=self.next)
+    def prepare(self, segments: Sequence[SegmentInfo]) -> None:
+        """Work ahead for the next epoch, which will have segments like these: what needs no snapshot."""
+        rows = [segment.rows for segment in segments]
+        window_rows = self._window_rows(sum(rows), sum(segment.nbytes for segment in segments))
+        terms = self._terms
+        prepare_epoch(rows, shuffle=terms.shuffle, seed=terms.seed, epoch=self.next, window_rows=window_rows)
 
     def begin(
         self,
@@ -175,15 +178,22 @@ class Epochs:
             "window_bytes": self._terms.window_bytes,
             "position": position,
         }
-        return self._agreement.snapshot(self.next, terms, take)
+        try:
+            return self._agreement.snapshot(self.next, terms, take)
+        except CorruptSegmentError:
+            self.next += 1  # the other ranks, which read it, go on to the next one
+            raise
 
     def _plan(self, snapshot: Snapshot) -> Plan:
         terms, rows = self._terms, snapshot.segment_rows
-        window_rows = max(1, terms.window_bytes * len(snapshot) // max(1, snapshot.nbytes))
+        window_rows = self._window_rows(len(snapshot), snapshot.nbytes)
         seqs = np.array([segment.seq for segment in snapshot.segments], np.int64)
         return Plan(
             self.next, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
         )
+
+    def _window_rows(self, rows: int, nbytes: int) -> int:
+        return max(1, self._terms.window_bytes * rows // max(1, nbytes))
 
     def _order(self, plan: Plan, present: list[SegmentInfo] | tuple[SegmentInfo, ...]) -> Order:
         """The order of a plan over what is there of it.

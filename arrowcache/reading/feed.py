@@ -71,7 +71,9 @@ class Feed:
     def _jobs_of(self, epoch: Epoch, awaited: bool) -> Iterator[Job]:
         shuffle, order, snapshot = epoch.plan.shuffle, epoch.order, epoch.snapshot
         in_order = shuffle in ("window", None)
-        self._readahead.follow(epoch, in_order=in_order, prepare=lambda: self._epochs.prepare(len(snapshot)))
+        self._readahead.follow(
+            epoch, in_order=in_order, prepare=lambda: self._epochs.prepare(snapshot.segments)
+        )
         row_bytes = max(1, snapshot.nbytes // max(1, len(snapshot)))
         ahead_rows = epoch.plan.window_rows // 2 if shuffle == "window" else _AHEAD_BYTES // row_bytes
         ahead_steps = max(1, ahead_rows // self._epochs.step_rows)

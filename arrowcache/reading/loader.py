@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs, Terms
 from arrowcache.reading.feed import Feed
+from arrowcache.reading.membership import membership
 from arrowcache.reading.order import SHUFFLES
 from arrowcache.reading.pipeline import Pipeline
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.ranks import membership
 from arrowcache.reading.readahead import ReadAhead, memory_bytes
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
@@ -148,7 +148,7 @@ class Loader:
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
         self._progress: Epoch | None = None  # of which a batch was delivered, or may be
         self._closed = False
-        self._epochs.prepare(sum(segment.rows for segment in self._store.segments()))
+        self._epochs.prepare(self._store.segments())
 
     def __iter__(self) -> EpochIterator:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.

@@ -267,7 +267,7 @@ class Snapshot:
                 )
             yield view
 
-    def touch(self, index: int, is_wanted: Callable[[], bool]) -> None:
+    def warm(self, index: int, is_wanted: Callable[[], bool]) -> None:
         """Have a mapped segment's pages in memory and in the page tables, ahead of their use.
 
         Blocks: while the disk reads; ends early when `is_wanted` says no more, or the snapshot is closed.

@@ -125,7 +125,7 @@ class FileMapping:
     """
 
     def __init__(
-        self, path: Path, on_unmap: Callable[[], None] | None = None, *, writable: bool = False
+        self, path: Path | str, on_unmap: Callable[[], None] | None = None, *, writable: bool = False
     ) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -138,7 +138,7 @@ class FileMapping:
         self.address, self.nbytes = address, nbytes
         self._unmap = weakref.finalize(self, _unmap, address, nbytes, os.getpid(), on_unmap)
         self._unmap.atexit = False
-        _live.add(self)
+        _live[address] = None
 
     def buffer(self) -> pa.Buffer:
         """The file's bytes, read-only; the mapping lives as long as the buffer or a slice of it."""
@@ -167,11 +167,12 @@ def _settle() -> None:
         before, now = now, len(_live)
 
 
-_live: weakref.WeakSet[FileMapping] = weakref.WeakSet()
+_live: dict[int, None] = {}  # addresses; single operations, which no thread can tear
 atexit.register(_settle)
 
 
 def _unmap(address: int, nbytes: int, pid: int, on_unmap: Callable[[], None] | None) -> None:
+    _live.pop(address, None)  # first: once unmapped, the address is anybody's
     _munmap(address, nbytes, pid)
     if on_unmap is not None and os.getpid() == pid:
         on_unmap()

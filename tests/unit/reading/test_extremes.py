@@ -137,8 +137,8 @@ def test_a_second_wide_column_has_a_lane_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("spare", [0, 1, 2, 3])
 def test_where_mappings_are_scarce_some_segments_have_no_lane(tmp_path, monkeypatch, spare):
-    monkeypatch.setattr(arena_module, "_LEAST_CELLS", 16)
-    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(16 + spare))
+    monkeypatch.setattr(arena_module, "_LEAST_CELLS", 40)
+    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(40 + spare))
     cache = create(tmp_path / "cache", LANES, 1100, "2MiB", capacity="8MiB")
     fill(cache, [1100, 1100, 5])
     expected = stored(cache, "a")
@@ -148,7 +148,7 @@ def test_where_mappings_are_scarce_some_segments_have_no_lane(tmp_path, monkeypa
         assert sum(lane.mapped() for lane in snapshot._arena._lanes.values()) == spare
         got = snapshot.gather(ids)["a"].view(np.uint8)
         np.testing.assert_array_equal(got, expected[ids])
-    assert arena_module._budget._left == 16 + spare
+    assert arena_module._budget._left == 40 + spare
 
 
 def test_thousands_of_short_segments_of_differing_lengths(tmp_path):

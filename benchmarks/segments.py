@@ -22,24 +22,30 @@ import arrowcache as ac
 from benchmarks.measure import interleaved, machine, mapped_files, random_blocks
 
 SEGMENTS = 2000
-TURN_BYTES = 128 << 20
-REPEATS = 9
+TURN_BYTES = 256 << 20
+REPEATS = 7
 KIB_ROWS = ac.Schema({"x": ac.Tensor("float32", (256,)), "y": ac.Tensor("int64")})
 ODD = ac.Schema({f"x{size}": ac.Tensor("float32", (size,)) for size in (1001, 501, 2001)})
 
 
-def made(folder: Path, schema: ac.Schema, segment_bytes: str, parts: Sequence[int]) -> ac.Cache:
-    """A cache of random rows; the writer is closed after each part."""
+def made(
+    folder: Path, schema: ac.Schema, segment_bytes: str, parts: Sequence[int], *, publish_each: bool = False
+) -> ac.Cache:
+    """A cache of random rows, written in parts; if `publish_each`, each becomes a segment."""
     cache = ac.Cache.create(folder, schema, capacity="8GiB", segment_bytes=segment_bytes)
     rng = np.random.default_rng(0)
+    writer = cache.writer()
     for rows in parts:
-        with cache.writer() as writer:
-            writer.extend(
-                {
-                    name: rng.integers(0, 1 << 20, (rows, *kind.shape)).astype(kind.numpy_dtype)
-                    for name, kind in schema.fixed.items()
-                }
-            )
+        writer.extend(
+            {
+                name: rng.integers(0, 1 << 20, (rows, *kind.shape)).astype(kind.numpy_dtype)
+                for name, kind in schema.fixed.items()
+            }
+        )
+        if publish_each:
+            writer.close()
+            writer = cache.writer()
+    writer.close()
     return cache
 
 
@@ -60,14 +66,14 @@ def gatherer(cache: ac.Cache, batch_rows: int, rows: int) -> Callable[[], None]:
 
 
 def loading(cache: ac.Cache, batch_rows: int, rows: int) -> Callable[[], None]:
-    """An epoch of so many rows."""
+    """A whole epoch of so many rows, its beginning included."""
     loader = ac.Loader(cache, batch_rows, epoch_rows=rows)
-    next(iter(loader))
 
     def run() -> None:
         for _ in loader:
             pass
 
+    run()
     return run
 
 
@@ -106,15 +112,15 @@ def main() -> None:
     lengths = np.random.default_rng(3).integers(8, 249, SEGMENTS).tolist()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        short = made(folder / "short", KIB_ROWS, "64MiB", lengths)
+        short = made(folder / "short", KIB_ROWS, "64MiB", lengths, publish_each=True)
         large = made(folder / "large", KIB_ROWS, "64MiB", [sum(lengths)])
         for batch_rows in (64, 1024):
             compare("short", {"short": short, "large": large}, batch_rows)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = 500 * SEGMENTS  # a little less than a full segment each, so all but the last are full
-        small = made(folder / "small", KIB_ROWS, "512KiB", [10_000] * (rows // 10_000))
-        large = made(folder / "large", KIB_ROWS, "64MiB", [10_000] * (rows // 10_000))
+        parts = [5000] * (SEGMENTS // 10)  # 512 KiB hold 502 rows
+        small = made(folder / "small", KIB_ROWS, "512KiB", parts)
+        large = made(folder / "large", KIB_ROWS, "64MiB", parts)
         for batch_rows in (64, 1024):
             compare("512 KiB", {"small": small, "large": large}, batch_rows)
     with tempfile.TemporaryDirectory() as name:

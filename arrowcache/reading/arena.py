@@ -14,6 +14,7 @@ finds no cell is read through an arena of one cell: slower, same result.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import os
 import resource
@@ -22,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,8 @@ from arrowcache.storage.verification import check_file
 NO_CELL = -1
 _LEAST_CELLS = 4096  # a small cache may hold many short segments
 _MAX_RANGE_BYTES = 1 << 42  # 4 TiB of a 128 TiB address space
+_MOST_LANES = 4  # each costs a call when a segment is mapped
+_NOT_THE_FILES_FAULT = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _MAPPINGS_A_CELL = 2  # a segment and the hole behind it
 
 
@@ -115,7 +119,8 @@ class Arena:
         self._free: list[int] = []
         self._unused = iter(range(cells))
         self._reserve = cells  # mappings that are left to segments, before lanes get any
-        self._lanes = self._make_lanes(cells) if cells < budget.total else {}
+        may_have_lanes = cells < budget.total and _most_range_bytes() == _MAX_RANGE_BYTES
+        self._lanes = self._make_lanes(cells) if may_have_lanes else {}
         self._fixed_at = np.zeros((cells, len(self._schema.fixed)), np.int64)
         self._variable_at = np.zeros((cells, len(self._schema.variable), 2), np.int64)
 
@@ -167,7 +172,8 @@ class Arena:
         """Map and check an acquired segment, if it is not yet.
 
         Returns: its cell; NO_CELL if none is free: use `one_cell`.
-        Raises: CorruptSegmentError: what is wrong; it is not mapped then.
+        Raises: CorruptSegmentError: what is wrong; it is not mapped then. OSError: the process has
+            too little memory or too many files open.
         """
         with self._lock:
             number = self._map(segment, check_bytes)
@@ -211,6 +217,8 @@ class Arena:
             self._fill(number, segment, check_bytes)
         except BaseException as error:
             self._unmap([segment.seq])
+            if isinstance(error, OSError) and error.errno in _NOT_THE_FILES_FAULT:
+                raise
             if isinstance(error, OSError | ValueError):
                 raise CorruptSegmentError(f"cannot be mapped: {error}") from None
             raise
@@ -222,7 +230,7 @@ class Arena:
         start = number * self._stride
         fd, nbytes = open_file(f"{self._folder}/{segment.name}", self._segment_bytes)
         try:
-            layout = None if check_bytes else self._known.find(fd, nbytes, segment.rows)
+            layout = None if check_bytes else self._known.find(partial(os.pread, fd), nbytes, segment.rows)
             is_new = layout is None
             if layout is None:
                 self._range.map_file(fd, start, nbytes)
@@ -248,8 +256,10 @@ class Arena:
 
     def _make_lanes(self, cells: int) -> dict[str, Lane]:
         lanes: dict[str, Lane] = {}
-        for number, (name, kind) in enumerate(self._schema.fixed.items()):
-            if Lane.is_worth_it(kind.row_bytes, self._full_rows, self._stride):
+        widest_first = sorted(self._schema.fixed.items(), key=lambda field: -field[1].row_bytes)
+        for name, kind in widest_first:
+            if Lane.is_worth_it(kind.row_bytes, self._full_rows, self._stride) and len(lanes) < _MOST_LANES:
+                number = list(self._schema.fixed).index(name)
                 with suppress(OSError):  # it is read in two passes then
                     lanes[name] = Lane(number, kind.row_bytes, self._full_rows, cells)
         return lanes
@@ -257,7 +267,8 @@ class Arena:
     def _fill_lane(self, lane: Lane, number: int, fd: int, layout: Layout, is_full: bool) -> None:
         if self._budget.take_spare(self._reserve - len(self._cells)):
             try:
-                lane.fill(number, fd, layout.fixed[lane.column], layout.rows, is_full=is_full)
+                with suppress(OSError):
+                    lane.fill(number, fd, layout.fixed[lane.column], layout.rows, is_full=is_full)
             finally:
                 if lane.at[number] < 0:
                     self._budget.give_back(1)

@@ -32,8 +32,8 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
-    result = _libc.mmap(address or None, nbytes, protection, flags, fd, 0)
+def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0) -> int:
+    result = _libc.mmap(address or None, nbytes, protection, flags, fd, start)
     if result is None or result == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
@@ -95,10 +95,13 @@ class AddressRange:
         self._unmap = weakref.finalize(self, _munmap, start, reserved, os.getpid())
         self._unmap.atexit = False
 
-    def map_file(self, fd: int, offset: int, nbytes: int) -> None:
-        """Map an open file's first `nbytes`, all of it, at `offset` of the range."""
+    def map_file(self, fd: int, offset: int, nbytes: int, start: int = 0) -> None:
+        """Map `nbytes` of an open file, from its page at byte `start` on, at `offset` of the range.
+
+        Raises: OSError: it cannot be mapped.
+        """
         address = self.address + offset
-        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, fd)
+        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, fd, start)
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
 
     def unmap(self, offset: int, nbytes: int) -> None:

@@ -25,7 +25,7 @@ STEP_SECONDS = 0.003
 
 
 def first_batch(cache: ac.Cache, batch_rows: int, shuffle: str | None) -> tuple[float, float]:
-    """Milliseconds from `iter` to the first batch: of a loader's first epoch, and the median of later ones."""
+    """Milliseconds from `iter` to the first batch: of the first epoch, and the median of later ones."""
     times = []
     with ac.Loader(cache, batch_rows, shuffle=shuffle) as loader:
         for _ in range(EPOCHS):

@@ -43,6 +43,7 @@ class Assembly:
         with_ids: add `_seq`, `_row` and `_age_seconds`.
         views: whether batches may be zero-copy views.
         workers: threads that run the jobs; 0: the one that asks for them.
+        prefetch: batches that are kept ready.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Assembly:
         with_ids: bool,
         views: bool,
         workers: int,
+        prefetch: int,
         meter: Meter,
     ) -> None:
         self._names = tuple(names)
@@ -67,7 +69,7 @@ class Assembly:
         self._meter = meter
         self.require_views = False
         columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
-        self.ring = Ring(columns, batch_size)
+        self.ring = Ring(columns, batch_size, in_flight=prefetch + workers)
         usual, largest = self.ring.usual_group, self.ring.largest_group
         self._group = GroupSize(_VIEWS, _VIEWS) if self._viewed else GroupSize(usual, largest)
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
@@ -128,6 +130,7 @@ class Assembly:
 
     def _split_job(self, epoch: Epoch, step: int, ids: NDArray[np.int64]) -> Job:
         """One batch, each thread gathering some of its rows."""
+        self._group.note(has_waited=False)
         memory = self.ring.take(len(ids))
         bounds = np.linspace(0, len(ids), self._workers + 1).astype(np.int64)
 

@@ -88,6 +88,7 @@ class Epochs:
         self._missing = "skip"
         self._rows_seen = 0
         self.step_rows = terms.batch_size * self._share.world_size  # of all ranks
+        self._needed_rows = max(terms.wait_rows, self.step_rows if terms.drop_last else 1)
         self.next = 0  # the number of the next epoch
 
     def resume(self, plan: Plan, missing: str) -> None:
@@ -138,9 +139,14 @@ class Epochs:
             snapshot = self._wait_for_rows(is_cancelled, before_waiting)
         else:
             snapshot = self._agreed(resumed.position, lambda: self._retake(resumed))
-        if snapshot is None:
-            return None
-        plan = resumed or self._plan(snapshot)
+        return None if snapshot is None else self._epoch(snapshot, resumed or self._plan(snapshot))
+
+    def try_begin(self) -> Epoch | None:
+        """Begin the next epoch, if there is enough for it now."""
+        snapshot = self._agreed(0, self._try_take)
+        return None if snapshot is None else self._epoch(snapshot, self._plan(snapshot))
+
+    def _epoch(self, snapshot: Snapshot, plan: Plan) -> Epoch:
         try:
             order = self._order(plan, snapshot.segments)
         except BaseException:
@@ -226,21 +232,19 @@ class Epochs:
         self, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
     ) -> Snapshot | None:
         """Take a snapshot of enough rows; leases nothing while there are too few."""
-        needed = self._terms.wait_rows
-        if self._terms.drop_last:
-            needed = max(needed, self.step_rows)
         started = time.perf_counter()
         while True:
             with self._meter.stage("store"):
-                snapshot = self._agreed(0, lambda: self._try_take(needed))
+                snapshot = self._agreed(0, self._try_take)
             if snapshot is not None:
                 return snapshot
             before_waiting()
             waited = time.perf_counter() - started
             if self._timeout_seconds is not None and waited > self._timeout_seconds:
+                accepted = " that `where` accepts" if self._where else ""
                 raise LoaderTimeoutError(
-                    f"waited {self._timeout_seconds:g} s for {needed} rows in {self._store.folder.path}, "
-                    f"which has {self._rows_seen}{' that `where` accepts' if self._where else ''}: "
+                    f"waited {self._timeout_seconds:g} s for {self._needed_rows} rows in "
+                    f"{self._store.folder.path}, which has {self._rows_seen}{accepted}: "
                     "is a sampler running? lower wait_rows or batch_size, or raise timeout"
                 )
             if is_cancelled():
@@ -248,15 +252,15 @@ class Epochs:
             with self._meter.stage("samplers"):
                 time.sleep(_POLL_SECONDS)
 
-    def _try_take(self, needed: int) -> Snapshot | None:
-        """An open snapshot of at least so many rows, mapped."""
+    def _try_take(self) -> Snapshot | None:
+        """An open snapshot of enough rows, mapped."""
         snapshot = Snapshot.take(self._store, self._where)
         enough = False
         try:
             self._rows_seen = len(snapshot)
-            if self._rows_seen >= needed:
+            if self._rows_seen >= self._needed_rows:
                 self._rows_seen = snapshot.map_all()
-            enough = self._rows_seen >= needed
+            enough = self._rows_seen >= self._needed_rows
         finally:  # Ctrl-C while it maps, too, leaves nothing leased
             if not enough:
                 snapshot.close()

@@ -6,7 +6,9 @@ what comes next. Runs in the pipeline's thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from functools import partial
 
 from arrowcache.reading.assembly import Assembly
@@ -15,6 +17,8 @@ from arrowcache.reading.pipeline import BARRIER, Job, Pipeline, Stream
 from arrowcache.reading.readahead import ReadAhead
 
 _AHEAD_BYTES = 256 << 20  # of a pass in order
+_LEAD_SECONDS, _LEAD_SHARE = 2.0, 0.1  # how long before an epoch is made the next one may begin
+_POLL_SECONDS = 0.02
 
 
 class Feed:
@@ -38,6 +42,8 @@ class Feed:
         self._epochs, self._assembly = epochs, assembly
         self._pipeline, self._readahead = pipeline, readahead
         self._epoch = epoch  # the one being made
+        self._first = epoch.plan.epoch
+        self._upcoming: Epoch | None = None  # begun ahead
         self._endless = endless
         self.stream = Stream(self._jobs, self._let_go)
 
@@ -47,45 +53,91 @@ class Feed:
     def _jobs(self) -> Iterator[Job]:
         awaited = True
         while True:
-            yield from self._jobs_of(self._epoch, awaited)
+            ahead: Future[None] = Future()
+            yield from self._jobs_of(self._epoch, awaited, ahead)
             awaited = False
             yield BARRIER
-            if not self._endless:
+            if not self._endless or not self._go_on(ahead):
                 return
-            previous = self._epoch
 
-            def stop_leasing(epoch: Epoch = previous) -> None:
-                epoch.snapshot.close()
-                self._readahead.drop()
-
-            upcoming = self._epochs.begin(lambda: self.stream.ended, before_waiting=stop_leasing)
-            if upcoming is None:
-                return
-            if not self._pipeline.unless_ended(self.stream, partial(setattr, self, "_epoch", upcoming)):
-                upcoming.snapshot.close()
-                return
-            previous.snapshot.close()  # after the new one: what both read stays mapped
-            self._epochs.ended(previous)
-            del previous, stop_leasing
-
-    def _jobs_of(self, epoch: Epoch, awaited: bool) -> Iterator[Job]:
+    def _jobs_of(self, epoch: Epoch, awaited: bool, ahead: Future[None]) -> Iterator[Job]:
         shuffle, order, snapshot = epoch.plan.shuffle, epoch.order, epoch.snapshot
         in_order = shuffle in ("window", None)
-        self._readahead.follow(
-            epoch, in_order=in_order, prepare=lambda: self._epochs.prepare(snapshot.segments)
-        )
+        self._readahead.follow(epoch, in_order=in_order)
+        self._readahead.soon(partial(self._epochs.prepare, snapshot.segments))
         row_bytes = max(1, snapshot.nbytes // max(1, len(snapshot)))
         ahead_rows = epoch.plan.window_rows // 2 if shuffle == "window" else _AHEAD_BYTES // row_bytes
         ahead_steps = max(1, ahead_rows // self._epochs.step_rows)
+        started, is_asked = time.perf_counter(), not self._endless
         for job in self._assembly.jobs(epoch, awaited=awaited):
             if in_order:
                 self._epochs.settle()
                 last = min(job.step + ahead_steps, order.steps - 1)
                 here = order.segments_span(job.step)
                 self._readahead.reach(range(here.start, max(here.stop, order.segments_span(last).stop)))
+            if not is_asked and job.step:
+                left = (time.perf_counter() - started) / job.step * (order.steps - job.step)
+                share = 1 - job.step / order.steps
+                if left < _LEAD_SECONDS and share < _LEAD_SHARE:
+                    is_asked = ahead.set_running_or_notify_cancel()
+                    self._readahead.soon(partial(self._begin_ahead, ahead))
             yield job
 
+    def _begin_ahead(self, done: Future[None]) -> None:
+        """Begin the next epoch, if there are rows enough: in the read-ahead's thread.
+
+        Beside a consumer that never lets go of the GIL, listing a folder takes far longer than the
+        batches last that are ready by then.
+        """
+        try:
+            epoch = self._epochs.try_begin()
+            if epoch is not None:
+                keep = partial(setattr, self, "_upcoming", epoch)
+                if not self._pipeline.unless_ended(self.stream, keep):
+                    self._drop(epoch)
+        finally:
+            done.set_result(None)
+
+    def _go_on(self, ahead: Future[None]) -> bool:
+        """Make the next epoch the one being made; False: the stream has ended."""
+        while ahead.running():
+            wait([ahead], timeout=_POLL_SECONDS)
+            if not self._pipeline.unless_ended(self.stream, _nothing):
+                return False
+        previous, upcoming = self._epoch, self._upcoming
+        if upcoming is None:
+            upcoming = self._epochs.begin(lambda: self.stream.ended, partial(self._stop_leasing, previous))
+        if upcoming is None:
+            return False
+
+        def switch() -> None:
+            self._epoch, self._upcoming = upcoming, None
+
+        if not self._pipeline.unless_ended(self.stream, switch):
+            if self._upcoming is not upcoming:  # else whoever ended the stream dropped it
+                self._drop(upcoming)
+            return False
+        self._drop(previous)  # after the new one: what both read stays mapped
+        return True
+
+    def _stop_leasing(self, epoch: Epoch) -> None:
+        epoch.snapshot.close()
+        self._readahead.drop()
+
+    def _drop(self, epoch: Epoch) -> None:
+        epoch.snapshot.close()
+        self._epochs.ended(epoch)
+
     def _let_go(self) -> None:
-        epoch = self._epoch
+        epoch, upcoming = self._epoch, self._upcoming
+        if upcoming is not None:
+            self._drop(upcoming)
         self._readahead.park(epoch.snapshot)
         self._epochs.ended(epoch)
+        never_seen = upcoming or (epoch if epoch.plan.epoch != self._first and not epoch.delivered else None)
+        if never_seen is not None:
+            self._epochs.next = never_seen.plan.epoch
+
+
+def _nothing() -> None:
+    pass

@@ -141,6 +141,7 @@ class Loader:
             with_ids=with_ids,
             views=shuffle in ("blocks", None),
             workers=self._workers,
+            prefetch=self._prefetch,
             meter=self._meter,
         )
         self._step_rows = step_rows

@@ -69,6 +69,7 @@ class Stream:
     let_go: Callable[[], None] = lambda: None
     ready: deque[Made] = field(default_factory=deque)
     wanted: int = 1  # jobs are begun while fewer batches are ready
+    last: int = 0  # batches delivered at once; the rest of an epoch may be few, and the next ones many
     error: BaseException | None = None
     exhausted: bool = False
     ended: bool = False
@@ -235,7 +236,8 @@ class Pipeline:
                 if self._is_over(stream):
                     return False
                 stream.ready.extend(batches)
-                stream.wanted = self._prefetch + len(batches) - 1
+                stream.wanted = self._prefetch + max(len(batches), stream.last) - 1
+                stream.last = len(batches)
                 self._changed.notify_all()
                 del batches
                 self._changed.wait_for(lambda: self._is_over(stream) or len(stream.ready) < stream.wanted)

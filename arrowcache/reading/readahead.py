@@ -51,30 +51,31 @@ class ReadAhead:
         self._kept: list[Snapshot] = []  # of finished epochs, and of new segments
         self._kept_until: float | None = None  # None: while the epoch runs
         self._newest = -1
-        self._prepare: Callable[[], None] | None = None
+        self._errands: deque[Callable[[], None]] = deque()
         self._closed = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="arrowcache-readahead", daemon=True)
         self._thread.start()
 
-    def follow(self, epoch: Epoch, *, in_order: bool, prepare: Callable[[], None] = lambda: None) -> None:
-        """An epoch begins.
-
-        Args:
-            in_order: it reads segments one after another, as `reach` will tell.
-            prepare: what else can be done ahead for the one after it.
-        """
+    def follow(self, epoch: Epoch, *, in_order: bool) -> None:
+        """An epoch begins. `in_order`: it reads segments one after another, as `reach` will tell."""
         rest: list[Snapshot] = []
         with self._changed:
             rest, self._kept, self._kept_until = self._kept, [], None
             segments = epoch.snapshot.segments
             self._touched &= {segment.seq for segment in segments}
-            self._epoch, self._in_order, self._prepare = epoch, in_order, prepare
+            self._epoch, self._in_order = epoch, in_order
             self._newest = segments[-1].seq if segments else -1
             fits = epoch.snapshot.nbytes <= memory_bytes() // 2
             self._want(range(len(segments)) if fits and not in_order else range(0))
         for snapshot in rest:  # after the new one was mapped: what both read stays mapped
             snapshot.close()
+
+    def soon(self, errand: Callable[[], None]) -> None:
+        """Do something else ahead, before all that is only to be warm."""
+        with self._changed:
+            self._errands.append(errand)
+            self._changed.notify_all()
 
     def reach(self, segments: range) -> None:
         """The epoch in progress will read these segments of its snapshot next."""
@@ -124,35 +125,37 @@ class ReadAhead:
         next_look = 0.0
         while True:
             with self._changed:
+                if not self._todo and not self._errands and not self._closed:
+                    self._changed.wait(_LOOK_SECONDS if self._epoch or self._kept else None)
                 if self._closed:
                     return
                 epoch = self._epoch
-                if not self._todo and self._prepare is None:
-                    self._changed.wait(_LOOK_SECONDS if epoch or self._kept else None)
-                    epoch = self._epoch
-                index = self._todo.popleft() if self._todo else None
-                prepare, self._prepare = self._prepare, None
+                errand = self._errands.popleft() if self._errands else None
+                index = self._todo.popleft() if self._todo and errand is None else None
                 expired = self._kept_until is not None and time.monotonic() > self._kept_until
             started = time.monotonic()
             try:
                 if expired:
                     self.drop()
-                if prepare is not None:
-                    prepare()
-                if epoch is not None and self._in_order:
-                    passed = epoch.order.segments_span(epoch.delivered).start
-                    epoch.snapshot.release_oldest(passed)
-                if epoch is not None and index is not None and epoch is self._epoch:
-                    self._touch(epoch.snapshot, index)
-                elif epoch is not None and started > next_look:
-                    self._look_for_new(epoch)
-                    now = time.monotonic()
-                    next_look = now + max(_LOOK_SECONDS, 20 * (now - started))  # a small share of the time
+                if errand is not None:
+                    errand()
+                elif epoch is not None:
+                    if self._in_order:
+                        passed = epoch.order.segments_span(epoch.delivered).start
+                        epoch.snapshot.release_oldest(passed)
+                    if index is not None:
+                        self._warm(epoch.snapshot, index)
+                    elif started > next_look:
+                        self._look_for_new(epoch)
+                        now = time.monotonic()
+                        next_look = now + max(
+                            _LOOK_SECONDS, 20 * (now - started)
+                        )  # a small share of the time
             except Exception:  # noqa: BLE001  # a hint failed: reading itself will say what is wrong
                 _log.debug("read-ahead failed", exc_info=True)
-            del epoch, prepare
+            del epoch, errand
 
-    def _touch(self, snapshot: Snapshot, index: int) -> None:
+    def _warm(self, snapshot: Snapshot, index: int) -> None:
         if index + 1 in self._wanted:
             snapshot.announce(index + 1)
         snapshot.warm(index, lambda: index in self._wanted)

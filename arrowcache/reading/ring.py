@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 PAGE_BYTES = mmap.PAGESIZE
 _USUAL_GROUP_BYTES = 8 << 20  # a few groups stay in the last-level cache until they are used
 _LARGEST_GROUP_BYTES = 64 << 20  # beside a busy thread: 0.75 of its speed kept with 32, 0.82 with 64
-_MANY_BUFFERS = 8  # more than prefetching and one batch in hand need
+_MANY_BUFFERS = 6  # and two for each group in flight: more than prefetching and one in hand need
 _SPARE_BUFFERS = 3  # being filled, being delivered, being let go
 
 
@@ -74,14 +74,21 @@ class Ring:
     Args:
         columns: name -> (shape of a row, dtype).
         batch_size: rows of a batch.
+        in_flight: groups that are begun before the first of them is delivered.
     """
 
-    def __init__(self, columns: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], batch_size: int) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+        batch_size: int,
+        in_flight: int = 1,
+    ) -> None:
         self._columns = {name: _Column(shape, dtype) for name, (shape, dtype) in columns.items()}
         self._batch_size = batch_size
         batch_bytes = batch_size * sum(column.row_bytes for column in self._columns.values())
         self.usual_group = max(1, _USUAL_GROUP_BYTES // max(1, batch_bytes))
         self.largest_group = max(1, _LARGEST_GROUP_BYTES // max(1, batch_bytes))
+        self._many_buffers = _MANY_BUFFERS + 2 * in_flight
         self.allocated_bytes = 0
         self.growths = 0  # buffers that were allocated
         self._lock = threading.Lock()
@@ -113,7 +120,7 @@ class Ring:
     @property
     def is_hoarded(self) -> bool:
         """Whether the consumer keeps so much that groups should be small."""
-        return any(column.in_use > _MANY_BUFFERS for column in self._columns.values())
+        return any(column.in_use > self._many_buffers for column in self._columns.values())
 
     def _collect(self, column: _Column) -> None:
         while column.returned:

@@ -94,14 +94,13 @@ class Epochs:
 
         Raises: MissingSegmentsError: missing="raise", and segments of it have left the cache.
         """
+        if missing == "raise" and len(plan.seqs):
+            with self._store.locked():
+                listed = [segment for segment in self._store.segments() if plan.includes(segment)]
+            self._order(plan, listed, missing)
         self.next = plan.epoch
         self._resumed = plan if len(plan.seqs) else None
         self._missing = missing
-        if self._resumed is not None:
-            with self._store.locked():
-                listed = [segment for segment in self._store.segments() if plan.includes(segment)]
-            if missing == "raise" and len(listed) < len(plan.seqs):
-                self._order(plan, listed)
 
     def planned(self) -> Plan:
         """The next epoch, as a state: what was loaded, or nothing but its number."""
@@ -139,7 +138,7 @@ class Epochs:
             return None
         plan = resumed or self._plan(snapshot)
         try:
-            order = self._order(plan, snapshot.segments)
+            order = self._order(plan, snapshot.segments, self._missing)
         except BaseException:
             snapshot.close()
             raise
@@ -185,10 +184,10 @@ class Epochs:
             self.next, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
         )
 
-    def _order(self, plan: Plan, present: list[SegmentInfo] | tuple[SegmentInfo, ...]) -> Order:
+    def _order(self, plan: Plan, present: list[SegmentInfo] | tuple[SegmentInfo, ...], missing: str) -> Order:
         """The order of a plan over what is there of it.
 
-        Raises: MissingSegmentsError: not all is, and that is not accepted.
+        Raises: MissingSegmentsError: not all is, and that is not accepted; nothing has changed.
         """
         order = plan.order_of(present, self._terms.batch_size, self._share, self._terms.drop_last)
         if isinstance(order, Survivors) and order.missing:
@@ -197,9 +196,9 @@ class Epochs:
                 f"{order.missing} rows of epoch {plan.epoch} are lost to it: {gone} of its {len(plan.seqs)} "
                 "segments have left the cache since the state was saved"
             )
-            if self._missing == "raise":
+            if missing == "raise":
                 raise MissingSegmentsError(f"{fact}; pass missing='skip' to go on without them")
-            warnings.warn(f"{fact}; the others are delivered", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{fact}; the others are delivered", RuntimeWarning, stacklevel=5)
         return order
 
     def _retake(self, plan: Plan) -> Snapshot:

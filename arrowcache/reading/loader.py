@@ -195,12 +195,13 @@ class Loader:
             missing: rows whose segments have left the cache since: "skip" them, with a warning, or
                 "raise".
         Raises: ValueError: no such state. MissingSegmentsError: missing="raise", and rows are missing.
+            Nothing has changed then.
         """
         if missing not in ("skip", "raise"):
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         plan = Plan.from_state(state)
-        self._end_current()
         self._epochs.resume(plan, missing)
+        self._end_current()
         self._progress = None
 
     def assert_zero_copy(self) -> None:

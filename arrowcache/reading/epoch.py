@@ -89,15 +89,17 @@ class Epochs:
         self.step_rows = terms.batch_size * self._share.world_size  # of all ranks
         self.next = 0  # the number of the next epoch
 
-    def resume(self, plan: Plan, missing: str) -> None:
-        """Have the next epoch be the rest of a planned one, or the one after it if nothing is planned.
+    def require(self, plan: Plan) -> None:
+        """Make sure that all is there of what remains of a planned epoch.
 
-        Raises: MissingSegmentsError: missing="raise", and segments of it have left the cache.
+        Raises: MissingSegmentsError: segments of it have left the cache.
         """
-        if missing == "raise" and len(plan.seqs):
-            with self._store.locked():
-                listed = [segment for segment in self._store.segments() if plan.includes(segment)]
-            self._order(plan, listed, missing)
+        with self._store.locked():
+            listed = [segment for segment in self._store.segments() if plan.includes(segment)]
+        self._order(plan, listed, "raise")
+
+    def resume(self, plan: Plan, missing: str) -> None:
+        """Have the next epoch be the rest of a planned one, or one of its number if nothing is planned."""
         self.next = plan.epoch
         self._resumed = plan if len(plan.seqs) else None
         self._missing = missing
@@ -111,40 +113,61 @@ class Epochs:
             self.next, terms.seed, terms.shuffle, terms.epoch_rows, 1, terms.batch_size, nothing, nothing
         )
 
-    def prepare(self, rows: int) -> None:
-        """Work ahead for the next epoch, which will have about so many rows: what needs no snapshot."""
+    def prepare(self, number: int, rows: int) -> None:
+        """Work ahead for an epoch, which will have about so many rows: what needs no snapshot."""
         if self._terms.shuffle == "rows" and rows:
-            prepare_epoch(rows, seed=self._terms.seed, epoch=self.next)
+            prepare_epoch(rows, seed=self._terms.seed, epoch=number)
 
-    def begin(
-        self,
-        is_cancelled: Callable[[], bool] = lambda: False,
-        before_waiting: Callable[[], None] = lambda: None,
-    ) -> Epoch | None:
+    def begin(self, before_waiting: Callable[[], None] = lambda: None) -> Epoch:
         """Begin the next epoch: take its snapshot.
 
         Args:
             before_waiting: called when there is too little, so that nothing is leased meanwhile.
         Blocks: until enough rows are published.
-        Returns: None: it was cancelled.
         Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
         """
-        resumed = self._resumed
+        epoch = self._begin(self.next, self._resumed, lambda: False, before_waiting)
+        assert epoch is not None  # nobody cancels
+        self._resumed = None
+        self.delivering(epoch)
+        return epoch
+
+    def begin_after(
+        self, previous: Epoch, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
+    ) -> Epoch | None:
+        """Begin the epoch after one that is made, ahead of its delivery, on any thread.
+
+        It changes nothing here: an epoch of which no batch is delivered was never begun.
+        Returns: None: it was cancelled. Blocks, Raises: as `begin`.
+        """
+        return self._begin(previous.plan.epoch + 1, None, is_cancelled, before_waiting)
+
+    def delivering(self, epoch: Epoch) -> None:
+        """The consumer has come to this epoch."""
+        self.next = epoch.plan.epoch + 1
+        self._meter.begin_epoch()
+
+    def _begin(
+        self,
+        number: int,
+        resumed: Plan | None,
+        is_cancelled: Callable[[], bool],
+        before_waiting: Callable[[], None],
+    ) -> Epoch | None:
         if resumed is None:
-            snapshot = self._wait_for_rows(is_cancelled, before_waiting)
+            snapshot = self._wait_for_rows(number, is_cancelled, before_waiting)
         else:
-            snapshot = self._agreed(resumed.position, lambda: self._retake(resumed))
+            snapshot = self._agreed(number, resumed.position, lambda: self._retake(resumed))
         if snapshot is None:
             return None
-        plan = resumed or self._plan(snapshot)
+        plan = resumed or self._plan(number, snapshot)
         try:
             order = self._order(plan, snapshot.segments, self._missing)
         except BaseException:
             snapshot.close()
+            if self._agreement is not None:
+                self._agreement.release(number)
             raise
-        self._resumed = None
-        self.next += 1
-        self._meter.begin_epoch()
         return Epoch(plan, snapshot, order)
 
     def settle(self) -> None:
@@ -161,7 +184,7 @@ class Epochs:
         if self._agreement is not None:
             self._agreement.close()
 
-    def _agreed(self, position: int, take: Callable[[], Snapshot | None]) -> Snapshot | None:
+    def _agreed(self, number: int, position: int, take: Callable[[], Snapshot | None]) -> Snapshot | None:
         """What `take` gives, or another rank of the same job has taken already."""
         if self._agreement is None:
             return take()
@@ -174,14 +197,14 @@ class Epochs:
             "window_bytes": self._terms.window_bytes,
             "position": position,
         }
-        return self._agreement.snapshot(self.next, terms, take)
+        return self._agreement.snapshot(number, terms, take)
 
-    def _plan(self, snapshot: Snapshot) -> Plan:
+    def _plan(self, number: int, snapshot: Snapshot) -> Plan:
         terms, rows = self._terms, snapshot.segment_rows
         window_rows = max(1, terms.window_bytes * len(snapshot) // max(1, snapshot.nbytes))
         seqs = np.array([segment.seq for segment in snapshot.segments], np.int64)
         return Plan(
-            self.next, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
+            number, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
         )
 
     def _order(self, plan: Plan, present: list[SegmentInfo] | tuple[SegmentInfo, ...], missing: str) -> Order:
@@ -198,7 +221,7 @@ class Epochs:
             )
             if missing == "raise":
                 raise MissingSegmentsError(f"{fact}; pass missing='skip' to go on without them")
-            warnings.warn(f"{fact}; the others are delivered", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"{fact}; the others are delivered", RuntimeWarning, stacklevel=6)
         return order
 
     def _retake(self, plan: Plan) -> Snapshot:
@@ -212,7 +235,7 @@ class Epochs:
         return snapshot
 
     def _wait_for_rows(
-        self, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
+        self, number: int, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
     ) -> Snapshot | None:
         """Take a snapshot of enough rows; leases nothing while there are too few."""
         needed = self._terms.wait_rows
@@ -221,7 +244,7 @@ class Epochs:
         started = time.perf_counter()
         while True:
             with self._meter.stage("store"):
-                snapshot = self._agreed(0, lambda: self._try_take(needed))
+                snapshot = self._agreed(number, 0, lambda: self._try_take(needed))
             if snapshot is not None:
                 return snapshot
             before_waiting()

@@ -58,11 +58,12 @@ class Feed:
                 epoch.snapshot.close()
                 self._readahead.drop()
 
-            upcoming = self._epochs.begin(lambda: self.stream.ended, before_waiting=stop_leasing)
+            upcoming = self._epochs.begin_after(previous, lambda: self.stream.ended, stop_leasing)
             if upcoming is None:
                 return
             if not self._pipeline.unless_ended(self.stream, partial(setattr, self, "_epoch", upcoming)):
                 upcoming.snapshot.close()
+                self._epochs.ended(upcoming)
                 return
             previous.snapshot.close()  # after the new one: what both read stays mapped
             self._epochs.ended(previous)
@@ -71,7 +72,8 @@ class Feed:
     def _jobs_of(self, epoch: Epoch, awaited: bool) -> Iterator[Job]:
         shuffle, order, snapshot = epoch.plan.shuffle, epoch.order, epoch.snapshot
         in_order = shuffle in ("window", None)
-        self._readahead.follow(epoch, in_order=in_order, prepare=lambda: self._epochs.prepare(len(snapshot)))
+        following = partial(self._epochs.prepare, epoch.plan.epoch + 1, len(snapshot))
+        self._readahead.follow(epoch, in_order=in_order, prepare=following)
         row_bytes = max(1, snapshot.nbytes // max(1, len(snapshot)))
         ahead_rows = epoch.plan.window_rows // 2 if shuffle == "window" else _AHEAD_BYTES // row_bytes
         ahead_steps = max(1, ahead_rows // self._epochs.step_rows)

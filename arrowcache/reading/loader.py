@@ -148,7 +148,7 @@ class Loader:
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
         self._progress: Epoch | None = None  # of which a batch was delivered, or may be
         self._closed = False
-        self._epochs.prepare(sum(segment.rows for segment in self._store.segments()))
+        self._epochs.prepare(0, sum(segment.rows for segment in self._store.segments()))
 
     def __iter__(self) -> EpochIterator:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.
@@ -200,8 +200,10 @@ class Loader:
         if missing not in ("skip", "raise"):
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         plan = Plan.from_state(state)
-        self._epochs.resume(plan, missing)
+        if missing == "raise":
+            self._epochs.require(plan)
         self._end_current()
+        self._epochs.resume(plan, missing)
         self._progress = None
 
     def assert_zero_copy(self) -> None:
@@ -284,7 +286,6 @@ class Loader:
             epoch = self._epochs.begin(before_waiting=readahead.drop)
         finally:
             self._meter.wait_for_epoch(time.perf_counter() - started)
-        assert epoch is not None  # nobody cancels
         feed = Feed(self._epochs, self._assembly, pipeline, readahead, epoch, endless=endless)
         iterator = EpochIterator(self, pipeline, feed)
         self._current, self._progress = weakref.ref(iterator), epoch
@@ -341,7 +342,9 @@ class EpochIterator:
             self.close()
             raise StopIteration
         made.epoch.delivered += 1
-        self._loader._progress = made.epoch
+        if made.epoch is not self._loader._progress:
+            self._loader._epochs.delivering(made.epoch)
+            self._loader._progress = made.epoch
         self._loader._meter.deliver(made, time.perf_counter() - started)
         return self._loader._finish(made.batch)
 

@@ -129,7 +129,7 @@ class Epochs:
         epoch = self._begin(self.next, self._resumed, lambda: False, before_waiting)
         assert epoch is not None  # nobody cancels
         self._resumed = None
-        self.delivering(epoch)
+        self._come_to(epoch)
         return epoch
 
     def begin_after(
@@ -140,10 +140,15 @@ class Epochs:
         It changes nothing here: an epoch of which no batch is delivered was never begun.
         Returns: None: it was cancelled. Blocks, Raises: as `begin`.
         """
-        return self._begin(previous.plan.epoch + 1, None, is_cancelled, before_waiting)
+        return self._begin(previous.plan.epoch + 1, None, is_cancelled, before_waiting, ahead=True)
 
-    def delivering(self, epoch: Epoch) -> None:
-        """The consumer has come to this epoch."""
+    def came_to(self, epoch: Epoch) -> None:
+        """The first batch of an epoch that was begun ahead is delivered."""
+        if self._agreement is not None:
+            self._agreement.came_to(epoch.plan.epoch)
+        self._come_to(epoch)
+
+    def _come_to(self, epoch: Epoch) -> None:
         self.next = epoch.plan.epoch + 1
         self._meter.begin_epoch()
 
@@ -153,9 +158,11 @@ class Epochs:
         resumed: Plan | None,
         is_cancelled: Callable[[], bool],
         before_waiting: Callable[[], None],
+        *,
+        ahead: bool = False,
     ) -> Epoch | None:
         if resumed is None:
-            snapshot = self._wait_for_rows(number, is_cancelled, before_waiting)
+            snapshot = self._wait_for_rows(number, is_cancelled, before_waiting, ahead=ahead)
         else:
             snapshot = self._agreed(number, resumed.position, lambda: self._retake(resumed))
         if snapshot is None:
@@ -184,7 +191,9 @@ class Epochs:
         if self._agreement is not None:
             self._agreement.close()
 
-    def _agreed(self, number: int, position: int, take: Callable[[], Snapshot | None]) -> Snapshot | None:
+    def _agreed(
+        self, number: int, position: int, take: Callable[[], Snapshot | None], *, ahead: bool = False
+    ) -> Snapshot | None:
         """What `take` gives, or another rank of the same job has taken already."""
         if self._agreement is None:
             return take()
@@ -197,7 +206,7 @@ class Epochs:
             "window_bytes": self._terms.window_bytes,
             "position": position,
         }
-        return self._agreement.snapshot(number, terms, take)
+        return self._agreement.snapshot(number, terms, take, ahead=ahead)
 
     def _plan(self, number: int, snapshot: Snapshot) -> Plan:
         terms, rows = self._terms, snapshot.segment_rows
@@ -235,7 +244,12 @@ class Epochs:
         return snapshot
 
     def _wait_for_rows(
-        self, number: int, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
+        self,
+        number: int,
+        is_cancelled: Callable[[], bool],
+        before_waiting: Callable[[], None],
+        *,
+        ahead: bool,
     ) -> Snapshot | None:
         """Take a snapshot of enough rows; leases nothing while there are too few."""
         needed = self._terms.wait_rows
@@ -244,7 +258,7 @@ class Epochs:
         started = time.perf_counter()
         while True:
             with self._meter.stage("store"):
-                snapshot = self._agreed(number, 0, lambda: self._try_take(needed))
+                snapshot = self._agreed(number, 0, lambda: self._try_take(needed), ahead=ahead)
             if snapshot is not None:
                 return snapshot
             before_waiting()

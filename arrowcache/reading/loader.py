@@ -343,7 +343,7 @@ class EpochIterator:
             raise StopIteration
         made.epoch.delivered += 1
         if made.epoch is not self._loader._progress:
-            self._loader._epochs.delivering(made.epoch)
+            self._loader._epochs.came_to(made.epoch)
             self._loader._progress = made.epoch
         self._loader._meter.deliver(made, time.perf_counter() - started)
         return self._loader._finish(made.batch)

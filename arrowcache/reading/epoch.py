@@ -177,10 +177,12 @@ class Epochs:
             raise
         return Epoch(plan, snapshot, order)
 
-    def settle(self) -> None:
-        """An epoch gave up segments: so may the ranks' agreement on it, if all have joined."""
-        if self._agreement is not None:
-            self._agreement.settle()
+    def settle(self) -> bool:
+        """An epoch gave up segments: so may the ranks' agreement on it, if all have joined.
+
+        Returns: whether the agreement holds any still.
+        """
+        return self._agreement is not None and self._agreement.settle()
 
     def ended(self, epoch: Epoch) -> None:
         """An epoch's snapshot was let go: so may the ranks' agreement on it."""

@@ -279,7 +279,8 @@ class Loader:
             self._threads = self._current = None  # they stayed in the process that forked this one
         self._end_current()
         if self._threads is None:
-            self._threads = Pipeline(self._prefetch, self._workers), ReadAhead(self._store, self._where)
+            readahead = ReadAhead(self._store, self._where, self._epochs.settle)
+            self._threads = Pipeline(self._prefetch, self._workers), readahead
         pipeline, readahead = self._threads
         started = time.perf_counter()
         try:

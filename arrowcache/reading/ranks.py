@@ -215,13 +215,15 @@ class Agreement:
         """The epoch ended here: let go of its file, at once or when all local ranks have joined."""
         self._unlink(self._let_go((epoch,)))
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Let go of the segments of epochs that all local ranks have begun by now.
 
         Reads a small file for each epoch that not all have begun yet, else nothing: call it wherever
-        a loader gives up segments of its own.
+        a loader gives up segments of its own, and now and then while it is idle.
+        Returns: whether an epoch is held still.
         """
         self._unlink(self._let_go(()))
+        return bool(self._held)
 
     def close(self) -> None:
         """Let go of everything, whoever has joined. Idempotent."""

@@ -38,9 +38,15 @@ class ReadAhead:
 
     Args:
         store, where: which segments a next epoch will have.
+        settle: called between epochs until it says that nothing is left to be let go.
     """
 
-    def __init__(self, store: Store, where: Callable[[SegmentInfo], bool] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        where: Callable[[SegmentInfo], bool] | None,
+        settle: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._store, self._where = store, where
         self._changed = threading.Condition()
         self._epoch: Epoch | None = None
@@ -52,6 +58,7 @@ class ReadAhead:
         self._kept_until: float | None = None  # None: while the epoch runs
         self._newest = -1
         self._prepare: Callable[[], None] | None = None
+        self._settle, self._is_settled = settle, True
         self._closed = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="arrowcache-readahead", daemon=True)
@@ -100,6 +107,7 @@ class ReadAhead:
             self._todo.clear()
             self._kept.append(snapshot)
             self._kept_until = time.monotonic() + _PARKED_SECONDS
+            self._is_settled = False
             self._changed.notify_all()
 
     def drop(self) -> None:
@@ -128,7 +136,8 @@ class ReadAhead:
                     return
                 epoch = self._epoch
                 if not self._todo and self._prepare is None:
-                    self._changed.wait(_LOOK_SECONDS if epoch or self._kept else None)
+                    is_idle = not epoch and not self._kept and self._is_settled
+                    self._changed.wait(None if is_idle else _LOOK_SECONDS)
                     epoch = self._epoch
                 index = self._todo.popleft() if self._todo else None
                 prepare, self._prepare = self._prepare, None
@@ -137,6 +146,10 @@ class ReadAhead:
             try:
                 if expired:
                     self.drop()
+                if epoch is None and not self._is_settled:
+                    self._is_settled = True  # first: an epoch that ends meanwhile says otherwise
+                    if self._settle():
+                        self._is_settled = False
                 if prepare is not None:
                     prepare()
                 if epoch is not None and self._in_order:

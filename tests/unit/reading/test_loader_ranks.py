@@ -147,9 +147,10 @@ def test_a_rank_that_comes_late_gets_the_rows_that_the_first_has_finished_with(c
     second = ids(loaders[1])
     assert len(set(first + second)) == 144
     assert max(first + second) < ROWS
-    close(loaders)
-    assert files(cache) == []
+    wait_until(lambda: cache.stats().leased_bytes == 0, "both to let go, though they are idle")
     assert cache.evict("1GB") > 0
+    assert files(cache) == []
+    close(loaders)
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)

@@ -118,18 +118,23 @@ class Epochs:
         if self._terms.shuffle == "rows" and rows:
             prepare_epoch(rows, seed=self._terms.seed, epoch=number)
 
-    def begin(self, before_waiting: Callable[[], None] = lambda: None) -> Epoch:
+    def begin(
+        self,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        before_waiting: Callable[[], None] = lambda: None,
+    ) -> Epoch | None:
         """Begin the next epoch: take its snapshot.
 
         Args:
             before_waiting: called when there is too little, so that nothing is leased meanwhile.
         Blocks: until enough rows are published.
+        Returns: None: it was cancelled while it waited.
         Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
         """
-        epoch = self._begin(self.next, self._resumed, lambda: False, before_waiting)
-        assert epoch is not None  # nobody cancels
-        self._resumed = None
-        self._come_to(epoch)
+        epoch = self._begin(self.next, self._resumed, is_cancelled, before_waiting)
+        if epoch is not None:
+            self._resumed = None
+            self._come_to(epoch)
         return epoch
 
     def begin_after(
@@ -138,7 +143,7 @@ class Epochs:
         """Begin the epoch after one that is made, ahead of its delivery, on any thread.
 
         It changes nothing here: an epoch of which no batch is delivered was never begun.
-        Returns: None: it was cancelled. Blocks, Raises: as `begin`.
+        Blocks, Returns, Raises: as `begin`.
         """
         return self._begin(previous.plan.epoch + 1, None, is_cancelled, before_waiting, ahead=True)
 

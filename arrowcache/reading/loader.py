@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 WORKER_TYPES = ("process", "thread")
+_CLOSED = "the loader is closed: make a new one"
 
 
 class Loader:
@@ -274,7 +275,7 @@ class Loader:
 
     def _begin(self, *, endless: bool) -> EpochIterator:
         if self._closed:
-            raise ValueError("the loader is closed: make a new one")
+            raise ValueError(_CLOSED)
         if self._threads is not None and self._threads[0].is_inherited():
             self._threads = self._current = None  # they stayed in the process that forked this one
         self._end_current()
@@ -284,9 +285,14 @@ class Loader:
         pipeline, readahead = self._threads
         started = time.perf_counter()
         try:
-            epoch = self._epochs.begin(before_waiting=readahead.drop)
+            epoch = self._epochs.begin(lambda: self._closed, before_waiting=readahead.drop)
         finally:
             self._meter.wait_for_epoch(time.perf_counter() - started)
+        if epoch is None or self._closed:  # by another thread
+            if epoch is not None:
+                epoch.snapshot.close()
+                self._epochs.ended(epoch)
+            raise ValueError(_CLOSED)
         feed = Feed(self._epochs, self._assembly, pipeline, readahead, epoch, endless=endless)
         iterator = EpochIterator(self, pipeline, feed)
         self._current, self._progress = weakref.ref(iterator), epoch

@@ -36,10 +36,17 @@ def machine() -> str:
     )
 
 
-def filled_cache(folder: Path, row_bytes: int, total_bytes: int, segment_bytes: str = "64MiB") -> ac.Cache:
+def filled_cache(
+    folder: Path,
+    row_bytes: int,
+    total_bytes: int,
+    segment_bytes: str = "64MiB",
+    segment_rows: int | None = None,
+) -> ac.Cache:
     """A cache of incompressible rows: `x`, row_bytes of float32, and a label `y`."""
     schema = ac.Schema({"x": ac.Tensor("float32", (row_bytes // 4,)), "y": ac.Tensor("int64")})
-    cache = ac.Cache.create(folder, schema, capacity=2 * total_bytes + (1 << 30), segment_bytes=segment_bytes)
+    capacity = 2 * total_bytes + (1 << 30)
+    cache = ac.Cache.create(folder, schema, capacity, segment_bytes, segment_rows)
     rng = np.random.default_rng(0)
     chunk = max(1, (16 << 20) // row_bytes)
     with cache.writer() as writer:

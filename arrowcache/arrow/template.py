@@ -14,8 +14,7 @@ variable-length columns, whose offsets are data, have no template.
 
 from __future__ import annotations
 
-import os
-from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -29,6 +28,10 @@ _MOST_SEEN = 64
 _LARGEST_TEMPLATE_BYTES = 512 << 10  # of a larger one the offsets are most, and to be read anyway
 
 
+Read = Callable[[int, int], bytes]
+"""(bytes, start) -> a stretch of a file, shorter at its end: `functools.partial(os.pread, fd)`."""
+
+
 class Template(NamedTuple):
     """What files of one layout have in common.
 
@@ -39,10 +42,10 @@ class Template(NamedTuple):
     layout: Layout
     reads: tuple[tuple[int, int, tuple[tuple[int, bytes], ...]], ...]
 
-    def fits(self, fd: int) -> bool:
-        """Whether an open file of as many bytes and rows has this layout."""
+    def fits(self, read: Read) -> bool:
+        """Whether another file of as many bytes and rows has this layout."""
         for start, length, parts in self.reads:
-            data = os.pread(fd, length, start)
+            data = read(length, start)
             for at, part in parts:
                 if not data.startswith(part, at):
                     return False
@@ -114,15 +117,15 @@ class KnownLayouts:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._templates: dict[tuple[int, int], Template] = {}  # by (bytes, rows), last used last
-        self._seen: deque[tuple[int, int]] = deque(maxlen=_MOST_SEEN)  # met once: many never come again
+        self._seen: dict[tuple[int, int], None] = {}  # met once, oldest first: many never come again
 
-    def find(self, fd: int, nbytes: int, rows: int) -> Layout | None:
-        """The layout of an open file; None: unknown, so it must be checked the complete way."""
+    def find(self, read: Read, nbytes: int, rows: int) -> Layout | None:
+        """The layout of a file of so many bytes; None: unknown, so it must be checked the complete way."""
         template = self._templates.pop((nbytes, rows), None)
         if template is None:
             return None
         self._templates[nbytes, rows] = template
-        return template.layout if template.fits(fd) else None
+        return template.layout if template.fits(read) else None
 
     def learn(self, file: pa.Buffer, layout: Layout) -> None:
         """Remember the layout of a mapped file that was checked the complete way."""
@@ -130,9 +133,11 @@ class KnownLayouts:
         if key in self._templates:
             return
         if key not in self._seen:
-            self._seen.append(key)
+            self._seen[key] = None
+            if len(self._seen) > _MOST_SEEN:
+                del self._seen[next(iter(self._seen))]
             return
-        self._seen.remove(key)
+        del self._seen[key]
         template = make_template(file, self._schema, layout)
         if template is not None:
             self._templates[key] = template

@@ -4,9 +4,8 @@ The range is cut into equal cells; each mapped segment's file lies in one, so th
 to be copied out of any number of segments can be copied in one go (placement.py says how). In
 all segments the widest column starts at the same remainder by its row's width: then all rows of
 that column, of all segments, are items of one array. For full segments, which have the same
-layout, the distance of the cells sees to that, and each starts at a huge page. A shorter one is
-moved by some pages within its cell; since segments are written with that column page-aligned, a
-fitting page exists (a Chinese remainder; rows too odd to leave room for it go without).
+layout, the distance of the cells sees to that, and each starts at a huge page; a shorter one is
+moved by some pages within its cell. Other wide columns may have lanes of their own (lane.py).
 
 Guarantees: mapped implies leased, by whoever called `acquire`; a mapped file's structure was
 checked; all arenas of a process together use at most half of vm.max_map_count. A segment that
@@ -15,33 +14,36 @@ finds no cell is read through an arena of one cell: slower, same result.
 
 from __future__ import annotations
 
+import errno
 import heapq
-import math
 import os
 import resource
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Layout, widest_column
 from arrowcache.arrow.template import KnownLayouts
 from arrowcache.errors import CorruptSegmentError
+from arrowcache.reading.lane import Lane, Phase, choose_stride
 from arrowcache.reading.placement import Placement
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.mapping import HUGE_PAGE, AddressRange, open_file
+from arrowcache.storage.mapping import AddressRange, open_file
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file
 
 NO_CELL = -1
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _LEAST_CELLS = 4096  # a small cache may hold many short segments
 _MAX_RANGE_BYTES = 1 << 42  # 4 TiB of a 128 TiB address space
+_MOST_LANES = 4  # each costs a call when a segment is mapped
+_NOT_THE_FILES_FAULT = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _MAPPINGS_A_CELL = 2  # a segment and the hole behind it
 
 
@@ -65,6 +67,13 @@ class _Budget:
                 return True
             self._left = 0
             return False
+
+    def take_spare(self, reserve: int) -> bool:
+        """Take one if more than `reserve` are left."""
+        with self._lock:
+            spare = self._left > reserve
+            self._left -= spare
+            return spare
 
     def give_back(self, cells: int) -> None:
         with self._lock:
@@ -90,11 +99,10 @@ class Arena:
         self._folder = os.fspath(store.folder.segments)
         self._segment_bytes = store.settings.segment_bytes
         self._full_rows = store.settings.full_rows
-        self._stride = choose_stride(self._schema, self._segment_bytes)
+        self._widest, width = widest_column(self._schema)
+        self._stride = choose_stride(width, self._segment_bytes)
+        self._phase = Phase(width, self._stride - self._segment_bytes)
         self._known = KnownLayouts(self._schema)
-        self._widest, self._width = widest_column(self._schema)
-        self._phase: int | None = None  # the widest column's remainder in the arena
-        self._phase_is_of_a_full_one = False
         self._lock = threading.Lock()
         self._cells: dict[int, int] = {}  # by seq: the number of its cell
         self._users: dict[int, int] = {}  # by seq: snapshots that may read it
@@ -111,6 +119,9 @@ class Arena:
         self._free: list[int] = []
         self._unused = iter(range(cells))
         self._file_at = np.zeros(cells, np.int64)
+        self._reserve = cells  # mappings that are left to segments, before lanes get any
+        may_have_lanes = cells < budget.total and _most_range_bytes() == _MAX_RANGE_BYTES
+        self._lanes = self._make_lanes(cells) if may_have_lanes else {}
         self._fixed_at = np.zeros((cells, len(self._schema.fixed)), np.int64)
         self._variable_at = np.zeros((cells, len(self._schema.variable), 2), np.int64)
 
@@ -162,7 +173,8 @@ class Arena:
         """Map and check an acquired segment, if it is not yet.
 
         Returns: its cell; NO_CELL if none is free: use `one_cell`.
-        Raises: CorruptSegmentError: what is wrong; it is not mapped then.
+        Raises: CorruptSegmentError: what is wrong; it is not mapped then. OSError: the process has
+            too little memory or too many files open.
         """
         with self._lock:
             number = self._map(segment, check_bytes)
@@ -180,7 +192,11 @@ class Arena:
             raise MemoryError("no address space is left to map a segment: raise ulimit -v")
         mapped = cells[cells >= 0]  # the newest one stands in for one that is not: an item of it may be read
         known = np.where(cells < 0, mapped[-1] if len(mapped) else 0, cells)
-        return Placement(self._range, self._schema, starts, self._fixed_at[known], self._variable_at[known])
+        lanes = {
+            name: (lane.range, np.where(cells < 0, -1, lane.at[known])) for name, lane in self._lanes.items()
+        }
+        fixed_at, variable_at = self._fixed_at[known], self._variable_at[known]
+        return Placement(self._range, self._schema, starts, fixed_at, variable_at, lanes)
 
     def one_cell(self) -> Arena:
         """A small arena of the same cache, for a segment that finds no cell here."""
@@ -221,6 +237,8 @@ class Arena:
             self._fill(number, segment, check_bytes)
         except BaseException as error:
             self._unmap([segment.seq])
+            if isinstance(error, OSError) and error.errno in _NOT_THE_FILES_FAULT:
+                raise
             if isinstance(error, OSError | ValueError):
                 raise CorruptSegmentError(f"cannot be mapped: {error}") from None
             raise
@@ -232,18 +250,23 @@ class Arena:
         start = number * self._stride
         fd, nbytes = open_file(f"{self._folder}/{segment.name}", self._segment_bytes)
         try:
-            layout = None if check_bytes else self._known.find(fd, nbytes, segment.rows)
+            layout = None if check_bytes else self._known.find(partial(os.pread, fd), nbytes, segment.rows)
             is_new = layout is None
             if layout is None:
                 self._range.map_file(fd, start, nbytes)
                 file = self._range.buffer(start, nbytes)
                 layout = check_file(file, self._store, segment, check_bytes=check_bytes)
                 self._known.learn(file, layout)
-            shift = self._shift(segment, layout, start)
+            is_full = segment.rows == self._full_rows
+            shift = 0
+            if self._widest >= 0:
+                shift = self._phase.shift(start + layout.fixed[self._widest], is_full=is_full)
             if is_new and shift:
                 self._range.unmap(start, nbytes)
             if shift or not is_new:
                 self._range.map_file(fd, start + shift, nbytes)
+            for lane in self._lanes.values():
+                self._fill_lane(lane, number, fd, layout, is_full)
         finally:
             os.close(fd)
         start += shift
@@ -252,16 +275,24 @@ class Arena:
         if layout.variable:
             self._variable_at[number] = np.add(start, layout.variable)
 
-    def _shift(self, segment: SegmentInfo, layout: Layout, start: int) -> int:
-        """By how many bytes to move a file within its cell, so that its widest column fits the others'."""
-        if self._widest < 0:
-            return 0
-        phase, is_full = (start + layout.fixed[self._widest]) % self._width, segment.rows == self._full_rows
-        if self._phase is None or (is_full and not self._phase_is_of_a_full_one):
-            self._phase, self._phase_is_of_a_full_one = phase, is_full
-        return page_shift(
-            (self._phase - phase) % self._width, self._width, self._stride - self._segment_bytes
-        )
+    def _make_lanes(self, cells: int) -> dict[str, Lane]:
+        lanes: dict[str, Lane] = {}
+        widest_first = sorted(self._schema.fixed.items(), key=lambda field: -field[1].row_bytes)
+        for name, kind in widest_first:
+            if Lane.is_worth_it(kind.row_bytes, self._full_rows, self._stride) and len(lanes) < _MOST_LANES:
+                number = list(self._schema.fixed).index(name)
+                with suppress(OSError):  # it is read in two passes then
+                    lanes[name] = Lane(number, kind.row_bytes, self._full_rows, cells)
+        return lanes
+
+    def _fill_lane(self, lane: Lane, number: int, fd: int, layout: Layout, is_full: bool) -> None:
+        if self._budget.take_spare(self._reserve - len(self._cells)):
+            try:
+                with suppress(OSError):
+                    lane.fill(number, fd, layout.fixed[lane.column], layout.rows, is_full=is_full)
+            finally:
+                if lane.at[number] < 0:
+                    self._budget.give_back(1)
 
     def _take_cell(self) -> int:
         if self._range is None or not self._budget.take():
@@ -273,58 +304,33 @@ class Arena:
 
     def _unmap(self, seqs: Iterable[int]) -> None:
         """Unmap what is mapped of these; neighbouring cells in one go."""
-        numbers = np.array(sorted(self._cells.pop(seq) for seq in seqs if seq in self._cells), np.int64)
-        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1):
-            if len(run):
-                assert self._range is not None
-                self._range.unmap(int(run[0]) * self._stride, len(run) * self._stride)
-                for number in run.tolist():
-                    heapq.heappush(self._free, number)
-                self._budget.give_back(len(run))
+        numbers = sorted(self._cells.pop(seq) for seq in seqs if seq in self._cells)
+        first = 0
+        for last, number in enumerate(numbers, 1):
+            if last == len(numbers) or numbers[last] != number + 1:
+                self._empty(numbers[first], last - first)
+                first = last
+
+    def _empty(self, first: int, count: int) -> None:
+        assert self._range is not None
+        self._range.unmap(first * self._stride, count * self._stride)
+        for number in range(first, first + count):
+            heapq.heappush(self._free, number)
+        self._budget.give_back(count + sum(lane.empty(first, count) for lane in self._lanes.values()))
 
     def _forget_in_child(self) -> None:
         """A forked child inherits no mapping and no lease."""
         self.__init__(self._store, _budget)  # type: ignore[misc]  # anew, at the same place
 
     def __del__(self) -> None:
-        if hasattr(self, "_budget"):
-            self._budget.give_back(len(self._cells))
+        if hasattr(self, "_lanes"):
+            self._budget.give_back(len(self._cells) + sum(lane.mapped() for lane in self._lanes.values()))
 
 
 def _most_range_bytes() -> int:
     """How many addresses one arena may reserve: a small part of what the process may have."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return _MAX_RANGE_BYTES if limit == resource.RLIM_INFINITY else min(_MAX_RANGE_BYTES, limit // 8)
-
-
-def choose_stride(schema: Schema, segment_bytes: int) -> int:
-    """Bytes from one cell to the next.
-
-    Whole rows of the widest column and whole huge pages, with room for the largest `page_shift`, as
-    far as that at most doubles the addresses.
-    """
-    width = widest_column(schema)[1]
-    size = -(-segment_bytes // _PAGE) * _PAGE
-    room = math.lcm(_PAGE, width)
-    size += room if room <= size else 0
-    for multiple in (math.lcm(HUGE_PAGE, width), math.lcm(_PAGE, width), HUGE_PAGE):
-        if multiple <= size:
-            return -(-size // multiple) * multiple
-    return size
-
-
-def page_shift(missing: int, width: int, room: int) -> int:
-    """The smallest number of bytes, in whole pages, that leaves the remainder `missing` by `width`.
-
-    Returns: at most `room`; 0 where no such page exists.
-    """
-    if not missing:
-        return 0
-    common = math.gcd(_PAGE, width)
-    if missing % common:
-        return 0  # not written by this version: its column is not aligned
-    pages = missing // common * pow(_PAGE // common, -1, width // common) % (width // common)
-    return pages * _PAGE if pages * _PAGE <= room else 0
 
 
 def _after_fork_in_child() -> None:

@@ -22,11 +22,12 @@ from arrowcache.reading.pipeline import Job, Made
 from arrowcache.reading.placement import Values
 from arrowcache.reading.ring import Group, GroupSize, Ring
 from arrowcache.reading.snapshot import Column, Snapshot
-from arrowcache.reading.stats import Meter, Reading
+from arrowcache.reading.stats import Meter
 from arrowcache.reading.view import uncopied
 
 Batch = dict[str, Any]
 
+_VIEWS = 8  # a group of batches that take no memory
 _AGE_ROWS = 64  # of each batch, whose age is looked up
 _SPLIT_BYTES = 1 << 20  # less is gathered before another thread has begun
 _SMALL_ROW_BYTES = 16 << 10  # larger ones are bound by the memory's speed, not its latency
@@ -67,7 +68,8 @@ class Assembly:
         self.require_views = False
         columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
         self.ring = Ring(columns, batch_size)
-        self._group = GroupSize(self.ring.usual_group, self.ring.largest_group)
+        usual, largest = self.ring.usual_group, self.ring.largest_group
+        self._group = GroupSize(_VIEWS, _VIEWS) if self._viewed else GroupSize(usual, largest)
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
@@ -111,14 +113,14 @@ class Assembly:
     def _make(self, epoch: Epoch, ids: NDArray[np.int64], batches: int, made: list[Made]) -> None:
         """Add batches to `made`: those before one that fails are in it then."""
         published = epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
-        if self._viewed:
-            self._group.note(0, 0)  # views take no memory: as many at once as usual
-            self._views(epoch, ids, batches, published, made)
-            return
-        memory = self.ring.take(len(ids))
-        reading = self._gather(epoch.snapshot, ids, memory)
-        self._group.note(reading.wall_seconds, reading.cpu_seconds)
-        made += self._hand_out(epoch, ids, batches, memory, published)
+        with self._meter.reading() as reading:
+            if self._viewed:
+                self._views(epoch, ids, range(batches), published, made)
+            else:
+                memory = self.ring.take(len(ids))
+                self._gather(epoch.snapshot, ids, memory)
+                made += self._hand_out(epoch, ids, batches, memory, published)
+        self._group.note(has_waited=reading.has_waited)
 
     def _pays_to_split(self, rows: int) -> bool:
         small = self._row_bytes <= _SMALL_ROW_BYTES * len(self._fixed)
@@ -130,7 +132,11 @@ class Assembly:
         bounds = np.linspace(0, len(ids), self._workers + 1).astype(np.int64)
 
         def part(start: int, stop: int) -> Callable[[], None]:
-            return lambda: _ignore(self._gather(epoch.snapshot, ids, memory, slice(start, stop)))
+            def gather() -> None:
+                with self._meter.reading():
+                    self._gather(epoch.snapshot, ids, memory, slice(start, stop))
+
+            return gather
 
         parts = [part(int(bounds[i]), int(bounds[i + 1])) for i in range(self._workers)]
         published = epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
@@ -138,12 +144,10 @@ class Assembly:
 
     def _gather(
         self, snapshot: Snapshot, ids: NDArray[np.int64], memory: Group, rows: slice = slice(None)
-    ) -> Reading:
-        """Copy the fixed-width columns; returns what it took."""
-        with self._meter.reading() as reading:
-            arrays = {name: array[rows] for name, array in memory.arrays().items()}
-            snapshot.gather_into(ids[rows], self._fixed, arrays)
-        return reading
+    ) -> None:
+        """Copy the fixed-width columns of some rows."""
+        arrays = {name: array[rows] for name, array in memory.arrays().items()}
+        snapshot.gather_into(ids[rows], self._fixed, arrays)
 
     def _hand_out(
         self, epoch: Epoch, ids: NDArray[np.int64], batches: int, memory: Group, published: float
@@ -157,23 +161,24 @@ class Assembly:
         return made
 
     def _views(
-        self, epoch: Epoch, ids: NDArray[np.int64], batches: int, published: float, made: list[Made]
+        self, epoch: Epoch, ids: NDArray[np.int64], batches: range, published: float, made: list[Made]
     ) -> None:
-        """Views where a batch is one run of rows of one segment; one mapping if all of them are."""
-        with self._meter.reading():
-            whole = epoch.snapshot.view(ids, self._viewed)
-        for number in range(batches):
-            rows = self._rows_of(number)
-            if whole is not None:
-                columns = {name: _rows_of(column, rows) for name, column in whole.items()}
-            else:
-                with self._meter.reading():
-                    found = epoch.snapshot.view(ids[rows], self._viewed) if batches > 1 else None
-                if found is None:
-                    made += self._gather_one(epoch, ids[rows], published)
-                    continue
-                columns = found
-            made.append(self._complete(epoch, ids[rows], columns, published, copied=False))
+        """Views where a batch is one run of rows of one segment; one mapping for as many as are a run."""
+        rows = slice(batches.start * self._batch_size, batches.stop * self._batch_size)
+        view = epoch.snapshot.view(ids[rows], self._viewed)
+        if view is None and len(batches) > 1:
+            middle = (batches.start + batches.stop) // 2
+            self._views(epoch, ids, range(batches.start, middle), published, made)
+            self._views(epoch, ids, range(middle, batches.stop), published, made)
+        elif view is None:
+            made += self._gather_one(epoch, ids[rows], published)
+        elif len(batches) == 1:
+            made.append(self._complete(epoch, ids[rows], view, published, copied=False))
+        else:
+            for number in range(len(batches)):
+                of_batch = self._rows_of(number)
+                columns = {name: _rows_of(column, of_batch) for name, column in view.items()}
+                made.append(self._complete(epoch, ids[rows][of_batch], columns, published, copied=False))
 
     def _gather_one(self, epoch: Epoch, ids: NDArray[np.int64], published: float) -> list[Made]:
         if self.require_views:
@@ -203,8 +208,7 @@ class Assembly:
         copied_bytes = nbytes if copied else 0
         if len(columns) < len(self._names):
             others = tuple(name for name in self._names if name not in columns)
-            with self._meter.reading():
-                values = epoch.snapshot.gather_into(ids, others, {})
+            values = epoch.snapshot.gather_into(ids, others, {})
             more = sum(map(_nbytes, values.values()))
             nbytes, copied_bytes = nbytes + more, copied_bytes + more
             batch = {name: columns[name] if name in columns else values[name] for name in self._names}
@@ -232,10 +236,6 @@ def _all_of(made: list[Made], failures: list[BaseException]) -> Iterator[list[Ma
     yield [made.pop(0) for _ in range(len(made))]
     if failures:
         raise failures.pop()
-
-
-def _ignore(_: object) -> None:
-    pass
 
 
 def _rows_of(column: Column, rows: slice) -> Column:

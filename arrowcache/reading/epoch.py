@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from arrowcache.errors import LoaderTimeoutError, MissingSegmentsError
+from arrowcache.errors import CorruptSegmentError, LoaderTimeoutError, MissingSegmentsError
+from arrowcache.reading.membership import Membership
 from arrowcache.reading.order import Share, prepare_epoch
 from arrowcache.reading.plan import Order, Plan, Survivors
-from arrowcache.reading.ranks import Agreement, Membership
+from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
@@ -85,6 +86,7 @@ class Epochs:
         self._meter = meter
         self._resumed: Plan | None = None
         self._missing = "skip"
+        self._lost_ahead: int | None = None  # an epoch of the ranks that this one cannot read
         self._rows_seen = 0
         self.step_rows = terms.batch_size * self._share.world_size  # of all ranks
         self.next = 0  # the number of the next epoch
@@ -113,10 +115,12 @@ class Epochs:
             self.next, terms.seed, terms.shuffle, terms.epoch_rows, 1, terms.batch_size, nothing, nothing
         )
 
-    def prepare(self, number: int, rows: int) -> None:
-        """Work ahead for an epoch, which will have about so many rows: what needs no snapshot."""
-        if self._terms.shuffle == "rows" and rows:
-            prepare_epoch(rows, seed=self._terms.seed, epoch=number)
+    def prepare(self, number: int, segments: Sequence[SegmentInfo]) -> None:
+        """Work ahead for an epoch, which will have segments like these: what needs no snapshot."""
+        rows = [segment.rows for segment in segments]
+        window_rows = self._window_rows(sum(rows), sum(segment.nbytes for segment in segments))
+        terms = self._terms
+        prepare_epoch(rows, shuffle=terms.shuffle, seed=terms.seed, epoch=number, window_rows=window_rows)
 
     def begin(
         self,
@@ -131,6 +135,7 @@ class Epochs:
         Returns: None: it was cancelled while it waited.
         Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
         """
+        self._lost_ahead = None
         epoch = self._begin(self.next, self._resumed, is_cancelled, before_waiting)
         if epoch is not None:
             self._resumed = None
@@ -152,6 +157,11 @@ class Epochs:
         if self._agreement is not None:
             self._agreement.came_to(epoch.plan.epoch)
         self._come_to(epoch)
+
+    def came_to_error(self) -> None:
+        """The consumer got an error in place of a batch: perhaps that of an epoch begun ahead."""
+        if self._lost_ahead == self.next:
+            self.next += 1
 
     def _come_to(self, epoch: Epoch) -> None:
         self.next = epoch.plan.epoch + 1
@@ -213,15 +223,25 @@ class Epochs:
             "window_bytes": self._terms.window_bytes,
             "position": position,
         }
-        return self._agreement.snapshot(number, terms, take, ahead=ahead)
+        try:
+            return self._agreement.snapshot(number, terms, take, ahead=ahead)
+        except CorruptSegmentError:  # the other ranks, which read it, go on to the next one
+            if ahead:
+                self._lost_ahead = number
+            else:
+                self.next = number + 1
+            raise
 
     def _plan(self, number: int, snapshot: Snapshot) -> Plan:
         terms, rows = self._terms, snapshot.segment_rows
-        window_rows = max(1, terms.window_bytes * len(snapshot) // max(1, snapshot.nbytes))
+        window_rows = self._window_rows(len(snapshot), snapshot.nbytes)
         seqs = np.array([segment.seq for segment in snapshot.segments], np.int64)
         return Plan(
             number, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
         )
+
+    def _window_rows(self, rows: int, nbytes: int) -> int:
+        return max(1, self._terms.window_bytes * rows // max(1, nbytes))
 
     def _order(self, plan: Plan, present: list[SegmentInfo] | tuple[SegmentInfo, ...], missing: str) -> Order:
         """The order of a plan over what is there of it.

@@ -72,7 +72,7 @@ class Feed:
     def _jobs_of(self, epoch: Epoch, awaited: bool) -> Iterator[Job]:
         shuffle, order, snapshot = epoch.plan.shuffle, epoch.order, epoch.snapshot
         in_order = shuffle in ("window", None)
-        following = partial(self._epochs.prepare, epoch.plan.epoch + 1, len(snapshot))
+        following = partial(self._epochs.prepare, epoch.plan.epoch + 1, snapshot.segments)
         self._readahead.follow(epoch, in_order=in_order, prepare=following)
         row_bytes = max(1, snapshot.nbytes // max(1, len(snapshot)))
         ahead_rows = epoch.plan.window_rows // 2 if shuffle == "window" else _AHEAD_BYTES // row_bytes

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs, Terms
 from arrowcache.reading.feed import Feed
+from arrowcache.reading.membership import membership
 from arrowcache.reading.order import SHUFFLES
 from arrowcache.reading.pipeline import Pipeline
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.ranks import membership
 from arrowcache.reading.readahead import ReadAhead, memory_bytes
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
@@ -149,7 +149,7 @@ class Loader:
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
         self._progress: Epoch | None = None  # of which a batch was delivered, or may be
         self._closed = False
-        self._epochs.prepare(0, sum(segment.rows for segment in self._store.segments()))
+        self._epochs.prepare(0, self._store.segments())
 
     def __iter__(self) -> EpochIterator:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.
@@ -343,6 +343,7 @@ class EpochIterator:
             made = self._pipeline.next(self._stream, self._loader._timeout)
         except BaseException:
             self.close()
+            self._loader._epochs.came_to_error()
             raise
         if made is None:
             self.has_stopped = True

@@ -160,10 +160,23 @@ class EpochOrder:
         return ids
 
 
-def prepare_epoch(rows: int, *, seed: int, epoch: int) -> None:
-    """Compute ahead, on any thread, what the first batch of an epoch shuffled by "rows" waits for.
+def prepare_epoch(
+    segment_rows: Sequence[int] | NDArray[np.int64],
+    *,
+    shuffle: str | None,
+    seed: int,
+    epoch: int,
+    window_rows: int,
+) -> None:
+    """Compute ahead, on any thread, what the first batch of an epoch waits for.
 
     Args:
-        rows: that the epoch may have: any number between the same two powers of two will do.
+        segment_rows: that the epoch may have: others in between the same powers of two will do.
     """
-    prepare(rows, seed, (epoch, 0))
+    segments = np.asarray(segment_rows, np.int64)
+    if not len(segments):
+        return
+    if shuffle == "rows":
+        prepare(int(segments.sum()), seed, (epoch, 0))
+    elif shuffle == "window":
+        Window(segments, window_rows, seed, (epoch, 0)).prepare()

@@ -8,8 +8,8 @@ and any batch of any rows of any segments is one NumPy call a column. Two ways l
 
 - dense: of the segments whose column starts at the same multiple of the row's width, plus a
   constant, all rows are items of one array over the whole arena, and `take(..., out)` copies
-  them at memcpy speed. The arena maps segments so that their widest column is like that; scalars
-  always are, since Arrow aligns buffers to 8 bytes.
+  them at memcpy speed. The arena maps segments so that their widest column is like that, and
+  others in lanes of their own; scalars always are, since Arrow aligns buffers to 8 bytes.
 - anywhere: the arena viewed as overlapping items of one row each, starting at every 8th byte (or
   less: gcd(8, width)), and indexed by position: a copy in two passes, without a condition.
 
@@ -64,6 +64,8 @@ class Placement:
         starts: (n + 1,) the number of each segment's first row, and the number of rows.
         fixed_at: (n, fixed columns) byte of the arena where each segment's column starts.
         variable_at: (n, variable columns, 2) likewise of its offsets and its data.
+        lanes: of columns that are mapped elsewhere, too: name -> those addresses, and (n,) the byte
+            of them where each segment's column starts; -1: it is not there.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class Placement:
         starts: NDArray[np.int64],
         fixed_at: NDArray[np.int64],
         variable_at: NDArray[np.int64],
+        lanes: Mapping[str, tuple[AddressRange, NDArray[np.int64]]],
     ) -> None:
         self._source = source
         self._schema = schema
         self._starts = starts
         self._fixed_at, self._variable_at = fixed_at, variable_at
+        self._lanes = lanes
         self._number_of = {name: i for i, name in enumerate(schema.fixed)}
         self._number_of |= {name: i for i, name in enumerate(schema.variable)}
         self._dense: dict[str, _Dense] = {}
@@ -108,17 +112,19 @@ class Placement:
         if not len(ids):
             return
         dense = self._dense.get(name) or self._plan_dense(name)
-        target = out.reshape(-1).view(dense.items.dtype)
-        if target.nbytes <= _SMALL_BYTES:
+        width, flat = dense.items.itemsize, out.reshape(-1).view(np.uint8)
+        if flat.nbytes <= _SMALL_BYTES:
             for piece in pieces(len(ids)):
-                target[piece] = self._pick(name, ids[piece], segments[piece])
+                picked = self._pick(name, ids[piece], segments[piece])
+                flat[piece.start * width : piece.stop * width] = picked.view(np.uint8)
             return
         elsewhere = _NONE
         if dense.elsewhere is not None:
             elsewhere = dense.elsewhere[segments].nonzero()[0]
             if 2 * len(elsewhere) > len(ids):
-                target[...] = self._pick(name, ids, segments)
+                flat[:] = self._pick(name, ids, segments).view(np.uint8)
                 return
+        target = flat.view(dense.items.dtype)
         positions = np.empty_like(ids)
         for piece in pieces(len(ids)):
             positions[piece] = ids[piece] + dense.offsets[segments[piece]]
@@ -135,7 +141,7 @@ class Placement:
         element = kind.arrow_type.value_type if isinstance(kind, Ragged) else pa.uint8()
         width = element.bit_width // 8
         places = self._variable_at[segments, self._number_of[name]]
-        offsets = self._items(4, 0, 4).view(np.int32)
+        offsets = _items(self._source, 4, 0, 4).view(np.int32)
         first = places[:, 0] // 4 + ids - self._starts[segments]
         starts = offsets[first].astype(np.int64)
         lengths = offsets[first + 1] - starts
@@ -155,19 +161,21 @@ class Placement:
     def _plan_dense(self, name: str) -> _Dense:
         """Make one array of the rows of as many segments as possible."""
         width = self._schema.fixed[name].row_bytes
-        column = self._fixed_at[:, self._number_of[name]]
-        phases, counts = np.unique(column % width, return_counts=True)
+        source, column = self._source, self._fixed_at[:, self._number_of[name]]
+        if name in self._lanes and (self._lanes[name][1] >= 0).any():
+            source, column = self._lanes[name]
+        phases, counts = np.unique(column[column >= 0] % width, return_counts=True)
         phase = int(phases[counts.argmax()])
-        items = self._items(width, phase, width)
-        elsewhere = column % width != phase
+        items = _items(source, width, phase, width)
+        elsewhere = (column < 0) | (column % width != phase)
         offsets = (column - phase) // width - self._starts[:-1]
-        some = int(elsewhere.argmin())
+        newest = len(column) - 1 - int(elsewhere[::-1].argmin())  # it stays mapped longest
         self._dense[name] = _Dense(
             items,
-            self._heads(items),
+            _heads(source, items),
             offsets,
             elsewhere if elsewhere.any() else None,
-            int(offsets[some] + self._starts[some]),
+            int(offsets[newest] + self._starts[newest]),
         )
         return self._dense[name]
 
@@ -178,26 +186,15 @@ class Placement:
             width = self._schema.fixed[name].row_bytes
             step = math.gcd(8, width)
             column = self._fixed_at[:, self._number_of[name]]
-            items = self._items(width, 0, step)
+            items = _items(self._source, width, 0, step)
             offsets = (column - self._starts[:-1] * width) // step
-            plan = self._anywhere[name] = _Anywhere(items, self._heads(items), width // step, offsets)
+            plan = self._anywhere[name] = _Anywhere(
+                items, _heads(self._source, items), width // step, offsets
+            )
         positions = ids * plan.factor + plan.offsets[segments]
         _touch(plan.heads, positions)
         picked: NDArray[Any] = plan.items[positions]
         return picked
-
-    def _heads(self, items: NDArray[Any]) -> NDArray[np.uint8] | None:
-        """The first byte of each item, where reading it ahead of the copy pays."""
-        if items.itemsize not in _TOUCHED_WIDTHS:
-            return None
-        start = items.__array_interface__["data"][0]
-        return _as_array(self._source, start, len(items), "|u1", (items.strides[0],))
-
-    def _items(self, width: int, start: int, step: int) -> NDArray[Any]:
-        """The arena from byte `start` on as items of `width` bytes at every `step` bytes."""
-        count = (self._source.nbytes - start - width) // step + 1
-        strides = None if step == width else (step,)
-        return _as_array(self._source, self._source.address + start, count, f"|V{width}", strides)
 
 
 class _Dense(NamedTuple):
@@ -220,6 +217,21 @@ class _Anywhere(NamedTuple):
 
 
 _NONE: NDArray[np.intp] = np.empty(0, np.intp)
+
+
+def _heads(source: AddressRange, items: NDArray[Any]) -> NDArray[np.uint8] | None:
+    """The first byte of each item, where reading it ahead of the copy pays."""
+    if items.itemsize not in _TOUCHED_WIDTHS:
+        return None
+    start = items.__array_interface__["data"][0]
+    return _as_array(source, start, len(items), "|u1", (items.strides[0],))
+
+
+def _items(source: AddressRange, width: int, start: int, step: int) -> NDArray[Any]:
+    """A range from byte `start` on as items of `width` bytes at every `step` bytes."""
+    count = (source.nbytes - start - width) // step + 1
+    strides = None if step == width else (step,)
+    return _as_array(source, source.address + start, count, f"|V{width}", strides)
 
 
 def _touch(heads: NDArray[np.uint8] | None, positions: NDArray[np.int64]) -> None:

@@ -30,7 +30,6 @@ loaders finds no file, and reads what is there then.
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 import threading
 import warnings
@@ -38,9 +37,9 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from arrowcache.errors import CacheFormatError, CorruptSegmentError
+from arrowcache.reading.membership import Membership
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, SegmentInfo, Term, joiner_line, joiners, ranks_name
@@ -51,80 +50,9 @@ from arrowcache.storage.store import Store
 _UNLINK_SECONDS = 0.1  # what tidying up may wait for cache.lock: somebody else sweeps, too
 _WARN_AT_EPOCHS = 8  # that ended here, and that not all local ranks have begun
 _EVERY_EPOCH = range(2**63)
-_NO_ELASTIC_RUN = "none"  # torchrun's TORCHELASTIC_RUN_ID where it was given no --rdzv-id
 
 #: The next loader's number, for each cache, run and rank of this process.
 _numbers: dict[tuple[int, int, int, str, int], Iterator[int]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """Which rank of which run a loader is. `local_world_size` ranks read on this node."""
-
-    rank: int
-    world_size: int
-    run: str
-    local_world_size: int
-
-
-def membership(rank: int | None, world_size: int | None, run_id: str | None) -> Membership | None:
-    """What a loader's arguments and the environment say about its rank.
-
-    The run is `run_id`, else TORCHELASTIC_RUN_ID (not torchrun's "none"), else
-    MASTER_ADDR:MASTER_PORT; the local ranks are LOCAL_WORLD_SIZE, else all.
-
-    Returns: None for a loader that has nobody to agree with: no rank, or a world of one.
-    Raises: ValueError, TypeError: what does not fit, or is missing.
-    """
-    if run_id is not None and not isinstance(run_id, str):
-        raise TypeError(f"run_id must be a str, not {run_id!r}")
-    if rank is None and world_size is None:
-        if run_id is not None:
-            raise ValueError(f"run_id={run_id!r} is given without a rank: pass rank and world_size, too")
-        return None
-    if rank is None or world_size is None:
-        missing = "rank" if rank is None else "world_size"
-        raise ValueError(f"rank={rank!r} and world_size={world_size!r} go together: pass {missing}, too")
-    rank, world_size = _integer(rank, "rank"), _integer(world_size, "world_size")
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
-    if world_size == 1:
-        return None
-    return Membership(rank, world_size, _run(run_id), _local_world_size(world_size))
-
-
-def _integer(value: int, name: str) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be an int or None, not {value!r}")
-
-
-def _run(run_id: str | None) -> str:
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    elastic = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run_id is not None:
-        run: str | None = run_id
-    elif elastic and elastic != _NO_ELASTIC_RUN:
-        run = elastic
-    else:
-        run = f"{address}:{port}" if address and port else None
-    if not run:
-        missing = "neither TORCHELASTIC_RUN_ID nor MASTER_ADDR and MASTER_PORT give one"
-        raise ValueError(
-            f"the ranks of one job need a name in common, and {'run_id is empty' if run == '' else missing}: "
-            "pass run_id=, the same text on all ranks and another one for each job"
-        )
-    return run
-
-
-def _local_world_size(world_size: int) -> int:
-    text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ValueError(f"LOCAL_WORLD_SIZE={text!r} must be the number of ranks on this node, or unset")
-    return min(int(text), world_size)  # more processes than ranks: some of them read the same rows
 
 
 class Agreement:

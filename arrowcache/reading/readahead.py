@@ -168,7 +168,7 @@ class ReadAhead:
     def _touch(self, snapshot: Snapshot, index: int) -> None:
         if index + 1 in self._wanted:
             snapshot.announce(index + 1)
-        snapshot.touch(index, lambda: index in self._wanted)
+        snapshot.warm(index, lambda: index in self._wanted)
         with self._changed:
             self._touched.add(snapshot.segments[index].seq)
 
@@ -193,7 +193,7 @@ class ReadAhead:
         snapshot.map_all()
         if not self._in_order and epoch.snapshot.nbytes + snapshot.nbytes <= memory_bytes() // 2:
             for index, segment in enumerate(snapshot.segments):
-                snapshot.touch(index, lambda: self._epoch is epoch)
+                snapshot.warm(index, lambda: self._epoch is epoch)
                 self._touched.add(segment.seq)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -27,10 +28,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+PAGE_BYTES = mmap.PAGESIZE
 _USUAL_GROUP_BYTES = 8 << 20  # a few groups stay in the last-level cache until they are used
 _LARGEST_GROUP_BYTES = 64 << 20  # beside a busy thread: 0.75 of its speed kept with 32, 0.82 with 64
 _MANY_BUFFERS = 8  # more than prefetching and one batch in hand need
 _SPARE_BUFFERS = 3  # being filled, being delivered, being let go
+
+
+def page_aligned(nbytes: int) -> NDArray[np.uint8]:
+    """Memory that starts at a page, like the columns of a segment's file.
+
+    Where it starts a little after one, as large NumPy arrays do (16 bytes), each load of a copy from
+    page-aligned memory seems to depend on the store before it, whose address has the same low 12
+    bits: 1.7 instead of 10 GB/s, on the machine of benchmarks/RESULTS.md.
+    """
+    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memory[start : start + nbytes]
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +108,7 @@ class Ring:
             nbytes = self.largest_group * self._batch_size * column.row_bytes
         self.allocated_bytes += nbytes
         self.growths += 1
-        return _Buffer(np.empty(nbytes, np.uint8))
+        return _Buffer(page_aligned(nbytes))
 
     @property
     def is_hoarded(self) -> bool:
@@ -130,13 +144,12 @@ class GroupSize:
         """One batch again: somebody waits for it."""
         self.now, self._waits = 1, 0
 
-    def note(self, wall_seconds: float, cpu_seconds: float) -> None:
-        """Take in how long a group took, and how long its thread worked."""
+    def note(self, *, has_waited: bool) -> None:
+        """Take in how a group went."""
         if self.now < self._usual:
             self.now = min(2 * self.now, self._usual)
             return
-        waited = wall_seconds > 1.5 * cpu_seconds
-        self._waits = max(self._waits, 0) + 1 if waited else min(self._waits, 0) - 1
+        self._waits = max(self._waits, 0) + 1 if has_waited else min(self._waits, 0) - 1
         if self._waits >= 2:
             self.now, self._waits = min(2 * self.now, self._largest), 0
         elif self._waits <= -8:

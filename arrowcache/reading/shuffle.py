@@ -221,6 +221,12 @@ class Window:
             return Permutation(rows, seed, (*key, stage, block))
 
         self._permutation = lru_cache(maxsize=6)(permutation)  # two or three a stage are in use
+        self._seed, self._key = seed, key
+
+    def prepare(self) -> None:
+        """Draw ahead what the first positions need: see the function `prepare`."""
+        for stage, edges in enumerate(self._edges):
+            prepare(edges[1] - edges[0], self._seed, (*self._key, stage, 0))
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._shuffled(0, self._shuffled(1, positions))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import math
 import os
 import threading
 import warnings
@@ -29,6 +30,7 @@ from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.arena import NO_CELL, Arena
 from arrowcache.reading.pieces import pieces
 from arrowcache.reading.placement import Placement, Values
+from arrowcache.reading.ring import PAGE_BYTES, page_aligned
 from arrowcache.reading.view import has_room, uncopied, view_rows
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
@@ -63,6 +65,7 @@ class Snapshot:
     def __init__(self, store: Store, segments: Sequence[SegmentInfo], lease: Lease | None) -> None:
         self._store = store
         self._arena = Arena.of(store)
+        self._folder = os.fspath(store.folder.segments)
         self._lease = lease
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -217,7 +220,7 @@ class Snapshot:
             columns = self._arena.columns_of(segment)
             if columns is None:
                 return None
-            schema, path = self._store.settings.schema, self._store.path_of(segment)
+            schema, path = self._store.settings.schema, f"{self._folder}/{segment.name}"
             first = int(ids[0] - self._starts[index])
             end_lease = self._lease.share(segment.seq)
             try:
@@ -267,7 +270,7 @@ class Snapshot:
                 )
             yield view
 
-    def touch(self, index: int, is_wanted: Callable[[], bool]) -> None:
+    def warm(self, index: int, is_wanted: Callable[[], bool]) -> None:
         """Have a mapped segment's pages in memory and in the page tables, ahead of their use.
 
         Blocks: while the disk reads; ends early when `is_wanted` says no more, or the snapshot is closed.
@@ -485,7 +488,7 @@ class Snapshot:
             kind, shape = fixed[name], (count, *fixed[name].shape)
             array = out.get(name)
             if array is None:
-                array = np.empty(shape, kind.numpy_dtype)
+                array = _empty(shape, kind.numpy_dtype)
             elif not (
                 isinstance(array, np.ndarray)
                 and array.shape == shape
@@ -516,6 +519,13 @@ class Snapshot:
             del file  # unmaps it
             self._condemn(segment, error)
         return labelled(segment_file.open_batch(file, schema), schema)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < PAGE_BYTES:
+        return np.empty(shape, dtype)
+    return page_aligned(nbytes).view(dtype).reshape(shape)
 
 
 def _nothing() -> None:

@@ -181,29 +181,32 @@ class Meter:
 
 
 class Reading:
-    """How long one thread read rows: a context manager."""
+    """What reading rows took one thread: a context manager.
+
+    `has_waited`: for the GIL or the disk it had to wait, for longer than it worked. A thread that
+    others keep from its CPU is not waiting: that is no reason to do more at a time.
+    """
+
+    has_waited = False
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
     def __enter__(self) -> Self:
-        self._disk_faults = _disk_faults()
-        self.wall_seconds, self.cpu_seconds = -time.perf_counter(), -time.thread_time()
+        self._before = resource.getrusage(resource.RUSAGE_THREAD)
+        self._started = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.wall_seconds += time.perf_counter()
-        self.cpu_seconds += time.thread_time()
-        waited = max(0.0, self.wall_seconds - self.cpu_seconds)
-        on_disk = waited if _disk_faults() > self._disk_faults else 0.0
+        wall_seconds = time.perf_counter() - self._started
+        before, now = self._before, resource.getrusage(resource.RUSAGE_THREAD)
+        cpu_seconds = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
+        waits, preemptions = now.ru_nvcsw - before.ru_nvcsw, now.ru_nivcsw - before.ru_nivcsw
+        self.has_waited = wall_seconds > 1.5 * cpu_seconds and waits > preemptions
+        on_disk = max(0.0, wall_seconds - cpu_seconds) if now.ru_majflt > before.ru_majflt else 0.0
         if on_disk:
             self._meter.add("store", on_disk)
-        self._meter.add("gather", self.wall_seconds - on_disk)
-
-
-def _disk_faults() -> int:
-    """Page faults of this thread that had to read from a disk."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+        self._meter.add("gather", wall_seconds - on_disk)
 
 
 def resident_bytes() -> tuple[int, int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ def uncopied(schema: Schema, names: Sequence[str]) -> list[str]:
 
 
 def view_rows(
-    path: Path,
+    path: str,
     schema: Schema,
     fixed_at: NDArray[np.int64],
     variable_at: NDArray[np.int64],

@@ -32,8 +32,8 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
-    result = _libc.mmap(address or None, nbytes, protection, flags, fd, 0)
+def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0) -> int:
+    result = _libc.mmap(address or None, nbytes, protection, flags, fd, start)
     if result is None or result == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
@@ -95,10 +95,13 @@ class AddressRange:
         self._unmap = weakref.finalize(self, _munmap, start, reserved, os.getpid())
         self._unmap.atexit = False
 
-    def map_file(self, fd: int, offset: int, nbytes: int) -> None:
-        """Map an open file's first `nbytes`, all of it, at `offset` of the range."""
+    def map_file(self, fd: int, offset: int, nbytes: int, start: int = 0) -> None:
+        """Map `nbytes` of an open file, from its page at byte `start` on, at `offset` of the range.
+
+        Raises: OSError: it cannot be mapped.
+        """
         address = self.address + offset
-        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, fd)
+        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, fd, start)
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
 
     def unmap(self, offset: int, nbytes: int) -> None:
@@ -125,7 +128,7 @@ class FileMapping:
     """
 
     def __init__(
-        self, path: Path, on_unmap: Callable[[], None] | None = None, *, writable: bool = False
+        self, path: Path | str, on_unmap: Callable[[], None] | None = None, *, writable: bool = False
     ) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -138,7 +141,7 @@ class FileMapping:
         self.address, self.nbytes = address, nbytes
         self._unmap = weakref.finalize(self, _unmap, address, nbytes, os.getpid(), on_unmap)
         self._unmap.atexit = False
-        _live.add(self)
+        _live[address] = None
 
     def buffer(self) -> pa.Buffer:
         """The file's bytes, read-only; the mapping lives as long as the buffer or a slice of it."""
@@ -167,11 +170,12 @@ def _settle() -> None:
         before, now = now, len(_live)
 
 
-_live: weakref.WeakSet[FileMapping] = weakref.WeakSet()
+_live: dict[int, None] = {}  # addresses; single operations, which no thread can tear
 atexit.register(_settle)
 
 
 def _unmap(address: int, nbytes: int, pid: int, on_unmap: Callable[[], None] | None) -> None:
+    _live.pop(address, None)  # first: once unmapped, the address is anybody's
     _munmap(address, nbytes, pid)
     if on_unmap is not None and os.getpid() == pid:
         on_unmap()

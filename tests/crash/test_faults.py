@@ -22,7 +22,8 @@ from helpers import sample as row
 from processes import Child
 
 import arrowcache as ac
-from arrowcache.reading.ranks import Agreement, Membership
+from arrowcache.reading.membership import Membership
+from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
 
 CAPACITY = 400 * KIB

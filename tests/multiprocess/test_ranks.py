@@ -15,7 +15,8 @@ from helpers import sample as row
 from processes import Child
 
 import arrowcache as ac
-from arrowcache.reading.ranks import Agreement, membership
+from arrowcache.reading.membership import membership
+from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
 
 WORLD = 4

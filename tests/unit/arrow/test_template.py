@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -34,18 +35,18 @@ ROWS = 5
 
 @contextmanager
 def opened(data):
-    """A descriptor of a file of these bytes."""
+    """How to read a file of these bytes."""
     fd = os.memfd_create("segment")
     try:
         os.pwrite(fd, data, 0)
-        yield fd
+        yield partial(os.pread, fd)
     finally:
         os.close(fd)
 
 
 def found(known, data, rows):
-    with opened(data) as fd:
-        return known.find(fd, len(data), rows)
+    with opened(data) as read:
+        return known.find(read, len(data), rows)
 
 
 def learned(schema, data, rows=ROWS):
@@ -92,8 +93,8 @@ def test_a_file_of_another_length_or_number_of_rows_is_unknown():
         assert found(known, data, rows) is None
     for length in range(len(data)):
         assert found(known, data[:length], ROWS) is None
-        with opened(data[:length]) as fd:  # shortened after its length was asked
-            assert known.find(fd, len(data), ROWS) is None
+        with opened(data[:length]) as read:  # shortened after its length was asked
+            assert known.find(read, len(data), ROWS) is None
     assert found(known, data + b"\0", ROWS) is None
 
 
@@ -122,9 +123,9 @@ def test_a_file_that_is_valid_but_not_as_we_write_it_has_no_template():
         made = make_template(odd, schema, layout)
         if made is not None:
             unharmed += 1
-            with opened(data) as fd:
+            with opened(data) as read:
                 assert made.layout == layout
-                assert made.fits(fd), "it differs in values or digits only"
+                assert made.fits(read), "it differs in values or digits only"
     assert unharmed == 8 * ROWS + 16
 
 

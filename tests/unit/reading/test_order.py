@@ -163,15 +163,28 @@ def test_an_epoch_without_a_table_sees_every_row_once_too(monkeypatch):
     assert sorted(stream[:1001]) == sorted(stream[1001:]) == list(range(1001))
 
 
-def test_an_epoch_is_prepared_ahead_by_about_how_many_rows_it_has(monkeypatch):
+@pytest.mark.parametrize(("shuffle", "tables"), [("rows", 1), ("window", 2)])
+def test_an_epoch_is_prepared_ahead_by_about_how_many_rows_it_has(monkeypatch, shuffle, tables):
+    def epoch():
+        return flat(ids_of(make([300, 400, 350], 10, shuffle, seed=5, epoch=3, window_rows=700)))
+
     monkeypatch.setattr(shuffle_module, "_prepared", ())
-    expected = ids_of(make([300, 400], 10, seed=5, epoch=3))
-    prepare_epoch(1000, seed=5, epoch=3)
-    ((_, table),) = shuffle_module._prepared
-    table[:] = table[::-1].copy()
-    backwards = ids_of(make([300, 400], 10, seed=5, epoch=3))
+    expected = epoch()
+    prepare_epoch([310, 350, 390], shuffle=shuffle, seed=5, epoch=3, window_rows=650)
+    assert len(shuffle_module._prepared) == tables
+    for _, table in shuffle_module._prepared:
+        table[:] = table[::-1].copy()
+    changed = epoch()
+    assert changed != expected, "they were used"
+    assert sorted(changed) == sorted(expected) == list(range(1050))
+
+
+@pytest.mark.parametrize("shuffle", ["blocks", None])
+def test_nothing_is_prepared_for_an_order_that_needs_no_table(monkeypatch, shuffle):
     monkeypatch.setattr(shuffle_module, "_prepared", ())
-    assert flat(backwards) == flat(expected)[::-1], "it was used"
+    prepare_epoch([300], shuffle=shuffle, seed=5, epoch=3, window_rows=100)
+    prepare_epoch([], shuffle="rows", seed=5, epoch=3, window_rows=100)
+    assert shuffle_module._prepared == ()
 
 
 def test_an_order_and_its_tables_go_when_nobody_holds_it():

@@ -24,7 +24,8 @@ from helpers import (
 
 import arrowcache as ac
 from arrowcache.reading import ranks as ranks_module
-from arrowcache.reading.ranks import Agreement, Membership, membership
+from arrowcache.reading.membership import Membership, membership
+from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, ranks_name

@@ -155,21 +155,21 @@ def test_a_group_holds_as_many_batches_as_its_bytes_allow_but_one_at_least(group
 @given(
     usual=st.integers(1, 50),
     more=st.integers(0, 50),
-    seconds=st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=60),
+    waits=st.lists(st.booleans(), max_size=60),
 )
-def test_a_group_stays_between_one_batch_and_the_largest(usual, more, seconds):
+def test_a_group_stays_between_one_batch_and_the_largest(usual, more, waits):
     group = GroupSize(usual, usual + more)
-    for wall, cpu in seconds:
+    for waited in waits:
         before = group.now
-        group.note(wall, cpu)
+        group.note(has_waited=waited)
         assert 1 <= group.now <= usual + more
         assert group.now <= 2 * before
 
 
 def test_a_group_grows_to_the_usual_size_then_while_its_thread_waits_and_shrinks_when_it_no_longer_does():
     group, sizes = GroupSize(8, 32), []
-    for wall in [1.0] * 5 + [5.0] * 5 + [1.0] * 16:
-        group.note(wall, 1.0)
+    for waited in [False] * 5 + [True] * 5 + [False] * 16:
+        group.note(has_waited=waited)
         sizes.append(group.now)
     assert sizes[:5] == [2, 4, 8, 8, 8]
     assert sizes[5:10] == [8, 16, 16, 32, 32]
@@ -178,8 +178,8 @@ def test_a_group_grows_to_the_usual_size_then_while_its_thread_waits_and_shrinks
 
 def test_one_wait_alone_does_not_make_groups_larger():
     group = GroupSize(4, 32)
-    for wall in [1.0, 1.0, 5.0, 1.0, 5.0, 1.0, 5.0]:
-        group.note(wall, 1.0)
+    for waited in [False, False, True, False, True, False, True]:
+        group.note(has_waited=waited)
     assert group.now == 4
 
 

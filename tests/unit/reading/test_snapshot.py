@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import gc
 import itertools
 import math
@@ -738,6 +739,23 @@ def test_a_damaged_segment_without_a_cell_is_a_typed_error_too(tmp_path, monkeyp
             snapshot.gather([0, 20, 40])
         assert snapshot.gather([0, 20])["id"].tolist() == [0, 20]
     assert seqs(cache) == [0, 1]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM])
+def test_a_process_that_is_short_of_files_or_memory_condemns_no_segment(tmp_path, monkeypatch, code):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+
+    def fail(*args):
+        raise OSError(code, os.strerror(code))
+
+    with cache.snapshot() as snapshot:
+        with monkeypatch.context() as patch:
+            patch.setattr(arena_module, "open_file", fail)
+            with pytest.raises(OSError, match=os.strerror(code)):
+                snapshot.gather([0])
+        assert snapshot.gather(range(48))["id"].tolist() == list(range(48))
+    assert seqs(cache) == [0, 1, 2]
 
 
 def test_a_crowded_address_space_maps_fewer_segments_and_reads_the_same(tmp_path, monkeypatch):

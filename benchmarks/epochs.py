@@ -1,0 +1,83 @@
+"""How long does an epoch take to begin, and is there a seam between two?
+
+Question 1: from `iter` to the first batch in hand, data ready: of the first epoch of a loader, and
+of later ones. Question 2: in `repeat()`, the gap between the last batch of an epoch and the first of
+the next, over the usual gap between two batches, for a consumer that works a few milliseconds a step.
+Method: caches of 1 GiB, page cache warm: 64 KiB rows in batches of 64, and 1 KiB rows (10^6 of them)
+in batches of 1,024; medians of several epochs. The usual gap is the median of `next` plus the step;
+a seam's is that at an epoch's first batch.
+Run: `python -m benchmarks.epochs`. Results: benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import arrowcache as ac
+from benchmarks.measure import filled_cache, machine
+
+TOTAL_BYTES = 1 << 30
+EPOCHS = 9
+STEP_SECONDS = 0.003
+
+
+def first_batch(cache: ac.Cache, batch_rows: int, shuffle: str | None) -> tuple[float, float]:
+    """Milliseconds from `iter` to the first batch: of a loader's first epoch, and the median of later ones."""
+    times = []
+    with ac.Loader(cache, batch_rows, shuffle=shuffle) as loader:
+        for _ in range(EPOCHS):
+            started = time.perf_counter()
+            iterator = iter(loader)
+            next(iterator)
+            times.append(time.perf_counter() - started)
+            for _ in zip(range(100), iterator, strict=False):
+                pass
+            del iterator
+    return times[0] * 1e3, statistics.median(times[1:]) * 1e3
+
+
+def seam(cache: ac.Cache, batch_rows: int, shuffle: str | None) -> tuple[float, float, float]:
+    """Milliseconds of the usual gap between two batches, of the median seam and of the longest."""
+    usual: list[float] = []
+    seams: list[float] = []
+    with ac.Loader(cache, batch_rows, shuffle=shuffle) as loader:
+        iterator = loader.repeat()
+        next(iterator)
+        steps, step = loader.steps or 0, 1
+        began = time.perf_counter()
+        while len(seams) < EPOCHS:
+            while time.perf_counter() - began < STEP_SECONDS:
+                pass  # a training step that needs the CPU and, now and then, lets go of the GIL
+            next(iterator)
+            now = time.perf_counter()
+            (seams if step % steps == 0 else usual).append(now - began)
+            began = now
+            step += 1
+        iterator.close()
+    return statistics.median(usual) * 1e3, statistics.median(seams) * 1e3, max(seams) * 1e3
+
+
+def main() -> None:
+    print(machine())
+    print("milliseconds")
+    header = ("row", "batch", "shuffle", "first epoch", "later", "usual gap", "seam", "over usual", "worst")
+    print(" ".join(f"{name:>11}" for name in header))
+    for row_bytes, batch_rows in ((65536, 64), (1024, 1024)):
+        with tempfile.TemporaryDirectory() as folder:
+            cache = filled_cache(Path(folder) / "cache", row_bytes, TOTAL_BYTES)
+            for batch in ac.Loader(cache, 1024):  # touch every page once
+                del batch
+            for shuffle in ("rows", "window", "blocks", None):
+                first, later = first_batch(cache, batch_rows, shuffle)
+                usual, at_seam, worst = seam(cache, batch_rows, shuffle)
+                figures = (first, later, usual, at_seam, at_seam / usual, worst)
+                text = " ".join(f"{figure:11.2f}" for figure in figures)
+                print(f"{row_bytes:11} {batch_rows:11} {shuffle!s:>11} {text}")
+            cache.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Sizes at the edges: tiny and huge rows, many rows, columns and segments, against a plain Arrow reader."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from helpers import columns_of, in_child, segment_files
+
+import arrowcache as ac
+from arrowcache.arrow.schema import DTYPES
+from arrowcache.arrow.segment import encode, read_structure
+from arrowcache.reading import arena as arena_module
+from arrowcache.reading.arena import Arena
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.layout import segment_name
+from arrowcache.storage.mapping import FileMapping
+
+GIB = 1 << 30
+
+
+def create(path, schema, rows, segment_bytes="1MiB", capacity="256MiB"):
+    return ac.Cache.create(path, schema, capacity=capacity, segment_bytes=segment_bytes, segment_rows=rows)
+
+
+def place(cache, encoded, zeros=0):
+    """Publish one segment past the writer; pieces of at least `zeros` bytes stay holes, if any are given."""
+    folder = cache.store.folder
+    record = folder.read_record()
+    path = folder.segments / segment_name(record.next_seq, encoded.rows, "")
+    with path.open("wb", buffering=0) as file:
+        for piece in encoded.pieces:
+            if zeros and piece.nbytes >= zeros:
+                file.seek(piece.nbytes, os.SEEK_CUR)
+            else:
+                file.write(piece)
+    folder.write_record(replace(record, next_seq=record.next_seq + 1))
+    return path
+
+
+def fill(cache, parts):
+    """Random segments of so many rows."""
+    for seed, rows in enumerate(parts):
+        place(cache, encode(cache.schema, columns_of(cache.schema, rows, seed)))
+
+
+def stored(cache, name):
+    """All rows of a fixed-width column, by a plain Arrow reader: (rows, bytes of a row) uint8."""
+    parts = []
+    for path in segment_files(cache):
+        with pa.OSFile(str(path)) as file:
+            batch = pa.ipc.open_file(file).get_batch(0)
+        column = batch.column(name)
+        values = column.values if pa.types.is_list(column.type) else column
+        raw = np.frombuffer(values.buffers()[1], np.uint8)
+        parts.append(raw[: batch.num_rows * cache.schema[name].row_bytes].reshape(batch.num_rows, -1))
+    return np.concatenate(parts)
+
+
+def assert_reads_like_a_plain_reader(cache, *, batches=(1, 7, 1500)):
+    rng = np.random.default_rng(0)
+    expected = {name: stored(cache, name) for name in cache.schema}
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()
+        assert len(snapshot) == len(next(iter(expected.values())))
+        for count in batches:
+            for ids in (rng.integers(0, len(snapshot), count), np.arange(len(snapshot))[-count:]):
+                got = snapshot.gather(ids)
+                for name, rows in expected.items():
+                    raw = got[name].reshape(len(ids), -1).view(np.uint8).reshape(len(ids), -1)
+                    np.testing.assert_array_equal(raw, rows[ids], err_msg=name)
+    with ac.Loader(cache, 50, drop_last=False, with_ids=True) as loader:
+        firsts = np.cumsum([0, *(segment.rows for segment in cache.store.segments())])
+        seen = []
+        for batch in loader:
+            ids = firsts[batch["_seq"]] + batch["_row"]
+            for name, rows in expected.items():
+                raw = batch[name].reshape(len(ids), -1).view(np.uint8).reshape(len(ids), -1)
+                assert np.array_equal(raw, rows[ids]), name
+            seen += ids.tolist()
+    assert sorted(seen) == list(range(firsts[-1]))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bool"])
+def test_rows_of_one_byte(tmp_path, dtype):
+    cache = create(tmp_path / "cache", ac.Schema({"x": ac.Tensor(dtype)}), 1000)
+    fill(cache, [1000, 1000, 1, 999, 1000])
+    assert_reads_like_a_plain_reader(cache)
+
+
+def test_one_column_of_three_bytes(tmp_path):
+    cache = create(tmp_path / "cache", ac.Schema({"x": ac.Tensor("int8", (3,))}), 500)
+    fill(cache, [500, 3, 500])
+    assert_reads_like_a_plain_reader(cache)
+
+
+def test_three_hundred_columns(tmp_path):
+    shapes = [(), (3,), (2, 5), (129,), (1,)]
+    schema = ac.Schema(
+        {f"c{i}": ac.Tensor(DTYPES[i % len(DTYPES)], shapes[i % len(shapes)]) for i in range(300)}
+    )
+    cache = create(tmp_path / "cache", schema, 7, "2MiB")
+    fill(cache, [7, 7, 7, 2, 7])
+    assert_reads_like_a_plain_reader(cache, batches=(1, 30))
+
+
+def test_odd_columns(tmp_path):
+    schema = ac.Schema({f"x{size}": ac.Tensor("float32", (size,)) for size in (1001, 501, 2001)})
+    cache = create(tmp_path / "cache", schema, 40)
+    fill(cache, [40, 40, 9, 40, 1])
+    assert_reads_like_a_plain_reader(cache, batches=(1, 64, 256))
+
+
+LANES = ac.Schema(
+    {"a": ac.Tensor("float32", (129,)), "b": ac.Tensor("float32", (131,)), "n": ac.Tensor("int64")}
+)
+
+
+def test_a_second_wide_column_has_a_lane_of_its_own(tmp_path):
+    cache = create(tmp_path / "cache", LANES, 1100, "2MiB")
+    fill(cache, [1100, 1100, 17, 1100, 600, 1099, 1])
+    assert_reads_like_a_plain_reader(cache)
+    with cache.snapshot() as snapshot:
+        before = arena_module._budget._left
+        snapshot.map_all()
+        assert before - arena_module._budget._left == 2 * 7
+        snapshot.gather(range(300), columns=["a"])
+        assert snapshot._placed.placement._dense["a"].elsewhere is None, "every row is an item of one array"
+    assert arena_module._budget._left == before
+    with open("/proc/self/maps") as maps:
+        assert str(cache.path) not in maps.read()
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 3])
+def test_where_mappings_are_scarce_some_segments_have_no_lane(tmp_path, monkeypatch, spare):
+    monkeypatch.setattr(arena_module, "_LEAST_CELLS", 40)
+    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(40 + spare))
+    cache = create(tmp_path / "cache", LANES, 1100, "2MiB", capacity="8MiB")
+    fill(cache, [1100, 1100, 5])
+    expected = stored(cache, "a")
+    ids = np.random.default_rng(0).integers(0, len(expected), 700)
+    with Snapshot(cache.store, cache.store.segments(), None) as snapshot:
+        snapshot.map_all()
+        assert sum(lane.mapped() for lane in snapshot._arena._lanes.values()) == spare
+        got = snapshot.gather(ids)["a"].view(np.uint8)
+        np.testing.assert_array_equal(got, expected[ids])
+    assert arena_module._budget._left == 40 + spare
+
+
+def test_thousands_of_short_segments_of_differing_lengths(tmp_path):
+    schema = ac.Schema({"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("int64")})
+    cache = create(tmp_path / "cache", schema, 20, "16KiB")
+    parts = np.random.default_rng(5).integers(1, 21, 2000).tolist()
+    encoded = {rows: encode(schema, columns_of(schema, rows)) for rows in set(parts)}
+    for rows in parts:
+        place(cache, encoded[rows])
+    assert_reads_like_a_plain_reader(cache)
+    with cache.snapshot() as snapshot:
+        assert [segment.rows for segment in snapshot.segments] == parts
+
+
+def test_more_segments_than_mappings(tmp_path, monkeypatch):
+    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(5))
+    schema = ac.Schema({"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("int64")})
+    cache = create(tmp_path / "cache", schema, 20, "16KiB")
+    fill(cache, [20, 3, 20, 20, 1, 20, 19, 20, 20, 4, 20, 20])
+    assert_reads_like_a_plain_reader(cache)
+    assert Arena.of(cache.store).mapped() == 0
+    assert arena_module._budget._left == 5
+
+
+def test_more_rows_than_an_int32_counts(tmp_path):
+    """65 segments of 2**25 rows of one byte, most of them one file under many names."""
+    rows = 1 << 25
+    if shutil.disk_usage(tmp_path).free < GIB:
+        pytest.skip("less than 1 GiB of disk is free")
+    schema = ac.Schema({"x": ac.Tensor("uint8")})
+    cache = create(tmp_path / "cache", schema, rows, "33MiB", "8GiB")
+    pattern = (np.arange(rows) % 251).astype(np.uint8)
+    first = place(cache, encode(schema, {"x": pattern}))
+    for seq in range(1, 63):
+        os.link(first, first.with_name(segment_name(seq, rows, "")))
+    record = cache.store.folder.read_record()
+    cache.store.folder.write_record(replace(record, next_seq=63))
+    for seq in (63, 64):
+        place(cache, encode(schema, {"x": pattern + np.uint8(seq)}))
+    with cache.snapshot() as snapshot:
+        assert len(snapshot) == 65 * rows > 2**31
+        edge = np.array([2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, 65 * rows - 1, 0, rows - 1, rows])
+        ids = np.r_[edge, np.random.default_rng(0).integers(0, 65 * rows, 700)]
+        assert snapshot.map_all() == len(snapshot)
+        got = snapshot.gather(ids)["x"]
+        added = np.where(ids // rows >= 63, ids // rows, 0)
+        np.testing.assert_array_equal(got, ((ids % rows % 251) + added).astype(np.uint8))
+        found = snapshot.locate(edge)
+        assert found["_seq"].tolist() == (edge // rows).tolist()
+        assert found["_row"].tolist() == (edge % rows).tolist()
+        with pytest.raises(IndexError):
+            snapshot.gather([65 * rows])
+    with ac.Loader(cache, 64, epoch_rows=640, with_ids=True) as loader:
+        batches = list(loader)
+    seqs, at = (np.concatenate([batch[name] for batch in batches]) for name in ("_seq", "_row"))
+    values = np.concatenate([batch["x"] for batch in batches])
+    np.testing.assert_array_equal(values, ((at % 251) + np.where(seqs >= 63, seqs, 0)).astype(np.uint8))
+    assert len(set(zip(seqs.tolist(), at.tolist(), strict=True))) == 640
+
+
+def test_a_row_of_a_gibibyte(tmp_path):
+    if shutil.disk_usage(tmp_path).free < 2 * GIB:
+        pytest.skip("less than 2 GiB of disk is free")
+    schema = ac.Schema({"x": ac.Tensor("uint8", (GIB,)), "y": ac.Tensor("int64")})
+    cache = create(tmp_path / "cache", schema, 1, GIB + (1 << 20), "8GiB")
+    path = place(cache, encode(schema, {"x": np.zeros((1, GIB), np.uint8), "y": np.array([7])}), zeros=GIB)
+    marks = {0: 1, 4095: 2, 2**29: 3, GIB - 1: 4}
+    start = read_structure(FileMapping(path).buffer(), schema, 1).fixed[0]
+    with path.open("r+b", buffering=0) as file:
+        for at, value in marks.items():
+            file.seek(start + at)
+            file.write(bytes([value]))
+    with cache.snapshot() as snapshot:
+        got = snapshot.gather([0])
+    assert got["y"].tolist() == [7]
+    assert got["x"].shape == (1, GIB)
+    assert {at: int(got["x"][0, at]) for at in marks} == marks
+    assert np.count_nonzero(got["x"].view(np.uint64)) == len(marks)
+
+
+def test_the_oldest_segments_may_be_unmapped_while_the_newest_are_read(tmp_path):
+    """Nothing of a segment is read that no row asked for: it would be a segmentation fault, so a child."""
+    schema = ac.Schema({"a": ac.Tensor("float32", (768,)), "b": ac.Tensor("float32", (768,))})
+    cache = create(tmp_path / "cache", schema, 10, "512KiB")
+    fill(cache, [10, 10, 3, 10])
+    expected = stored(cache, "b")
+
+    def child():
+        with cache.snapshot() as snapshot:
+            snapshot.map_all()
+            snapshot.gather(range(33))
+            dense = snapshot._placed.placement._dense["b"]
+            assert dense.elsewhere is not None
+            assert dense.elsewhere.tolist() == [False, False, True, False]
+            assert dense.some_item == dense.offsets[3] + 23, "of the newest segment"
+            snapshot._arena._unmap([0, 1])
+            ids = np.r_[np.random.default_rng(0).integers(23, 33, 300), 20:23]
+            np.testing.assert_array_equal(snapshot.gather(ids)["b"].view(np.uint8), expected[ids])
+
+    with in_child(child):
+        pass

@@ -123,6 +123,7 @@ class Assembly:
                 self._gather(epoch.snapshot, ids, memory)
                 made += self._hand_out(epoch, ids, batches, memory, published)
         self._group.note(has_waited=reading.has_waited)
+        epoch.is_cold |= reading.was_on_disk
 
     def _pays_to_split(self, rows: int) -> bool:
         small = self._row_bytes <= _SMALL_ROW_BYTES * len(self._fixed)

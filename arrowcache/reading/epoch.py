@@ -48,6 +48,7 @@ class Epoch:
     snapshot: Snapshot
     order: Order
     delivered: int = 0  # steps
+    is_cold: bool = False  # some of it had to be read from the disk
 
     def rest(self) -> Plan:
         """What was not delivered yet."""
@@ -86,24 +87,26 @@ class Epochs:
         self._meter = meter
         self._resumed: Plan | None = None
         self._missing = "skip"
+        self._lost_ahead: int | None = None  # an epoch of the ranks that this one cannot read
         self._rows_seen = 0
         self.step_rows = terms.batch_size * self._share.world_size  # of all ranks
         self._needed_rows = max(terms.wait_rows, self.step_rows if terms.drop_last else 1)
         self.next = 0  # the number of the next epoch
 
-    def resume(self, plan: Plan, missing: str) -> None:
-        """Have the next epoch be the rest of a planned one, or the one after it if nothing is planned.
+    def require(self, plan: Plan) -> None:
+        """Make sure that all is there of what remains of a planned epoch.
 
-        Raises: MissingSegmentsError: missing="raise", and segments of it have left the cache.
+        Raises: MissingSegmentsError: segments of it have left the cache.
         """
+        with self._store.locked():
+            listed = [segment for segment in self._store.segments() if plan.includes(segment)]
+        self._order(plan, listed, "raise")
+
+    def resume(self, plan: Plan, missing: str) -> None:
+        """Have the next epoch be the rest of a planned one, or one of its number if nothing is planned."""
         self.next = plan.epoch
         self._resumed = plan if len(plan.seqs) else None
         self._missing = missing
-        if self._resumed is not None:
-            with self._store.locked():
-                listed = [segment for segment in self._store.segments() if plan.includes(segment)]
-            if missing == "raise" and len(listed) < len(plan.seqs):
-                self._order(plan, listed)
 
     def planned(self) -> Plan:
         """The next epoch, as a state: what was loaded, or nothing but its number."""
@@ -114,12 +117,12 @@ class Epochs:
             self.next, terms.seed, terms.shuffle, terms.epoch_rows, 1, terms.batch_size, nothing, nothing
         )
 
-    def prepare(self, segments: Sequence[SegmentInfo]) -> None:
-        """Work ahead for the next epoch, which will have segments like these: what needs no snapshot."""
+    def prepare(self, number: int, segments: Sequence[SegmentInfo]) -> None:
+        """Work ahead for an epoch, which will have segments like these: what needs no snapshot."""
         rows = [segment.rows for segment in segments]
         window_rows = self._window_rows(sum(rows), sum(segment.nbytes for segment in segments))
         terms = self._terms
-        prepare_epoch(rows, shuffle=terms.shuffle, seed=terms.seed, epoch=self.next, window_rows=window_rows)
+        prepare_epoch(rows, shuffle=terms.shuffle, seed=terms.seed, epoch=number, window_rows=window_rows)
 
     def begin(
         self,
@@ -131,36 +134,79 @@ class Epochs:
         Args:
             before_waiting: called when there is too little, so that nothing is leased meanwhile.
         Blocks: until enough rows are published.
-        Returns: None: it was cancelled.
+        Returns: None: it was cancelled while it waited.
         Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
         """
-        resumed = self._resumed
+        self._lost_ahead = None
+        epoch = self._begin(self.next, self._resumed, is_cancelled, before_waiting)
+        if epoch is not None:
+            self._resumed = None
+            self._come_to(epoch)
+        return epoch
+
+    def begin_after(
+        self, previous: Epoch, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
+    ) -> Epoch | None:
+        """Begin the epoch after one that is made, ahead of its delivery, on any thread.
+
+        It changes nothing here: an epoch of which no batch is delivered was never begun.
+        Blocks, Returns, Raises: as `begin`.
+        """
+        return self._begin(previous.plan.epoch + 1, None, is_cancelled, before_waiting, ahead=True)
+
+    def try_begin_after(self, previous: Epoch) -> Epoch | None:
+        """As `begin_after`, if there is enough for it now."""
+        number = previous.plan.epoch + 1
+        snapshot = self._agreed(number, 0, self._try_take, ahead=True)
+        return None if snapshot is None else self._epoch(number, snapshot, None)
+
+    def came_to(self, epoch: Epoch) -> None:
+        """The first batch of an epoch that was begun ahead is delivered."""
+        if self._agreement is not None:
+            self._agreement.came_to(epoch.plan.epoch)
+        self._come_to(epoch)
+
+    def came_to_error(self) -> None:
+        """The consumer got an error in place of a batch: perhaps that of an epoch begun ahead."""
+        if self._lost_ahead == self.next:
+            self.next += 1
+
+    def _come_to(self, epoch: Epoch) -> None:
+        self.next = epoch.plan.epoch + 1
+        self._meter.begin_epoch()
+
+    def _begin(
+        self,
+        number: int,
+        resumed: Plan | None,
+        is_cancelled: Callable[[], bool],
+        before_waiting: Callable[[], None],
+        *,
+        ahead: bool = False,
+    ) -> Epoch | None:
         if resumed is None:
-            snapshot = self._wait_for_rows(is_cancelled, before_waiting)
+            snapshot = self._wait_for_rows(number, is_cancelled, before_waiting, ahead=ahead)
         else:
-            snapshot = self._agreed(resumed.position, lambda: self._retake(resumed))
-        return None if snapshot is None else self._epoch(snapshot, resumed or self._plan(snapshot))
+            snapshot = self._agreed(number, resumed.position, lambda: self._retake(resumed))
+        return None if snapshot is None else self._epoch(number, snapshot, resumed)
 
-    def try_begin(self) -> Epoch | None:
-        """Begin the next epoch, if there is enough for it now."""
-        snapshot = self._agreed(0, self._try_take)
-        return None if snapshot is None else self._epoch(snapshot, self._plan(snapshot))
-
-    def _epoch(self, snapshot: Snapshot, plan: Plan) -> Epoch:
+    def _epoch(self, number: int, snapshot: Snapshot, resumed: Plan | None) -> Epoch:
+        plan = resumed or self._plan(number, snapshot)
         try:
-            order = self._order(plan, snapshot.segments)
+            order = self._order(plan, snapshot.segments, self._missing)
         except BaseException:
             snapshot.close()
+            if self._agreement is not None:
+                self._agreement.release(number)
             raise
-        self._resumed = None
-        self.next += 1
-        self._meter.begin_epoch()
         return Epoch(plan, snapshot, order)
 
-    def settle(self) -> None:
-        """An epoch gave up segments: so may the ranks' agreement on it, if all have joined."""
-        if self._agreement is not None:
-            self._agreement.settle()
+    def settle(self) -> bool:
+        """An epoch gave up segments: so may the ranks' agreement on it, if all have joined.
+
+        Returns: whether the agreement holds any still.
+        """
+        return self._agreement is not None and self._agreement.settle()
 
     def ended(self, epoch: Epoch) -> None:
         """An epoch's snapshot was let go: so may the ranks' agreement on it."""
@@ -171,7 +217,9 @@ class Epochs:
         if self._agreement is not None:
             self._agreement.close()
 
-    def _agreed(self, position: int, take: Callable[[], Snapshot | None]) -> Snapshot | None:
+    def _agreed(
+        self, number: int, position: int, take: Callable[[], Snapshot | None], *, ahead: bool = False
+    ) -> Snapshot | None:
         """What `take` gives, or another rank of the same job has taken already."""
         if self._agreement is None:
             return take()
@@ -185,26 +233,29 @@ class Epochs:
             "position": position,
         }
         try:
-            return self._agreement.snapshot(self.next, terms, take)
-        except CorruptSegmentError:
-            self.next += 1  # the other ranks, which read it, go on to the next one
+            return self._agreement.snapshot(number, terms, take, ahead=ahead)
+        except CorruptSegmentError:  # the other ranks, which read it, go on to the next one
+            if ahead:
+                self._lost_ahead = number
+            else:
+                self.next = number + 1
             raise
 
-    def _plan(self, snapshot: Snapshot) -> Plan:
+    def _plan(self, number: int, snapshot: Snapshot) -> Plan:
         terms, rows = self._terms, snapshot.segment_rows
         window_rows = self._window_rows(len(snapshot), snapshot.nbytes)
         seqs = np.array([segment.seq for segment in snapshot.segments], np.int64)
         return Plan(
-            self.next, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
+            number, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
         )
 
     def _window_rows(self, rows: int, nbytes: int) -> int:
         return max(1, self._terms.window_bytes * rows // max(1, nbytes))
 
-    def _order(self, plan: Plan, present: list[SegmentInfo] | tuple[SegmentInfo, ...]) -> Order:
+    def _order(self, plan: Plan, present: list[SegmentInfo] | tuple[SegmentInfo, ...], missing: str) -> Order:
         """The order of a plan over what is there of it.
 
-        Raises: MissingSegmentsError: not all is, and that is not accepted.
+        Raises: MissingSegmentsError: not all is, and that is not accepted; nothing has changed.
         """
         order = plan.order_of(present, self._terms.batch_size, self._share, self._terms.drop_last)
         if isinstance(order, Survivors) and order.missing:
@@ -213,9 +264,9 @@ class Epochs:
                 f"{order.missing} rows of epoch {plan.epoch} are lost to it: {gone} of its {len(plan.seqs)} "
                 "segments have left the cache since the state was saved"
             )
-            if self._missing == "raise":
+            if missing == "raise":
                 raise MissingSegmentsError(f"{fact}; pass missing='skip' to go on without them")
-            warnings.warn(f"{fact}; the others are delivered", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{fact}; the others are delivered", RuntimeWarning, stacklevel=6)
         return order
 
     def _retake(self, plan: Plan) -> Snapshot:
@@ -229,13 +280,18 @@ class Epochs:
         return snapshot
 
     def _wait_for_rows(
-        self, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
+        self,
+        number: int,
+        is_cancelled: Callable[[], bool],
+        before_waiting: Callable[[], None],
+        *,
+        ahead: bool,
     ) -> Snapshot | None:
         """Take a snapshot of enough rows; leases nothing while there are too few."""
         started = time.perf_counter()
         while True:
             with self._meter.stage("store"):
-                snapshot = self._agreed(0, self._try_take)
+                snapshot = self._agreed(number, 0, self._try_take, ahead=ahead)
             if snapshot is not None:
                 return snapshot
             before_waiting()

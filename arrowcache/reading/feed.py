@@ -42,7 +42,6 @@ class Feed:
         self._epochs, self._assembly = epochs, assembly
         self._pipeline, self._readahead = pipeline, readahead
         self._epoch = epoch  # the one being made
-        self._first = epoch.plan.epoch
         self._upcoming: Epoch | None = None  # begun ahead
         self._endless = endless
         self.stream = Stream(self._jobs, self._let_go)
@@ -64,7 +63,7 @@ class Feed:
         shuffle, order, snapshot = epoch.plan.shuffle, epoch.order, epoch.snapshot
         in_order = shuffle in ("window", None)
         self._readahead.follow(epoch, in_order=in_order)
-        self._readahead.soon(partial(self._epochs.prepare, snapshot.segments))
+        self._readahead.soon(partial(self._epochs.prepare, epoch.plan.epoch + 1, snapshot.segments))
         row_bytes = max(1, snapshot.nbytes // max(1, len(snapshot)))
         ahead_rows = epoch.plan.window_rows // 2 if shuffle == "window" else _AHEAD_BYTES // row_bytes
         ahead_steps = max(1, ahead_rows // self._epochs.step_rows)
@@ -75,6 +74,8 @@ class Feed:
                 last = min(job.step + ahead_steps, order.steps - 1)
                 here = order.segments_span(job.step)
                 self._readahead.reach(range(here.start, max(here.stop, order.segments_span(last).stop)))
+                if epoch.is_cold:
+                    self._readahead.wait_for(here, lambda: self.stream.ended)
             if not is_asked and job.step:
                 left = (time.perf_counter() - started) / job.step * (order.steps - job.step)
                 share = 1 - job.step / order.steps
@@ -90,7 +91,7 @@ class Feed:
         batches last that are ready by then.
         """
         try:
-            epoch = self._epochs.try_begin()
+            epoch = self._epochs.try_begin_after(self._epoch)
             if epoch is not None:
                 keep = partial(setattr, self, "_upcoming", epoch)
                 if not self._pipeline.unless_ended(self.stream, keep):
@@ -106,7 +107,8 @@ class Feed:
                 return False
         previous, upcoming = self._epoch, self._upcoming
         if upcoming is None:
-            upcoming = self._epochs.begin(lambda: self.stream.ended, partial(self._stop_leasing, previous))
+            stop_leasing = partial(self._stop_leasing, previous)
+            upcoming = self._epochs.begin_after(previous, lambda: self.stream.ended, stop_leasing)
         if upcoming is None:
             return False
 
@@ -134,9 +136,6 @@ class Feed:
             self._drop(upcoming)
         self._readahead.park(epoch.snapshot)
         self._epochs.ended(epoch)
-        never_seen = upcoming or (epoch if epoch.plan.epoch != self._first and not epoch.delivered else None)
-        if never_seen is not None:
-            self._epochs.next = never_seen.plan.epoch
 
 
 def _nothing() -> None:

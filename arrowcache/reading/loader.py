@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 WORKER_TYPES = ("process", "thread")
+_CLOSED = "the loader is closed: make a new one"
 
 
 class Loader:
@@ -149,7 +150,7 @@ class Loader:
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
         self._progress: Epoch | None = None  # of which a batch was delivered, or may be
         self._closed = False
-        self._epochs.prepare(self._store.segments())
+        self._epochs.prepare(0, self._store.segments())
 
     def __iter__(self) -> EpochIterator:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.
@@ -196,10 +197,13 @@ class Loader:
             missing: rows whose segments have left the cache since: "skip" them, with a warning, or
                 "raise".
         Raises: ValueError: no such state. MissingSegmentsError: missing="raise", and rows are missing.
+            Nothing has changed then.
         """
         if missing not in ("skip", "raise"):
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         plan = Plan.from_state(state)
+        if missing == "raise":
+            self._epochs.require(plan)
         self._end_current()
         self._epochs.resume(plan, missing)
         self._progress = None
@@ -272,19 +276,24 @@ class Loader:
 
     def _begin(self, *, endless: bool) -> EpochIterator:
         if self._closed:
-            raise ValueError("the loader is closed: make a new one")
+            raise ValueError(_CLOSED)
         if self._threads is not None and self._threads[0].is_inherited():
             self._threads = self._current = None  # they stayed in the process that forked this one
         self._end_current()
         if self._threads is None:
-            self._threads = Pipeline(self._prefetch, self._workers), ReadAhead(self._store, self._where)
+            readahead = ReadAhead(self._store, self._where, self._epochs.settle)
+            self._threads = Pipeline(self._prefetch, self._workers), readahead
         pipeline, readahead = self._threads
         started = time.perf_counter()
         try:
-            epoch = self._epochs.begin(before_waiting=readahead.drop)
+            epoch = self._epochs.begin(lambda: self._closed, before_waiting=readahead.drop)
         finally:
             self._meter.wait_for_epoch(time.perf_counter() - started)
-        assert epoch is not None  # nobody cancels
+        if epoch is None or self._closed:  # by another thread
+            if epoch is not None:
+                epoch.snapshot.close()
+                self._epochs.ended(epoch)
+            raise ValueError(_CLOSED)
         feed = Feed(self._epochs, self._assembly, pipeline, readahead, epoch, endless=endless)
         iterator = EpochIterator(self, pipeline, feed)
         self._current, self._progress = weakref.ref(iterator), epoch
@@ -335,13 +344,16 @@ class EpochIterator:
             made = self._pipeline.next(self._stream, self._loader._timeout)
         except BaseException:
             self.close()
+            self._loader._epochs.came_to_error()
             raise
         if made is None:
             self.has_stopped = True
             self.close()
             raise StopIteration
         made.epoch.delivered += 1
-        self._loader._progress = made.epoch
+        if made.epoch is not self._loader._progress:
+            self._loader._epochs.came_to(made.epoch)
+            self._loader._progress = made.epoch
         self._loader._meter.deliver(made, time.perf_counter() - started)
         return self._loader._finish(made.batch)
 

@@ -57,6 +57,11 @@ class Plan:
     rows: NDArray[np.int64]
     position: int = 0
 
+    @property
+    def stream_rows(self) -> int:
+        """Rows of the whole epoch, of all ranks together."""
+        return int(self.rows.sum()) if self.epoch_rows is None else self.epoch_rows
+
     def at(self, position: int) -> Plan:
         """The same epoch from another position on."""
         return replace(self, position=position)
@@ -128,17 +133,23 @@ class Plan:
                 epoch=_count(state, "epoch"),
                 seed=_count(state, "seed"),
                 shuffle=state["shuffle"],
-                epoch_rows=None if state["epoch_rows"] is None else _count(state, "epoch_rows"),
-                window_rows=_count(state, "window_rows"),
-                block_rows=_count(state, "block_rows"),
+                epoch_rows=None if state["epoch_rows"] is None else _count(state, "epoch_rows", least=1),
+                window_rows=_count(state, "window_rows", least=1),
+                block_rows=_count(state, "block_rows", least=1),
                 seqs=np.concatenate([np.empty(0, np.int64), *seqs]),
                 rows=np.repeat(runs[:, 2], runs[:, 1]),
                 position=_count(state, "position"),
             )
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"the state is damaged: {error!r}") from None
-        if plan.shuffle not in SHUFFLES or (plan.rows < 1).any() or (np.diff(plan.seqs) < 1).any():
-            raise ValueError("the state is damaged: its shuffle or its segments cannot be")
+        if plan.shuffle not in SHUFFLES:
+            raise ValueError(f"the state is damaged: shuffle={plan.shuffle!r}")
+        if (plan.rows < 1).any() or (np.diff(plan.seqs, prepend=-1) < 1).any():
+            raise ValueError("the state is damaged: its segments cannot be")
+        if plan.position > plan.stream_rows:
+            raise ValueError(
+                f"the state is damaged: position={plan.position} of an epoch of {plan.stream_rows} rows"
+            )
         return plan
 
 
@@ -177,9 +188,7 @@ class Survivors:
     @property
     def missing(self) -> int:
         """Rows of the rest of the epoch whose segments have left the cache."""
-        planned = self._plan.epoch_rows
-        total = int(self._starts[-1]) if planned is None else planned
-        return max(0, total - self._plan.position) - self.rows
+        return self._plan.stream_rows - self._plan.position - self.rows
 
     def batches(self, first: int, last: int) -> NDArray[np.int64]:
         """As EpochOrder's; steps are asked for once, one after another."""
@@ -230,8 +239,8 @@ class Survivors:
             yield ids[kept] + self._shift[segments[kept]], places
 
 
-def _count(state: dict[str, Any], name: str) -> int:
+def _count(state: dict[str, Any], name: str, least: int = 0) -> int:
     value = state[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r}")
     return value

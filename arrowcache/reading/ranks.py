@@ -84,7 +84,12 @@ class Agreement:
         self._lock = threading.Lock()  # never waited for: whoever has it works for the others, too
 
     def snapshot(
-        self, epoch: int, terms: Mapping[str, Term], take: Callable[[], Snapshot | None]
+        self,
+        epoch: int,
+        terms: Mapping[str, Term],
+        take: Callable[[], Snapshot | None],
+        *,
+        ahead: bool = False,
     ) -> Snapshot | None:
         """Begin an epoch: the snapshot that this node's ranks agreed on, open and all mapped.
 
@@ -94,6 +99,8 @@ class Agreement:
             take: called without any lock, if nobody has begun the epoch: returns a snapshot, all
                 mapped, or None while there are too few rows. Better that it does not wait itself:
                 by the next call another rank may have begun.
+            ahead: the rank has not come to this epoch yet, and perhaps never will: ranks work
+                ahead differently far. It counts as begun when `came_to` is called.
         Returns: what `take` returned, or a snapshot of the segments that another rank took; None if
             `take` returned None. The caller closes it, and then calls `release`.
         Blocks: for cache.lock, and while another rank's segments are mapped; never for a rank.
@@ -124,20 +131,27 @@ class Agreement:
         finally:
             if mine is not None:
                 mine.close()  # after theirs is mapped: what both read stays so
-        self._begun[epoch] += 1
+        if not ahead:
+            self.came_to(epoch)
         return agreed
+
+    def came_to(self, epoch: int) -> None:
+        """This rank has begun an epoch: if it begins it once more, that is agreed on anew."""
+        self._begun[epoch] += 1
 
     def release(self, epoch: int) -> None:
         """The epoch ended here: let go of its file, at once or when all local ranks have joined."""
         self._unlink(self._let_go((epoch,)))
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Let go of the segments of epochs that all local ranks have begun by now.
 
         Reads a small file for each epoch that not all have begun yet, else nothing: call it wherever
-        a loader gives up segments of its own.
+        a loader gives up segments of its own, and now and then while it is idle.
+        Returns: whether an epoch is held still.
         """
         self._unlink(self._let_go(()))
+        return bool(self._held)
 
     def close(self) -> None:
         """Let go of everything, whoever has joined. Idempotent."""

@@ -38,9 +38,15 @@ class ReadAhead:
 
     Args:
         store, where: which segments a next epoch will have.
+        settle: called between epochs until it says that nothing is left to be let go.
     """
 
-    def __init__(self, store: Store, where: Callable[[SegmentInfo], bool] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        where: Callable[[SegmentInfo], bool] | None,
+        settle: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._store, self._where = store, where
         self._changed = threading.Condition()
         self._epoch: Epoch | None = None
@@ -51,7 +57,9 @@ class ReadAhead:
         self._kept: list[Snapshot] = []  # of finished epochs, and of new segments
         self._kept_until: float | None = None  # None: while the epoch runs
         self._newest = -1
+        self._passed = 0  # segments of an epoch in order that were given up
         self._errands: deque[Callable[[], None]] = deque()
+        self._settle, self._is_settled = settle, True
         self._closed = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="arrowcache-readahead", daemon=True)
@@ -64,7 +72,7 @@ class ReadAhead:
             rest, self._kept, self._kept_until = self._kept, [], None
             segments = epoch.snapshot.segments
             self._touched &= {segment.seq for segment in segments}
-            self._epoch, self._in_order = epoch, in_order
+            self._epoch, self._in_order, self._passed = epoch, in_order, 0
             self._newest = segments[-1].seq if segments else -1
             fits = epoch.snapshot.nbytes <= memory_bytes() // 2
             self._want(range(len(segments)) if fits and not in_order else range(0))
@@ -82,6 +90,16 @@ class ReadAhead:
         with self._changed:
             if self._epoch is not None and segments != self._wanted:
                 self._want(segments)
+
+    def wait_for(self, segments: range, is_over: Callable[[], bool]) -> None:
+        """Wait until these segments are warm: reading them sooner would be slower, off a cold disk."""
+        with self._changed:
+            epoch = self._epoch
+            if epoch is None:
+                return
+            seqs = {epoch.snapshot.segments[index].seq for index in segments}
+            while self._epoch is epoch and not self._closed and not is_over() and not seqs <= self._touched:
+                self._changed.wait(_LOOK_SECONDS)
 
     def _want(self, wanted: range) -> None:
         """Choose what to warm; under `_changed`."""
@@ -101,6 +119,7 @@ class ReadAhead:
             self._todo.clear()
             self._kept.append(snapshot)
             self._kept_until = time.monotonic() + _PARKED_SECONDS
+            self._is_settled = False
             self._changed.notify_all()
 
     def drop(self) -> None:
@@ -126,7 +145,8 @@ class ReadAhead:
         while True:
             with self._changed:
                 if not self._todo and not self._errands and not self._closed:
-                    self._changed.wait(_LOOK_SECONDS if self._epoch or self._kept else None)
+                    is_idle = not self._epoch and not self._kept and self._is_settled
+                    self._changed.wait(None if is_idle else _LOOK_SECONDS)
                 if self._closed:
                     return
                 epoch = self._epoch
@@ -137,23 +157,32 @@ class ReadAhead:
             try:
                 if expired:
                     self.drop()
+                if epoch is None and not self._is_settled:
+                    self._is_settled = True  # first: an epoch that ends meanwhile says otherwise
+                    if self._settle():
+                        self._is_settled = False
                 if errand is not None:
                     errand()
                 elif epoch is not None:
-                    if self._in_order:
-                        passed = epoch.order.segments_span(epoch.delivered).start
-                        epoch.snapshot.release_oldest(passed)
+                    self._give_up(epoch)
                     if index is not None:
                         self._warm(epoch.snapshot, index)
                     elif started > next_look:
                         self._look_for_new(epoch)
-                        now = time.monotonic()
-                        next_look = now + max(
-                            _LOOK_SECONDS, 20 * (now - started)
-                        )  # a small share of the time
+                        took = time.monotonic() - started
+                        next_look = started + max(_LOOK_SECONDS, 20 * took)  # a small share of the time
             except Exception:  # noqa: BLE001  # a hint failed: reading itself will say what is wrong
                 _log.debug("read-ahead failed", exc_info=True)
             del epoch, errand
+
+    def _give_up(self, epoch: Epoch) -> None:
+        """Unlease what an epoch in order was read of."""
+        if self._in_order:
+            passed = epoch.order.segments_span(epoch.delivered).start
+            epoch.snapshot.release_oldest(passed)
+            with self._changed:
+                self._touched -= {segment.seq for segment in epoch.snapshot.segments[self._passed : passed]}
+                self._passed = max(passed, self._passed)
 
     def _warm(self, snapshot: Snapshot, index: int) -> None:
         if index + 1 in self._wanted:
@@ -161,6 +190,7 @@ class ReadAhead:
         snapshot.warm(index, lambda: index in self._wanted)
         with self._changed:
             self._touched.add(snapshot.segments[index].seq)
+            self._changed.notify_all()
 
     def _look_for_new(self, epoch: Epoch) -> None:
         """Map and touch what was published since the epoch began, for the next one."""

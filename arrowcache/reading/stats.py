@@ -183,11 +183,12 @@ class Meter:
 class Reading:
     """What reading rows took one thread: a context manager.
 
-    `has_waited`: for the GIL or the disk it had to wait, for longer than it worked. A thread that
-    others keep from its CPU is not waiting: that is no reason to do more at a time.
+    `was_on_disk`: pages had to be read. `has_waited`: for the GIL or the disk it had to wait, for longer
+    than it worked. A thread that others keep from its CPU is not waiting: that is no reason to do more
+    at a time.
     """
 
-    has_waited = False
+    has_waited = was_on_disk = False
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -203,7 +204,8 @@ class Reading:
         cpu_seconds = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
         waits, preemptions = now.ru_nvcsw - before.ru_nvcsw, now.ru_nivcsw - before.ru_nivcsw
         self.has_waited = wall_seconds > 1.5 * cpu_seconds and waits > preemptions
-        on_disk = max(0.0, wall_seconds - cpu_seconds) if now.ru_majflt > before.ru_majflt else 0.0
+        self.was_on_disk = now.ru_majflt > before.ru_majflt
+        on_disk = max(0.0, wall_seconds - cpu_seconds) if self.was_on_disk else 0.0
         if on_disk:
             self._meter.add("store", on_disk)
         self._meter.add("gather", wall_seconds - on_disk)

@@ -483,6 +483,31 @@ def test_close_is_idempotent_joins_the_thread_and_leases_nothing(cache):
         iter(loader)
 
 
+@pytest.mark.parametrize("rows_come", [False, True])
+def test_close_while_another_thread_waits_in_iter_ends_that_and_leases_nothing(tmp_path, rows_come):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    before, looks, errors = loader_threads(), [], []
+    loader = Loader(cache, 32, timeout=None, where=lambda segment: looks.append(segment) or True)
+
+    def begin():
+        try:
+            iter(loader)
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    wait_until(lambda: len(looks) > 1, "the loader to wait for rows")
+    loader.close()
+    if rows_come:
+        publish(cache, 1)
+    thread.join(DEADLINE_SECONDS)
+    assert errors == ["the loader is closed: make a new one"]
+    assert cache.stats().leased_bytes == 0
+    assert loader_threads() == before
+
+
 def test_a_loader_that_was_never_iterated_has_no_thread(cache):
     before = loader_threads()
     loader = Loader(cache, 16)

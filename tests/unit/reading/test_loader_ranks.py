@@ -1,0 +1,371 @@
+"""Ranks as users see them: loaders that share an epoch, in threads and in processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import DEADLINE_SECONDS, make_cache, publish, sample, wait_until
+from processes import Child
+
+import arrowcache as ac
+from arrowcache import Loader
+from arrowcache.torch import Loader as TorchLoader
+
+SHUFFLES = ["rows", "window", "blocks", None]
+ROWS = 157
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Nine segments of 16 rows and one of 13: ids 0 to 156."""
+    cache = make_cache(tmp_path / "cache")
+    with cache.writer() as writer:
+        for number in range(ROWS):
+            writer.append(sample(number))
+    return cache
+
+
+def ranks_of(cache: Any, world: int, size: int = 8, make: type[Loader] = Loader, **options: Any):
+    return [rank_of(cache, rank, world, size, make, **options) for rank in range(world)]
+
+
+def rank_of(
+    cache: Any, rank: int, world: int, size: int = 8, make: type[Loader] = Loader, **options: Any
+) -> Loader:
+    options = {"columns": ["id"], "seed": 3, "run_id": "job", "worker_type": "thread"} | options
+    return make(cache, size, rank=rank, world_size=world, **options)
+
+
+def close(loaders: list[Loader]) -> None:
+    for loader in loaders:
+        loader.close()
+
+
+def ids(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch["id"].tolist()]
+
+
+def joined(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch]
+
+
+def files(cache: ac.Cache) -> list[str]:
+    return os.listdir(cache.path / "ranks")
+
+
+def one_by_one(loaders: list[Loader]) -> list[list[list[int]]]:
+    """The next epoch of each rank, all begun before any goes on: rank, step -> ids."""
+    epochs = [iter(loader) for loader in loaders]
+    return [[batch["id"].tolist() for batch in epoch] for epoch in epochs]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, shuffle, world, workers):
+    loaders = ranks_of(cache, world, shuffle=shuffle, workers=workers)
+    with Loader(cache, 8 * world, shuffle=shuffle, seed=3, columns=["id"]) as alone:
+        for _ in range(3):
+            epochs = one_by_one(loaders)
+            assert {len(epoch) for epoch in epochs} == {ROWS // (8 * world)}
+            assert {loader.steps for loader in loaders} == {ROWS // (8 * world)}
+            found = [number for epoch in epochs for batch in epoch for number in batch]
+            assert len(set(found)) == len(found) == ROWS // (8 * world) * 8 * world
+            if shuffle != "blocks":  # whose runs are as long as a batch
+                whole = [batch["id"].tolist() for batch in alone]
+                assert [joined(step) for step in zip(*epochs, strict=True)] == whole
+    close(loaders)
+    assert files(cache) == []
+    assert cache.stats().leased_bytes == 0
+
+
+@pytest.mark.parametrize("make", [Loader, TorchLoader])
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_an_incomplete_last_step_is_padded_with_the_epochs_first_rows(cache, shuffle, make):
+    loaders = ranks_of(cache, 3, make=make, shuffle=shuffle, drop_last=False)
+    epochs = one_by_one(loaders)
+    assert [len(epoch) for epoch in epochs] == [7, 7, 7]
+    assert {len(batch) for epoch in epochs for batch in epoch} == {8}
+    stream = [number for step in zip(*epochs, strict=True) for batch in step for number in batch]
+    assert sorted(stream[:ROWS]) == list(range(ROWS))
+    assert stream[ROWS:] == stream[: 7 * 24 - ROWS]
+    close(loaders)
+
+
+@pytest.mark.parametrize("epoch_rows", [48, 400])
+def test_epoch_rows_are_of_all_ranks_together(cache, epoch_rows):
+    loaders = ranks_of(cache, 2, epoch_rows=epoch_rows)
+    epochs = one_by_one(loaders)
+    assert [len(epoch) for epoch in epochs] == [epoch_rows // 16] * 2
+    stream = [number for step in zip(*epochs, strict=True) for batch in step for number in batch]
+    assert len(stream) == epoch_rows
+    first_pass = stream[:ROWS]
+    assert len(set(first_pass)) == len(first_pass)
+    close(loaders)
+
+
+def test_ids_name_the_same_rows_on_all_ranks(cache):
+    loaders = ranks_of(cache, 2, with_ids=True)
+    places = []
+    for loader in loaders:
+        for batch in loader:
+            assert np.array_equal(batch["_seq"] * 16 + batch["_row"], batch["id"])
+            places += zip(batch["_seq"].tolist(), batch["_row"].tolist(), strict=True)
+    assert len(set(places)) == len(places) == 144
+    close(loaders)
+
+
+def test_what_is_published_between_the_ranks_iter_is_in_neithers_epoch(cache):
+    loaders = ranks_of(cache, 2)
+    first = iter(loaders[0])
+    publish(cache, 2, first=200)
+    second = iter(loaders[1])
+    assert set(ids(first) + ids(second)) <= set(range(ROWS))
+    epochs = one_by_one(loaders)
+    assert len([number for epoch in epochs for batch in epoch for number in batch]) == 176
+    close(loaders)
+
+
+def test_a_rank_that_comes_late_gets_the_rows_that_the_first_has_finished_with(cache):
+    loaders = ranks_of(cache, 2)
+    first = ids(loaders[0])
+    publish(cache, 8, first=200)
+    assert cache.evict("1GB") == 0, "the agreement keeps them"
+    second = ids(loaders[1])
+    assert len(set(first + second)) == 144
+    assert max(first + second) < ROWS
+    wait_until(lambda: cache.stats().leased_bytes == 0, "both to let go, though they are idle")
+    assert cache.evict("1GB") > 0
+    assert files(cache) == []
+    close(loaders)
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_repeat_agrees_on_every_epoch_while_a_writer_publishes(cache, shuffle):
+    loaders = ranks_of(cache, 2, shuffle=shuffle, prefetch=1)
+    found: dict[int, list[list[int]]] = {0: [], 1: []}
+    barrier = threading.Barrier(2)
+    errors: list[BaseException] = []
+
+    def train(rank: int) -> None:
+        try:
+            endless = loaders[rank].repeat()
+            for number in range(6):
+                barrier.wait(DEADLINE_SECONDS)
+                epoch = ids([next(endless)])
+                epoch += ids(next(endless) for _ in range(loaders[rank].steps - 1))
+                found[rank].append(epoch)
+                if rank == 0:
+                    publish(cache, 1, first=1000 + 16 * number)
+            endless.close()
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    workers = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(3 * DEADLINE_SECONDS)
+    assert not errors
+    for first, second in zip(found[0], found[1], strict=True):
+        assert len(first) == len(second)
+        assert len(set(first + second)) == 2 * len(first)
+    assert len(found[0][-1]) > len(found[0][0])
+    close(loaders)
+    assert files(cache) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_a_break_of_repeat_the_ranks_agree_although_one_has_worked_further_ahead(cache, workers):
+    made: list[int] = []
+
+    def transform(batch):
+        made.append(len(batch["id"]))
+        return batch
+
+    ahead = rank_of(cache, 0, 2, 32, transform=transform, prefetch=8, workers=workers)
+    behind = rank_of(cache, 1, 2, 32, prefetch=1)
+    first, second = ahead.repeat(), behind.repeat()
+    next(first)
+    wait_until(lambda: len(made) >= 6, "three epochs of two steps to be made")
+    next(second)
+    first.close()
+    second.close()
+    for number in range(2):
+        begun = iter(ahead)
+        publish(cache, 2, first=200 + 100 * number)
+        epochs = [[batch["id"].tolist() for batch in epoch] for epoch in (begun, iter(behind))]
+        found = [number for epoch in epochs for batch in epoch for number in batch]
+        assert len(set(found)) == len(found)
+        assert ahead.state_dict() == behind.state_dict()
+    close([ahead, behind])
+    assert files(cache) == []
+
+
+# resuming
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_an_epoch_resumes_with_another_number_of_ranks(cache, shuffle, others):
+    loaders = ranks_of(cache, 2, shuffle=shuffle)
+    epochs = [iter(loader) for loader in loaders]
+    delivered = [number for epoch in epochs for _ in range(4) for number in next(epoch)["id"].tolist()]
+    states = [loader.state_dict() for loader in loaders]
+    assert states[0] == states[1], "one rank's checkpoint is that of all"
+    close(loaders)
+    if others == 1:
+        resumed = [Loader(cache, 5, shuffle=shuffle, drop_last=False)]
+    else:
+        resumed = ranks_of(cache, others, 5, shuffle=shuffle, drop_last=False, run_id="again")
+    publish(cache, 1, first=300)
+    for loader in resumed:
+        loader.load_state_dict(states[0])
+    rest = one_by_one(resumed)
+    assert len({len(epoch) for epoch in rest}) == 1
+    stream = [number for step in zip(*rest, strict=True) for batch in step for number in batch]
+    expected = set(range(ROWS)) - set(delivered)
+    assert set(stream) == expected | (set(stream[len(expected) :]) & set(delivered))
+    assert len(set(stream[: len(expected)])) == len(expected)
+    assert len(stream) - len(expected) < 5 * others
+    close(resumed)
+
+
+def test_ranks_resume_alike_over_a_cache_that_lost_segments(cache):
+    loaders = ranks_of(cache, 2)
+    epochs = [iter(loader) for loader in loaders]
+    delivered = [number for epoch in epochs for number in next(epoch)["id"].tolist()]
+    state = loaders[0].state_dict()
+    close(loaders)
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
+    assert cache.evict(1) > 0
+    assert cache.evict(1) > 0
+    resumed = ranks_of(cache, 3, 5, drop_last=False, run_id="again")
+    rest = []
+    for loader in resumed:
+        loader.load_state_dict(state)
+        with pytest.warns(RuntimeWarning, match="2 of its 10 segments"):
+            rest.append(iter(loader))
+    found = [[batch["id"].tolist() for batch in epoch] for epoch in rest]
+    assert len({len(epoch) for epoch in found}) == 1
+    stream = [number for step in zip(*found, strict=True) for batch in step for number in batch]
+    expected = set(range(32, ROWS)) - set(delivered)
+    assert set(stream) == expected
+    assert len(stream) - len(expected) < 15
+    close(resumed)
+
+
+# processes
+
+
+def train(path: Path, rank: int, world: int, shuffle: str | None, epochs: int, barrier: Any) -> Any:
+    loader = Loader(
+        path, 8, shuffle=shuffle, rank=rank, world_size=world, run_id="job", columns=["id"],
+        workers=rank % 3, worker_type="thread",
+    )  # fmt: skip
+    found = []
+    for _ in range(epochs):
+        barrier.wait(60)
+        found.append([batch["id"].tolist() for batch in loader])
+    barrier.wait(60)
+    loader.close()
+    return found
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_processes_share_every_epoch_while_the_cache_grows(cache, shuffle):
+    world, epochs = 3, 4
+    barrier = multiprocessing.get_context("forkserver").Barrier(world)
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(Child(train, cache.path, rank, world, shuffle, epochs, barrier))
+            for rank in range(world)
+        ]
+        number = 1000
+        while any(child.is_alive() for child in children) and number < 1000 + 16 * 20:
+            publish(cache, 1, first=number)
+            number += 16
+        results = [child.result(60) for child in children]
+    for epoch in range(epochs):
+        steps = {len(result[epoch]) for result in results}
+        assert len(steps) == 1
+        found = [number for result in results for batch in result[epoch] for number in batch]
+        assert len(set(found)) == len(found) >= 144
+    assert files(cache) == []
+    assert cache.stats().leased_bytes == 0
+    assert cache.verify() == []
+
+
+# arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"rank": 0}, ValueError, "pass world_size, too"),
+        ({"world_size": 2}, ValueError, "pass rank, too"),
+        ({"run_id": "job"}, ValueError, "without a rank"),
+        ({"rank": 2, "world_size": 2, "run_id": "job"}, ValueError, "ranks count from 0"),
+        ({"rank": -1, "world_size": 2, "run_id": "job"}, ValueError, "ranks count from 0"),
+        ({"rank": 0, "world_size": 0, "run_id": "job"}, ValueError, "ranks count from 0"),
+        ({"rank": 0.0, "world_size": 2, "run_id": "job"}, TypeError, "rank must be an int"),
+        ({"rank": True, "world_size": 2, "run_id": "job"}, TypeError, "rank must be an int"),
+        ({"rank": 0, "world_size": 2, "run_id": 5}, TypeError, "run_id must be a str"),
+        ({"rank": 0, "world_size": 2}, ValueError, "pass run_id="),
+        ({"rank": 0, "world_size": 2, "run_id": ""}, ValueError, "run_id is empty"),
+        ({"rank": 0, "world_size": 2, "run_id": "job", "epoch_rows": 31}, ValueError, "one step of 32 rows"),
+    ],
+)
+def test_wrong_ranks_fail_in_the_constructor(cache, options, error, words):
+    with pytest.raises(error, match=words):
+        Loader(cache, 16, **options)
+    assert files(cache) == []
+
+
+def test_a_world_of_one_needs_no_run(cache):
+    with Loader(cache, 16, rank=0, world_size=1) as loader:
+        assert len(ids(loader)) == 144
+    assert files(cache) == []
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"TORCHELASTIC_RUN_ID": "7"}, {"MASTER_ADDR": "node1", "MASTER_PORT": "2950"}],
+)
+def test_the_run_is_taken_from_the_environment(cache, monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    loaders = ranks_of(cache, 2, run_id=None)
+    first = iter(loaders[0])
+    publish(cache, 2, first=200)
+    second = iter(loaders[1])
+    assert len(files(cache)) == 1
+    found = ids(first) + ids(second)
+    assert len(set(found)) == len(found) == 144, "they read one snapshot"
+    close(loaders)
+    assert files(cache) == []
+
+
+def test_ranks_that_differ_in_what_they_were_told_are_refused_with_the_difference(cache):
+    first = rank_of(cache, 0, 2, shuffle="rows")
+    second = rank_of(cache, 1, 2, shuffle="blocks")
+    epoch = iter(first)
+    with pytest.raises(ValueError, match="shuffle is 'blocks' here and 'rows' there"):
+        iter(second)
+    assert len(ids(epoch)) == 72
+    close([first, second])
+    assert files(cache) == []

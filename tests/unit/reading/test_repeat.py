@@ -1,0 +1,307 @@
+"""repeat(): epochs one after another, told by what was delivered, and without a trace after its end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+from helpers import DEADLINE_SECONDS, make_cache, publish, sample, wait_until
+
+import arrowcache as ac
+from arrowcache import Loader
+from arrowcache.reading.epoch import Epochs
+from arrowcache.torch import Loader as TorchLoader
+
+ROWS = 57
+SHUFFLES = ["rows", "window", "blocks", None]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Three segments of 16 rows and one of 9: ids 0 to 56."""
+    cache = make_cache(tmp_path / "cache")
+    with cache.writer() as writer:
+        for number in range(ROWS):
+            writer.append(sample(number))
+    return cache
+
+
+def loader_of(cache: ac.Cache, size: int = 7, make: type[Loader] = Loader, **options: Any) -> Loader:
+    return make(cache, size, **({"columns": ["id"], "worker_type": "thread"} | options))
+
+
+def ids(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch["id"].tolist()]
+
+
+def take_epoch(endless: Any, loader: Loader) -> list[int]:
+    """The ids of one epoch, from its first batch on."""
+    found = ids([next(endless)])
+    assert loader.steps is not None
+    return found + ids(next(endless) for _ in range(loader.steps - 1))
+
+
+def threads() -> list[str]:
+    """The package's own threads."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("arrowcache")]
+
+
+class Switch:
+    """A `where` that accepts everything, or nothing."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    def __call__(self, segment: ac.SegmentInfo) -> bool:
+        return self.on
+
+
+# what it yields
+
+
+@pytest.mark.parametrize("make", [Loader, TorchLoader])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_every_epoch_has_each_row_exactly_once(cache, make, workers, shuffle):
+    with loader_of(cache, make=make, workers=workers, shuffle=shuffle, drop_last=False) as loader:
+        endless = loader.repeat()
+        epochs = [take_epoch(endless, loader) for _ in range(5)]
+        assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == (1 if shuffle is None else 5)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_it_yields_what_one_for_after_another_would(cache, workers):
+    with loader_of(cache, workers=workers) as loader, loader_of(cache) as other:
+        endless = loader.repeat()
+        assert [take_epoch(endless, loader) for _ in range(4)] == [ids(other) for _ in range(4)]
+
+
+def test_the_next_epoch_sees_what_was_published_meanwhile(cache):
+    with loader_of(cache, prefetch=1, drop_last=False) as loader:
+        endless = loader.repeat()
+        publish(cache, 2, first=100)  # most of the epoch is still to be made
+        assert sorted(take_epoch(endless, loader)) == list(range(ROWS))
+        assert sorted(take_epoch(endless, loader)) == [*range(ROWS), *range(100, 132)]
+
+
+def test_a_transform_sees_every_batch_once_and_in_order(cache):
+    seen = []
+
+    def transform(batch):
+        seen.extend(batch["id"].tolist())
+        return batch
+
+    with loader_of(cache, 16, transform=transform) as loader:
+        endless = loader.repeat()
+        found = ids(next(endless) for _ in range(20))
+        endless.close()
+    assert seen[: len(found)] == found
+
+
+# what is told of it
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_steps_stats_and_state_follow_what_was_delivered_not_what_was_made(cache, workers):
+    made: list[int] = []
+
+    def transform(batch):
+        made.append(len(batch["id"]))
+        return batch
+
+    with loader_of(cache, 16, transform=transform, prefetch=12, workers=workers) as loader:
+        endless = loader.repeat()
+        publish(cache, 1, first=100)
+        wait_until(lambda: len(made) >= 12, "four epochs of three or four steps to be made")
+        assert (loader.steps, loader.stats().epochs, loader.state_dict()["epoch"]) == (3, 1, 0)
+        for step in range(1, 4):
+            next(endless)
+            state = loader.state_dict()
+            assert (loader.steps, loader.stats().epochs, loader.stats().batches) == (3, 1, step)
+            assert (state["epoch"], state["position"]) == (0, 16 * step)
+        next(endless)
+        state = loader.state_dict()
+        assert (loader.stats().epochs, loader.stats().batches) == (2, 4)
+        assert (state["epoch"], state["position"]) == (1, 16)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_after_it_is_the_one_after_that_which_was_delivered(cache, workers):
+    with loader_of(cache, 16) as plain:
+        epochs = [ids(plain) for _ in range(4)]
+    made: list[int] = []
+
+    def transform(batch):
+        made.append(len(batch["id"]))
+        return batch
+
+    with loader_of(cache, 16, transform=transform, prefetch=12, workers=workers) as loader:
+        endless = loader.repeat()
+        next(endless)
+        wait_until(lambda: len(made) >= 12, "four epochs to be made")
+        endless.close()
+        assert ids(loader) == epochs[1], "those that nobody saw were never begun"
+        endless = loader.repeat()
+        assert take_epoch(endless, loader) == epochs[2]
+        assert take_epoch(endless, loader) == epochs[3]
+
+
+def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache, monkeypatch):
+    with loader_of(cache, 16) as loader:
+        epoch = iter(loader)
+        first = ids([next(epoch)])
+        state = loader.state_dict()
+        rest = ids(epoch)
+        whole = first + rest
+        in_begin, go_on = threading.Event(), threading.Event()
+        plan_of = Epochs._plan
+
+        def slow(*args):
+            plan = plan_of(*args)
+            if threading.current_thread() is not threading.main_thread():
+                in_begin.set()
+                assert go_on.wait(DEADLINE_SECONDS)
+            return plan
+
+        monkeypatch.setattr(Epochs, "_plan", slow)
+        endless = loader.repeat()
+        for _ in range(3):
+            next(endless)
+        assert in_begin.wait(DEADLINE_SECONDS)
+        loader.load_state_dict(state)
+        go_on.set()
+        wait_until(lambda: endless._stream.exhausted, "the thread that began it to end it")
+        assert loader.state_dict() == state
+        assert first + ids(loader) == whole
+        assert loader.state_dict()["epoch"] == 1
+
+
+# how it ends
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", ["close", "break", "del", "loader"])
+def test_its_end_leaves_no_lease_and_a_closed_or_dropped_loader_no_thread(cache, how, workers):
+    before = len(threads())
+    loader = loader_of(cache, workers=workers)
+    endless = loader.repeat()
+    for step, _ in enumerate(endless):
+        if step == 20:
+            break
+    assert cache.stats().leased_bytes > 0
+    if how == "close":
+        endless.close()
+        endless.close()
+        assert next(endless, None) is None
+    elif how == "loader":
+        loader.close()
+        assert cache.stats().leased_bytes == 0
+        assert next(endless, None) is None
+    del endless
+    gc.collect()
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
+    if how == "del":
+        del loader
+        gc.collect()
+    else:
+        if how != "loader":
+            assert len(ids(loader)) == 56
+        loader.close()
+    wait_until(lambda: len(threads()) == before, f"the threads to end: {threads()}")
+
+
+def test_a_newer_for_ends_it(cache):
+    with loader_of(cache) as loader:
+        endless = loader.repeat()
+        next(endless)
+        assert len(ids(loader)) == 56
+        with pytest.raises(RuntimeError, match="newer"):
+            next(endless)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_an_exception_of_a_transform_arrives_in_its_place_in_a_later_epoch(cache, workers):
+    failing = threading.Event()
+
+    def transform(batch):
+        if failing.is_set() and 30 in batch["id"]:
+            raise KeyError("the image 30")
+        return batch
+
+    with loader_of(cache, 8, shuffle=None, transform=transform, workers=workers, prefetch=1) as loader:
+        endless = loader.repeat()
+        assert take_epoch(endless, loader) == list(range(56))
+        next(endless)
+        take_epoch(endless, loader)  # whatever was made ahead is gone now
+        failing.set()
+        delivered = []
+        with pytest.raises(KeyError, match="the image 30"):
+            delivered.extend(batch["id"].tolist() for batch in endless)
+        assert delivered[-1] == list(range(16, 24))
+        assert next(endless, None) is None
+        failing.clear()
+        assert take_epoch(loader.repeat(), loader) == list(range(56))
+
+
+# too few rows
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_too_few_rows_it_waits_without_a_lease_and_goes_on_when_they_come(cache, workers):
+    where = Switch()
+    with loader_of(cache, 8, where=where, workers=workers, prefetch=1) as loader:
+        endless = loader.repeat()
+        where.on = False
+        assert len(take_epoch(endless, loader)) == 56
+        wait_until(lambda: cache.stats().leased_bytes == 0, "the finished epoch to be let go")
+        while cache.evict(1):
+            pass
+        assert cache.stats().segments == 0, "nothing was leased"
+        found: list[int] = []
+        consumer = threading.Thread(target=lambda: found.extend(ids([next(endless)])))
+        consumer.start()
+        where.on = True
+        publish(cache, 2, first=200)
+        consumer.join(DEADLINE_SECONDS)
+        assert set(found) < set(range(200, 232))
+        assert loader.state_dict()["epoch"] == 1
+        rest = ids(next(endless) for _ in range(3))
+        assert sorted(found + rest) == list(range(200, 232))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_never_come_raise_in_the_step_that_needs_them_and_no_earlier(cache, workers):
+    where = Switch()
+    with loader_of(cache, 8, where=where, workers=workers, prefetch=1, timeout=0.3) as loader:
+        endless = loader.repeat()
+        where.on = False
+        delivered = []
+        with pytest.raises(ac.LoaderTimeoutError):
+            delivered.extend(len(batch["id"]) for batch in endless)
+        assert delivered == [8] * 7
+        assert next(endless, None) is None
+        assert cache.stats().leased_bytes == 0
+        where.on = True
+        assert len(take_epoch(loader.repeat(), loader)) == 56
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_close_while_it_waits_for_rows_ends_it_and_wakes_the_consumer(cache, workers):
+    before = len(threads())
+    where = Switch()
+    loader = loader_of(cache, 8, where=where, workers=workers, prefetch=1, timeout=None)
+    endless = loader.repeat()
+    where.on = False
+    assert len(take_epoch(endless, loader)) == 56
+    wait_until(lambda: cache.stats().leased_bytes == 0, "it to wait for rows")
+    results: list[Any] = []
+    consumer = threading.Thread(target=lambda: results.append(next(endless, "the end")))
+    consumer.start()
+    loader.close()
+    assert "arrowcache-loader" not in threads()[before:]
+    consumer.join(DEADLINE_SECONDS)
+    assert results == ["the end"]
+    wait_until(lambda: len(threads()) == before, "all threads to end")

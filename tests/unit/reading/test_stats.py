@@ -1,0 +1,342 @@
+"""What a loader tells of itself: counts, what to speed up, ages, and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import DEADLINE_SECONDS, make_cache, publish, segment_files, wait_until
+
+import arrowcache as ac
+from arrowcache import Loader
+from arrowcache.reading import stats as stats_module
+from arrowcache.reading.pipeline import Made
+from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
+from arrowcache.torch import Loader as TorchLoader
+
+ROW_BYTES = 8 + 1024
+MIB = 1 << 20
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Ten segments of 16 rows, ids 0 to 159."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    return cache
+
+
+class Clock:
+    """Injected in place of the modules `time` and `resource`: what passes, and what a thread did."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wall = self.cpu = 1000.0
+        self.disk_faults = self.waits = self.preemptions = 0
+        clocks = SimpleNamespace(perf_counter=lambda: self.wall, time=lambda: self.wall)
+        monkeypatch.setattr(stats_module, "time", clocks)
+        usage = SimpleNamespace(RUSAGE_THREAD=1, getrusage=self.usage)
+        monkeypatch.setattr(stats_module, "resource", usage)
+
+    def usage(self, who: int) -> SimpleNamespace:
+        assert who == 1, "of this thread alone"
+        return SimpleNamespace(
+            ru_utime=self.cpu / 4, ru_stime=self.cpu * 3 / 4, ru_majflt=self.disk_faults,
+            ru_nvcsw=self.waits, ru_nivcsw=self.preemptions,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def made(rows: int = 10, nbytes: int = 1000, copied: int = 600, published: float = 990.0) -> Made:
+    return Made({}, rows, nbytes, copied, published, None)
+
+
+# the meter
+
+
+def test_a_stage_counts_what_passes_in_it_even_if_it_fails(clock):
+    meter = Meter()
+
+    def work() -> None:
+        with meter.stage("transform"):
+            clock.wall += 2
+            raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            work()
+    meter.add("samplers", 0.5)
+    assert meter.seconds == {"samplers": 0.5, "store": 0.0, "gather": 0.0, "transform": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("disk_faults", "store", "gather"), [(0, 0.0, 5.0), (1, 3.0, 2.0)], ids=["in memory", "from disk"]
+)
+def test_reading_counts_as_store_what_it_waited_for_the_disk_and_as_gather_the_rest(
+    clock, disk_faults, store, gather
+):
+    meter = Meter()
+    with meter.reading():
+        clock.wall += 5
+        clock.cpu += 2
+        clock.disk_faults += disk_faults
+    assert (meter.seconds["store"], meter.seconds["gather"]) == (store, gather)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "waits", "preemptions", "has_waited"),
+    [(4.0, 9, 0, False), (2.0, 9, 0, True), (2.0, 9, 9, False), (2.0, 0, 9, False), (2.0, 5, 4, True)],
+)
+def test_a_thread_has_waited_if_it_was_idle_for_long_and_not_by_preemption(
+    clock, cpu, waits, preemptions, has_waited
+):
+    with Meter().reading() as reading:
+        clock.wall += 5
+        clock.cpu += cpu
+        clock.waits += waits
+        clock.preemptions += preemptions
+    assert reading.has_waited == has_waited
+
+
+def test_a_clock_of_the_thread_that_is_coarser_than_the_wall_makes_no_time_negative(clock):
+    meter = Meter()
+    with meter.reading():
+        clock.wall += 1
+        clock.cpu += 2
+        clock.disk_faults += 1
+    assert (meter.seconds["store"], meter.seconds["gather"]) == (0.0, 1.0)
+
+
+def test_deliveries_add_up_and_ages_are_weighted_by_rows(clock):
+    meter = Meter()
+    meter.begin_epoch()
+    meter.deliver(made(rows=30, published=990.0), 0.0)
+    meter.deliver(made(rows=10, published=950.0, copied=0), 0.25)
+    meter.end_epoch(2.0)
+    stats = meter.stats(1.0, 77, 5)
+    assert (stats.epochs, stats.batches, stats.rows, stats.bytes, stats.copied_bytes) == (1, 2, 40, 2000, 600)
+    assert (stats.seconds, stats.stall_seconds, stats.stalls) == (3.0, 0.25, 1)
+    assert stats.age_seconds == (30 * 10 + 10 * 50) / 40
+    assert (stats.ring_bytes, stats.ring_growths) == (77, 5)
+
+
+def test_handing_a_batch_over_is_no_stall(clock):
+    meter = Meter()
+    for waited in (1e-6, 1e-4, 0.01, 1.0):
+        meter.deliver(made(), waited)
+    meter.wait_for_epoch(0.5)
+    stats = meter.stats(0.0, 0, 0)
+    assert stats.stalls == 3
+    assert stats.stall_seconds == pytest.approx(1.510101)
+    assert stats.seconds == 0.5
+
+
+def test_threads_lose_nothing_of_what_they_add():
+    meter = Meter()
+
+    def add() -> None:
+        for _ in range(5000):
+            meter.add("gather", 1.0)
+            meter.deliver(made(), 0.0)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meter.seconds["gather"] == 20_000
+    assert (meter.batches, meter.rows) == (20_000, 200_000)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_bottleneck_is_where_the_loaders_threads_spent_most_if_the_consumer_waited(clock, stage):
+    meter = Meter()
+    for other in STAGES:
+        meter.add(other, 1.0)
+    meter.add(stage, 0.1)
+    meter.deliver(made(), 1.0)
+    assert meter.stats(10.0, 0, 0).bottleneck == stage
+
+
+def test_the_consumer_is_the_bottleneck_while_it_hardly_ever_waits(clock):
+    meter = Meter()
+    meter.add("transform", 100.0)
+    meter.deliver(made(), 0.49)
+    assert meter.stats(10.0, 0, 0).bottleneck == "consumer"
+    meter.deliver(made(), 0.02)
+    assert meter.stats(10.0, 0, 0).bottleneck == "transform"
+
+
+def test_before_the_first_batch_nothing_is_the_bottleneck(clock):
+    meter = Meter()
+    meter.add("store", 100.0)
+    meter.wait_for_epoch(50.0)
+    assert meter.stats(0.0, 0, 0).bottleneck == "none"
+
+
+# what to do
+
+
+@pytest.mark.parametrize(
+    ("bottleneck", "words"),
+    [
+        ("none", "no batch"),
+        ("consumer", "training step"),
+        ("samplers", "sampler workers"),
+        ("store", "shuffle='window'"),
+        ("gather", "worker_type='thread'"),
+        ("transform", "workers=N"),
+    ],
+)
+def test_every_bottleneck_has_an_advice_which_its_text_shows(bottleneck, words):
+    numbers = {field.name: 0 for field in dataclasses.fields(LoaderStats)}
+    stats = LoaderStats(**numbers | {"bottleneck": bottleneck})
+    assert words in stats.advice
+    assert f"bottleneck {bottleneck}: {stats.advice}" in str(stats)
+
+
+def test_the_text_says_rows_bytes_rate_and_stalls():
+    numbers = {field.name: 0 for field in dataclasses.fields(LoaderStats)}
+    stats = LoaderStats(**numbers | {
+        "batches": 3, "rows": 192, "bytes": 6 * MIB, "seconds": 2.0, "stall_seconds": 0.5, "stalls": 2,
+        "bottleneck": "gather",
+    })  # fmt: skip
+    assert str(stats).startswith(
+        "3 batches, 192 rows, 6.0 MiB in 2.0 s (3.0 MiB/s), stalled 0.5 s in 2 steps; bottleneck gather: "
+    )
+
+
+def test_stats_are_frozen_and_begin_with_the_fields_of_the_design():
+    names = [field.name for field in dataclasses.fields(LoaderStats)]
+    assert names[:7] == ["epochs", "batches", "rows", "bytes", "seconds", "stall_seconds", "bottleneck"]
+    stats = Meter().stats(0.0, 0, 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.rows = 1
+    assert str(stats).startswith("0 batches, 0 rows, 0 B in 0.0 s (0 B/s)")
+
+
+# of a loader
+
+
+def test_a_loader_that_waits_for_rows_blames_the_samplers(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    looks: list[int] = []
+    delivered = []
+    with Loader(cache, 16, wait_rows=32, where=lambda segment: looks.append(segment.seq) or True) as loader:
+        thread = threading.Thread(target=lambda: delivered.extend(loader))
+        thread.start()
+        wait_until(lambda: len(looks) > 20, "the loader to look often")
+        publish(cache, 1)
+        thread.join(DEADLINE_SECONDS)
+        stats = loader.stats()
+    assert len(delivered) == 2
+    assert stats.samplers_seconds > 0
+    assert stats.bottleneck == "samplers"
+    assert stats.stalls >= 1
+    assert stats.stall_seconds >= stats.samplers_seconds
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_whose_consumer_is_busy_blames_the_consumer(cache, workers):
+    with Loader(cache, 16, workers=workers, worker_type="thread", prefetch=10) as loader:
+        epoch = iter(loader)
+        wait_until(lambda: len(epoch._stream.ready) == 10, "all batches to be ready")
+        loader._meter.stall_seconds = 0.0  # whatever beginning took
+        for _ in epoch:
+            pass
+        loader._meter.epoch_seconds += 100.0  # of training
+        stats = loader.stats()
+    assert stats.batches == 10
+    assert stats.bottleneck == "consumer"
+
+
+@pytest.mark.parametrize("make", [Loader, TorchLoader])
+@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
+def test_ages_count_from_publication_to_delivery(tmp_path, make, shuffle):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+    now = time.time()
+    for number, path in enumerate(segment_files(cache)):
+        os.utime(path, (now, now - 1000.0 * (number + 1)))
+    cache = ac.Cache.open(cache.path)  # which has not seen their times yet
+    with make(cache, 8, shuffle=shuffle, with_ids=True) as loader:
+        batches = list(loader)
+        stats = loader.stats()
+    ages = np.concatenate([np.asarray(batch["_age_seconds"]) for batch in batches])
+    places = np.concatenate([np.asarray(batch["_seq"]) for batch in batches])
+    assert np.all(ages - 1000.0 * (places + 1) >= -1)
+    assert np.all(ages - 1000.0 * (places + 1) < 3 * DEADLINE_SECONDS)
+    assert 2500 - 1 <= stats.age_seconds < 2500 + 3 * DEADLINE_SECONDS
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("shuffle", "copied"), [("rows", 1), ("window", 1), ("blocks", 0), (None, 0)])
+def test_what_was_copied_is_counted_and_views_are_not(cache, shuffle, copied, workers):
+    with Loader(cache, 16, shuffle=shuffle, workers=workers, worker_type="thread") as loader:
+        epochs = 2
+        for _ in range(epochs):
+            for batch in loader:
+                assert len(batch["id"]) == 16
+        stats = loader.stats()
+        if not copied:  # every run of blocks that is joined from ends of segments is copied
+            assert stats.copied_bytes <= stats.bytes // 2
+    assert stats.bytes == epochs * 160 * ROW_BYTES
+    assert stats.copied_bytes == (stats.bytes if copied else 0)
+
+
+def test_the_ring_grows_while_the_consumer_keeps_batches_and_not_otherwise(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity="2MiB")
+    publish(cache, 40)
+    with Loader(cache, 8, prefetch=1) as loader:
+        for _ in range(5):
+            for batch in loader:
+                assert len(batch["id"]) == 8
+        del batch
+        before = loader.stats()
+        for _ in range(5):
+            for batch in loader:
+                assert len(batch["id"]) == 8
+        assert loader.stats().ring_growths == before.ring_growths
+        assert loader.stats().ring_bytes == before.ring_bytes > 0
+        kept = [list(loader) for _ in range(5)]
+        after = loader.stats()
+        assert after.ring_growths > before.ring_growths
+        assert after.ring_bytes > before.ring_bytes
+        assert after.ring_bytes >= sum(len(epoch) for epoch in kept) * 8 * ROW_BYTES
+
+
+def test_memory_of_its_own_and_of_files_are_told_apart(tmp_path):
+    private, files = resident_bytes()
+    own = np.ones(64 * MIB, np.uint8)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * MIB))
+    assert resident_bytes()[0] - private > 48 * MIB
+    assert resident_bytes()[1] - files < 16 * MIB
+    mapped = np.memmap(path, np.uint8, "r")
+    assert int(mapped.sum()) == 0
+    assert resident_bytes()[1] - files > 48 * MIB
+    assert own[-1] == 1
+
+
+def test_a_loader_tells_the_memory_that_the_kernel_does(cache):
+    with Loader(cache, 16) as loader:
+        list(loader)
+        stats = loader.stats()
+    status = {}
+    with open("/proc/self/status") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            status[name] = value.split()[0] if value.split() else ""
+    assert abs(stats.private_bytes - 1024 * int(status["RssAnon"])) < 32 * MIB
+    assert abs(stats.file_bytes - 1024 * (int(status["RssFile"]) + int(status["RssShmem"]))) < 32 * MIB
+    assert stats.private_bytes > MIB
+    assert stats.file_bytes > MIB

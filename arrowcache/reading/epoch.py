@@ -266,7 +266,7 @@ class Epochs:
             )
             if missing == "raise":
                 raise MissingSegmentsError(f"{fact}; pass missing='skip' to go on without them")
-            warnings.warn(f"{fact}; the others are delivered", RuntimeWarning, stacklevel=6)
+            warnings.warn(f"{fact}; the others are delivered", RuntimeWarning, stacklevel=7)
         return order
 
     def _retake(self, plan: Plan) -> Snapshot:

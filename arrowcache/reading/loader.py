@@ -343,6 +343,7 @@ class EpochIterator:
         try:
             made = self._pipeline.next(self._stream, self._loader._timeout)
         except BaseException:
+            self._loader._meter.wait_in_vain(time.perf_counter() - started)
             self.close()
             self._loader._epochs.came_to_error()
             raise

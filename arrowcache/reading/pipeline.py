@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from arrowcache.reading.epoch import Epoch
 
 _JOIN_SECONDS = 5.0
+_GRACE_SECONDS = 0.25  # for a job that itself waits so long, and then says better what for
 _STOP = object()
 
 
@@ -107,8 +108,9 @@ class Pipeline:
         if self.is_inherited():
             raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
         with self._changed:
+            patience = None if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
             if not stream.ready and not self._changed.wait_for(
-                lambda: stream.ready or stream.exhausted or stream.ended, timeout_seconds
+                lambda: stream.ready or stream.exhausted or stream.ended, patience
             ):
                 raise LoaderTimeoutError(
                     f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "

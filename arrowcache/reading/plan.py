@@ -21,6 +21,7 @@ from arrowcache.reading.order import SHUFFLES, EpochOrder, Share
 from arrowcache.storage.layout import SegmentInfo
 
 _FORMAT, _VERSION = "arrowcache.loader", 1
+_MOST_SEGMENTS = 1 << 24
 _CHUNK_STEPS_ROWS = 8192  # of the planned order, walked at once
 
 
@@ -128,6 +129,8 @@ class Plan:
             )
         try:
             runs = np.array(state["segments"], np.int64).reshape(-1, 3)
+            if (runs < 0).any() or not 0 <= int(runs[:, 1].astype(object).sum()) <= _MOST_SEGMENTS:
+                raise ValueError(f"more than {_MOST_SEGMENTS} segments")
             seqs = [np.arange(first, first + count) for first, count, _ in runs.tolist()]
             plan = cls(
                 epoch=_count(state, "epoch"),

@@ -137,6 +137,11 @@ class Meter:
             self.epoch_seconds += seconds
             self._stall(seconds)
 
+    def wait_in_vain(self, seconds: float) -> None:
+        """The consumer waited in a step that gave no batch; the time is counted with the epoch's."""
+        with self._lock:
+            self._stall(seconds)
+
     def end_epoch(self, seconds: float) -> None:
         """The consumer iterated for so long."""
         with self._lock:

@@ -103,6 +103,7 @@ def test_a_state_without_segments_is_one_too():
         ({"segments": [[0, 2, 5], [1, 1, 5]]}, "damaged"),
         ({"segments": "no"}, "damaged"),
         ({"segments": [[0, 2**70, 1]]}, "damaged"),
+        ({"segments": [[0, 2**40, 1]]}, "damaged"),
         ({"window_rows": "3"}, "damaged"),
     ],
 )

@@ -279,9 +279,10 @@ def test_rows_that_never_come_raise_in_the_step_that_needs_them_and_no_earlier(c
         endless = loader.repeat()
         where.on = False
         delivered = []
-        with pytest.raises(ac.LoaderTimeoutError):
+        with pytest.raises(ac.LoaderTimeoutError, match="is a sampler running"):
             delivered.extend(len(batch["id"]) for batch in endless)
         assert delivered == [8] * 7
+        assert loader.stats().bottleneck == "samplers"
         assert next(endless, None) is None
         assert cache.stats().leased_bytes == 0
         where.on = True

@@ -140,7 +140,12 @@ class Pipeline:
             stream.ended = True
             stream.ready.clear()
             self._changed.notify_all()
-        stream.let_go()
+        let_go, stream.let_go, stream.jobs = (
+            stream.let_go,
+            _nothing,
+            _no_jobs,
+        )  # they know the stream: a cycle
+        let_go()
 
     def unless_ended(self, stream: Stream, action: Callable[[], None]) -> bool:
         """Do something that `stream.let_go` must not miss; False if the stream has ended."""
@@ -250,6 +255,14 @@ class Pipeline:
     def _notify(self, _: Future[None]) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_jobs() -> Iterator[Job]:
+    return iter(())
 
 
 class _Crew:

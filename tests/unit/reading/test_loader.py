@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import traceback
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -616,3 +617,23 @@ def test_an_interrupt_while_an_epoch_maps_its_segments_leaves_no_lease(cache, mo
     with ac.Loader(cache, 4) as loader, pytest.raises(KeyboardInterrupt):
         iter(loader)
     assert cache.stats().leased_bytes == 0
+
+
+@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
+def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
+    with Loader(cache, 8, shuffle=shuffle) as loader:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(2):
+                for batch in loader:
+                    assert len(batch["id"]) == 8
+                assert loader._progress is not None
+                snapshot = weakref.ref(loader._progress.snapshot)
+            del batch
+            for batch in loader:
+                break
+            del batch
+            wait_until(lambda: snapshot() is None, "the second epoch's snapshot to go")
+        finally:
+            gc.enable()

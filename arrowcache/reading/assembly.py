@@ -20,7 +20,7 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.pipeline import Job, Made
 from arrowcache.reading.placement import Values
-from arrowcache.reading.ring import Group, GroupSize, Ring
+from arrowcache.reading.ring import USUAL_GROUP_BYTES, Group, GroupSize, Ring
 from arrowcache.reading.snapshot import Column, Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.view import uncopied
@@ -80,12 +80,22 @@ class Assembly:
         if awaited:
             group.restart()
         alone = self._transform is not None and self._workers > 0
+        most = self._most_batches(epoch.snapshot)
         while step < epoch.order.steps:
-            size = 1 if alone or self.ring.is_hoarded else group.now  # what is kept keeps its whole group
+            size = (
+                1 if alone or self.ring.is_hoarded else min(group.now, most)
+            )  # what is kept keeps its group
             last = min(step + size, epoch.order.steps)
             ids = epoch.order.batches(step, last)
             yield self._job(epoch, step, ids, last - step)
             step = last
+
+    def _most_batches(self, snapshot: Snapshot) -> int:
+        """How many batches to make at once, as far as values of no fixed width limit it."""
+        if len(self._fixed) == len(self._names):
+            return self.ring.largest_group
+        row_bytes = max(1, snapshot.nbytes // max(1, len(snapshot)))
+        return max(1, USUAL_GROUP_BYTES // (row_bytes * self._batch_size))
 
     def _job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int) -> Job:
         made: list[Made] = []
@@ -237,7 +247,8 @@ class Assembly:
 
 def _all_of(made: list[Made], failures: list[BaseException]) -> Iterator[list[Made]]:
     """All at once; keeps nothing, or what the consumer drops would stay alive until the next job."""
-    yield [made.pop(0) for _ in range(len(made))]
+    if made:
+        yield [made.pop(0) for _ in range(len(made))]
     if failures:
         raise failures.pop()
 

@@ -243,7 +243,7 @@ class Pipeline:
                 if self._is_over(stream):
                     return False
                 stream.ready.extend(batches)
-                stream.wanted = self._prefetch + max(len(batches), stream.last) - 1
+                stream.wanted = max(1, self._prefetch + max(len(batches), stream.last) - 1)
                 stream.last = len(batches)
                 self._changed.notify_all()
                 del batches

@@ -21,7 +21,8 @@ from arrowcache.reading.order import SHUFFLES, EpochOrder, Share
 from arrowcache.storage.layout import SegmentInfo
 
 _FORMAT, _VERSION = "arrowcache.loader", 1
-_MOST_SEGMENTS = 1 << 24
+_MOST_SEGMENTS = 1 << 20  # what is read from a state is bounded before memory is taken for it
+_MOST = 1 << 62
 _CHUNK_STEPS_ROWS = 8192  # of the planned order, walked at once
 
 
@@ -128,9 +129,13 @@ class Plan:
                 "use the arrowcache that made it, or begin without it"
             )
         try:
+            if any(type(number) is not int for run in state["segments"] for number in run):
+                raise TypeError("segments that are no ints")
             runs = np.array(state["segments"], np.int64).reshape(-1, 3)
-            if (runs < 0).any() or not 0 <= int(runs[:, 1].astype(object).sum()) <= _MOST_SEGMENTS:
-                raise ValueError(f"more than {_MOST_SEGMENTS} segments")
+            segments = sum(runs[:, 1].tolist())  # of Python's ints, which do not overflow
+            rows = sum(count * rows for _, count, rows in runs.tolist())
+            if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > _MOST:
+                raise ValueError(f"{segments} segments of {rows} rows")
             seqs = [np.arange(first, first + count) for first, count, _ in runs.tolist()]
             plan = cls(
                 epoch=_count(state, "epoch"),
@@ -244,6 +249,8 @@ class Survivors:
 
 def _count(state: dict[str, Any], name: str, least: int = 0) -> int:
     value = state[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if name == "seed" and isinstance(value, int) and value > _MOST:
+        return value  # NumPy takes any
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
         raise ValueError(f"{name}={value!r}")
     return value

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE_BYTES = mmap.PAGESIZE
-_USUAL_GROUP_BYTES = 8 << 20  # a few groups stay in the last-level cache until they are used
+USUAL_GROUP_BYTES = 8 << 20  # a few groups stay in the last-level cache until they are used
 _LARGEST_GROUP_BYTES = 64 << 20  # beside a busy thread: 0.75 of its speed kept with 32, 0.82 with 64
 _MANY_BUFFERS = 6  # and two for each group in flight: more than prefetching and one in hand need
 _SPARE_BUFFERS = 3  # being filled, being delivered, being let go
@@ -86,7 +86,7 @@ class Ring:
         self._columns = {name: _Column(shape, dtype) for name, (shape, dtype) in columns.items()}
         self._batch_size = batch_size
         batch_bytes = batch_size * sum(column.row_bytes for column in self._columns.values())
-        self.usual_group = max(1, _USUAL_GROUP_BYTES // max(1, batch_bytes))
+        self.usual_group = max(1, USUAL_GROUP_BYTES // max(1, batch_bytes))
         self.largest_group = max(1, _LARGEST_GROUP_BYTES // max(1, batch_bytes))
         self._many_buffers = _MANY_BUFFERS + 2 * in_flight
         self.allocated_bytes = 0

@@ -68,14 +68,15 @@ class Snapshot:
         self._folder = os.fspath(store.folder.segments)
         self._lease = lease
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close it
         self._mapping = threading.Lock()
         self._readers = 0
-        self._closed = False
+        self._closed = True  # until it has acquired what it will release: Ctrl-C may come in between
         self._released = 0  # so many of the oldest segments were given up
         self._suspect_below = store.suspect_below()
         self._set_segments(segments)
         self._arena.acquire(self._segments)
+        self._closed = False
 
     @classmethod
     def take(

@@ -93,7 +93,7 @@ class Meter:
     """Counters of one loader; any thread adds."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask, or close, while its thread is counting
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.epochs = self.batches = self.rows = self.nbytes = self.copied_bytes = self.stalls = 0
         self.epoch_seconds = self.stall_seconds = 0.0
@@ -178,7 +178,7 @@ class Meter:
         self.stalls += waited > 1e-3  # less is how long handing a batch over takes
 
     def _bottleneck(self, seconds: float) -> str:
-        if not self.batches:
+        if not self.batches and not self.stall_seconds:
             return "none"
         if self.stall_seconds < _NO_STALL * seconds:
             return "consumer"

@@ -479,9 +479,91 @@ def test_close_is_idempotent_joins_the_thread_and_leases_nothing(cache):
     loader.close()
     assert not loader_threads()
     assert cache.stats().leased_bytes == 0
-    assert next(epoch, None) is None
+    with pytest.raises(RuntimeError, match="was ended"):
+        next(epoch)
     with pytest.raises(ValueError, match="closed"):
         iter(loader)
+
+
+@pytest.mark.parametrize("how", ["close", "iter", "load"])
+def test_an_epoch_that_another_thread_cuts_short_is_no_finished_one(cache, how):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def transform(batch):
+        if 48 in batch["id"]:
+            reached.set()
+            assert go_on.wait(DEADLINE_SECONDS)
+        return batch
+
+    found = []
+
+    def consume(loader):
+        try:
+            found.extend(len(batch["id"]) for batch in loader)
+            found.append("the end")
+        except RuntimeError as error:
+            found.append(str(error))
+
+    with Loader(cache, 16, shuffle=None, transform=transform) as loader:
+        state = loader.state_dict()
+        consumer = threading.Thread(target=consume, args=(loader,))
+        consumer.start()
+        assert reached.wait(DEADLINE_SECONDS)
+        wait_until(lambda: len(found) == 3, "the consumer to wait")
+        ending = {
+            "close": loader.close,
+            "iter": loader.__iter__,
+            "load": lambda: loader.load_state_dict(state),
+        }
+        other = threading.Thread(target=ending[how])
+        other.start()
+        consumer.join(DEADLINE_SECONDS)
+        go_on.set()
+        other.join(DEADLINE_SECONDS)
+    assert found[:3] == [16] * 3
+    assert "this epoch was ended" in found[3]
+
+
+def test_an_error_in_the_first_step_arrives_although_nothing_is_ready_before_it(cache):
+    def fail(batch):
+        raise KeyError("at once")
+
+    for workers in (0, 2):
+        for transform in (fail, None):
+            with Loader(
+                cache, 32, shuffle=None, prefetch=1, timeout=DEADLINE_SECONDS, workers=workers,
+                worker_type="thread", transform=transform,
+            ) as loader:  # fmt: skip
+                if transform is None:
+                    loader._assembly.require_views = True  # what assert_zero_copy() asks for
+                with pytest.raises((KeyError, ValueError), match=r"at once|needs a copy"):
+                    list(loader)
+
+
+def test_values_of_no_fixed_width_count_in_how_much_is_prefetched(tmp_path, monkeypatch):
+    monkeypatch.setattr("arrowcache.reading.assembly.USUAL_GROUP_BYTES", 1 << 20, raising=False)
+    schema = ac.Schema({"label": ac.Tensor("int64"), "jpeg": ac.Binary()})
+    cache = make_cache(tmp_path / "cache", schema, capacity="64MiB", segment_bytes="4MiB", segment_rows=64)
+    with cache.writer() as writer:
+        for number in range(1024):
+            writer.append(label=number, jpeg=bytes(20_000))
+    with Loader(cache, 16, prefetch=2) as loader:
+        most = 0
+        for _ in loader:
+            stream = loader._iterator()._stream
+            wait_until(lambda s=stream: s.exhausted or len(s.ready) >= s.wanted, "the producer to rest")
+            most = max(most, len(stream.ready))
+        assert most <= 2 * 4, "two groups of 1 MiB, not of the 128 bytes that labels take"
+
+
+def test_a_signal_handler_may_ask_for_stats_and_close_while_its_thread_is_counting(cache):
+    with Loader(cache, 16) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with loader._meter._lock:  # as a handler finds it
+            assert loader.stats().batches == 1
+            assert loader.state_dict()["position"] == 16
+            loader.close()
 
 
 @pytest.mark.parametrize("rows_come", [False, True])

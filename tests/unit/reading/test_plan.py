@@ -104,6 +104,10 @@ def test_a_state_without_segments_is_one_too():
         ({"segments": "no"}, "damaged"),
         ({"segments": [[0, 2**70, 1]]}, "damaged"),
         ({"segments": [[0, 2**40, 1]]}, "damaged"),
+        ({"segments": [[0, 1 << 21, 1]]}, "damaged"),
+        ({"segments": [[0, 10, 2**62]]}, "damaged"),
+        ({"segments": [[0, 0.5, 1]]}, "damaged"),
+        ({"epoch": 2**80}, "damaged"),
         ({"window_rows": "3"}, "damaged"),
     ],
 )

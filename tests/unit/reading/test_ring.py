@@ -19,7 +19,7 @@ COLUMNS = {"image": ((64,), np.dtype("float32")), "label": ((), np.dtype("int64"
 def make(group_bytes=1, columns=COLUMNS):
     """A ring for batches of 4 whose largest group has about so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring_module, "_USUAL_GROUP_BYTES", 1)
+        patch.setattr(ring_module, "USUAL_GROUP_BYTES", 1)
         patch.setattr(ring_module, "_LARGEST_GROUP_BYTES", group_bytes)
         return Ring(columns, 4)
 

@@ -311,7 +311,7 @@ class Loader:
     def _end_current(self) -> None:
         iterator = self._iterator()
         if iterator is not None:
-            iterator.cut_short()
+            iterator.close()
 
 
 class EpochIterator:
@@ -336,7 +336,9 @@ class EpochIterator:
         Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began.
         """
         if self._stream.ended:
-            raise self._end()
+            if not self.has_stopped and self._loader._iterator() is not self:
+                raise RuntimeError("this epoch ended when a newer one began: iterate that one")
+            raise StopIteration
         started = time.perf_counter()
         try:
             made = self._pipeline.next(self._stream, self._loader._timeout)
@@ -346,8 +348,7 @@ class EpochIterator:
             self._loader._epochs.came_to_error()
             raise
         if made is None:
-            if self._stream.ended:  # by another thread, while this one waited
-                raise self._end()
+            self.has_stopped = True
             self.close()
             raise StopIteration
         made.epoch.delivered += 1
@@ -357,23 +358,12 @@ class EpochIterator:
         self._loader._meter.deliver(made, time.perf_counter() - started)
         return self._loader._finish(made.batch)
 
-    def _end(self) -> Exception:
-        """How iteration ends here: an epoch that something else cut short is no finished one."""
-        if self.has_stopped:
-            return StopIteration()
-        return RuntimeError("this epoch was ended, by a newer one, a loaded state or close(): iterate anew")
-
     def running_seconds(self) -> float:
         """Since the epoch began; 0 once it ended and was counted."""
         return 0.0 if self._stream.ended else time.perf_counter() - self._started
 
     def close(self) -> None:
         """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
-        self.has_stopped = True
-        self.cut_short()
-
-    def cut_short(self) -> None:
-        """As `close`, for somebody else than the consumer, which is told by its next step."""
         if not self._stream.ended:
             self._loader._meter.end_epoch(self.running_seconds())
             self._pipeline.end(self._stream)

@@ -178,7 +178,7 @@ class Meter:
         self.stalls += waited > 1e-3  # less is how long handing a batch over takes
 
     def _bottleneck(self, seconds: float) -> str:
-        if not self.batches and not self.stall_seconds:
+        if not self.batches:
             return "none"
         if self.stall_seconds < _NO_STALL * seconds:
             return "consumer"

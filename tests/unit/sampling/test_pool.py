@@ -575,7 +575,9 @@ def test_an_interpreter_that_exits_without_stop_leaves_no_process(cache, how):
         assert script.line() == "ready"
         code, errors = script.end()
         wait_until(lambda: not script.processes(), "the processes to end")
-        assert (code, errors) == (0, "")
+        # loky's own tracker process, rarely, finds a semaphore unlinked already, and says so
+        ours = "" if "loky/backend/resource_tracker.py" in errors else errors
+        assert (code, ours) == (0, "")
     assert cache.verify() == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,18 @@ def publish(cache: ac.Cache, segments: int, first: int | None = None, rows: int 
     with cache.writer(on_full="raise") as writer:
         for number in range(start, start + segments * rows):
             writer.append(sample(number))
+
+
+def append_rows(cache: ac.Cache, numbers: Iterable[int]) -> None:
+    """Publish rows of schema ROW with these ids; the last segment may be short."""
+    with cache.writer() as writer:
+        for number in numbers:
+            writer.append(sample(number))
+
+
+def ids_of(batches: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The `id` column of batches, one after another."""
+    return [number for batch in batches for number in batch["id"].tolist()]
 
 
 def seqs(cache: ac.Cache) -> list[int]:

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.lane import Lane, Phase, choose_stride
 from arrowcache.reading.placement import Placement
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.mapping import AddressRange, open_file
+from arrowcache.storage.mapping import AddressRange, most_mappings, open_file
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file
 
@@ -57,8 +56,7 @@ class _Budget:
     @classmethod
     def of_process(cls) -> _Budget:
         """Half of the mappings that the kernel allows this process."""
-        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
-        return cls(limit // 2 // _MAPPINGS_A_CELL)
+        return cls(most_mappings() // 2 // _MAPPINGS_A_CELL)
 
     def take(self) -> bool:
         with self._lock:

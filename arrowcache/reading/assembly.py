@@ -82,9 +82,8 @@ class Assembly:
         alone = self._transform is not None and self._workers > 0
         most = self._most_batches(epoch.snapshot)
         while step < epoch.order.steps:
-            size = (
-                1 if alone or self.ring.is_hoarded else min(group.now, most)
-            )  # what is kept keeps its group
+            one_by_one = alone or self.ring.is_hoarded  # what is kept keeps its whole group
+            size = 1 if one_by_one else min(group.now, most)
             last = min(step + size, epoch.order.steps)
             ids = epoch.order.batches(step, last)
             yield self._job(epoch, step, ids, last - step)
@@ -94,8 +93,7 @@ class Assembly:
         """How many batches to make at once, as far as values of no fixed width limit it."""
         if len(self._fixed) == len(self._names):
             return self.ring.largest_group
-        row_bytes = max(1, snapshot.nbytes // max(1, len(snapshot)))
-        return max(1, USUAL_GROUP_BYTES // (row_bytes * self._batch_size))
+        return max(1, USUAL_GROUP_BYTES // (snapshot.row_bytes * self._batch_size))
 
     def _job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int) -> Job:
         made: list[Made] = []
@@ -124,7 +122,7 @@ class Assembly:
 
     def _make(self, epoch: Epoch, ids: NDArray[np.int64], batches: int, made: list[Made]) -> None:
         """Add batches to `made`: those before one that fails are in it then."""
-        published = epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
+        published = _published(epoch, ids)
         with self._meter.reading() as reading:
             if self._viewed:
                 self._views(epoch, ids, range(batches), published, made)
@@ -153,7 +151,7 @@ class Assembly:
             return gather
 
         parts = [part(int(bounds[i]), int(bounds[i + 1])) for i in range(self._workers)]
-        published = epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
+        published = _published(epoch, ids)
         return Job(step, parts, lambda: iter([self._hand_out(epoch, ids, 1, memory, published)]))
 
     def _gather(
@@ -251,6 +249,11 @@ def _all_of(made: list[Made], failures: list[BaseException]) -> Iterator[list[Ma
         yield [made.pop(0) for _ in range(len(made))]
     if failures:
         raise failures.pop()
+
+
+def _published(epoch: Epoch, ids: NDArray[np.int64]) -> float:
+    """When rows were published, on average, as some of them tell."""
+    return epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
 
 
 def _rows_of(column: Column, rows: slice) -> Column:

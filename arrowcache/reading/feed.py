@@ -64,8 +64,9 @@ class Feed:
         in_order = shuffle in ("window", None)
         self._readahead.follow(epoch, in_order=in_order)
         self._readahead.soon(partial(self._epochs.prepare, epoch.plan.epoch + 1, snapshot.segments))
-        row_bytes = max(1, snapshot.nbytes // max(1, len(snapshot)))
-        ahead_rows = epoch.plan.window_rows // 2 if shuffle == "window" else _AHEAD_BYTES // row_bytes
+        ahead_rows = (
+            epoch.plan.window_rows // 2 if shuffle == "window" else _AHEAD_BYTES // snapshot.row_bytes
+        )
         ahead_steps = max(1, ahead_rows // self._epochs.step_rows)
         started, is_asked = time.perf_counter(), not self._endless
         for job in self._assembly.jobs(epoch, awaited=awaited):

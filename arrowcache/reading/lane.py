@@ -15,13 +15,11 @@ are not scarce.
 from __future__ import annotations
 
 import math
-import os
 
 import numpy as np
 
-from arrowcache.storage.mapping import HUGE_PAGE, AddressRange
+from arrowcache.storage.mapping import HUGE_PAGE, PAGE_BYTES, AddressRange
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _LEAST_WIDTH = 512  # a second pass over smaller rows costs less than a mapping
 
 
@@ -69,7 +67,7 @@ class Lane:
     @staticmethod
     def is_worth_it(width: int, rows: int, stride: int) -> bool:
         """Whether a column of so wide rows is no array in cells of distance `stride`, but would be here."""
-        fits = math.lcm(_PAGE, width) <= _lane_bytes(width, rows)
+        fits = math.lcm(PAGE_BYTES, width) <= _lane_bytes(width, rows)
         return width >= _LEAST_WIDTH and stride % width != 0 and fits
 
     def fill(self, cell: int, fd: int, start: int, rows: int, *, is_full: bool) -> None:
@@ -77,7 +75,7 @@ class Lane:
 
         Raises: OSError: it cannot be mapped.
         """
-        in_page = start % _PAGE
+        in_page = start % PAGE_BYTES
         nbytes = in_page + rows * self.width
         if nbytes <= self._most_bytes:
             place = cell * self._stride
@@ -100,7 +98,7 @@ class Lane:
 
 def _lane_bytes(width: int, rows: int) -> int:
     """The most that a column takes, which may begin anywhere in a page."""
-    return (-(-width * rows // _PAGE) + 1) * _PAGE
+    return (-(-width * rows // PAGE_BYTES) + 1) * PAGE_BYTES
 
 
 def choose_stride(width: int, nbytes: int) -> int:
@@ -109,10 +107,10 @@ def choose_stride(width: int, nbytes: int) -> int:
     Whole rows and whole huge pages, with room for the largest `page_shift`, as far as that at most
     doubles the addresses.
     """
-    size = -(-nbytes // _PAGE) * _PAGE
-    room = math.lcm(_PAGE, width)
+    size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    room = math.lcm(PAGE_BYTES, width)
     size += room if room <= size else 0
-    for multiple in (math.lcm(HUGE_PAGE, width), math.lcm(_PAGE, width), HUGE_PAGE):
+    for multiple in (math.lcm(HUGE_PAGE, width), math.lcm(PAGE_BYTES, width), HUGE_PAGE):
         if multiple <= size:
             return -(-size // multiple) * multiple
     return size
@@ -123,8 +121,8 @@ def page_shift(missing: int, width: int, room: int) -> int:
 
     Returns: at most `room`; 0 where no such page exists.
     """
-    common = math.gcd(_PAGE, width)
+    common = math.gcd(PAGE_BYTES, width)
     if not missing or missing % common:  # not written by this version: its column is not aligned
         return 0
-    pages = missing // common * pow(_PAGE // common, -1, width // common) % (width // common)
-    return pages * _PAGE if pages * _PAGE <= room else 0
+    pages = missing // common * pow(PAGE_BYTES // common, -1, width // common) % (width // common)
+    return pages * PAGE_BYTES if pages * PAGE_BYTES <= room else 0

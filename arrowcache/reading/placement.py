@@ -224,14 +224,14 @@ def _heads(source: AddressRange, items: NDArray[Any]) -> NDArray[np.uint8] | Non
     if items.itemsize not in _TOUCHED_WIDTHS:
         return None
     start = items.__array_interface__["data"][0]
-    return _as_array(source, start, len(items), "|u1", (items.strides[0],))
+    return as_array(source, start, len(items), "|u1", (items.strides[0],))
 
 
 def _items(source: AddressRange, width: int, start: int, step: int) -> NDArray[Any]:
     """A range from byte `start` on as items of `width` bytes at every `step` bytes."""
     count = (source.nbytes - start - width) // step + 1
     strides = None if step == width else (step,)
-    return _as_array(source, source.address + start, count, f"|V{width}", strides)
+    return as_array(source, source.address + start, count, f"|V{width}", strides)
 
 
 def _touch(heads: NDArray[np.uint8] | None, positions: NDArray[np.int64]) -> None:
@@ -248,7 +248,7 @@ class _Memory:
         self.__array_interface__ = interface
 
 
-def _as_array(
+def as_array(
     owner: object,
     address: int,
     count: int,
@@ -257,6 +257,7 @@ def _as_array(
     *,
     writable: bool = False,
 ) -> NDArray[Any]:
+    """An array of `count` items at an address, which `owner` keeps valid for as long as the array lives."""
     interface = {
         "version": 3,
         "shape": (count,),
@@ -272,4 +273,4 @@ def _writable(array: pa.Array) -> NDArray[Any]:
     values: NDArray[Any] = array.to_numpy(zero_copy_only=True)
     if not len(values):
         return values.copy()
-    return _as_array(array, values.ctypes.data, len(values), values.dtype.str, writable=True)
+    return as_array(array, values.ctypes.data, len(values), values.dtype.str, writable=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -28,7 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PAGE_BYTES = mmap.PAGESIZE
+from arrowcache.storage.mapping import PAGE_BYTES
+
 USUAL_GROUP_BYTES = 8 << 20  # a few groups stay in the last-level cache until they are used
 _LARGEST_GROUP_BYTES = 64 << 20  # beside a busy thread: 0.75 of its speed kept with 32, 0.82 with 64
 _MANY_BUFFERS = 6  # and two for each group in flight: more than prefetching and one in hand need

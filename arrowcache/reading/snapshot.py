@@ -30,11 +30,11 @@ from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.arena import NO_CELL, Arena
 from arrowcache.reading.pieces import pieces
 from arrowcache.reading.placement import Placement, Values
-from arrowcache.reading.ring import PAGE_BYTES, page_aligned
+from arrowcache.reading.ring import page_aligned
 from arrowcache.reading.view import has_room, uncopied, view_rows
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
-from arrowcache.storage.mapping import FileMapping, populate, will_need
+from arrowcache.storage.mapping import PAGE_BYTES, FileMapping, populate, will_need
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, quarantine
 
@@ -110,6 +110,11 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes of its segments' files."""
         return sum(segment.nbytes for segment in self._segments)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row takes in the files, on average; at least 1."""
+        return max(1, self.nbytes // max(1, len(self)))
 
     def __len__(self) -> int:
         return self._rows

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
-from arrowcache.reading.placement import Values
+from arrowcache.reading.placement import Values, as_array
 from arrowcache.storage.mapping import FileMapping, live_mappings, most_mappings, populate
 
 _MOST_VIEWS = most_mappings() // 4  # arenas use half of them, the process' own threads need some
@@ -79,24 +79,10 @@ def view_rows(
     return columns
 
 
-class _Memory:
-    """NumPy's array interface over a part of a mapping, which it keeps."""
-
-    def __init__(self, file: FileMapping, interface: dict[str, Any]) -> None:
-        self._file = file
-        self.__array_interface__ = interface
-
-
 def _array(file: FileMapping, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     nbytes = dtype.itemsize * math.prod(shape)
     if not nbytes:
         return np.empty(shape, dtype)
     populate(file.address + start, nbytes)
-    interface = {
-        "version": 3,
-        "shape": (nbytes,),
-        "typestr": "|u1",
-        "data": (file.address + start, False),
-        "strides": None,
-    }
-    return np.asarray(_Memory(file, interface)).view(dtype).reshape(shape)
+    memory = as_array(file, file.address + start, nbytes, "|u1", writable=True)
+    return memory.view(dtype).reshape(shape)

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
-_PAGE = mmap.PAGESIZE
+PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,14 +51,14 @@ def populate(address: int, nbytes: int) -> None:
     A hint: what cannot be had now is had at the first touch. Blocks while the disk reads; other
     threads go on.
     """
-    start = address // _PAGE * _PAGE
+    start = address // PAGE_BYTES * PAGE_BYTES
     if nbytes and _libc.madvise(start, address + nbytes - start, _MADV_POPULATE_READ):
         _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)  # an older kernel
 
 
 def will_need(address: int, nbytes: int) -> None:
     """Have the disk begin to read mapped pages; returns at once."""
-    start = address // _PAGE * _PAGE
+    start = address // PAGE_BYTES * PAGE_BYTES
     _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)
 
 

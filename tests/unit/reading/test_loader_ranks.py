@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, make_cache, publish, sample, wait_until
+from helpers import DEADLINE_SECONDS, append_rows, ids_of, make_cache, publish, wait_until
 from processes import Child
 
 import arrowcache as ac
@@ -32,9 +32,7 @@ def no_environment(monkeypatch):
 def cache(tmp_path):
     """Nine segments of 16 rows and one of 13: ids 0 to 156."""
     cache = make_cache(tmp_path / "cache")
-    with cache.writer() as writer:
-        for number in range(ROWS):
-            writer.append(sample(number))
+    append_rows(cache, range(ROWS))
     return cache
 
 
@@ -52,10 +50,6 @@ def rank_of(
 def close(loaders: list[Loader]) -> None:
     for loader in loaders:
         loader.close()
-
-
-def ids(batches: Any) -> list[int]:
-    return [number for batch in batches for number in batch["id"].tolist()]
 
 
 def joined(batches: Any) -> list[int]:
@@ -133,7 +127,7 @@ def test_what_is_published_between_the_ranks_iter_is_in_neithers_epoch(cache):
     first = iter(loaders[0])
     publish(cache, 2, first=200)
     second = iter(loaders[1])
-    assert set(ids(first) + ids(second)) <= set(range(ROWS))
+    assert set(ids_of(first) + ids_of(second)) <= set(range(ROWS))
     epochs = one_by_one(loaders)
     assert len([number for epoch in epochs for batch in epoch for number in batch]) == 176
     close(loaders)
@@ -141,10 +135,10 @@ def test_what_is_published_between_the_ranks_iter_is_in_neithers_epoch(cache):
 
 def test_a_rank_that_comes_late_gets_the_rows_that_the_first_has_finished_with(cache):
     loaders = ranks_of(cache, 2)
-    first = ids(loaders[0])
+    first = ids_of(loaders[0])
     publish(cache, 8, first=200)
     assert cache.evict("1GB") == 0, "the agreement keeps them"
-    second = ids(loaders[1])
+    second = ids_of(loaders[1])
     assert len(set(first + second)) == 144
     assert max(first + second) < ROWS
     wait_until(lambda: cache.stats().leased_bytes == 0, "both to let go, though they are idle")
@@ -165,8 +159,8 @@ def test_repeat_agrees_on_every_epoch_while_a_writer_publishes(cache, shuffle):
             endless = loaders[rank].repeat()
             for number in range(6):
                 barrier.wait(DEADLINE_SECONDS)
-                epoch = ids([next(endless)])
-                epoch += ids(next(endless) for _ in range(loaders[rank].steps - 1))
+                epoch = ids_of([next(endless)])
+                epoch += ids_of(next(endless) for _ in range(loaders[rank].steps - 1))
                 found[rank].append(epoch)
                 if rank == 0:
                     publish(cache, 1, first=1000 + 16 * number)
@@ -338,7 +332,7 @@ def test_wrong_ranks_fail_in_the_constructor(cache, options, error, words):
 
 def test_a_world_of_one_needs_no_run(cache):
     with Loader(cache, 16, rank=0, world_size=1) as loader:
-        assert len(ids(loader)) == 144
+        assert len(ids_of(loader)) == 144
     assert files(cache) == []
 
 
@@ -354,7 +348,7 @@ def test_the_run_is_taken_from_the_environment(cache, monkeypatch, environment):
     publish(cache, 2, first=200)
     second = iter(loaders[1])
     assert len(files(cache)) == 1
-    found = ids(first) + ids(second)
+    found = ids_of(first) + ids_of(second)
     assert len(set(found)) == len(found) == 144, "they read one snapshot"
     close(loaders)
     assert files(cache) == []
@@ -366,6 +360,6 @@ def test_ranks_that_differ_in_what_they_were_told_are_refused_with_the_differenc
     epoch = iter(first)
     with pytest.raises(ValueError, match="shuffle is 'blocks' here and 'rows' there"):
         iter(second)
-    assert len(ids(epoch)) == 72
+    assert len(ids_of(epoch)) == 72
     close([first, second])
     assert files(cache) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from helpers import (
     DEADLINE_SECONDS,
     disk_bytes,
     flip_byte,
+    ids_of,
     in_child,
     make_cache,
     publish,
@@ -64,10 +64,6 @@ def gate(monkeypatch):
     monkeypatch.setattr(ReadAhead, "_look_for_new", gated)
     yield gate
     gate.go_on.set()
-
-
-def ids(batches: Any) -> list[int]:
-    return [number for batch in batches for number in batch["id"].tolist()]
 
 
 def mapped(cache: ac.Cache) -> list[int]:
@@ -139,7 +135,7 @@ def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, monkeypatch):
     monkeypatch.setattr(Arena, "_map", counted)
     with Loader(cache, 16) as loader:
         for _ in range(4):
-            assert len(ids(loader)) == 160
+            assert len(ids_of(loader)) == 160
     assert sorted(mappings) == list(range(10)), "each was mapped once"
 
 
@@ -155,8 +151,8 @@ def test_segments_published_while_an_epoch_runs_are_mapped_before_the_next(cache
         wait_until(lambda: {10, 11, 12} <= set(mapped(cache)), "the new ones to be mapped")
         publish(cache, 2)
         wait_until(lambda: {13, 14} <= set(mapped(cache)), "still newer ones, too")
-        assert max(ids(epoch)) < 160, "the epoch goes on without them"
-        assert sorted(ids(loader)) == list(range(240))
+        assert max(ids_of(epoch)) < 160, "the epoch goes on without them"
+        assert sorted(ids_of(loader)) == list(range(240))
 
 
 def test_only_what_where_accepts_is_mapped_ahead(cache):
@@ -165,7 +161,7 @@ def test_only_what_where_accepts_is_mapped_ahead(cache):
         publish(cache, 4)
         wait_until(lambda: {10, 12} <= set(mapped(cache)), "the new ones to be mapped")
         assert all(seq % 2 == 0 for seq in mapped(cache))
-        assert len(ids(epoch)) == 80
+        assert len(ids_of(epoch)) == 80
 
 
 def test_what_is_mapped_ahead_does_not_keep_older_segments(cache):
@@ -175,7 +171,7 @@ def test_what_is_mapped_ahead_does_not_keep_older_segments(cache):
         wait_until(lambda: {10, 11} <= set(mapped(cache)), "the new ones to be mapped")
         assert cache.evict("1GB") > 0
         assert seqs(cache) == [8, 9, 10, 11]
-        assert len(ids(epoch)) == 32
+        assert len(ids_of(epoch)) == 32
 
 
 def test_what_is_mapped_ahead_makes_way_for_a_writer_of_this_process(cache):
@@ -184,7 +180,7 @@ def test_what_is_mapped_ahead_makes_way_for_a_writer_of_this_process(cache):
         epoch = iter(loader)
         publish(cache, 2)
         wait_until(lambda: {10, 11} <= set(mapped(cache)), "the new ones to be mapped")
-        assert len(ids(epoch)) == 160
+        assert len(ids_of(epoch)) == 160
         publish(cache, 60)
         assert seqs(cache)[0] > 11
 
@@ -198,23 +194,23 @@ def test_an_epoch_in_order_gives_up_what_was_delivered_while_only_the_consumer_m
         epoch = iter(loader)
         wait_until(lambda: epoch._stream.exhausted, "every batch to be made")
         assert cache.evict(1) == 0, "nothing was delivered"
-        delivered = ids(next(epoch) for _ in range(12))
+        delivered = ids_of(next(epoch) for _ in range(12))
         gc.collect()
         wait_until(lambda: cache.evict(1), "the oldest to be let go")
         left = set(published_ids(cache))
         assert set(range(160)) - set(delivered) <= left, "what is to come stays"
-        assert sorted(delivered + ids(epoch)) == list(range(160))
+        assert sorted(delivered + ids_of(epoch)) == list(range(160))
 
 
 @pytest.mark.parametrize("shuffle", ["rows", "blocks"])
 def test_an_epoch_that_reads_everywhere_gives_up_nothing_before_its_end(cache, shuffle):
     with Loader(cache, 8, shuffle=shuffle, prefetch=100) as loader:
         epoch = iter(loader)
-        delivered = ids(next(epoch) for _ in range(19))
+        delivered = ids_of(next(epoch) for _ in range(19))
         publish(cache, 1)
         wait_until(lambda: 10 in mapped(cache), "the read-ahead to have looked")
         assert cache.evict(1) == 0
-        assert sorted(delivered + ids(epoch)) == list(range(160))
+        assert sorted(delivered + ids_of(epoch)) == list(range(160))
 
 
 # errors end nothing
@@ -230,8 +226,8 @@ def test_a_new_segment_that_is_damaged_ends_nothing_and_is_reported(cache, gate)
             gate.looked.clear()
             gate.go_on.set()
             assert gate.looked.wait(DEADLINE_SECONDS)
-            assert sorted(ids(epoch)) == list(range(160))
-            assert sorted(ids(loader)) == [*range(160), *range(176, 192)]
+            assert sorted(ids_of(epoch)) == list(range(160))
+            assert sorted(ids_of(loader)) == [*range(160), *range(176, 192)]
         assert any("quarantined" in str(warning.message) for warning in caught)
     assert seqs(cache) == [*range(10), 11]
     assert cache.stats().leased_bytes == 0
@@ -242,17 +238,17 @@ def test_a_folder_that_vanishes_ends_no_epoch_and_is_told_by_the_next(cache, gat
     away = folder.with_name("away")
     with Loader(cache, 16, timeout=1) as loader:
         epoch = iter(loader)
-        first = ids([next(epoch)])
+        first = ids_of([next(epoch)])
         folder.rename(away)
         gate.looked.clear()
         gate.go_on.set()
         assert gate.looked.wait(DEADLINE_SECONDS)
-        rest = ids(epoch)
+        rest = ids_of(epoch)
         assert sorted(first + rest) == list(range(160))
         with pytest.raises(OSError):
             iter(loader)
         away.rename(folder)
-        assert sorted(ids(loader)) == list(range(160))
+        assert sorted(ids_of(loader)) == list(range(160))
 
 
 def test_an_exception_of_where_in_the_thread_is_told_by_the_next_epoch(cache, gate):
@@ -270,11 +266,11 @@ def test_an_exception_of_where_in_the_thread_is_told_by_the_next_epoch(cache, ga
         gate.looked.clear()
         gate.go_on.set()
         assert gate.looked.wait(DEADLINE_SECONDS)
-        assert sorted(ids(epoch)) == list(range(160))
+        assert sorted(ids_of(epoch)) == list(range(160))
         with pytest.raises(LookupError, match="where is broken"):
             iter(loader)
         broken.clear()
-        assert sorted(ids(loader)) == list(range(176))
+        assert sorted(ids_of(loader)) == list(range(176))
         epoch = iter(loader)
         publish(cache, 1)
         wait_until(lambda: 11 in mapped(cache), "the thread to work on")
@@ -304,7 +300,7 @@ def test_a_loader_that_is_dropped_leaves_no_thread(cache, state):
     epoch = iter(loader)
     next(epoch)
     if state == "between epochs":
-        assert len(ids(epoch)) == 144
+        assert len(ids_of(epoch)) == 144
     assert readahead_threads() == before + 1
     del epoch, loader
     gc.collect()
@@ -317,16 +313,16 @@ def test_a_loader_that_is_dropped_leaves_no_thread(cache, state):
 def test_a_forked_child_has_a_read_ahead_of_its_own_and_its_parent_keeps_its_lease(cache, state):
     with Loader(cache, 16) as loader:
         epoch = iter(loader)
-        first = ids([next(epoch)])
+        first = ids_of([next(epoch)])
         if state == "between epochs":
-            first += ids(epoch)
+            first += ids_of(epoch)
 
         def child():
             del first[:]
             newer = iter(loader)
             publish(cache, 1)
             wait_until(lambda: 10 in mapped(cache), "the child's thread to map it")
-            assert sorted(ids(newer)) == list(range(160))
+            assert sorted(ids_of(newer)) == list(range(160))
             loader.close()
 
         with warnings.catch_warnings():
@@ -335,8 +331,8 @@ def test_a_forked_child_has_a_read_ahead_of_its_own_and_its_parent_keeps_its_lea
                 pass
         if state == "in an epoch":
             assert cache.evict(1) == 0, "the parent's lease holds"
-            assert sorted(first + ids(epoch)) == list(range(160))
-        assert sorted(ids(loader)) == list(range(176))
+            assert sorted(first + ids_of(epoch)) == list(range(160))
+        assert sorted(ids_of(loader)) == list(range(176))
 
 
 def test_touching_ahead_changes_no_page_of_the_files(cache):

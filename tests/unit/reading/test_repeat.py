@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from helpers import DEADLINE_SECONDS, make_cache, publish, sample, wait_until
+from helpers import DEADLINE_SECONDS, append_rows, ids_of, make_cache, publish, wait_until
 
 import arrowcache as ac
 from arrowcache import Loader
@@ -22,9 +22,7 @@ SHUFFLES = ["rows", "window", "blocks", None]
 def cache(tmp_path):
     """Three segments of 16 rows and one of 9: ids 0 to 56."""
     cache = make_cache(tmp_path / "cache")
-    with cache.writer() as writer:
-        for number in range(ROWS):
-            writer.append(sample(number))
+    append_rows(cache, range(ROWS))
     return cache
 
 
@@ -32,15 +30,11 @@ def loader_of(cache: ac.Cache, size: int = 7, make: type[Loader] = Loader, **opt
     return make(cache, size, **({"columns": ["id"], "worker_type": "thread"} | options))
 
 
-def ids(batches: Any) -> list[int]:
-    return [number for batch in batches for number in batch["id"].tolist()]
-
-
 def take_epoch(endless: Any, loader: Loader) -> list[int]:
     """The ids of one epoch, from its first batch on."""
-    found = ids([next(endless)])
+    found = ids_of([next(endless)])
     assert loader.steps is not None
-    return found + ids(next(endless) for _ in range(loader.steps - 1))
+    return found + ids_of(next(endless) for _ in range(loader.steps - 1))
 
 
 def threads() -> list[str]:
@@ -76,7 +70,7 @@ def test_every_epoch_has_each_row_exactly_once(cache, make, workers, shuffle):
 def test_it_yields_what_one_for_after_another_would(cache, workers):
     with loader_of(cache, workers=workers) as loader, loader_of(cache) as other:
         endless = loader.repeat()
-        assert [take_epoch(endless, loader) for _ in range(4)] == [ids(other) for _ in range(4)]
+        assert [take_epoch(endless, loader) for _ in range(4)] == [ids_of(other) for _ in range(4)]
 
 
 def test_the_next_epoch_sees_what_was_published_meanwhile(cache):
@@ -96,7 +90,7 @@ def test_a_transform_sees_every_batch_once_and_in_order(cache):
 
     with loader_of(cache, 16, transform=transform) as loader:
         endless = loader.repeat()
-        found = ids(next(endless) for _ in range(20))
+        found = ids_of(next(endless) for _ in range(20))
         endless.close()
     assert seen[: len(found)] == found
 
@@ -131,7 +125,7 @@ def test_steps_stats_and_state_follow_what_was_delivered_not_what_was_made(cache
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_epoch_after_it_is_the_one_after_that_which_was_delivered(cache, workers):
     with loader_of(cache, 16) as plain:
-        epochs = [ids(plain) for _ in range(4)]
+        epochs = [ids_of(plain) for _ in range(4)]
     made: list[int] = []
 
     def transform(batch):
@@ -143,7 +137,7 @@ def test_the_epoch_after_it_is_the_one_after_that_which_was_delivered(cache, wor
         next(endless)
         wait_until(lambda: len(made) >= 12, "four epochs to be made")
         endless.close()
-        assert ids(loader) == epochs[1], "those that nobody saw were never begun"
+        assert ids_of(loader) == epochs[1], "those that nobody saw were never begun"
         endless = loader.repeat()
         assert take_epoch(endless, loader) == epochs[2]
         assert take_epoch(endless, loader) == epochs[3]
@@ -152,9 +146,9 @@ def test_the_epoch_after_it_is_the_one_after_that_which_was_delivered(cache, wor
 def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache, monkeypatch):
     with loader_of(cache, 16) as loader:
         epoch = iter(loader)
-        first = ids([next(epoch)])
+        first = ids_of([next(epoch)])
         state = loader.state_dict()
-        rest = ids(epoch)
+        rest = ids_of(epoch)
         whole = first + rest
         in_begin, go_on = threading.Event(), threading.Event()
         plan_of = Epochs._plan
@@ -175,7 +169,7 @@ def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache, monkeypat
         go_on.set()
         wait_until(lambda: endless._stream.exhausted, "the thread that began it to end it")
         assert loader.state_dict() == state
-        assert first + ids(loader) == whole
+        assert first + ids_of(loader) == whole
         assert loader.state_dict()["epoch"] == 1
 
 
@@ -208,7 +202,7 @@ def test_its_end_leaves_no_lease_and_a_closed_or_dropped_loader_no_thread(cache,
         gc.collect()
     else:
         if how != "loader":
-            assert len(ids(loader)) == 56
+            assert len(ids_of(loader)) == 56
         loader.close()
     wait_until(lambda: len(threads()) == before, f"the threads to end: {threads()}")
 
@@ -217,7 +211,7 @@ def test_a_newer_for_ends_it(cache):
     with loader_of(cache) as loader:
         endless = loader.repeat()
         next(endless)
-        assert len(ids(loader)) == 56
+        assert len(ids_of(loader)) == 56
         with pytest.raises(RuntimeError, match="newer"):
             next(endless)
 
@@ -261,14 +255,14 @@ def test_with_too_few_rows_it_waits_without_a_lease_and_goes_on_when_they_come(c
             pass
         assert cache.stats().segments == 0, "nothing was leased"
         found: list[int] = []
-        consumer = threading.Thread(target=lambda: found.extend(ids([next(endless)])))
+        consumer = threading.Thread(target=lambda: found.extend(ids_of([next(endless)])))
         consumer.start()
         where.on = True
         publish(cache, 2, first=200)
         consumer.join(DEADLINE_SECONDS)
         assert set(found) < set(range(200, 232))
         assert loader.state_dict()["epoch"] == 1
-        rest = ids(next(endless) for _ in range(3))
+        rest = ids_of(next(endless) for _ in range(3))
         assert sorted(found + rest) == list(range(200, 232))
 
 

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import flip_byte, in_child, make_cache, publish, published_ids, sample, segment_files, wait_until
+from helpers import (
+    append_rows,
+    flip_byte,
+    ids_of,
+    in_child,
+    make_cache,
+    publish,
+    published_ids,
+    segment_files,
+    wait_until,
+)
 from processes import Child
 
 import arrowcache as ac
@@ -28,9 +38,7 @@ ROWS = 57
 def cache(tmp_path):
     """Three segments of 16 rows and one of 9: ids 0 to 56."""
     cache = make_cache(tmp_path / "cache")
-    with cache.writer() as writer:
-        for number in range(ROWS):
-            writer.append(sample(number))
+    append_rows(cache, range(ROWS))
     return cache
 
 
@@ -42,10 +50,6 @@ def loader_of(cache: ac.Cache, size: int = 7, shuffle: str | None = "rows", **op
     return Loader(cache, size, shuffle=shuffle, **options)
 
 
-def ids(batches: Any) -> list[int]:
-    return [number for batch in batches for number in batch["id"].tolist()]
-
-
 def joined(batches: list[list[int]]) -> list[int]:
     return [number for batch in batches for number in batch]
 
@@ -53,7 +57,7 @@ def joined(batches: list[list[int]]) -> list[int]:
 def stop_after(steps: int, loader: Loader) -> tuple[list[int], dict[str, Any]]:
     """The ids of so many steps of a new epoch, and the state then."""
     epoch = iter(loader)
-    delivered = ids(next(epoch) for _ in range(steps))
+    delivered = ids_of(next(epoch) for _ in range(steps))
     return delivered, loader.state_dict()
 
 
@@ -82,7 +86,7 @@ def test_at_every_step_what_was_delivered_and_what_remains_are_the_epoch_in_orde
                 for batch in loader:
                     delivered.append(batch["id"].tolist())
                     states.append(loader.state_dict())
-                following = ids(loader)
+                following = ids_of(loader)
             total = epoch_rows or ROWS
             assert len(delivered) == (total // 7 if drop_last else -(-total // 7))
             whole = joined(delivered)
@@ -92,15 +96,15 @@ def test_at_every_step_what_was_delivered_and_what_remains_are_the_epoch_in_orde
             with loader_of(cache, workers=after, **options) as resumed:
                 for step, state in enumerate(states):
                     resumed.load_state_dict(state)
-                    assert ids(resumed) == joined(delivered[step:]), f"the rest after step {step}"
-                assert ids(resumed) == following, "the next for is the next epoch"
+                    assert ids_of(resumed) == joined(delivered[step:]), f"the rest after step {step}"
+                assert ids_of(resumed) == following, "the next for is the next epoch"
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("other", [1, 5, 16, 60])
 def test_another_batch_size_goes_on_in_the_same_order(cache, shuffle, other):
     with loader_of(cache, shuffle=shuffle, drop_last=False) as loader:
-        whole = ids(loader)
+        whole = ids_of(loader)
     for steps in range(1, 9):
         with loader_of(cache, shuffle=shuffle) as loader:
             delivered, state = stop_after(steps, loader)
@@ -114,19 +118,19 @@ def test_another_batch_size_goes_on_in_the_same_order(cache, shuffle, other):
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_another_seed_and_shuffle_of_the_loader_change_nothing_of_the_saved_epoch(cache, shuffle):
     with loader_of(cache, shuffle=shuffle) as loader:
-        whole = ids(loader)
+        whole = ids_of(loader)
     with loader_of(cache, shuffle=shuffle) as loader:
         delivered, state = stop_after(3, loader)
     for other in SHUFFLES:
         with loader_of(cache, shuffle=other, seed=99, epoch_rows=20) as resumed:
             resumed.load_state_dict(state)
-            assert delivered + ids(resumed) == whole
-            assert len(ids(resumed)) == 14, "the next epoch is the loader's own"
+            assert delivered + ids_of(resumed) == whole
+            assert len(ids_of(resumed)) == 14, "the next epoch is the loader's own"
 
 
 def test_a_resumed_epoch_can_be_saved_and_resumed_again(cache):
     with loader_of(cache, drop_last=False) as loader:
-        whole = ids(loader)
+        whole = ids_of(loader)
     found, state, sizes = [], None, [7, 3, 5, 1, 4, 16]
     for size in sizes:
         with loader_of(cache, size, drop_last=False) as loader:
@@ -136,7 +140,7 @@ def test_a_resumed_epoch_can_be_saved_and_resumed_again(cache):
             found += delivered
     with loader_of(cache, 10, drop_last=False) as loader:
         loader.load_state_dict(state)
-        assert found + ids(loader) == whole
+        assert found + ids_of(loader) == whole
 
 
 @pytest.mark.parametrize("make", [Loader, TorchLoader])
@@ -148,16 +152,16 @@ def test_batches_that_were_made_but_not_delivered_are_not_counted(cache, make):
         return batch
 
     with make(cache, 4, transform=transform, prefetch=5, seed=3, drop_last=False) as loader:
-        whole = ids(loader)
+        whole = ids_of(loader)
         made.clear()
         loader.load_state_dict(loader.state_dict() | {"epoch": 0})
         epoch = iter(loader)
-        delivered = ids(next(epoch) for _ in range(3))
+        delivered = ids_of(next(epoch) for _ in range(3))
         wait_until(lambda: len(made) >= 8, "five batches to be ready")
         state = loader.state_dict()
         assert state["position"] == 12
         loader.load_state_dict(state)
-        assert delivered + ids(loader) == whole
+        assert delivered + ids_of(loader) == whole
 
 
 # when a state is taken
@@ -168,33 +172,33 @@ def test_before_the_first_epoch_a_state_is_that_of_the_first(cache):
         state = loader.state_dict()
         assert (state["epoch"], state["position"], state["segments"]) == (0, 0, [])
         resumed.load_state_dict(state)
-        assert ids(resumed) == ids(loader)
-        assert ids(resumed) == ids(loader)
+        assert ids_of(resumed) == ids_of(loader)
+        assert ids_of(resumed) == ids_of(loader)
 
 
 def test_after_a_break_a_state_is_of_the_epoch_that_was_left(cache):
     with loader_of(cache) as loader, loader_of(cache) as resumed:
-        whole = ids(resumed)
+        whole = ids_of(resumed)
         delivered = []
         for batch in loader:
             delivered += batch["id"].tolist()
             if len(delivered) == 21:
                 break
         resumed.load_state_dict(loader.state_dict())
-        assert delivered + ids(resumed) == whole
-        assert len(ids(loader)) == 56, "the for after a break is an epoch of its own"
+        assert delivered + ids_of(resumed) == whole
+        assert len(ids_of(loader)) == 56, "the for after a break is an epoch of its own"
         assert loader.state_dict()["epoch"] == 2
 
 
 def test_after_the_end_a_state_is_of_the_next_epoch(cache):
     with loader_of(cache) as loader, loader_of(cache) as resumed:
-        ids(loader)
+        ids_of(loader)
         state = loader.state_dict()
         assert (state["epoch"], state["segments"]) == (1, [])
         publish(cache, 1, first=100)
         resumed.load_state_dict(state)
-        next_epoch = ids(resumed)
-        assert next_epoch == ids(loader)
+        next_epoch = ids_of(resumed)
+        assert next_epoch == ids_of(loader)
         assert set(range(100, 116)) & set(next_epoch), "it takes a snapshot of its own"
 
 
@@ -204,9 +208,9 @@ def test_in_the_loop_at_the_last_batch_nothing_remains_and_the_next_for_is_the_n
             state = loader.state_dict()
         assert (state["epoch"], state["position"]) == (0, 56)
         resumed.load_state_dict(state)
-        assert ids(resumed) == []
+        assert ids_of(resumed) == []
         assert resumed.state_dict()["epoch"] == 1
-        assert ids(resumed) == ids(loader)
+        assert ids_of(resumed) == ids_of(loader)
 
 
 def test_a_state_of_repeat_goes_on_with_repeat_over_the_seam(cache):
@@ -239,13 +243,13 @@ def test_a_loaded_state_is_what_state_dict_returns_until_the_next_for(cache):
 
 def test_of_two_loads_in_a_row_the_second_counts(cache):
     with loader_of(cache) as loader:
-        whole = ids(loader)
+        whole = ids_of(loader)
         _, first = stop_after(2, loader)
         loader.load_state_dict(first | {"epoch": 0})
         delivered, second = stop_after(5, loader)
         loader.load_state_dict(first)
         loader.load_state_dict(second)
-        rest = ids(loader)
+        rest = ids_of(loader)
         assert whole[14:49] == delivered
         assert whole[49:] == rest
 
@@ -253,10 +257,10 @@ def test_of_two_loads_in_a_row_the_second_counts(cache):
 def test_loading_a_state_ends_the_epoch_in_progress(cache):
     with loader_of(cache) as loader:
         older = iter(loader)
-        delivered = ids(next(older) for _ in range(2))
+        delivered = ids_of(next(older) for _ in range(2))
         loader.load_state_dict(loader.state_dict())
         assert next(older, None) is None
-        rest = ids(loader)
+        rest = ids_of(loader)
         assert sorted(delivered + rest) == sorted(set(delivered + rest))
         assert len(delivered + rest) == 56
 
@@ -267,7 +271,7 @@ def test_a_wrong_state_does_not_end_the_epoch_in_progress(cache):
         next(epoch)
         with pytest.raises(ValueError, match="not a state"):
             loader.load_state_dict({"epoch": 3})
-        assert len(ids(epoch)) == 49
+        assert len(ids_of(epoch)) == 49
 
 
 # where a state goes
@@ -275,7 +279,7 @@ def test_a_wrong_state_does_not_end_the_epoch_in_progress(cache):
 
 def test_a_state_survives_torch_and_json(cache):
     with loader_of(cache) as loader:
-        whole = ids(loader)
+        whole = ids_of(loader)
         state = loader.state_dict() | {"epoch": 0}
         loader.load_state_dict(state)
         delivered, state = stop_after(4, loader)
@@ -286,7 +290,7 @@ def test_a_state_survives_torch_and_json(cache):
         assert again == state
         with loader_of(cache) as resumed:
             resumed.load_state_dict(again)
-            assert delivered + ids(resumed) == whole
+            assert delivered + ids_of(resumed) == whole
 
 
 def train_until_killed(path: Path, log: Path, shuffle: str | None) -> None:
@@ -311,7 +315,7 @@ def test_a_state_of_a_killed_process_resumes_in_another(cache, tmp_path, shuffle
     delivered, state = json.loads(log.read_text())
     with Loader(cache, 7, shuffle=shuffle, seed=3, drop_last=False) as loader:
         loader.load_state_dict(state)
-        assert sorted(delivered + ids(loader)) == list(range(ROWS))
+        assert sorted(delivered + ids_of(loader)) == list(range(ROWS))
 
 
 def test_a_forked_child_resumes_what_its_parent_has_begun(cache):
@@ -320,14 +324,14 @@ def test_a_forked_child_resumes_what_its_parent_has_begun(cache):
 
         def child():
             loader.load_state_dict(state)
-            assert sorted(delivered + ids(loader)) == list(range(ROWS))
+            assert sorted(delivered + ids_of(loader)) == list(range(ROWS))
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
             with in_child(child):
                 pass
         loader.load_state_dict(state)
-        assert sorted(delivered + ids(loader)) == list(range(ROWS))
+        assert sorted(delivered + ids_of(loader)) == list(range(ROWS))
 
 
 # over a cache that has changed
@@ -339,15 +343,15 @@ def test_what_was_published_since_is_in_the_next_epoch_and_not_in_the_resumed_on
     publish(cache, 2, first=100)
     with loader_of(cache, drop_last=False) as resumed:
         resumed.load_state_dict(state)
-        assert sorted(delivered + ids(resumed)) == list(range(ROWS))
-        assert sorted(ids(resumed)) == [*range(ROWS), *range(100, 132)]
+        assert sorted(delivered + ids_of(resumed)) == list(range(ROWS))
+        assert sorted(ids_of(resumed)) == [*range(ROWS), *range(100, 132)]
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("gone", [1, 3])
 def test_rows_of_evicted_segments_are_passed_over_with_a_warning_that_counts_them(cache, shuffle, gone):
     with loader_of(cache, shuffle=shuffle, drop_last=False) as loader:
-        whole = ids(loader)
+        whole = ids_of(loader)
         loader.load_state_dict(loader.state_dict() | {"epoch": 0})
         delivered, state = stop_after(2, loader)
     evict_segments(cache, gone)
@@ -360,10 +364,10 @@ def test_rows_of_evicted_segments_are_passed_over_with_a_warning_that_counts_the
             with pytest.warns(RuntimeWarning, match=words) as warned:
                 epoch = iter(resumed)
             assert len(warned) == 1
-            rest = ids(epoch)
+            rest = ids_of(epoch)
             assert rest == [number for number in whole[14:] if number not in lost]
             assert not set(rest) & set(delivered)
-            assert set(ids(resumed)) == {*range(16 * gone, ROWS), *range(100, 116)}
+            assert set(ids_of(resumed)) == {*range(16 * gone, ROWS), *range(100, 116)}
 
 
 def test_the_warning_of_missing_rows_names_the_line_that_iterates(cache):
@@ -392,7 +396,7 @@ def test_missing_segments_raise_when_the_state_is_loaded_if_told(cache, shuffle)
         resumed.load_state_dict(state)
         with pytest.warns(RuntimeWarning, match="32 rows"):
             epoch = iter(resumed)
-        assert len(ids(epoch)) == 21
+        assert len(ids_of(epoch)) == 21
 
 
 def test_a_state_that_is_refused_changes_nothing_of_the_next_epoch(cache):
@@ -401,12 +405,12 @@ def test_a_state_that_is_refused_changes_nothing_of_the_next_epoch(cache):
     evict_segments(cache, 2)
     with loader_of(cache, drop_last=False) as resumed:
         epoch = iter(resumed)
-        delivered = ids([next(epoch)])
+        delivered = ids_of([next(epoch)])
         with pytest.raises(ac.MissingSegmentsError):
             resumed.load_state_dict(state | {"epoch": 5}, missing="raise")
-        assert sorted(delivered + ids(epoch)) == list(range(32, ROWS))
+        assert sorted(delivered + ids_of(epoch)) == list(range(32, ROWS))
         assert resumed.state_dict()["epoch"] == 1
-        assert sorted(ids(resumed)) == list(range(32, ROWS))
+        assert sorted(ids_of(resumed)) == list(range(32, ROWS))
 
 
 def test_segments_that_leave_between_load_and_for_raise_in_the_for_if_told(cache):
@@ -424,7 +428,7 @@ def test_segments_that_leave_between_load_and_for_raise_in_the_for_if_told(cache
 @pytest.mark.parametrize("shuffle", [None, "window"])
 def test_segments_that_were_delivered_whole_may_leave_without_a_word(cache, shuffle):
     with loader_of(cache, shuffle=shuffle, drop_last=False) as loader:
-        whole = ids(loader)
+        whole = ids_of(loader)
         loader.load_state_dict(loader.state_dict() | {"epoch": 0})
         delivered, state = stop_after(7, loader)
     gone = min(set(whole) - set(delivered)) // 16
@@ -433,7 +437,7 @@ def test_segments_that_were_delivered_whole_may_leave_without_a_word(cache, shuf
     for missing in ("skip", "raise"):
         with loader_of(cache, shuffle=shuffle, drop_last=False) as resumed:
             resumed.load_state_dict(state, missing=missing)  # a warning would fail the test
-            assert delivered + ids(resumed) == whole
+            assert delivered + ids_of(resumed) == whole
 
 
 def test_a_segment_damaged_since_is_quarantined_and_its_rows_are_missing(cache):
@@ -447,7 +451,7 @@ def test_a_segment_damaged_since_is_quarantined_and_its_rows_are_missing(cache):
             epoch = iter(resumed)
         assert any("quarantined" in str(w.message) for w in warned)
         assert any(f"{len(lost)} rows of epoch 0" in str(w.message) for w in warned)
-        assert sorted(delivered + ids(epoch)) == sorted(set(range(ROWS)) - lost)
+        assert sorted(delivered + ids_of(epoch)) == sorted(set(range(ROWS)) - lost)
     assert cache.stats().leased_bytes == 0
 
 
@@ -462,12 +466,12 @@ def test_an_epoch_whose_segments_are_all_gone_is_empty_and_the_next_one_is_not(c
         with pytest.warns(RuntimeWarning, match="41 rows .* 4 of its 4 segments"):
             epoch = resumed.repeat() if endless else iter(resumed)
         if endless:
-            assert sorted(ids(next(epoch) for _ in range(3))) == list(range(100, 148))
+            assert sorted(ids_of(next(epoch) for _ in range(3))) == list(range(100, 148))
             assert resumed.state_dict()["epoch"] == 1
             epoch.close()
         else:
-            assert ids(epoch) == []
-            assert sorted(ids(resumed)) == list(range(100, 148))
+            assert ids_of(epoch) == []
+            assert sorted(ids_of(resumed)) == list(range(100, 148))
 
 
 def test_the_rest_of_an_epoch_includes_the_headroom_and_what_where_leaves_out(tmp_path):
@@ -476,11 +480,11 @@ def test_the_rest_of_an_epoch_includes_the_headroom_and_what_where_leaves_out(tm
     everything = published_ids(cache)
     with Loader(cache, 8, drop_last=False) as loader:
         delivered, state = stop_after(2, loader)
-        whole = set(ids(loader))
+        whole = set(ids_of(loader))
     assert whole < set(everything)
     with Loader(cache, 8, drop_last=False, where=lambda segment: False) as resumed:
         resumed.load_state_dict(state)
-        assert set(delivered + ids(resumed)) == whole
+        assert set(delivered + ids_of(resumed)) == whole
 
 
 # wrong arguments

@@ -27,9 +27,9 @@ from arrowcache.errors import (
     SchemaError,
 )
 from arrowcache.reading.loader import Loader
-from arrowcache.reading.placement import Values
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import LoaderStats
+from arrowcache.reading.values import Values
 from arrowcache.sampling.pool import PoolStats, SamplerPool
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import CacheStats

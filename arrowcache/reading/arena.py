@@ -21,8 +21,8 @@ import resource
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -181,7 +181,7 @@ class Arena:
     def map(self, segment: SegmentInfo, *, check_bytes: bool) -> int:
         """Map and check an acquired segment, if it is not yet.
 
-        Returns: its cell; NO_CELL if none is free: use `one_cell`.
+        Returns: its cell; NO_CELL if none is free: use `alone`.
         Raises: CorruptSegmentError: what is wrong; it is not mapped then. OSError: the process has
             too little memory or too many files open.
         """
@@ -207,21 +207,32 @@ class Arena:
         fixed_at, variable_at = self._fixed_at[known], self._variable_at[known]
         return Placement(self._range, self._schema, starts, fixed_at, variable_at, lanes)
 
-    def one_cell(self) -> Arena:
-        """A small arena of the same cache, for a segment that finds no cell here."""
-        return Arena(self._store, _Budget(1))
+    @contextmanager
+    def alone(self, segment: SegmentInfo, *, check_bytes: bool) -> Iterator[Placement]:
+        """Map one segment, which finds no cell here, in an arena of its own while the context lasts.
 
-    def columns_of(self, segment: SegmentInfo) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        Raises: as `map`; MemoryError: there is no address space for even one.
+        """
+        arena = Arena(self._store, _Budget(1))
+        arena.acquire([segment])
+        try:
+            cell = arena.map(segment, check_bytes=check_bytes)
+            if cell == NO_CELL:
+                raise MemoryError("no address space is left to map one segment: raise ulimit -v")
+            yield arena.place(np.array([cell]), np.array([0, segment.rows]))
+        finally:
+            arena.release([segment])
+
+    def columns_of(self, segment: SegmentInfo) -> tuple[list[int], list[list[int]]] | None:
         """Where the columns of a mapped segment's file lie: bytes from the file's start.
 
-        Returns: (fixed columns,), (variable columns, 2) of offsets and values; None: it has no cell.
+        Returns: of fixed columns, and (offsets, values) of variable ones; None: it has no cell.
         """
-        with self._lock:
-            number = self._cells.get(segment.seq)
-            if number is None:
-                return None
-            start = self._file_at[number]
-            return self._fixed_at[number] - start, self._variable_at[number] - start
+        number = self._cells.get(segment.seq)
+        if number is None:
+            return None
+        start = self._file_at[number]
+        return (self._fixed_at[number] - start).tolist(), (self._variable_at[number] - start).tolist()
 
     def memory_of(self, segment: SegmentInfo) -> tuple[int, int]:
         """(address, bytes) of a mapped segment's file, while it is mapped; (0, 0): it has no cell."""

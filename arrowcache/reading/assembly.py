@@ -10,6 +10,7 @@ and each batch of a loader with a transform is a job, so that transforms run sid
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,12 +19,13 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.pieces import pieces
 from arrowcache.reading.pipeline import Job, Made
-from arrowcache.reading.placement import Values
 from arrowcache.reading.ring import USUAL_GROUP_BYTES, Group, GroupSize, Ring
-from arrowcache.reading.snapshot import Column, Snapshot
+from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.view import uncopied
+from arrowcache.reading.values import Column, Values
+from arrowcache.reading.view import Viewer
 
 Batch = dict[str, Any]
 
@@ -61,7 +63,8 @@ class Assembly:
     ) -> None:
         self._names = tuple(names)
         self._fixed = tuple(name for name in names if name in schema.fixed)
-        self._viewed = uncopied(schema, names) if views else []
+        viewer = Viewer(schema, names)
+        self._viewer = viewer if views and viewer.names else None
         self._batch_size = batch_size
         self._transform = transform
         self._with_ids = with_ids
@@ -69,9 +72,13 @@ class Assembly:
         self._meter = meter
         self.require_views = False
         columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
-        self.ring = Ring(columns, batch_size, in_flight=prefetch + workers)
-        usual, largest = self.ring.usual_group, self.ring.largest_group
-        self._group = GroupSize(_VIEWS, _VIEWS) if self._viewed else GroupSize(usual, largest)
+        in_flight = prefetch + workers
+        if self._viewer is None:
+            self.ring = Ring(columns, batch_size, in_flight)
+            self._group = GroupSize(self.ring.usual_group, self.ring.largest_group)
+        else:  # only a batch that is no run is copied, by itself
+            self.ring = Ring(columns, batch_size, _VIEWS * in_flight, group_bytes=0)
+            self._group = GroupSize(_VIEWS, _VIEWS)
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
@@ -92,7 +99,7 @@ class Assembly:
     def _most_batches(self, snapshot: Snapshot) -> int:
         """How many batches to make at once, as far as values of no fixed width limit it."""
         if len(self._fixed) == len(self._names):
-            return self.ring.largest_group
+            return self._group.largest
         return max(1, USUAL_GROUP_BYTES // (snapshot.row_bytes * self._batch_size))
 
     def _job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int) -> Job:
@@ -106,7 +113,7 @@ class Assembly:
                 failures.append(error)
 
         if self._transform is None:
-            if not self._viewed and batches == 1 and self._pays_to_split(len(ids)):
+            if self._viewer is None and batches == 1 and self._pays_to_split(len(ids)):
                 return self._split_job(epoch, step, ids)
             return Job(step, [make], lambda: _all_of(made, failures))
         transform = self._transform
@@ -124,8 +131,8 @@ class Assembly:
         """Add batches to `made`: those before one that fails are in it then."""
         published = _published(epoch, ids)
         with self._meter.reading() as reading:
-            if self._viewed:
-                self._views(epoch, ids, range(batches), published, made)
+            if self._viewer is not None:
+                self._views(self._viewer, epoch, ids, published, made)
             else:
                 memory = self.ring.take(len(ids))
                 self._gather(epoch.snapshot, ids, memory)
@@ -173,24 +180,40 @@ class Assembly:
         return made
 
     def _views(
-        self, epoch: Epoch, ids: NDArray[np.int64], batches: range, published: float, made: list[Made]
+        self, viewer: Viewer, epoch: Epoch, ids: NDArray[np.int64], published: float, made: list[Made]
     ) -> None:
-        """Views where a batch is one run of rows of one segment; one mapping for as many as are a run."""
-        rows = slice(batches.start * self._batch_size, batches.stop * self._batch_size)
-        view = epoch.snapshot.view(ids[rows], self._viewed)
-        if view is None and len(batches) > 1:
-            middle = (batches.start + batches.stop) // 2
-            self._views(epoch, ids, range(batches.start, middle), published, made)
-            self._views(epoch, ids, range(middle, batches.stop), published, made)
+        """Views of the batches that are one run of rows, one mapping for as many as are; copies of others."""
+        size, breaks, first = self._batch_size, _breaks(ids), 0
+        while first < len(ids):
+            following = bisect_right(breaks, first)
+            end = breaks[following] if following < len(breaks) else len(ids)
+            stop = end if end == len(ids) else end - (end - first) % size
+            if stop > first:
+                self._view_run(viewer, epoch, ids[first:stop], published, made)
+            else:
+                stop = min(first + size, len(ids))
+                made += self._gather_one(epoch, ids[first:stop], published)
+            first = stop
+
+    def _view_run(
+        self, viewer: Viewer, epoch: Epoch, ids: NDArray[np.int64], published: float, made: list[Made]
+    ) -> None:
+        """Views of batches that are one run of rows together, though perhaps of several segments."""
+        size = self._batch_size
+        view = epoch.snapshot.view(int(ids[0]), len(ids), viewer)
+        if view is None and len(ids) > size:
+            middle = -(-len(ids) // size) // 2 * size
+            self._view_run(viewer, epoch, ids[:middle], published, made)
+            self._view_run(viewer, epoch, ids[middle:], published, made)
         elif view is None:
-            made += self._gather_one(epoch, ids[rows], published)
-        elif len(batches) == 1:
-            made.append(self._complete(epoch, ids[rows], view, published, copied=False))
+            made += self._gather_one(epoch, ids, published)
+        elif len(ids) <= size:
+            made.append(self._complete(epoch, ids, view, published, copied=False))
         else:
-            for number in range(len(batches)):
-                of_batch = self._rows_of(number)
-                columns = {name: _rows_of(column, of_batch) for name, column in view.items()}
-                made.append(self._complete(epoch, ids[rows][of_batch], columns, published, copied=False))
+            for start in range(0, len(ids), size):
+                rows = slice(start, start + size)
+                columns = {name: _rows_of(column, rows) for name, column in view.items()}
+                made.append(self._complete(epoch, ids[rows], columns, published, copied=False))
 
     def _gather_one(self, epoch: Epoch, ids: NDArray[np.int64], published: float) -> list[Made]:
         if self.require_views:
@@ -249,6 +272,15 @@ def _all_of(made: list[Made], failures: list[BaseException]) -> Iterator[list[Ma
         yield [made.pop(0) for _ in range(len(made))]
     if failures:
         raise failures.pop()
+
+
+def _breaks(ids: NDArray[np.int64]) -> list[int]:
+    """Where a row does not follow the one before it."""
+    breaks: list[int] = []
+    for piece in pieces(len(ids) - 1):
+        steps = ids[piece.start + 1 : piece.stop + 1] - ids[piece]
+        breaks += ((steps != 1).nonzero()[0] + piece.start + 1).tolist()
+    return breaks
 
 
 def _published(epoch: Epoch, ids: NDArray[np.int64]) -> float:

@@ -36,21 +36,11 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
 from arrowcache.reading.pieces import pieces
+from arrowcache.reading.values import Values
 from arrowcache.storage.mapping import AddressRange
 
 _TOUCHED_WIDTHS = range(512, 128 * 1024)
 _SMALL_BYTES = 128 * 1024  # not worth handing the GIL over, which may take 5 ms to come back
-
-
-class Values(NamedTuple):
-    """Gathered values of a variable-length column: row i is data[offsets[i]:offsets[i + 1]].
-
-    `offsets` counts entries along the ragged axis, (rows + 1,) int64; `data` is a copy:
-    (entries, *inner_shape) for a ragged column, uint8 for text and bytes.
-    """
-
-    data: NDArray[Any]
-    offsets: NDArray[np.int64]
 
 
 class Placement:

@@ -8,9 +8,10 @@ of a column is handed out by itself and comes back when the last array or tensor
 what a user keeps is never overwritten, and keeping every label does not keep every image.
 
 The owner of a hand-out is a fresh ctypes array under the NumPy arrays, because NumPy collapses
-`.base` chains to it, and no further. It returns by one append to a deque, without a lock, since
-the garbage collector may run it anywhere. Nobody ever waits for a buffer: a consumer that
-keeps everything (`list(loader)`) makes the ring grow.
+`.base` chains to it, and no further. A weak reference tells of its death by one append to a deque:
+without a lock, since the garbage collector may run it anywhere, and without a line of Python, in
+which a Ctrl-C would be lost. Nobody ever waits for a buffer: a consumer that keeps everything
+(`list(loader)`) makes the ring grow.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.storage.mapping import PAGE_BYTES
+from arrowcache.reading.output import page_aligned
 
 USUAL_GROUP_BYTES = 8 << 20  # a few groups stay in the last-level cache until they are used
 _LARGEST_GROUP_BYTES = 64 << 20  # beside a busy thread: 0.75 of its speed kept with 32, 0.82 with 64
@@ -35,33 +36,41 @@ _MANY_BUFFERS = 6  # and two for each group in flight: more than prefetching and
 _SPARE_BUFFERS = 3  # being filled, being delivered, being let go
 
 
-def page_aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Memory that starts at a page, like the columns of a segment's file.
-
-    Where it starts a little after one, as large NumPy arrays do (16 bytes), each load of a copy from
-    page-aligned memory seems to depend on the store before it, whose address has the same low 12
-    bits: 1.7 instead of 10 GB/s, on the machine of benchmarks/RESULTS.md.
-    """
-    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
-    start = -memory.ctypes.data % PAGE_BYTES
-    return memory[start : start + nbytes]
-
-
 @dataclass(slots=True, eq=False)
 class _Buffer:
     memory: NDArray[np.uint8]
-    handed_out: int = 0
+    loans: int = 0
+
+
+class _Loan(weakref.ref[object]):
+    """Part of a buffer, for as long as its owner lives; equal to itself alone, also when that is dead."""
+
+    __slots__ = ("buffer",)
+    buffer: _Buffer
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+class _Hold:
+    """What a group itself borrows, until it is closed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Column:
-    """One column's buffers. `returned` is the only thing that a finalizer touches."""
+    """One column's buffers. `returned` is the only thing that the end of an owner touches."""
 
     row_shape: tuple[int, ...]
     dtype: np.dtype[Any]
     free: list[_Buffer] = field(default_factory=list)
-    returned: deque[_Buffer] = field(default_factory=deque)
+    lent: set[_Loan] = field(default_factory=set)
+    returned: deque[_Loan] = field(default_factory=deque)
     in_use: int = 0
+
+    def lend(self, buffer: _Buffer, owner: object) -> None:
+        """Keep a buffer in use until an object has died."""
+        loan = _Loan(owner, self.returned.append)
+        loan.buffer = buffer
+        buffer.loans += 1
+        self.lent.add(loan)
 
     @property
     def row_bytes(self) -> int:
@@ -75,6 +84,7 @@ class Ring:
         columns: name -> (shape of a row, dtype).
         batch_size: rows of a batch.
         in_flight: groups that are begun before the first of them is delivered.
+        group_bytes: of the largest group; it has at least one batch.
     """
 
     def __init__(
@@ -82,12 +92,13 @@ class Ring:
         columns: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
         batch_size: int,
         in_flight: int = 1,
+        group_bytes: int = _LARGEST_GROUP_BYTES,
     ) -> None:
         self._columns = {name: _Column(shape, dtype) for name, (shape, dtype) in columns.items()}
         self._batch_size = batch_size
         batch_bytes = batch_size * sum(column.row_bytes for column in self._columns.values())
-        self.usual_group = max(1, USUAL_GROUP_BYTES // max(1, batch_bytes))
-        self.largest_group = max(1, _LARGEST_GROUP_BYTES // max(1, batch_bytes))
+        self.usual_group = max(1, min(USUAL_GROUP_BYTES, group_bytes) // max(1, batch_bytes))
+        self.largest_group = max(1, group_bytes // max(1, batch_bytes))
         self._many_buffers = _MANY_BUFFERS + 2 * in_flight
         self.allocated_bytes = 0
         self.growths = 0  # buffers that were allocated
@@ -95,15 +106,15 @@ class Ring:
 
     def take(self, rows: int) -> Group:
         """Memory for `rows` rows, at most `largest_group` batches."""
-        taken = {}
+        taken, hold = {}, _Hold()
         with self._lock:
             for name, column in self._columns.items():
                 self._collect(column)
                 buffer = self._find(column, rows * column.row_bytes)
                 column.in_use += 1
-                buffer.handed_out = 1  # by the group itself, until it is closed
+                column.lend(buffer, hold)
                 taken[name] = (column, buffer)
-        return Group(taken, rows, self._batch_size)
+        return Group(taken, hold, rows, self._batch_size)
 
     def _find(self, column: _Column, nbytes: int) -> _Buffer:
         while column.free:
@@ -124,9 +135,11 @@ class Ring:
 
     def _collect(self, column: _Column) -> None:
         while column.returned:
-            buffer = column.returned.popleft()
-            buffer.handed_out -= 1
-            if buffer.handed_out == 0:
+            loan = column.returned.popleft()
+            column.lent.remove(loan)
+            buffer = loan.buffer
+            buffer.loans -= 1
+            if not buffer.loans:
                 column.in_use -= 1
                 if len(column.free) < _SPARE_BUFFERS:
                     column.free.append(buffer)
@@ -144,7 +157,7 @@ class GroupSize:
 
     def __init__(self, usual: int, largest: int) -> None:
         self.now = 1
-        self._usual, self._largest = usual, largest
+        self.largest, self._usual = largest, usual
         self._waits = 0  # in a row; negative: so many without
 
     def restart(self) -> None:
@@ -158,7 +171,7 @@ class GroupSize:
             return
         self._waits = max(self._waits, 0) + 1 if has_waited else min(self._waits, 0) - 1
         if self._waits >= 2:
-            self.now, self._waits = min(2 * self.now, self._largest), 0
+            self.now, self._waits = min(2 * self.now, self.largest), 0
         elif self._waits <= -8:
             self.now, self._waits = max(self.now // 2, self._usual), 0
 
@@ -169,8 +182,11 @@ class Group:
     All its batches are handed out before the first of them can come back.
     """
 
-    def __init__(self, columns: Mapping[str, tuple[_Column, _Buffer]], rows: int, batch_size: int) -> None:
+    def __init__(
+        self, columns: Mapping[str, tuple[_Column, _Buffer]], hold: _Hold, rows: int, batch_size: int
+    ) -> None:
         self._columns = columns
+        self._hold: _Hold | None = hold
         self._rows = rows
         self._batch_size = batch_size
 
@@ -189,29 +205,12 @@ class Group:
         arrays = {}
         for name, (column, buffer) in self._columns.items():
             row_bytes = column.row_bytes
-            owner = _owner_type(rows * row_bytes).from_buffer(buffer.memory, first * row_bytes)
-            buffer.handed_out += 1
-            owner.home = (column.returned, buffer)
+            memory: Any = buffer.memory
+            owner: Any = (ctypes.c_char * (rows * row_bytes)).from_buffer(memory, first * row_bytes)
+            column.lend(buffer, owner)
             arrays[name] = np.frombuffer(owner, column.dtype).reshape(rows, *column.row_shape)
         return arrays
 
     def close(self) -> None:
         """Every batch was handed out; the memory is free once they all have come back. Idempotent."""
-        columns, self._columns = self._columns, {}
-        for column, buffer in columns.values():
-            column.returned.append(buffer)
-
-    def __del__(self) -> None:
-        self.close()  # of a job that failed, or that was never begun
-
-
-@lru_cache(maxsize=256)
-def _owner_type(nbytes: int) -> Any:
-    """A ctypes array class whose instances return their buffer when they die."""
-
-    def come_back(self: Any) -> None:
-        if self.home is not None:
-            returned, buffer = self.home
-            returned.append(buffer)
-
-    return type("Owner", (ctypes.c_char * nbytes,), {"home": None, "__del__": come_back})
+        self._columns, self._hold = {}, None

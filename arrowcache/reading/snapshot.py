@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
-import math
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -25,16 +23,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
-from arrowcache.arrow.schema import Ragged, String
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.arena import NO_CELL, Arena
-from arrowcache.reading.pieces import pieces
-from arrowcache.reading.placement import Placement, Values
-from arrowcache.reading.ring import page_aligned
-from arrowcache.reading.view import has_room, uncopied, view_rows
+from arrowcache.reading.output import output_arrays
+from arrowcache.reading.placement import Placement
+from arrowcache.reading.values import Column, interleave, to_column
+from arrowcache.reading.view import Viewer, has_room
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
-from arrowcache.storage.mapping import PAGE_BYTES, FileMapping, populate, will_need
+from arrowcache.storage.mapping import FileMapping, populate, will_need
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, quarantine
 
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
 
 _NOT_MAPPED = -2
 _TOUCH_BYTES = 8 << 20  # between two looks whether it is still wanted
-
-Column = NDArray[Any] | list[Any] | Values
 
 
 class _Placed(NamedTuple):
@@ -139,17 +134,17 @@ class Snapshot:
             column, an unfit `out`, a closed snapshot. CorruptSegmentError: a damaged segment, which
             was quarantined; the other segments' rows can still be read.
         """
-        ids = np.asarray(row_ids)
-        if ids.dtype != np.int64 or ids.ndim != 1:
-            if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-                raise TypeError(f"row_ids must be a 1-D integer array, not {ids.dtype} of shape {ids.shape}")
-            ids = ids.astype(np.int64)
+        given = np.asarray(row_ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise TypeError(f"row_ids must be a 1-D integer array, not {given.dtype} of shape {given.shape}")
+        ids = given.astype(np.int64, copy=False)
         if ids.size and ids.view(np.uint64).max() >= self._rows:  # a negative one is huge
-            raise IndexError(f"row ids {ids.min()} to {ids.max()} are outside [0, {len(self)})")
+            raise IndexError(f"row ids {given.min()} to {given.max()} are outside [0, {len(self)})")
         if ids.size and self._released and ids.min() < self._starts[self._released]:
             raise IndexError(f"rows before {self._starts[self._released]} were released: the epoch moved on")
-        names = self._store.settings.schema.select(columns)
-        arrays = self._prepare_out(names, len(ids), out or {})
+        schema = self._store.settings.schema
+        names = schema.select(columns)
+        arrays = output_arrays(schema, names, len(ids), out or {})
         return self.gather_into(ids, names, arrays)
 
     def gather_into(
@@ -166,7 +161,7 @@ class Snapshot:
                     placed = self._map_some(np.unique(missing).tolist())
                 if (placed.cells[segments] == NO_CELL).any():
                     return self._gather_spilled(ids, segments, names, arrays)
-            return {n: self._gather_column(placed.placement, n, ids, segments, arrays) for n in names}
+            return self._gather_from(placed.placement, ids, segments, names, arrays)
         finally:
             self._end_read()
 
@@ -204,34 +199,28 @@ class Snapshot:
         """When rows were published, on average, in seconds since 1970."""
         return float(self._published[self._starts.searchsorted(ids, side="right") - 1].mean())
 
-    def view(self, ids: NDArray[np.int64], names: Sequence[str]) -> dict[str, Column] | None:
-        """Rows as arrays over a mapping of their own, without a copy; see view.py.
+    def view(self, first: int, count: int, viewer: Viewer) -> dict[str, Column] | None:
+        """Rows first..first+count-1 as arrays over a mapping of their own, without a copy; see view.py.
 
-        Args:
-            ids: (n,) rows, checked by the caller.
-            names: columns, of those that `uncopied` gives.
-        Returns: None: not contiguous rows of one segment, or the process has too many mappings.
+        Returns: None: they lie in several segments, or the process has too many mappings.
         """
-        count = len(ids)
-        if not count or ids[-1] - ids[0] != count - 1 or not self._lease:
-            return None
-        index = int(self._starts.searchsorted(ids[0], side="right")) - 1
-        if ids[-1] >= self._starts[index + 1] or not _is_run(ids) or not has_room():
+        index = int(self._starts.searchsorted(first, side="right")) - 1
+        lease = self._lease
+        if lease is None or first + count > self._starts[index + 1] or not has_room():
             return None
         self._begin_read()
         try:
             if self._cells[index] == _NOT_MAPPED:
                 self._map_some([index])
             segment = self._segments[index]
-            columns = self._arena.columns_of(segment)
-            if columns is None:
+            columns_at = self._arena.columns_of(segment)
+            if columns_at is None:
                 return None
-            schema, path = self._store.settings.schema, f"{self._folder}/{segment.name}"
-            first = int(ids[0] - self._starts[index])
-            end_lease = self._lease.share(segment.seq)
+            start = first - int(self._starts[index])
+            end_lease = lease.share(segment.seq)
             try:
-                rows = range(first, first + count)
-                return dict(view_rows(path, schema, *columns, names, rows, end_lease))
+                path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
+                return dict(viewer.view(path, segment.nbytes, columns_at, rows, end_lease))
             except OSError:  # no address space or file descriptor is left
                 end_lease()
                 return None
@@ -257,18 +246,21 @@ class Snapshot:
         """
         schema = self._store.settings.schema
         names = schema.select(columns)
-        if copied := [name for name in names if name not in uncopied(schema, names)]:
+        if not names:
+            raise ValueError("columns is empty: name at least one, or None for all")
+        viewer = Viewer(schema, names)
+        if copied := [name for name in names if name not in viewer.names]:
             raise ValueError(f"columns {copied} are made of Python objects, which are copies: leave them out")
-        if batch_rows is not None and (not isinstance(batch_rows, int) or batch_rows < 1):
+        if batch_rows is not None and (type(batch_rows) is not int or batch_rows < 1):
             raise ValueError(f"batch_rows={batch_rows!r} must be a positive int, or None for whole segments")
-        return self._views(batch_rows, names)
+        return self._views(batch_rows, viewer)
 
-    def _views(self, batch_rows: int | None, names: Sequence[str]) -> Iterator[dict[str, Column]]:
+    def _views(self, batch_rows: int | None, viewer: Viewer) -> Iterator[dict[str, Column]]:
         starts = self._starts if batch_rows is None else np.arange(0, len(self), batch_rows)
         for start, stop in itertools.pairwise([*starts.tolist(), len(self)]):
             if start == stop:
                 continue
-            view = self.view(np.arange(start, stop), names)
+            view = self.view(start, stop - start, viewer)
             if view is None:
                 raise ValueError(
                     f"rows {start} to {stop - 1} cannot be a view: they lie in several segments (choose "
@@ -408,7 +400,7 @@ class Snapshot:
         try:
             cell = self._arena.map(segment, check_bytes=check)
             if cell == NO_CELL:
-                with self._alone(segment, check_bytes=check):
+                with self._arena.alone(segment, check_bytes=check):
                     pass  # checked once, like all others
         except CorruptSegmentError as error:
             self._condemn(segment, error)
@@ -421,18 +413,23 @@ class Snapshot:
         quarantine(self._store, segment, str(error))
         raise CorruptSegmentError(f"segment {segment.name}: {error}") from None
 
-    def _gather_column(
+    def _gather_from(
         self,
         placement: Placement,
-        name: str,
         ids: NDArray[np.int64],
         segments: NDArray[np.int64],
+        names: Sequence[str],
         arrays: Mapping[str, NDArray[Any]],
-    ) -> Column:
-        if name in arrays:
-            placement.gather(name, ids, segments, arrays[name])
-            return arrays[name]
-        return _to_python(self._store.settings.schema[name], placement.gather_values(name, ids, segments))
+    ) -> dict[str, Column]:
+        schema = self._store.settings.schema
+        columns: dict[str, Column] = {}
+        for name in names:
+            if name in arrays:
+                placement.gather(name, ids, segments, arrays[name])
+                columns[name] = arrays[name]
+            else:
+                columns[name] = to_column(schema[name], placement.gather_values(name, ids, segments))
+        return columns
 
     def _gather_spilled(
         self,
@@ -443,72 +440,18 @@ class Snapshot:
     ) -> dict[str, Column]:
         """Gather when not every segment found a cell: one after another, through a cell of its own."""
         parts: list[tuple[NDArray[np.intp], dict[str, Column]]] = []
-        for index in np.unique(segments):
-            chosen = np.flatnonzero(segments == index)
-            rows = ids[chosen] - self._starts[index]
-            temporary = {name: np.empty_like(array[chosen]) for name, array in arrays.items()}
-            part = self._gather_alone(self._segments[index], rows, names, temporary)
+        for index in np.unique(segments).tolist():
+            places = np.flatnonzero(segments == index)
+            rows, first = ids[places] - self._starts[index], np.zeros(len(places), np.int64)
+            some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
+            with self._arena.alone(self._segments[index], check_bytes=False) as placement:
+                parts.append((places, self._gather_from(placement, rows, first, names, some)))
             for name, array in arrays.items():
-                array[chosen] = temporary[name]
-            parts.append((chosen, part))
+                array[places] = some[name]
         return {
-            name: arrays[name] if name in arrays else _interleave(len(ids), [(c, p[name]) for c, p in parts])
+            name: arrays[name] if name in arrays else interleave(len(ids), [(at, p[name]) for at, p in parts])
             for name in names
         }
-
-    def _gather_alone(
-        self,
-        segment: SegmentInfo,
-        rows: NDArray[np.int64],
-        names: Sequence[str],
-        arrays: Mapping[str, NDArray[Any]],
-    ) -> dict[str, Column]:
-        with self._alone(segment, check_bytes=False) as placement:
-            first = np.zeros(len(rows), np.int64)
-            return {n: self._gather_column(placement, n, rows, first, arrays) for n in names}
-
-    @contextmanager
-    def _alone(self, segment: SegmentInfo, *, check_bytes: bool) -> Iterator[Placement]:
-        """Map one segment for a moment, in an arena of its own."""
-        arena = self._arena.one_cell()
-        arena.acquire([segment])
-        try:
-            cell = arena.map(segment, check_bytes=check_bytes)
-            if cell == NO_CELL:
-                raise MemoryError("no address space is left to map one segment: raise ulimit -v")
-            yield arena.place(np.array([cell]), np.array([0, segment.rows]))
-        finally:
-            arena.release([segment])
-
-    def _prepare_out(
-        self, names: Sequence[str], count: int, out: Mapping[str, NDArray[Any]]
-    ) -> dict[str, NDArray[Any]]:
-        fixed = self._store.settings.schema.fixed
-        for name in out:
-            if name not in names or name not in fixed:
-                raise ValueError(f"out has {name!r}, which is not a fixed-width column asked for")
-        arrays = {}
-        for name in names:
-            if name not in fixed:
-                continue
-            kind, shape = fixed[name], (count, *fixed[name].shape)
-            array = out.get(name)
-            if array is None:
-                array = _empty(shape, kind.numpy_dtype)
-            elif not (
-                isinstance(array, np.ndarray)
-                and array.shape == shape
-                and array.dtype == kind.numpy_dtype
-                and array.flags.c_contiguous
-                and array.flags.writeable
-            ):
-                raise ValueError(
-                    f"out[{name!r}] must be a writeable, C-contiguous {kind.numpy_dtype} array of "
-                    f"shape {shape}, not {getattr(array, 'dtype', type(array))} of "
-                    f"{getattr(array, 'shape', '?')}"
-                )
-            arrays[name] = array
-        return arrays
 
     def _batch(self, segment: SegmentInfo) -> pa.RecordBatch:
         schema = self._store.settings.schema
@@ -527,51 +470,5 @@ class Snapshot:
         return labelled(segment_file.open_batch(file, schema), schema)
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < PAGE_BYTES:
-        return np.empty(shape, dtype)
-    return page_aligned(nbytes).view(dtype).reshape(shape)
-
-
 def _nothing() -> None:
     pass
-
-
-def _is_run(ids: NDArray[np.int64]) -> bool:
-    """Whether rows follow one another."""
-    first = ids[0]
-    return all((ids[p] == np.arange(first + p.start, first + p.stop)).all() for p in pieces(len(ids)))
-
-
-def _to_python(kind: object, values: Values) -> Column:
-    """Text and bytes as lists; ragged values stay arrays."""
-    if isinstance(kind, Ragged):
-        return values
-    data, ends = values.data.tobytes(), values.offsets.tolist()
-    pieces = [data[start:stop] for start, stop in itertools.pairwise(ends)]
-    if not isinstance(kind, String):
-        return pieces
-    try:
-        return [piece.decode() for piece in pieces]
-    except UnicodeDecodeError as error:
-        raise CorruptSegmentError(
-            f"a text is not valid UTF-8, so its bytes were altered ({error}): run cache.verify()"
-        ) from None
-
-
-def _interleave(count: int, parts: list[tuple[NDArray[np.intp], Column]]) -> Column:
-    """Put variable-length parts back in the order that was asked for."""
-    if not isinstance(parts[0][1], Values):
-        items: list[Any] = [None] * count
-        for chosen, part in parts:
-            for place, item in zip(chosen, part, strict=True):
-                items[place] = item
-        return items
-    rows: list[Any] = [None] * count
-    for chosen, part in parts:
-        assert isinstance(part, Values)
-        for i, place in enumerate(chosen):
-            rows[place] = part.data[part.offsets[i] : part.offsets[i + 1]]
-    ends = np.cumsum([0, *(len(row) for row in rows)])
-    return Values(np.concatenate(rows), ends.astype(np.int64))

@@ -10,16 +10,16 @@ Must never be asked for a file whose structure was not checked.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
-from arrowcache.reading.placement import Values, as_array
-from arrowcache.storage.mapping import FileMapping, live_mappings, most_mappings, populate
+from arrowcache.reading.placement import as_array
+from arrowcache.reading.values import Values
+from arrowcache.storage.mapping import FileMapping, live_mappings, most_mappings
 
 _MOST_VIEWS = most_mappings() // 4  # arenas use half of them, the process' own threads need some
 
@@ -36,53 +36,86 @@ def uncopied(schema: Schema, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in schema.fixed or isinstance(schema[name], Ragged)]
 
 
-def view_rows(
-    path: str,
-    schema: Schema,
-    fixed_at: NDArray[np.int64],
-    variable_at: NDArray[np.int64],
-    names: Sequence[str],
-    rows: range,
-    end_lease: Callable[[], None],
-) -> dict[str, ViewColumn]:
-    """Map a segment's file and make arrays over some of its rows.
+class Viewer:
+    """Makes views of some columns of a cache's segments.
 
     Args:
-        path: the file.
-        fixed_at, variable_at: at which bytes of it its columns lie, as `Arena.columns_of` says.
-        names: columns, of those `uncopied` gives.
-        rows: contiguous rows of the segment, at least one.
-        end_lease: called when the file is unmapped again; if this raises, by the caller.
-    Returns: name -> (len(rows), *shape), writable; of a ragged column `Values(data, offsets)`, whose
-        `data` is a view and whose offsets are made.
-    Blocks: while the pages come from the disk.
-    Raises: OSError: the file cannot be mapped.
+        schema: the cache's.
+        names: columns; those of text and bytes are left out.
     """
-    file = FileMapping(path, end_lease, writable=True)
-    fixed, variable = list(schema.fixed), list(schema.variable)
-    columns: dict[str, ViewColumn] = {}
-    for name in names:
-        if name in schema.fixed:
-            kind = schema.fixed[name]
-            start = int(fixed_at[fixed.index(name)]) + rows.start * kind.row_bytes
-            columns[name] = _array(file, start, kind.numpy_dtype, (len(rows), *kind.shape))
-            continue
-        ragged = schema.variable[name]
-        assert isinstance(ragged, Ragged)
-        offsets_at, values_at = variable_at[variable.index(name)].tolist()
-        ends = _array(file, offsets_at + 4 * rows.start, np.dtype(np.int32), (len(rows) + 1,))
-        entries = ends.astype(np.int64) // ragged.elements
-        first, count = int(entries[0]), int(entries[-1] - entries[0])
-        start = values_at + first * ragged.item_bytes
-        data = _array(file, start, ragged.numpy_dtype, (count, *ragged.inner_shape))
-        columns[name] = Values(data, entries - first)
-    return columns
+
+    def __init__(self, schema: Schema, names: Sequence[str]) -> None:
+        self.names = tuple(uncopied(schema, names))
+        fixed, variable = list(schema.fixed), list(schema.variable)
+        self._columns: list[_Fixed | _Ragged] = []
+        for name in self.names:
+            ragged = schema[name]
+            if isinstance(ragged, Ragged):
+                number, dtype, shape = variable.index(name), ragged.numpy_dtype, ragged.inner_shape
+                self._columns.append(_Ragged(name, number, dtype, shape, ragged.item_bytes, ragged.elements))
+            else:
+                kind = schema.fixed[name]
+                number, dtype, shape = fixed.index(name), kind.numpy_dtype, kind.shape
+                self._columns.append(_Fixed(name, number, dtype, shape, kind.row_bytes))
+
+    def view(
+        self,
+        path: str,
+        nbytes: int,
+        columns_at: tuple[list[int], list[list[int]]],
+        rows: range,
+        end_lease: Callable[[], None],
+    ) -> dict[str, ViewColumn]:
+        """Map a segment's file and make arrays over some of its rows.
+
+        Args:
+            path, nbytes: the file.
+            columns_at: at which bytes of it its columns lie, as `Arena.columns_of` says.
+            rows: contiguous rows of the segment, at least one.
+            end_lease: called when the file is unmapped again; if this raises, by the caller.
+        Returns: name -> (len(rows), *shape), writable; of a ragged column `Values(data, offsets)`,
+            whose `data` is a view and whose offsets are made.
+        Blocks: while the pages come from the disk.
+        Raises: OSError: the file cannot be mapped.
+        """
+        fixed_at, variable_at = columns_at
+        file = FileMapping(path, end_lease, nbytes=nbytes, writable=True)
+        memory = as_array(file, file.address, nbytes, "|u1", writable=True)
+        columns: dict[str, ViewColumn] = {}
+        for column in self._columns:
+            if isinstance(column, _Fixed):
+                start = fixed_at[column.number] + rows.start * column.row_bytes
+                file.populate(start, len(rows) * column.row_bytes)
+                columns[column.name] = np.ndarray((len(rows), *column.shape), column.dtype, memory, start)
+            else:
+                columns[column.name] = column.view(file, memory, variable_at[column.number], rows)
+        return columns
 
 
-def _array(file: FileMapping, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    nbytes = dtype.itemsize * math.prod(shape)
-    if not nbytes:
-        return np.empty(shape, dtype)
-    populate(file.address + start, nbytes)
-    memory = as_array(file, file.address + start, nbytes, "|u1", writable=True)
-    return memory.view(dtype).reshape(shape)
+class _Fixed(NamedTuple):
+    name: str
+    number: int  # among the fixed-width columns
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    row_bytes: int
+
+
+class _Ragged(NamedTuple):
+    name: str
+    number: int  # among those of variable length
+    dtype: np.dtype[Any]
+    inner_shape: tuple[int, ...]
+    item_bytes: int
+    elements: int
+
+    def view(self, file: FileMapping, memory: NDArray[np.uint8], at: list[int], rows: range) -> Values:
+        offsets_at, values_at = at
+        ends_at, count = offsets_at + 4 * rows.start, len(rows) + 1
+        file.populate(ends_at, 4 * count)
+        ends = np.ndarray((count,), np.int32, memory, ends_at).astype(np.int64) // self.elements
+        first, items = int(ends[0]), int(ends[-1] - ends[0])
+        start, shape = values_at + first * self.item_bytes, (items, *self.inner_shape)
+        if not items:  # where they would be may be beyond the file's end
+            return Values(np.empty(shape, self.dtype), ends - first)
+        file.populate(start, items * self.item_bytes)
+        return Values(np.ndarray(shape, self.dtype, memory, start), ends - first)

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from arrowcache.storage.locks import LockFile, file_identity
@@ -84,7 +85,7 @@ class Lease:
             if self._shares[seq] == 1:
                 heapq.heappush(self._shared, seq)
         self._settle()
-        return lambda: self._end(seq)
+        return partial(self._end, seq)
 
     def close(self) -> None:
         """The owner is done; what it mapped must be unmapped before. Idempotent; shares go on."""

@@ -25,15 +25,19 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
+_libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the GIL
+_quick = ctypes.PyDLL(None, use_errno=True)  # these keep it: handing it over takes longer than they do
+for _library in (_libc, _quick):
+    _library.mmap.restype = ctypes.c_void_p
+    _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    _library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_quick.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
 
 
 def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0) -> int:
-    result = _libc.mmap(address or None, nbytes, protection, flags, fd, start)
+    result = _quick.mmap(address or None, nbytes, protection, flags, fd, start)
     if result is None or result == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
@@ -102,13 +106,13 @@ class AddressRange:
         """
         address = self.address + offset
         _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, fd, start)
-        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
+        _quick.madvise(address, nbytes, mmap.MADV_DONTFORK)
 
     def unmap(self, offset: int, nbytes: int) -> None:
         """Turn addresses into reserved ones again, whatever files are mapped there."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _mmap(self.address + offset, nbytes, _PROT_NONE, flags)
-        _libc.madvise(self.address + offset, nbytes, mmap.MADV_DONTFORK)
+        _quick.madvise(self.address + offset, nbytes, mmap.MADV_DONTFORK)
 
     def buffer(self, offset: int, nbytes: int) -> pa.Buffer:
         """Arrow's view of a mapped part, valid while it is mapped."""
@@ -123,29 +127,60 @@ class FileMapping:
 
     Args:
         on_unmap: called once the file is unmapped: mapped implies leased, so the lease ends then.
+        nbytes: of the file, where the caller knows them; None: the kernel is asked.
         writable: what is written through it is seen through it alone, never in the file.
     Raises: OSError: it cannot be opened or mapped, or is empty.
     """
 
+    address = 0  # nothing is mapped yet
+
     def __init__(
-        self, path: Path | str, on_unmap: Callable[[], None] | None = None, *, writable: bool = False
+        self,
+        path: Path | str,
+        on_unmap: Callable[[], None] | None = None,
+        *,
+        nbytes: int | None = None,
+        writable: bool = False,
     ) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = _open(path)
         try:
-            nbytes = os.fstat(fd).st_size
-            address = _mmap(0, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd)
+            self.nbytes = os.fstat(fd).st_size if nbytes is None else nbytes
+            address = _mmap(0, self.nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd)
         finally:
-            os.close(fd)
-        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
-        self.address, self.nbytes = address, nbytes
-        self._unmap = weakref.finalize(self, _unmap, address, nbytes, os.getpid(), on_unmap)
-        self._unmap.atexit = False
+            _quick.close(fd)
+        _quick.madvise(address, self.nbytes, mmap.MADV_DONTFORK)
+        self._on_unmap, self._pid, self._touched_bytes = on_unmap, os.getpid(), 0
         _live[address] = None
+        self.address = address
+
+    def populate(self, start: int, nbytes: int) -> None:
+        """`populate` for bytes of the file."""
+        self._touched_bytes += nbytes
+        populate(self.address + start, nbytes)
 
     def buffer(self) -> pa.Buffer:
         """The file's bytes, read-only; the mapping lives as long as the buffer or a slice of it."""
+        self._touched_bytes = self.nbytes
         return pa.foreign_buffer(self.address, self.nbytes, base=self)
+
+    def __del__(self) -> None:
+        if not self.address or _is_exiting:
+            return
+        _live.pop(self.address, None)  # first: once unmapped, the address is anybody's
+        if os.getpid() == self._pid:  # a forked child has no such mapping
+            library = _quick if self._touched_bytes < _KEPT_GIL_BYTES else _libc
+            library.munmap(self.address, self.nbytes)
+            if self._on_unmap is not None:
+                self._on_unmap()
+
+
+def _open(path: Path | str) -> int:
+    fd = int(_quick.open(os.fsencode(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+    if fd < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(path))
+    return fd
 
 
 def most_mappings() -> int:
@@ -159,23 +194,19 @@ def live_mappings() -> int:
 
 
 def _settle() -> None:
-    """At exit: let Arrow's threads finish with what a dataset scanned.
+    """At exit: let Arrow's threads finish with what a dataset scanned; then unmap nothing any more.
 
     They drop their last buffers a moment after the scan has returned; one that waits for the GIL
     while the interpreter ends aborts the process.
     """
+    global _is_exiting
     before, now = -1, len(_live)
     while now and now != before:
         time.sleep(0.005)
         before, now = now, len(_live)
+    _is_exiting = True
 
 
 _live: dict[int, None] = {}  # addresses; single operations, which no thread can tear
+_is_exiting = False
 atexit.register(_settle)
-
-
-def _unmap(address: int, nbytes: int, pid: int, on_unmap: Callable[[], None] | None) -> None:
-    _live.pop(address, None)  # first: once unmapped, the address is anybody's
-    _munmap(address, nbytes, pid)
-    if on_unmap is not None and os.getpid() == pid:
-        on_unmap()

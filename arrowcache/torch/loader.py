@@ -10,7 +10,7 @@ import torch
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.loader import Loader as NumpyLoader
-from arrowcache.reading.placement import Values
+from arrowcache.reading.values import Values
 
 
 class Loader(NumpyLoader):

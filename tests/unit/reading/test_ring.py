@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.reading import ring as ring_module
 from arrowcache.reading.ring import GroupSize, Ring
 
 COLUMNS = {"image": ((64,), np.dtype("float32")), "label": ((), np.dtype("int64"))}
@@ -18,10 +18,7 @@ COLUMNS = {"image": ((64,), np.dtype("float32")), "label": ((), np.dtype("int64"
 
 def make(group_bytes=1, columns=COLUMNS):
     """A ring for batches of 4 whose largest group has about so many bytes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring_module, "USUAL_GROUP_BYTES", 1)
-        patch.setattr(ring_module, "_LARGEST_GROUP_BYTES", group_bytes)
-        return Ring(columns, 4)
+    return Ring(columns, 4, group_bytes=group_bytes)
 
 
 def fill(ring, value, rows=None):
@@ -149,7 +146,12 @@ def test_batches_may_be_let_go_in_other_threads():
 @pytest.mark.parametrize(("group_bytes", "group"), [(1, 1), (1056, 1), (2 * 1056, 2), (10 * 1056 + 5, 10)])
 def test_a_group_holds_as_many_batches_as_its_bytes_allow_but_one_at_least(group_bytes, group):
     assert make(group_bytes).largest_group == group
-    assert make(group_bytes).usual_group == 1
+    assert make(group_bytes).usual_group == group, "of usual size, as far as the largest allows"
+
+
+def test_groups_are_usually_smaller_than_they_may_be():
+    ring = Ring({"image": ((1 << 18,), np.dtype("float32"))}, 4)
+    assert (ring.usual_group, ring.largest_group) == (2, 16)
 
 
 @given(
@@ -210,3 +212,17 @@ def test_a_consumer_that_keeps_a_row_of_each_group_makes_groups_small():
     ring.take(4).close()
     assert not ring.is_hoarded
     assert ring.allocated_bytes <= 4 * ring.largest_group * 4 * 1024
+
+
+def test_a_batch_that_dies_runs_no_python_in_which_ctrl_c_would_be_lost():
+    ring = make()
+    (batch,) = fill(ring, 1)
+    called = []
+    sys.setprofile(lambda _, event, __: event == "call" and called.append(event))
+    try:
+        batch.clear()
+    finally:
+        sys.setprofile(None)
+    assert called == []
+    assert np.all(fill(ring, 2)[0]["label"] == 2)
+    assert ring.growths == len(COLUMNS), "its memory came back"

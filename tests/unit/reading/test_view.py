@@ -310,3 +310,18 @@ def test_an_interpreter_that_exits_with_live_views_ends_in_silence(cache, shuffl
     assert (done.returncode, done.stdout, done.stderr) == (0, "3 6\n", "")
     assert not leased(cache)
     assert cache.verify() == []
+
+
+@pytest.mark.parametrize(("arguments", "message"), [((True,), "batch_rows=True"), ((8, []), "columns is empty")])
+def test_views_of_nothing_or_of_no_number_are_refused(cache, arguments, message):
+    with cache.snapshot() as snapshot, pytest.raises(ValueError, match=message):
+        snapshot.views(*arguments)
+
+
+def test_an_odd_batch_among_views_takes_no_more_memory_than_it_has(cache):
+    """A group's memory would be 64 MiB, of which it used a kilobyte."""
+    with Loader(cache, 7, shuffle=None, drop_last=False, prefetch=1) as loader:
+        batch_bytes = 7 * (8 + 1024)
+        for batch in loader:
+            del batch
+        assert 0 < loader.stats().ring_bytes <= 32 * batch_bytes

@@ -1,0 +1,65 @@
+"""Output: the memory that a gather fills."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import Schema
+from arrowcache.storage.mapping import PAGE_BYTES
+
+
+def page_aligned(nbytes: int) -> NDArray[np.uint8]:
+    """Memory that starts at a page, like the columns of a segment's file.
+
+    Where it starts a little after one, as large NumPy arrays do (16 bytes), each load of a copy from
+    page-aligned memory seems to depend on the store before it, whose address has the same low 12
+    bits: 1.7 instead of 10 GB/s, on the machine of benchmarks/RESULTS.md.
+    """
+    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memory[start : start + nbytes]
+
+
+def output_arrays(
+    schema: Schema, names: Sequence[str], rows: int, out: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """An array of `rows` rows for each fixed-width column: a user's own, where given, else a new one.
+
+    Raises: ValueError: one in `out` is of a column not asked for, or cannot be filled.
+    """
+    for name in out:
+        if name not in names or name not in schema.fixed:
+            raise ValueError(f"out has {name!r}, which is not a fixed-width column asked for")
+    arrays = {}
+    for name in names:
+        if name not in schema.fixed:
+            continue
+        kind = schema.fixed[name]
+        shape, dtype, array = (rows, *kind.shape), kind.numpy_dtype, out.get(name)
+        if array is None:
+            array = _new(shape, dtype)
+        elif not (
+            isinstance(array, np.ndarray)
+            and array.shape == shape
+            and array.dtype == dtype
+            and array.flags.c_contiguous
+            and array.flags.writeable
+        ):
+            raise ValueError(
+                f"out[{name!r}] must be a writeable, C-contiguous {dtype} array of shape {shape}, "
+                f"not {getattr(array, 'dtype', type(array))} of {getattr(array, 'shape', '?')}"
+            )
+        arrays[name] = array
+    return arrays
+
+
+def _new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < PAGE_BYTES:
+        return np.empty(shape, dtype)
+    return page_aligned(nbytes).view(dtype).reshape(shape)

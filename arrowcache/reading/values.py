@@ -1,0 +1,67 @@
+"""Values: gathered values of a column whose rows differ in length, and what a user gets of them.
+
+Ragged columns stay arrays; text and bytes become lists of Python objects, a copy each. Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import Ragged, String
+from arrowcache.errors import CorruptSegmentError
+
+
+class Values(NamedTuple):
+    """Gathered values of a variable-length column: row i is data[offsets[i]:offsets[i + 1]].
+
+    `offsets` counts entries along the ragged axis, (rows + 1,) int64; `data` is a copy:
+    (entries, *inner_shape) for a ragged column, uint8 for text and bytes.
+    """
+
+    data: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+
+#: One column of a batch.
+Column = NDArray[Any] | list[Any] | Values
+
+
+def to_column(kind: object, values: Values) -> Column:
+    """What a user gets of a column of this type: text as str, binary as bytes, ragged as it is.
+
+    Raises: CorruptSegmentError: a text is no UTF-8.
+    """
+    if isinstance(kind, Ragged):
+        return values
+    data, ends = values.data.tobytes(), values.offsets.tolist()
+    pieces = [data[start:stop] for start, stop in itertools.pairwise(ends)]
+    if not isinstance(kind, String):
+        return pieces
+    try:
+        return [piece.decode() for piece in pieces]
+    except UnicodeDecodeError as error:
+        raise CorruptSegmentError(
+            f"a text is not valid UTF-8, so its bytes were altered ({error}): run cache.verify()"
+        ) from None
+
+
+def interleave(count: int, parts: Sequence[tuple[NDArray[np.intp], Column]]) -> Column:
+    """Put parts of a variable-length column, each with its rows' places among `count`, back in order."""
+    rows: list[Any] = [None] * count
+    for places, part in parts:
+        items = _rows(part) if isinstance(part, Values) else part
+        for place, item in zip(places.tolist(), items, strict=True):
+            rows[place] = item
+    if not isinstance(parts[0][1], Values):
+        return rows
+    ends = np.cumsum([0, *map(len, rows)])
+    return Values(np.concatenate(rows), ends.astype(np.int64))
+
+
+def _rows(values: Values) -> list[NDArray[Any]]:
+    return [values.data[start:stop] for start, stop in itertools.pairwise(values.offsets.tolist())]

@@ -98,13 +98,17 @@ def _run(function: bytes, sender: Connection, args: tuple[Any, ...]) -> None:
         sender.send((None, traceback.format_exc()))
 
 
+#: What a shell starts in the background ignores SIGINT, and so would all its children.
+_AS_IN_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 class Script:
     """A user's script: a new interpreter, leader of a session of its own; a context manager that ends it."""
 
     def __init__(self, code: str, *arguments: object) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)],
+            [sys.executable, "-W", "error", "-c", _AS_IN_A_TERMINAL + textwrap.dedent(code), *map(str, arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True, env={**os.environ, "PYTHONPATH": paths},
         )  # fmt: skip

@@ -312,7 +312,9 @@ def test_an_interpreter_that_exits_with_live_views_ends_in_silence(cache, shuffl
     assert cache.verify() == []
 
 
-@pytest.mark.parametrize(("arguments", "message"), [((True,), "batch_rows=True"), ((8, []), "columns is empty")])
+@pytest.mark.parametrize(
+    ("arguments", "message"), [((True,), "batch_rows=True"), ((8, []), "columns is empty")]
+)
 def test_views_of_nothing_or_of_no_number_are_refused(cache, arguments, message):
     with cache.snapshot() as snapshot, pytest.raises(ValueError, match=message):
         snapshot.views(*arguments)

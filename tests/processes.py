@@ -107,8 +107,9 @@ class Script:
 
     def __init__(self, code: str, *arguments: object) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
+        code = _AS_IN_A_TERMINAL + textwrap.dedent(code)
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", _AS_IN_A_TERMINAL + textwrap.dedent(code), *map(str, arguments)],
+            [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True, env={**os.environ, "PYTHONPATH": paths},
         )  # fmt: skip

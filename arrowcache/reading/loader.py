@@ -14,6 +14,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +205,7 @@ class Loader:
         plan = Plan.from_state(state)
         if missing == "raise":
             self._epochs.require(plan)
-        self._end_current()
+        self._end_current("a state was loaded")
         self._epochs.resume(plan, missing)
         self._progress = None
 
@@ -279,7 +280,7 @@ class Loader:
             raise ValueError(_CLOSED)
         if self._threads is not None and self._threads[0].is_inherited():
             self._threads = self._current = None  # they stayed in the process that forked this one
-        self._end_current()
+        self._end_current("a newer one began")
         if self._threads is None:
             readahead = ReadAhead(self._store, self._where, self._epochs.settle)
             self._threads = Pipeline(self._prefetch, self._workers), readahead
@@ -308,22 +309,27 @@ class Loader:
     def _iterator(self) -> EpochIterator | None:
         return None if self._current is None else self._current()
 
-    def _end_current(self) -> None:
+    def _end_current(self, because: str | None = None) -> None:
         iterator = self._iterator()
         if iterator is not None:
-            iterator.close()
+            iterator.end(because)
+
+    def _come_to(self, epoch: Epoch) -> None:
+        self._epochs.came_to(epoch)
+        self._progress = epoch
 
 
 class EpochIterator:
     """The batches of one epoch, or of all that follow.
 
-    Ends by exhaustion, `close()`, a newer epoch, or being dropped: nothing that makes batches refers
-    to it.
+    Ends by exhaustion, `close()`, a newer epoch, a loaded state, or being dropped: nothing that makes
+    batches refers to it.
     """
 
     def __init__(self, loader: Loader, pipeline: Pipeline, feed: Feed) -> None:
         self._loader, self._pipeline, self._stream = loader, pipeline, feed.stream
         self._started = time.perf_counter()
+        self._because: str | None = None  # it was cut short, which its consumer must know
         self.has_stopped = False
 
     def __iter__(self) -> EpochIterator:
@@ -333,30 +339,33 @@ class EpochIterator:
         """The next batch.
 
         Blocks: until it is made, at most the loader's timeout.
-        Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began.
+        Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began, or a
+            state was loaded, also while this waits.
         """
-        if self._stream.ended:
-            if not self.has_stopped and self._loader._iterator() is not self:
-                raise RuntimeError("this epoch ended when a newer one began: iterate that one")
-            raise StopIteration
-        started = time.perf_counter()
-        try:
-            made = self._pipeline.next(self._stream, self._loader._timeout)
-        except BaseException:
-            self._loader._meter.wait_in_vain(time.perf_counter() - started)
-            self.close()
-            self._loader._epochs.came_to_error()
-            raise
-        if made is None:
+        made, started = None, time.perf_counter()
+        if not self._stream.ended:
+            try:
+                made = self._pipeline.next(self._stream, self._loader._timeout)
+            except BaseException:
+                self._loader._meter.wait_in_vain(time.perf_counter() - started)
+                self.close()
+                self._loader._epochs.came_to_error()
+                raise
+        if made is None or not self._is_in(made.epoch):
+            if self._because is not None:
+                raise RuntimeError(f"this epoch ended when {self._because}: iterate anew")
             self.has_stopped = True
             self.close()
             raise StopIteration
         made.epoch.delivered += 1
-        if made.epoch is not self._loader._progress:
-            self._loader._epochs.came_to(made.epoch)
-            self._loader._progress = made.epoch
         self._loader._meter.deliver(made, time.perf_counter() - started)
         return self._loader._finish(made.batch)
+
+    def _is_in(self, epoch: Epoch) -> bool:
+        """Have the loader's progress be in the epoch of a batch; False if another one took its place."""
+        if epoch is self._loader._progress:
+            return True
+        return self._pipeline.unless_ended(self._stream, partial(self._loader._come_to, epoch))
 
     def running_seconds(self) -> float:
         """Since the epoch began; 0 once it ended and was counted."""
@@ -364,7 +373,12 @@ class EpochIterator:
 
     def close(self) -> None:
         """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
+        self.end()
+
+    def end(self, because: str | None = None) -> None:
+        """`close`, and if there is a reason, its consumer gets that in place of a StopIteration."""
         if not self._stream.ended:
+            self._because = because
             self._loader._meter.end_epoch(self.running_seconds())
             self._pipeline.end(self._stream)
 

@@ -6,6 +6,7 @@ import threading
 import traceback
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from helpers import sample as row
 
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
+from arrowcache.reading.pipeline import Pipeline
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
 
@@ -242,6 +244,89 @@ def test_a_newer_epoch_ends_the_older_one(cache):
         with pytest.raises(RuntimeError, match="newer"):
             next(older)
         assert sorted(ids(newer)) == list(range(160))
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("iter", "this epoch ended when a newer one began: iterate anew"),
+        ("load", "this epoch ended when a state was loaded: iterate anew"),
+        ("close", "the end"),
+        ("loader", "the end"),
+    ],
+)
+def test_a_consumer_that_waits_learns_that_its_epoch_was_cut_short_but_not_that_it_was_closed(
+    cache, how, found
+):
+    in_transform, go_on, results = threading.Event(), threading.Event(), []
+
+    def transform(batch):
+        in_transform.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+        return batch
+
+    def consume():
+        try:
+            results.append(next(older, "the end"))
+        except RuntimeError as error:
+            results.append(str(error))
+
+    with Loader(cache, 16, transform=transform) as loader:
+        older = iter(loader)
+        assert in_transform.wait(DEADLINE_SECONDS)
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        wait_until(lambda: older._pipeline._changed._waiters, "the consumer to wait")
+        if how == "iter":
+            newer = iter(loader)
+        elif how == "load":
+            loader.load_state_dict(loader.state_dict())
+        elif how == "close":
+            older.close()
+        else:
+            threading.Thread(target=loader.close).start()  # it waits for the transform
+        consumer.join(DEADLINE_SECONDS)
+        assert results == [found]
+        go_on.set()
+        if how == "iter":
+            assert loader.state_dict()["epoch"] == 1
+            assert sorted(ids(newer)) == list(range(160))
+            assert loader.state_dict()["epoch"] == 2
+        elif how != "loader":
+            assert sorted(ids(loader)) == list(range(160)), "no row was delivered before"
+        with pytest.raises(RuntimeError) if found != "the end" else nullcontext():
+            assert next(older, None) is None
+        assert loader.stats().batches == (0 if how == "loader" else 10)
+
+
+def test_an_epoch_that_was_closed_stays_so_when_a_newer_one_begins(cache):
+    with Loader(cache, 16) as loader:
+        older = iter(loader)
+        next(older)
+        older.close()
+        assert len(ids(loader)) == 160
+        assert next(older, None) is None
+
+
+@pytest.mark.parametrize("how", ["iter", "load"])
+def test_a_batch_on_its_way_when_another_thread_ends_its_epoch_changes_no_progress(cache, monkeypatch, how):
+    with Loader(cache, 16) as loader:
+        older = iter(loader)
+        state = loader.state_dict()
+        take = Pipeline.next
+
+        def take_and_be_late(*args):
+            made = take(*args)
+            monkeypatch.setattr(Pipeline, "next", take)
+            iter(loader) if how == "iter" else loader.load_state_dict(state)
+            return made
+
+        monkeypatch.setattr(Pipeline, "next", take_and_be_late)
+        with pytest.raises(RuntimeError, match="iterate anew"):
+            next(older)
+        assert loader.state_dict()["epoch"] == (1 if how == "iter" else 0)
+        assert loader.state_dict()["position"] == 0
+        assert loader.stats().batches == 0
 
 
 def test_a_finished_epoch_stays_finished(cache):

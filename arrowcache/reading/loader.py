@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -237,10 +236,8 @@ class Loader:
 
     def stats(self) -> LoaderStats:
         """What was delivered so far, and what held it up."""
-        iterator = self._iterator()
-        running = iterator.running_seconds() if iterator is not None else 0.0
         ring = self._assembly.ring
-        return self._meter.stats(running, ring.allocated_bytes, ring.growths)
+        return self._meter.stats(ring.allocated_bytes, ring.growths)
 
     def close(self) -> None:
         """End the epoch and the background threads; leases nothing afterwards. Idempotent."""
@@ -280,23 +277,27 @@ class Loader:
             raise ValueError(_CLOSED)
         if self._threads is not None and self._threads[0].is_inherited():
             self._threads = self._current = None  # they stayed in the process that forked this one
+            self._meter.after_fork()
         self._end_current("a newer one began")
         if self._threads is None:
             readahead = ReadAhead(self._store, self._where, self._epochs.settle)
             self._threads = Pipeline(self._prefetch, self._workers), readahead
         pipeline, readahead = self._threads
-        started = time.perf_counter()
+        run = object()
         try:
-            epoch = self._epochs.begin(lambda: self._closed, before_waiting=readahead.drop)
-        finally:
-            self._meter.wait_for_epoch(time.perf_counter() - started)
-        if epoch is None or self._closed:  # by another thread
-            if epoch is not None:
-                epoch.snapshot.close()
-                self._epochs.ended(epoch)
-            raise ValueError(_CLOSED)
-        feed = Feed(self._epochs, self._assembly, pipeline, readahead, epoch, endless=endless)
-        iterator = EpochIterator(self, pipeline, feed)
+            self._meter.begin_run(run)
+            with self._meter.waiting():
+                epoch = self._epochs.begin(lambda: self._closed, before_waiting=readahead.drop)
+            if epoch is None or self._closed:  # by another thread
+                if epoch is not None:
+                    epoch.snapshot.close()
+                    self._epochs.ended(epoch)
+                raise ValueError(_CLOSED)
+        except BaseException:
+            self._meter.end_run(run)
+            raise
+        feed = Feed(self._epochs, self._assembly, pipeline, readahead, self._meter, epoch, endless=endless)
+        iterator = EpochIterator(self, pipeline, feed, run)
         self._current, self._progress = weakref.ref(iterator), epoch
         feed.begin()
         return iterator
@@ -326,9 +327,9 @@ class EpochIterator:
     batches refers to it.
     """
 
-    def __init__(self, loader: Loader, pipeline: Pipeline, feed: Feed) -> None:
+    def __init__(self, loader: Loader, pipeline: Pipeline, feed: Feed, run: object) -> None:
         self._loader, self._pipeline, self._stream = loader, pipeline, feed.stream
-        self._started = time.perf_counter()
+        self._run = run  # of the loader's meter
         self._because: str | None = None  # it was cut short, which its consumer must know
         self.has_stopped = False
 
@@ -342,12 +343,12 @@ class EpochIterator:
         Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began, or a
             state was loaded, also while this waits.
         """
-        made, started = None, time.perf_counter()
+        made = None
         if not self._stream.ended:
             try:
-                made = self._pipeline.next(self._stream, self._loader._timeout)
+                with self._loader._meter.waiting():
+                    made = self._pipeline.next(self._stream, self._loader._timeout)
             except BaseException:
-                self._loader._meter.wait_in_vain(time.perf_counter() - started)
                 self.close()
                 self._loader._epochs.came_to_error()
                 raise
@@ -358,7 +359,7 @@ class EpochIterator:
             self.close()
             raise StopIteration
         made.epoch.delivered += 1
-        self._loader._meter.deliver(made, time.perf_counter() - started)
+        self._loader._meter.deliver(made)
         return self._loader._finish(made.batch)
 
     def _is_in(self, epoch: Epoch) -> bool:
@@ -366,10 +367,6 @@ class EpochIterator:
         if epoch is self._loader._progress:
             return True
         return self._pipeline.unless_ended(self._stream, partial(self._loader._come_to, epoch))
-
-    def running_seconds(self) -> float:
-        """Since the epoch began; 0 once it ended and was counted."""
-        return 0.0 if self._stream.ended else time.perf_counter() - self._started
 
     def close(self) -> None:
         """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
@@ -379,7 +376,7 @@ class EpochIterator:
         """`close`, and if there is a reason, its consumer gets that in place of a StopIteration."""
         if not self._stream.ended:
             self._because = because
-            self._loader._meter.end_epoch(self.running_seconds())
+            self._loader._meter.end_run(self._run)
             self._pipeline.end(self._stream)
 
     def __del__(self) -> None:

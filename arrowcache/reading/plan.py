@@ -9,7 +9,7 @@ the batch size, workers and world size before and after.
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -162,7 +162,7 @@ class Plan:
 
 
 class Survivors:
-    """The rest of a planned epoch, over the segments that are still there. Forward only.
+    """The rest of a planned epoch, over the segments that are still there. Batches come forward only.
 
     The planned order is walked, rows of segments that are gone are passed over, and what remains is
     cut into full steps anew, so that all ranks have equally many. Counting them walks the rest of
@@ -190,8 +190,7 @@ class Survivors:
         self._source = self._walk()
         self._ids, self._places = np.empty(0, np.int64), np.empty(0, np.int64)
         self._step = 0
-        self._positions = deque([plan.position])  # after each step from `_first_known` on
-        self._first_known = 0
+        self._positions = array("q", [plan.position])  # after each step that was made
 
     @property
     def missing(self) -> int:
@@ -214,11 +213,8 @@ class Survivors:
         return np.concatenate([np.empty(0, np.int64), *taken])
 
     def position_after(self, steps: int) -> int:
-        """As EpochOrder's, of steps that were made, each time for at least as many."""
-        while self._first_known < steps:
-            self._positions.popleft()
-            self._first_known += 1
-        return self._positions[0]
+        """As EpochOrder's, of steps that were made; several threads may ask."""
+        return self._positions[steps]
 
     def segments_span(self, step: int) -> range:  # noqa: ARG002  # the protocol's
         """All: what was passed over makes the step's place in the order unknown."""

@@ -212,8 +212,10 @@ class Loader:
         """Make sure that batches are views, now and later: nothing of them is copied.
 
         Afterwards a batch that cannot be a view raises ValueError in its step.
-        Raises: ValueError: what needs a copy, and what to change.
+        Raises: ValueError: what needs a copy, and what to change; a closed loader.
         """
+        if self._closed:
+            raise ValueError(_CLOSED)
         schema, size = self._store.settings.schema, self._terms.batch_size
         if self._terms.shuffle not in ("blocks", None):
             raise ValueError(
@@ -223,7 +225,9 @@ class Loader:
         if copied := [name for name in self._names if name not in uncopied(schema, self._names)]:
             raise ValueError(f"columns {copied} become Python objects, which are copies: leave them out")
         with self._store.locked():
-            listed = [s for s in self._store.segments() if self._where is None or self._where(s)]
+            listed = self._store.segments()
+        if self._where is not None:
+            listed = [segment for segment in listed if self._where(segment)]
         odd = [segment for segment in listed if segment.rows % size]
         if odd:
             raise ValueError(

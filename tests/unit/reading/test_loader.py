@@ -565,8 +565,23 @@ def test_close_is_idempotent_joins_the_thread_and_leases_nothing(cache):
     assert not loader_threads()
     assert cache.stats().leased_bytes == 0
     assert next(epoch, None) is None
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ValueError, match="the loader is closed: make a new one"):
         iter(loader)
+    with pytest.raises(ValueError, match="the loader is closed: make a new one"):
+        loader.assert_zero_copy()
+
+
+def test_where_is_asked_about_zero_copy_without_a_lock(cache):
+    asked = []
+
+    def where(segment):
+        with cache.store.locked(timeout_seconds=0):
+            asked.append(segment.seq)
+        return segment.seq > 5
+
+    with Loader(cache, 16, shuffle=None, where=where) as loader:
+        loader.assert_zero_copy()
+    assert asked == list(range(10))
 
 
 def test_an_error_in_the_first_step_arrives_although_nothing_is_ready_before_it(cache):

@@ -9,7 +9,6 @@ readahead.py what is warm by then.
 
 from __future__ import annotations
 
-import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from arrowcache.arrow.schema import Schema
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs, Terms
 from arrowcache.reading.feed import Feed
@@ -29,12 +29,15 @@ from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.units import parse_bytes, parse_seconds
+from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from typing import Self
 
 WORKER_TYPES = ("process", "thread")
+_MOST_WORKERS = 256
+_MOST_PREFETCHED = 1 << 16
+_MOST_BATCH_ROWS = (1 << 31) - 1
 _CLOSED = "the loader is closed: make a new one"
 
 
@@ -43,7 +46,7 @@ class Loader:
 
     Args:
         cache: a Cache, or the path of one.
-        batch_size: rows of a batch.
+        batch_size: rows of a batch; below 2**31, and no more than fit into the memory.
         shuffle: "rows" (the whole snapshot, uniformly); "window" (within a window that slides from the
             oldest segment to the newest, which reads the disk in order and lets samplers replace what it
             has passed); "blocks" (runs of batch_size contiguous rows, in random order); None (oldest
@@ -53,9 +56,9 @@ class Loader:
         drop_last: leave out an incomplete last batch; else it is short, or with several ranks padded
             with the epoch's first rows.
         transform: called with each batch, in a background thread; what it returns is yielded.
-        workers: threads or processes that make batches; 0: one background thread.
+        workers: threads or processes that make batches, at most 256; 0: one background thread.
         worker_type: "thread" (transforms that release the GIL, small rows) or "process".
-        prefetch: batches kept ready, at least.
+        prefetch: batches kept ready, at least; at most 65536.
         where: SegmentInfo -> bool, which segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank, world_size: this process' part of each step, and of how many; None: it is alone. Each step
@@ -111,16 +114,16 @@ class Loader:
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, not {function!r}")
         self._terms = Terms(
-            batch_size=_count(batch_size, "batch_size"),
+            batch_size=_batch_rows(batch_size, settings.schema, self._names),
             shuffle=shuffle,
-            seed=_count(seed, "seed", least=0),
-            epoch_rows=None if epoch_rows is None else _count(epoch_rows, "epoch_rows"),
-            drop_last=drop_last,
+            seed=parse_count(seed, "seed", least=0, most=None),
+            epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
+            drop_last=_flag(drop_last, "drop_last"),
             window_bytes=_window(window_bytes, settings.capacity_bytes),
-            wait_rows=_count(wait_rows, "wait_rows"),
+            wait_rows=parse_count(wait_rows, "wait_rows"),
         )
         self._workers = _workers(workers, worker_type)
-        self._prefetch = _count(prefetch, "prefetch")
+        self._prefetch = parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
         self._where = where
         self._timeout = parse_seconds(timeout, "timeout")
         if self._timeout == 0:
@@ -139,7 +142,7 @@ class Loader:
             self._names,
             self._terms.batch_size,
             transform,
-            with_ids=with_ids,
+            with_ids=_flag(with_ids, "with_ids"),
             views=shuffle in ("blocks", None),
             workers=self._workers,
             prefetch=self._prefetch,
@@ -387,6 +390,17 @@ class EpochIterator:
         self.close()
 
 
+def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:
+    rows = parse_count(batch_size, "batch_size", most=_MOST_BATCH_ROWS)
+    nbytes = rows * sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
+    if nbytes > memory_bytes():
+        raise ValueError(
+            f"batch_size={batch_size} rows take {format_bytes(nbytes)}, and there are "
+            f"{format_bytes(memory_bytes())} of memory: lower it, or name fewer columns"
+        )
+    return rows
+
+
 def _window(window_bytes: int | str | None, capacity_bytes: int) -> int:
     if window_bytes is None:
         return min(memory_bytes(), capacity_bytes) // 4
@@ -396,7 +410,7 @@ def _window(window_bytes: int | str | None, capacity_bytes: int) -> int:
 def _workers(workers: int, worker_type: str) -> int:
     if worker_type not in WORKER_TYPES:
         raise ValueError(f"worker_type={worker_type!r} is unknown: use one of {WORKER_TYPES}")
-    number = _count(workers, "workers", least=0)
+    number = parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
     if number and worker_type == "process":
         raise ValueError(
             "this version has no worker processes yet: pass worker_type='thread', which is enough for "
@@ -405,15 +419,7 @@ def _workers(workers: int, worker_type: str) -> int:
     return number
 
 
-def _count(value: int, name: str, least: int = 1) -> int:
-    """Check a count.
-
-    Raises: TypeError: not an int. ValueError: below `least`.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, not {value!r}") from None
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
-    return number
+def _flag(value: bool, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.order import SHUFFLES, EpochOrder, Share
 from arrowcache.storage.layout import SegmentInfo
+from arrowcache.units import MOST_COUNTED, parse_count
 
 _FORMAT, _VERSION = "arrowcache.loader", 1
 _MOST_SEGMENTS = 1 << 20  # what is read from a state is bounded before memory is taken for it
-_MOST = 1 << 62
 _CHUNK_STEPS_ROWS = 8192  # of the planned order, walked at once
 
 
@@ -134,19 +134,20 @@ class Plan:
             runs = np.array(state["segments"], np.int64).reshape(-1, 3)
             segments = sum(runs[:, 1].tolist())  # of Python's ints, which do not overflow
             rows = sum(count * rows for _, count, rows in runs.tolist())
-            if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > _MOST:
+            if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs = [np.arange(first, first + count) for first, count, _ in runs.tolist()]
+            epoch_rows = state["epoch_rows"]
             plan = cls(
-                epoch=_count(state, "epoch"),
-                seed=_count(state, "seed"),
+                epoch=parse_count(state["epoch"], "epoch", least=0),
+                seed=parse_count(state["seed"], "seed", least=0, most=None),
                 shuffle=state["shuffle"],
-                epoch_rows=None if state["epoch_rows"] is None else _count(state, "epoch_rows", least=1),
-                window_rows=_count(state, "window_rows", least=1),
-                block_rows=_count(state, "block_rows", least=1),
+                epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
+                window_rows=parse_count(state["window_rows"], "window_rows"),
+                block_rows=parse_count(state["block_rows"], "block_rows"),
                 seqs=np.concatenate([np.empty(0, np.int64), *seqs]),
                 rows=np.repeat(runs[:, 2], runs[:, 1]),
-                position=_count(state, "position"),
+                position=parse_count(state["position"], "position", least=0),
             )
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"the state is damaged: {error!r}") from None
@@ -241,12 +242,3 @@ class Survivors:
             kept = self._kept[segments]
             places = np.flatnonzero(kept) + self._plan.position + start
             yield ids[kept] + self._shift[segments[kept]], places
-
-
-def _count(state: dict[str, Any], name: str, least: int = 0) -> int:
-    value = state[name]
-    if name == "seed" and isinstance(value, int) and value > _MOST:
-        return value  # NumPy takes any
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
-        raise ValueError(f"{name}={value!r}")
-    return value

@@ -730,6 +730,14 @@ def test_stats_name_the_transform_that_everything_waits_for(cache):
         ({"timeout": float("nan")}, ValueError, "timeout"),
         ({"transform": 5}, TypeError, "transform"),
         ({"where": "seq > 3"}, TypeError, "where"),
+        ({"drop_last": "no"}, TypeError, "drop_last must be True or False, not 'no'"),
+        ({"with_ids": 1}, TypeError, "with_ids must be True or False, not 1"),
+        ({"batch_size": 2**31}, ValueError, f"batch_size={2**31} must be an int of at most {2**31 - 1}"),
+        ({"batch_size": 2**31 - 1, "drop_last": False}, ValueError, "take 2.0 TiB, and there are.*lower"),
+        ({"epoch_rows": 2**70}, ValueError, "epoch_rows=.*at most"),
+        ({"wait_rows": 2**70}, ValueError, "wait_rows=.*at most"),
+        ({"prefetch": 2**20}, ValueError, "prefetch=1048576 must be an int of at most 65536"),
+        ({"workers": 5000, "worker_type": "thread"}, ValueError, "workers=5000 must be .*at most 256"),
     ],
 )
 def test_a_wrong_argument_fails_in_the_constructor(cache, options, error, words):
@@ -742,6 +750,19 @@ def test_a_cache_that_is_none_fails_in_the_constructor(tmp_path):
         Loader(tmp_path / "nothing", 16)
     with pytest.raises(TypeError, match="Cache"):
         Loader(7, 16)
+
+
+@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
+def test_the_largest_counts_work(cache, shuffle):
+    options = {"prefetch": 2**16, "epoch_rows": 2**62, "seed": 2**200, "workers": 256}
+    with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
+        assert loader._prefetch == 2**16
+    options |= {"prefetch": 1, "workers": 0}
+    with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
+        check(next(iter(loader)))
+        assert loader.steps == 2**58
+        loader.load_state_dict(loader.state_dict())
+        check(next(iter(loader)))
 
 
 def test_numpy_integers_are_integers(cache):

@@ -222,6 +222,19 @@ def test_statistics_are_values(tmp_path):
         stats.rows = 3  # type: ignore[misc]
 
 
+def test_a_folder_that_another_creates_between_two_looks_at_it_is_a_folder(tmp_path, monkeypatch):
+    path, lexists = tmp_path / "cache", os.path.lexists
+
+    def late(asked):
+        if asked == path and not lexists(path):
+            monkeypatch.setattr(os.path, "lexists", lexists)
+            make_cache(path)
+        return lexists(asked)
+
+    monkeypatch.setattr(os.path, "lexists", late)
+    assert make_cache(path, exist_ok=True).stats().segments == 0
+
+
 def test_of_several_that_create_at_once_all_get_the_same_cache(tmp_path):
     barrier = threading.Barrier(6)
     made, failures = [], []

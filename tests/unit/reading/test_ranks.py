@@ -31,14 +31,7 @@ from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, ranks_name
 from arrowcache.storage.locks import LockFile
 
-ENVIRONMENT = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 TERMS = {"batch_size": 64, "shuffle": "rows", "seed": 0, "epoch_rows": None, "drop_last": True}
-
-
-@pytest.fixture(autouse=True)
-def no_job(monkeypatch):
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

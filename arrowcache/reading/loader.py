@@ -2,9 +2,9 @@
 
 `iter` takes the snapshot, so whatever was published before it is in the epoch; background threads
 make batches ahead of the consumer. One epoch is delivered at a time. This module is the face: what
-users say and get. epoch.py decides what an epoch is, plan.py and order.py which rows it has,
-assembly.py how its batches are made, pipeline.py when, ring.py and view.py in which memory,
-readahead.py what is warm by then.
+users say and get. iterator.py hands batches over, epoch.py decides what an epoch is, plan.py and
+order.py which rows it has, assembly.py how its batches are made, pipeline.py when, ring.py and view.py
+in which memory, readahead.py what is warm by then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs, Terms
 from arrowcache.reading.feed import Feed
+from arrowcache.reading.iterator import EpochIterator
 from arrowcache.reading.membership import membership
 from arrowcache.reading.order import SHUFFLES
 from arrowcache.reading.pipeline import Pipeline
@@ -148,10 +148,8 @@ class Loader:
             prefetch=self._prefetch,
             meter=self._meter,
         )
-        self._step_rows = step_rows
         self._threads: tuple[Pipeline, ReadAhead] | None = None
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
-        self._progress: Epoch | None = None  # of which a batch was delivered, or may be
         self._closed = False
         self._epochs.prepare(0, self._store.segments())
 
@@ -175,7 +173,8 @@ class Loader:
     @property
     def steps(self) -> int | None:
         """Batches of the epoch in progress, or of the last one; None before the first."""
-        return None if self._progress is None else self._progress.order.steps
+        progress = self._epochs.progress
+        return None if progress is None else progress.order.steps
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: which rows of the epoch were delivered, not what is prefetched.
@@ -184,7 +183,7 @@ class Loader:
             with `torch.load(weights_only=True)`. After a `break`, of the epoch that was left; after its
             end, of the next one.
         """
-        progress = self._progress
+        progress = self._epochs.progress
         if progress is None or self._is_over(progress):
             return self._epochs.planned().to_state()
         return progress.rest().to_state()
@@ -209,7 +208,6 @@ class Loader:
             self._epochs.require(plan)
         self._end_current("a state was loaded")
         self._epochs.resume(plan, missing)
-        self._progress = None
 
     def assert_zero_copy(self) -> None:
         """Make sure that batches are views, now and later: nothing of them is copied.
@@ -304,8 +302,10 @@ class Loader:
             self._meter.end_run(run)
             raise
         feed = Feed(self._epochs, self._assembly, pipeline, readahead, self._meter, epoch, endless=endless)
-        iterator = EpochIterator(self, pipeline, feed, run)
-        self._current, self._progress = weakref.ref(iterator), epoch
+        iterator = EpochIterator(
+            feed.stream, pipeline, self._epochs, self._meter, run, self._timeout, self._finish
+        )
+        self._current = weakref.ref(iterator)
         feed.begin()
         return iterator
 
@@ -321,73 +321,6 @@ class Loader:
         iterator = self._iterator()
         if iterator is not None:
             iterator.end(because)
-
-    def _come_to(self, epoch: Epoch) -> None:
-        self._epochs.came_to(epoch)
-        self._progress = epoch
-
-
-class EpochIterator:
-    """The batches of one epoch, or of all that follow.
-
-    Ends by exhaustion, `close()`, a newer epoch, a loaded state, or being dropped: nothing that makes
-    batches refers to it.
-    """
-
-    def __init__(self, loader: Loader, pipeline: Pipeline, feed: Feed, run: object) -> None:
-        self._loader, self._pipeline, self._stream = loader, pipeline, feed.stream
-        self._run = run  # of the loader's meter
-        self._because: str | None = None  # it was cut short, which its consumer must know
-        self.has_stopped = False
-
-    def __iter__(self) -> EpochIterator:
-        return self
-
-    def __next__(self) -> Batch:
-        """The next batch.
-
-        Blocks: until it is made, at most the loader's timeout.
-        Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began, or a
-            state was loaded, also while this waits.
-        """
-        made = None
-        if not self._stream.ended:
-            try:
-                with self._loader._meter.waiting():
-                    made = self._pipeline.next(self._stream, self._loader._timeout)
-            except BaseException:
-                self.close()
-                self._loader._epochs.came_to_error()
-                raise
-        if made is None or not self._is_in(made.epoch):
-            if self._because is not None:
-                raise RuntimeError(f"this epoch ended when {self._because}: iterate anew")
-            self.has_stopped = True
-            self.close()
-            raise StopIteration
-        made.epoch.delivered += 1
-        self._loader._meter.deliver(made)
-        return self._loader._finish(made.batch)
-
-    def _is_in(self, epoch: Epoch) -> bool:
-        """Have the loader's progress be in the epoch of a batch; False if another one took its place."""
-        if epoch is self._loader._progress:
-            return True
-        return self._pipeline.unless_ended(self._stream, partial(self._loader._come_to, epoch))
-
-    def close(self) -> None:
-        """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
-        self.end()
-
-    def end(self, because: str | None = None) -> None:
-        """`close`, and if there is a reason, its consumer gets that in place of a StopIteration."""
-        if not self._stream.ended:
-            self._because = because
-            self._loader._meter.end_run(self._run)
-            self._pipeline.end(self._stream)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:

@@ -791,11 +791,10 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
             for _ in range(2):
                 for batch in loader:
                     assert len(batch["id"]) == 8
-                assert loader._progress is not None
-                snapshot = weakref.ref(loader._progress.snapshot)
+                assert loader._epochs.progress is not None
+                snapshot = weakref.ref(loader._epochs.progress.snapshot)
             del batch
-            del loader._progress
-            loader._progress = None
+            loader._epochs.progress = None
             wait_until(lambda: snapshot() is None, "the second epoch's snapshot to go")
         finally:
             gc.enable()

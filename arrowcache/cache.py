@@ -17,7 +17,7 @@ from arrowcache.storage.recovery import create_store, open_store
 from arrowcache.storage.store import CacheStats, Store, room_of_two
 from arrowcache.storage.verification import Problem
 from arrowcache.storage.writer import Writer
-from arrowcache.units import format_bytes, parse_bytes
+from arrowcache.units import format_bytes, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     from typing import Self
@@ -195,8 +195,7 @@ def _settings(
             f"{format_bytes(bound)}: raise segment_bytes"
         )
     if segment_rows is not None:
-        if not isinstance(segment_rows, int) or isinstance(segment_rows, bool) or segment_rows < 1:
-            raise ValueError(f"segment_rows={segment_rows!r} must be a positive int, or None")
+        segment_rows = parse_count(segment_rows, "segment_rows")
         if segment_rows > rows:
             needed = segment_file.encoded_bytes_bound(schema, segment_rows)
             raise ValueError(

@@ -1,7 +1,8 @@
-"""Sizes and times, as people write them: parsed at the door, printed in messages."""
+"""Sizes, times and counts, as people write them: parsed at the door, printed in messages."""
 
 from __future__ import annotations
 
+import operator
 import re
 import threading
 
@@ -10,6 +11,7 @@ _UNITS = {"B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate(("k" if base == 1000 else "K", "M", "G", "T"), start=1)
 }
+MOST_COUNTED = 1 << 62  # one and a step more fit into 64 bits
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*")
 
 
@@ -51,6 +53,25 @@ def parse_seconds(seconds: float | None, name: str) -> float | None:
     if not seconds >= 0:
         raise ValueError(f"{name}={seconds!r} must be seconds >= 0, or None for no bound")
     return None if seconds > threading.TIMEOUT_MAX / 2 else float(seconds)
+
+
+def parse_count(value: object, name: str, least: int = 1, most: int | None = MOST_COUNTED) -> int:
+    """Check a count: any type of int, such as NumPy's.
+
+    Args:
+        name: the argument's name, for the message.
+        most: None: no bound.
+    Raises: TypeError: not an int. ValueError: below `least`, above `most`, or a bool.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # see the except
+    except TypeError:
+        raise TypeError(f"{name} must be an int, not {value!r}") from None
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
+    if most is not None and number > most:
+        raise ValueError(f"{name}={value!r} must be an int of at most {most}")
+    return number
 
 
 def format_bytes(nbytes: float) -> str:

@@ -92,6 +92,7 @@ class Epochs:
         self.step_rows = terms.batch_size * self._share.world_size  # of all ranks
         self._needed_rows = max(terms.wait_rows, self.step_rows if terms.drop_last else 1)
         self.next = 0  # the number of the next epoch
+        self.progress: Epoch | None = None  # the one of which batches are delivered, or were last
 
     def require(self, plan: Plan) -> None:
         """Make sure that all is there of what remains of a planned epoch.
@@ -107,6 +108,7 @@ class Epochs:
         self.next = plan.epoch
         self._resumed = plan if len(plan.seqs) else None
         self._missing = missing
+        self.progress = None
 
     def planned(self) -> Plan:
         """The next epoch, as a state: what was loaded, or nothing but its number."""
@@ -173,6 +175,7 @@ class Epochs:
 
     def _come_to(self, epoch: Epoch) -> None:
         self.next = epoch.plan.epoch + 1
+        self.progress = epoch
         self._meter.begin_epoch()
 
     def _begin(

@@ -15,6 +15,7 @@ from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.pipeline import BARRIER, Job, Pipeline, Stream
 from arrowcache.reading.readahead import ReadAhead
+from arrowcache.reading.stats import Meter
 
 _AHEAD_BYTES = 256 << 20  # of a pass in order
 _LEAD_SECONDS, _LEAD_SHARE = 2.0, 0.1  # how long before an epoch is made the next one may begin
@@ -35,12 +36,13 @@ class Feed:
         assembly: Assembly,
         pipeline: Pipeline,
         readahead: ReadAhead,
+        meter: Meter,
         epoch: Epoch,
         *,
         endless: bool,
     ) -> None:
         self._epochs, self._assembly = epochs, assembly
-        self._pipeline, self._readahead = pipeline, readahead
+        self._pipeline, self._readahead, self._meter = pipeline, readahead, meter
         self._epoch = epoch  # the one being made
         self._upcoming: Epoch | None = None  # begun ahead
         self._endless = endless
@@ -76,7 +78,8 @@ class Feed:
                 here = order.segments_span(job.step)
                 self._readahead.reach(range(here.start, max(here.stop, order.segments_span(last).stop)))
                 if epoch.is_cold:
-                    self._readahead.wait_for(here, lambda: self.stream.ended)
+                    with self._meter.stage("store"):
+                        self._readahead.wait_for(here, lambda: self.stream.ended)
             if not is_asked and job.step:
                 left = (time.perf_counter() - started) / job.step * (order.steps - job.step)
                 share = 1 - job.step / order.steps

@@ -2,24 +2,24 @@
 
 `iter` takes the snapshot, so whatever was published before it is in the epoch; background threads
 make batches ahead of the consumer. One epoch is delivered at a time. This module is the face: what
-users say and get. epoch.py decides what an epoch is, plan.py and order.py which rows it has,
-assembly.py how its batches are made, pipeline.py when, ring.py and view.py in which memory,
-readahead.py what is warm by then.
+users say and get. iterator.py hands batches over, epoch.py decides what an epoch is, plan.py and
+order.py which rows it has, assembly.py how its batches are made, pipeline.py when, ring.py and view.py
+in which memory, readahead.py what is warm by then.
 """
 
 from __future__ import annotations
 
-import operator
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from arrowcache.arrow.schema import Schema
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs, Terms
 from arrowcache.reading.feed import Feed
+from arrowcache.reading.iterator import EpochIterator
 from arrowcache.reading.membership import membership
 from arrowcache.reading.order import SHUFFLES
 from arrowcache.reading.pipeline import Pipeline
@@ -29,12 +29,15 @@ from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.units import parse_bytes, parse_seconds
+from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from typing import Self
 
 WORKER_TYPES = ("process", "thread")
+_MOST_WORKERS = 256
+_MOST_PREFETCHED = 1 << 16
+_MOST_BATCH_ROWS = (1 << 31) - 1
 _CLOSED = "the loader is closed: make a new one"
 
 
@@ -43,7 +46,7 @@ class Loader:
 
     Args:
         cache: a Cache, or the path of one.
-        batch_size: rows of a batch.
+        batch_size: rows of a batch; below 2**31, and no more than fit into the memory.
         shuffle: "rows" (the whole snapshot, uniformly); "window" (within a window that slides from the
             oldest segment to the newest, which reads the disk in order and lets samplers replace what it
             has passed); "blocks" (runs of batch_size contiguous rows, in random order); None (oldest
@@ -53,9 +56,9 @@ class Loader:
         drop_last: leave out an incomplete last batch; else it is short, or with several ranks padded
             with the epoch's first rows.
         transform: called with each batch, in a background thread; what it returns is yielded.
-        workers: threads or processes that make batches; 0: one background thread.
+        workers: threads or processes that make batches, at most 256; 0: one background thread.
         worker_type: "thread" (transforms that release the GIL, small rows) or "process".
-        prefetch: batches kept ready, at least.
+        prefetch: batches kept ready, at least; at most 65536.
         where: SegmentInfo -> bool, which segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank, world_size: this process' part of each step, and of how many; None: it is alone. Each step
@@ -111,16 +114,16 @@ class Loader:
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, not {function!r}")
         self._terms = Terms(
-            batch_size=_count(batch_size, "batch_size"),
+            batch_size=_batch_rows(batch_size, settings.schema, self._names),
             shuffle=shuffle,
-            seed=_count(seed, "seed", least=0),
-            epoch_rows=None if epoch_rows is None else _count(epoch_rows, "epoch_rows"),
-            drop_last=drop_last,
+            seed=parse_count(seed, "seed", least=0, most=None),
+            epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
+            drop_last=_flag(drop_last, "drop_last"),
             window_bytes=_window(window_bytes, settings.capacity_bytes),
-            wait_rows=_count(wait_rows, "wait_rows"),
+            wait_rows=parse_count(wait_rows, "wait_rows"),
         )
         self._workers = _workers(workers, worker_type)
-        self._prefetch = _count(prefetch, "prefetch")
+        self._prefetch = parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
         self._where = where
         self._timeout = parse_seconds(timeout, "timeout")
         if self._timeout == 0:
@@ -139,16 +142,14 @@ class Loader:
             self._names,
             self._terms.batch_size,
             transform,
-            with_ids=with_ids,
+            with_ids=_flag(with_ids, "with_ids"),
             views=shuffle in ("blocks", None),
             workers=self._workers,
             prefetch=self._prefetch,
             meter=self._meter,
         )
-        self._step_rows = step_rows
         self._threads: tuple[Pipeline, ReadAhead] | None = None
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
-        self._progress: Epoch | None = None  # of which a batch was delivered, or may be
         self._closed = False
         self._epochs.prepare(0, self._store.segments())
 
@@ -172,7 +173,8 @@ class Loader:
     @property
     def steps(self) -> int | None:
         """Batches of the epoch in progress, or of the last one; None before the first."""
-        return None if self._progress is None else self._progress.order.steps
+        progress = self._epochs.progress
+        return None if progress is None else progress.order.steps
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: which rows of the epoch were delivered, not what is prefetched.
@@ -181,7 +183,7 @@ class Loader:
             with `torch.load(weights_only=True)`. After a `break`, of the epoch that was left; after its
             end, of the next one.
         """
-        progress = self._progress
+        progress = self._epochs.progress
         if progress is None or self._is_over(progress):
             return self._epochs.planned().to_state()
         return progress.rest().to_state()
@@ -204,16 +206,17 @@ class Loader:
         plan = Plan.from_state(state)
         if missing == "raise":
             self._epochs.require(plan)
-        self._end_current()
+        self._end_current("a state was loaded")
         self._epochs.resume(plan, missing)
-        self._progress = None
 
     def assert_zero_copy(self) -> None:
         """Make sure that batches are views, now and later: nothing of them is copied.
 
         Afterwards a batch that cannot be a view raises ValueError in its step.
-        Raises: ValueError: what needs a copy, and what to change.
+        Raises: ValueError: what needs a copy, and what to change; a closed loader.
         """
+        if self._closed:
+            raise ValueError(_CLOSED)
         schema, size = self._store.settings.schema, self._terms.batch_size
         if self._terms.shuffle not in ("blocks", None):
             raise ValueError(
@@ -223,7 +226,9 @@ class Loader:
         if copied := [name for name in self._names if name not in uncopied(schema, self._names)]:
             raise ValueError(f"columns {copied} become Python objects, which are copies: leave them out")
         with self._store.locked():
-            listed = [s for s in self._store.segments() if self._where is None or self._where(s)]
+            listed = self._store.segments()
+        if self._where is not None:
+            listed = [segment for segment in listed if self._where(segment)]
         odd = [segment for segment in listed if segment.rows % size]
         if odd:
             raise ValueError(
@@ -236,10 +241,8 @@ class Loader:
 
     def stats(self) -> LoaderStats:
         """What was delivered so far, and what held it up."""
-        iterator = self._iterator()
-        running = iterator.running_seconds() if iterator is not None else 0.0
         ring = self._assembly.ring
-        return self._meter.stats(running, ring.allocated_bytes, ring.growths)
+        return self._meter.stats(ring.allocated_bytes, ring.growths)
 
     def close(self) -> None:
         """End the epoch and the background threads; leases nothing afterwards. Idempotent."""
@@ -279,24 +282,30 @@ class Loader:
             raise ValueError(_CLOSED)
         if self._threads is not None and self._threads[0].is_inherited():
             self._threads = self._current = None  # they stayed in the process that forked this one
-        self._end_current()
+            self._meter.after_fork()
+        self._end_current("a newer one began")
         if self._threads is None:
             readahead = ReadAhead(self._store, self._where, self._epochs.settle)
             self._threads = Pipeline(self._prefetch, self._workers), readahead
         pipeline, readahead = self._threads
-        started = time.perf_counter()
+        run = object()
         try:
-            epoch = self._epochs.begin(lambda: self._closed, before_waiting=readahead.drop)
-        finally:
-            self._meter.wait_for_epoch(time.perf_counter() - started)
-        if epoch is None or self._closed:  # by another thread
-            if epoch is not None:
-                epoch.snapshot.close()
-                self._epochs.ended(epoch)
-            raise ValueError(_CLOSED)
-        feed = Feed(self._epochs, self._assembly, pipeline, readahead, epoch, endless=endless)
-        iterator = EpochIterator(self, pipeline, feed)
-        self._current, self._progress = weakref.ref(iterator), epoch
+            self._meter.begin_run(run)
+            with self._meter.waiting():
+                epoch = self._epochs.begin(lambda: self._closed, before_waiting=readahead.drop)
+            if epoch is None or self._closed:  # by another thread
+                if epoch is not None:
+                    epoch.snapshot.close()
+                    self._epochs.ended(epoch)
+                raise ValueError(_CLOSED)
+        except BaseException:
+            self._meter.end_run(run)
+            raise
+        feed = Feed(self._epochs, self._assembly, pipeline, readahead, self._meter, epoch, endless=endless)
+        iterator = EpochIterator(
+            feed.stream, pipeline, self._epochs, self._meter, run, self._timeout, self._finish
+        )
+        self._current = weakref.ref(iterator)
         feed.begin()
         return iterator
 
@@ -308,68 +317,21 @@ class Loader:
     def _iterator(self) -> EpochIterator | None:
         return None if self._current is None else self._current()
 
-    def _end_current(self) -> None:
+    def _end_current(self, because: str | None = None) -> None:
         iterator = self._iterator()
         if iterator is not None:
-            iterator.close()
+            iterator.end(because)
 
 
-class EpochIterator:
-    """The batches of one epoch, or of all that follow.
-
-    Ends by exhaustion, `close()`, a newer epoch, or being dropped: nothing that makes batches refers
-    to it.
-    """
-
-    def __init__(self, loader: Loader, pipeline: Pipeline, feed: Feed) -> None:
-        self._loader, self._pipeline, self._stream = loader, pipeline, feed.stream
-        self._started = time.perf_counter()
-        self.has_stopped = False
-
-    def __iter__(self) -> EpochIterator:
-        return self
-
-    def __next__(self) -> Batch:
-        """The next batch.
-
-        Blocks: until it is made, at most the loader's timeout.
-        Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began.
-        """
-        if self._stream.ended:
-            if not self.has_stopped and self._loader._iterator() is not self:
-                raise RuntimeError("this epoch ended when a newer one began: iterate that one")
-            raise StopIteration
-        started = time.perf_counter()
-        try:
-            made = self._pipeline.next(self._stream, self._loader._timeout)
-        except BaseException:
-            self._loader._meter.wait_in_vain(time.perf_counter() - started)
-            self.close()
-            self._loader._epochs.came_to_error()
-            raise
-        if made is None:
-            self.has_stopped = True
-            self.close()
-            raise StopIteration
-        made.epoch.delivered += 1
-        if made.epoch is not self._loader._progress:
-            self._loader._epochs.came_to(made.epoch)
-            self._loader._progress = made.epoch
-        self._loader._meter.deliver(made, time.perf_counter() - started)
-        return self._loader._finish(made.batch)
-
-    def running_seconds(self) -> float:
-        """Since the epoch began; 0 once it ended and was counted."""
-        return 0.0 if self._stream.ended else time.perf_counter() - self._started
-
-    def close(self) -> None:
-        """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
-        if not self._stream.ended:
-            self._loader._meter.end_epoch(self.running_seconds())
-            self._pipeline.end(self._stream)
-
-    def __del__(self) -> None:
-        self.close()
+def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:
+    rows = parse_count(batch_size, "batch_size", most=_MOST_BATCH_ROWS)
+    nbytes = rows * sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
+    if nbytes > memory_bytes():
+        raise ValueError(
+            f"batch_size={batch_size} rows take {format_bytes(nbytes)}, and there are "
+            f"{format_bytes(memory_bytes())} of memory: lower it, or name fewer columns"
+        )
+    return rows
 
 
 def _window(window_bytes: int | str | None, capacity_bytes: int) -> int:
@@ -381,7 +343,7 @@ def _window(window_bytes: int | str | None, capacity_bytes: int) -> int:
 def _workers(workers: int, worker_type: str) -> int:
     if worker_type not in WORKER_TYPES:
         raise ValueError(f"worker_type={worker_type!r} is unknown: use one of {WORKER_TYPES}")
-    number = _count(workers, "workers", least=0)
+    number = parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
     if number and worker_type == "process":
         raise ValueError(
             "this version has no worker processes yet: pass worker_type='thread', which is enough for "
@@ -390,15 +352,7 @@ def _workers(workers: int, worker_type: str) -> int:
     return number
 
 
-def _count(value: int, name: str, least: int = 1) -> int:
-    """Check a count.
-
-    Raises: TypeError: not an int. ValueError: below `least`.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, not {value!r}") from None
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
-    return number
+def _flag(value: bool, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value

@@ -6,6 +6,9 @@ import operator
 import os
 from dataclasses import dataclass
 
+from arrowcache.units import parse_count
+
+_MOST_RANKS = 1 << 20  # a step of all of them is counted in 64 bits
 _NO_ELASTIC_RUN = "none"  # torchrun's TORCHELASTIC_RUN_ID where it was given no --rdzv-id
 
 
@@ -40,6 +43,7 @@ def membership(rank: int | None, world_size: int | None, run_id: str | None) -> 
     rank, world_size = _integer(rank, "rank"), _integer(world_size, "world_size")
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
+    parse_count(world_size, "world_size", most=_MOST_RANKS)
     if world_size == 1:
         return None
     return Membership(rank, world_size, _run(run_id), _local_world_size(world_size))

@@ -9,7 +9,7 @@ the batch size, workers and world size before and after.
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.order import SHUFFLES, EpochOrder, Share
 from arrowcache.storage.layout import SegmentInfo
+from arrowcache.units import MOST_COUNTED, parse_count
 
 _FORMAT, _VERSION = "arrowcache.loader", 1
 _MOST_SEGMENTS = 1 << 20  # what is read from a state is bounded before memory is taken for it
-_MOST = 1 << 62
 _CHUNK_STEPS_ROWS = 8192  # of the planned order, walked at once
 
 
@@ -134,19 +134,20 @@ class Plan:
             runs = np.array(state["segments"], np.int64).reshape(-1, 3)
             segments = sum(runs[:, 1].tolist())  # of Python's ints, which do not overflow
             rows = sum(count * rows for _, count, rows in runs.tolist())
-            if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > _MOST:
+            if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs = [np.arange(first, first + count) for first, count, _ in runs.tolist()]
+            epoch_rows = state["epoch_rows"]
             plan = cls(
-                epoch=_count(state, "epoch"),
-                seed=_count(state, "seed"),
+                epoch=parse_count(state["epoch"], "epoch", least=0),
+                seed=parse_count(state["seed"], "seed", least=0, most=None),
                 shuffle=state["shuffle"],
-                epoch_rows=None if state["epoch_rows"] is None else _count(state, "epoch_rows", least=1),
-                window_rows=_count(state, "window_rows", least=1),
-                block_rows=_count(state, "block_rows", least=1),
+                epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
+                window_rows=parse_count(state["window_rows"], "window_rows"),
+                block_rows=parse_count(state["block_rows"], "block_rows"),
                 seqs=np.concatenate([np.empty(0, np.int64), *seqs]),
                 rows=np.repeat(runs[:, 2], runs[:, 1]),
-                position=_count(state, "position"),
+                position=parse_count(state["position"], "position", least=0),
             )
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"the state is damaged: {error!r}") from None
@@ -162,7 +163,7 @@ class Plan:
 
 
 class Survivors:
-    """The rest of a planned epoch, over the segments that are still there. Forward only.
+    """The rest of a planned epoch, over the segments that are still there. Batches come forward only.
 
     The planned order is walked, rows of segments that are gone are passed over, and what remains is
     cut into full steps anew, so that all ranks have equally many. Counting them walks the rest of
@@ -190,8 +191,7 @@ class Survivors:
         self._source = self._walk()
         self._ids, self._places = np.empty(0, np.int64), np.empty(0, np.int64)
         self._step = 0
-        self._positions = deque([plan.position])  # after each step from `_first_known` on
-        self._first_known = 0
+        self._positions = array("q", [plan.position])  # after each step that was made
 
     @property
     def missing(self) -> int:
@@ -214,11 +214,8 @@ class Survivors:
         return np.concatenate([np.empty(0, np.int64), *taken])
 
     def position_after(self, steps: int) -> int:
-        """As EpochOrder's, of steps that were made, each time for at least as many."""
-        while self._first_known < steps:
-            self._positions.popleft()
-            self._first_known += 1
-        return self._positions[0]
+        """As EpochOrder's, of steps that were made; several threads may ask."""
+        return self._positions[steps]
 
     def segments_span(self, step: int) -> range:  # noqa: ARG002  # the protocol's
         """All: what was passed over makes the step's place in the order unknown."""
@@ -245,12 +242,3 @@ class Survivors:
             kept = self._kept[segments]
             places = np.flatnonzero(kept) + self._plan.position + start
             yield ids[kept] + self._shift[segments[kept]], places
-
-
-def _count(state: dict[str, Any], name: str, least: int = 0) -> int:
-    value = state[name]
-    if name == "seed" and isinstance(value, int) and value > _MOST:
-        return value  # NumPy takes any
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
-        raise ValueError(f"{name}={value!r}")
-    return value

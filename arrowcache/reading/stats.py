@@ -2,7 +2,8 @@
 
 `Meter` is what the loader's threads add to; `LoaderStats` is the frozen answer to the user. Adding
 is a few additions under a lock that nobody holds for longer, so it is always on; what must ask the
-kernel (memory) is asked when the user asks.
+kernel (memory) is asked when the user asks. What is in progress is noted when it begins, one entry
+a thread, and counts up to the moment of the question: a transform that hangs is seen while it does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,29 +26,31 @@ if TYPE_CHECKING:
 
 STAGES = ("samplers", "store", "gather", "transform")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
+_HAND_OVER_SECONDS = 1e-3  # a shorter wait is no stall: so long may handing a batch over take
 
 _ADVICE = {
-    "none": "no batch was delivered yet",
+    "none": "no batch was delivered yet, or waited for",
     "consumer": "the training step is the limit: the loader waits for it",
     "samplers": "too few rows are published: add sampler workers, or lower wait_rows or batch_size",
     "store": "the disk is the limit: use shuffle='window' or 'blocks', a faster disk, or more memory",
     "gather": "copying is the limit: pass workers=2, worker_type='thread', or fewer columns",
     "transform": "the transform is the limit: pass workers=N, or make it do less",
 }
+_ADVICE_ON_VIEWS = "mapping and reading small views is the limit, nothing is copied: use a larger batch_size"
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """A loader since it was made.
+    """A loader since it was made, with what is in progress now.
 
     `bytes` are those of delivered batches, `copied_bytes` what of them was copied (zero-copy views
     are not); `seconds` the time inside epochs, from their `iter` on; `stall_seconds` the part of it
     that the consumer waited, in `stalls` steps, for rows or for a batch.
 
     `bottleneck` is what to speed up: "consumer" (the training step: the loader waits for it),
-    "samplers" (too few rows), "store" (the disk, and cache.lock), "gather" (memory) or "transform";
-    "none" before the first batch. `advice` says it in words. The seconds behind it are those that
-    the loader's threads, all together, spent on each.
+    "samplers" (too few rows), "store" (the disk, and cache.lock), "gather" (memory; of views, mapping
+    them) or "transform"; "none" before a batch was delivered or waited for. `advice` says it in
+    words. The seconds behind it are those that the loader's threads, all together, spent on each.
 
     `age_seconds` is how old delivered rows were on average, since they were published (of at most
     64 rows of each batch). `ring_bytes` is the memory for batches, `ring_growths` how often a
@@ -78,6 +81,8 @@ class LoaderStats:
     @property
     def advice(self) -> str:
         """What to do to be faster."""
+        if self.bottleneck == "gather" and self.bytes and not self.copied_bytes:
+            return _ADVICE_ON_VIEWS
         return _ADVICE[self.bottleneck]
 
     def __str__(self) -> str:
@@ -98,91 +103,120 @@ class Meter:
         self.epochs = self.batches = self.rows = self.nbytes = self.copied_bytes = self.stalls = 0
         self.epoch_seconds = self.stall_seconds = 0.0
         self._age_row_seconds = 0.0
-
-    def add(self, stage: str, seconds: float) -> None:
-        """A thread of the loader was busy with, or waited for, one of STAGES."""
-        with self._lock:
-            self.seconds[stage] += seconds
+        # in progress: since when. By thread, so that what an interrupt left behind is soon replaced
+        self._stages: dict[int, tuple[str, float]] = {}
+        self._waits: dict[int, float] = {}
+        self._runs: dict[object, float] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time that passes inside."""
-        started = time.perf_counter()
+        """A thread of the loader is busy with, or waits for, one of STAGES: that takes the time inside."""
+        started = self.enter(name)
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - started)
+            self.leave({name: time.perf_counter() - started})
+
+    def enter(self, name: str) -> float:
+        """This thread begins a stage; returns when."""
+        started = time.perf_counter()
+        with self._lock:
+            self._stages[threading.get_ident()] = name, started
+        return started
+
+    def leave(self, seconds: Mapping[str, float]) -> None:
+        """What this thread had begun took so long, of each stage."""
+        with self._lock:
+            self._stages.pop(threading.get_ident(), None)
+            for name, more in seconds.items():
+                self.seconds[name] += more
 
     def reading(self) -> Reading:
         """Add the time that passes inside to "gather", or, as far as the disk was waited for, to "store"."""
         return Reading(self)
 
-    def deliver(self, made: Made, waited: float) -> None:
-        """A batch went to the consumer, which waited for it."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The consumer waits: for an `iter`, or in a step, whatever that gives."""
+        thread, started = threading.get_ident(), time.perf_counter()
+        with self._lock:
+            self._waits[thread] = started
+        try:
+            yield
+        finally:
+            waited = time.perf_counter() - started
+            with self._lock:
+                self._waits.pop(thread, None)
+                self.stall_seconds += waited
+                self.stalls += waited > _HAND_OVER_SECONDS
+
+    def deliver(self, made: Made) -> None:
+        """A batch went to the consumer."""
         with self._lock:
             self.batches += 1
             self.rows += made.rows
             self.nbytes += made.nbytes
             self.copied_bytes += made.copied
             self._age_row_seconds += (time.time() - made.published) * made.rows
-            self._stall(waited)
 
     def begin_epoch(self) -> None:
         with self._lock:
             self.epochs += 1
 
-    def wait_for_epoch(self, seconds: float) -> None:
-        """The consumer waited for an `iter`."""
+    def begin_run(self, run: object) -> None:
+        """The consumer is inside an epoch from now on, or several; `run` tells it from others."""
         with self._lock:
-            self.epoch_seconds += seconds
-            self._stall(seconds)
+            self._runs[run] = time.perf_counter()
 
-    def wait_in_vain(self, seconds: float) -> None:
-        """The consumer waited in a step that gave no batch; the time is counted with the epoch's."""
+    def end_run(self, run: object) -> None:
+        """Count the time since it began. Idempotent."""
         with self._lock:
-            self._stall(seconds)
+            if (started := self._runs.pop(run, None)) is not None:
+                self.epoch_seconds += time.perf_counter() - started
 
-    def end_epoch(self, seconds: float) -> None:
-        """The consumer iterated for so long."""
-        with self._lock:
-            self.epoch_seconds += seconds
+    def after_fork(self) -> None:
+        """In a child: what other threads had in progress, this lock perhaps, stayed with the parent."""
+        self._lock = threading.RLock()
+        self._stages, self._waits, self._runs = {}, {}, {}
 
-    def stats(self, running_seconds: float, ring_bytes: int, ring_growths: int) -> LoaderStats:
-        """What was counted, at this moment."""
+    def stats(self, ring_bytes: int, ring_growths: int) -> LoaderStats:
+        """What was counted, and is in progress, at this moment."""
         private_bytes, file_bytes = resident_bytes()
         with self._lock:
-            seconds = self.epoch_seconds + running_seconds
+            now = time.perf_counter()
+            waits = [now - started for started in self._waits.values()]
+            stages = self.seconds.copy()
+            for name, started in self._stages.values():  # of reading, all is "gather" until it has ended
+                stages[name] += now - started
+            seconds = self.epoch_seconds + sum(now - started for started in self._runs.values())
+            stall_seconds = self.stall_seconds + sum(waits)
+            stalls = self.stalls + sum(waited > _HAND_OVER_SECONDS for waited in waits)
+            if not self.batches and not stalls:
+                bottleneck = "none"
+            elif stall_seconds < _NO_STALL * seconds:
+                bottleneck = "consumer" if self.batches else "none"
+            else:
+                bottleneck = max(stages, key=lambda name: stages[name])
             return LoaderStats(
                 epochs=self.epochs,
                 batches=self.batches,
                 rows=self.rows,
                 bytes=self.nbytes,
                 seconds=seconds,
-                stall_seconds=self.stall_seconds,
-                bottleneck=self._bottleneck(seconds),
-                stalls=self.stalls,
+                stall_seconds=stall_seconds,
+                bottleneck=bottleneck,
+                stalls=stalls,
                 copied_bytes=self.copied_bytes,
-                samplers_seconds=self.seconds["samplers"],
-                store_seconds=self.seconds["store"],
-                gather_seconds=self.seconds["gather"],
-                transform_seconds=self.seconds["transform"],
+                samplers_seconds=stages["samplers"],
+                store_seconds=stages["store"],
+                gather_seconds=stages["gather"],
+                transform_seconds=stages["transform"],
                 age_seconds=self._age_row_seconds / self.rows if self.rows else 0.0,
                 ring_bytes=ring_bytes,
                 ring_growths=ring_growths,
                 private_bytes=private_bytes,
                 file_bytes=file_bytes,
             )
-
-    def _stall(self, waited: float) -> None:
-        self.stall_seconds += waited
-        self.stalls += waited > 1e-3  # less is how long handing a batch over takes
-
-    def _bottleneck(self, seconds: float) -> str:
-        if not self.batches:
-            return "none"
-        if self.stall_seconds < _NO_STALL * seconds:
-            return "consumer"
-        return max(self.seconds, key=lambda stage: self.seconds[stage])
 
 
 class Reading:
@@ -200,7 +234,7 @@ class Reading:
 
     def __enter__(self) -> Self:
         self._before = resource.getrusage(resource.RUSAGE_THREAD)
-        self._started = time.perf_counter()
+        self._started = self._meter.enter("gather")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -211,9 +245,7 @@ class Reading:
         self.has_waited = wall_seconds > 1.5 * cpu_seconds and waits > preemptions
         self.was_on_disk = now.ru_majflt > before.ru_majflt
         on_disk = max(0.0, wall_seconds - cpu_seconds) if self.was_on_disk else 0.0
-        if on_disk:
-            self._meter.add("store", on_disk)
-        self._meter.add("gather", wall_seconds - on_disk)
+        self._meter.leave({"store": on_disk, "gather": wall_seconds - on_disk})
 
 
 def resident_bytes() -> tuple[int, int]:

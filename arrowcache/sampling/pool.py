@@ -32,7 +32,7 @@ from arrowcache.storage.layout import TASK_NAME
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.store import Store
-from arrowcache.units import parse_seconds
+from arrowcache.units import parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from typing import Self
@@ -115,7 +115,18 @@ class SamplerPool:
         store = store_of(cache)
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
-        _check_arguments(sample, workers, seed, name, segments, retries)
+        if not callable(sample):
+            raise TypeError(f"sample must be a function of a random generator, not {sample!r}")
+        workers = parse_count(workers, "workers")
+        seed = parse_count(seed, "seed", least=0, most=None)
+        if seed.bit_length() > _MOST_SEED_BITS:
+            raise ValueError(
+                f"seed={seed} must be below 2**{_MOST_SEED_BITS}: segments carry it in their names"
+            )
+        if not isinstance(name, str) or not TASK_NAME.fullmatch(name):
+            raise ValueError(f"name={name!r} must be letters, digits, '_', '.' or '-', at most 100")
+        segments = None if segments is None else parse_count(segments, "segments")
+        retries = parse_count(retries, "retries", least=0)
         try:
             pickled = cloudpickle.dumps(sample)
         except Exception as error:
@@ -441,24 +452,3 @@ def _shut_down_all() -> None:
 
 def _text(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
-
-
-def _check_arguments(
-    sample: object, workers: object, seed: object, name: object, segments: object, retries: object
-) -> None:
-    if not callable(sample):
-        raise TypeError(f"sample must be a function of a random generator, not {sample!r}")
-    for argument, value, least in (
-        ("workers", workers, 1),
-        ("seed", seed, 0),
-        ("segments", segments, 1),
-        ("retries", retries, 0),
-    ):
-        if argument == "segments" and value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{argument}={value!r} must be an int of at least {least}")
-    if int(seed).bit_length() > _MOST_SEED_BITS:  # type: ignore[call-overload]  # an int, as checked
-        raise ValueError(f"seed={seed} must be below 2**{_MOST_SEED_BITS}: segments carry it in their names")
-    if not isinstance(name, str) or not TASK_NAME.fullmatch(name):
-        raise ValueError(f"name={name!r} must be letters, digits, '_', '.' or '-', at most 100")

@@ -50,7 +50,7 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
     """
     _require_linux()
     folder = Folder(path)
-    if not path.is_dir() and os.path.lexists(path):
+    if os.path.lexists(path) and not path.is_dir():  # in this order: another may create it meanwhile
         raise FileExistsError(f"{path} is not a folder")
     exists = os.path.lexists(path / layout.CACHE_JSON)
     if exists:

@@ -100,7 +100,6 @@ def test_creating_again_with_another_schema_is_a_schema_error_and_changes_nothin
         ({"segment_bytes": 1000, "segment_rows": None}, "a row needs a segment of.*raise segment_bytes"),
         ({"segment_rows": 1000}, "1000 rows need.*lower segment_rows to"),
         ({"segment_rows": 0}, "segment_rows=0"),
-        ({"segment_rows": 1.5}, "segment_rows=1.5"),
         ({"segment_rows": True}, "segment_rows=True"),
         ({"headroom": 1}, "headroom=1"),
         ({"headroom": -0.1}, "headroom=-0.1"),
@@ -110,6 +109,12 @@ def test_creating_again_with_another_schema_is_a_schema_error_and_changes_nothin
 def test_sizes_that_do_not_fit_together_are_refused_and_nothing_is_made(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         make_cache(tmp_path / "cache", **options)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_rows_of_a_segment_that_are_no_int_are_a_type_error(tmp_path):
+    with pytest.raises(TypeError, match=r"segment_rows must be an int, not 1\.5"):
+        make_cache(tmp_path / "cache", segment_rows=1.5)
     assert not (tmp_path / "cache").exists()
 
 
@@ -215,6 +220,19 @@ def test_statistics_are_values(tmp_path):
     assert pickle.loads(pickle.dumps(stats)) == stats
     with pytest.raises(AttributeError):
         stats.rows = 3  # type: ignore[misc]
+
+
+def test_a_folder_that_another_creates_between_two_looks_at_it_is_a_folder(tmp_path, monkeypatch):
+    path, lexists = tmp_path / "cache", os.path.lexists
+
+    def late(asked):
+        if asked == path and not lexists(path):
+            monkeypatch.setattr(os.path, "lexists", lexists)
+            make_cache(path)
+        return lexists(asked)
+
+    monkeypatch.setattr(os.path, "lexists", late)
+    assert make_cache(path, exist_ok=True).stats().segments == 0
 
 
 def test_of_several_that_create_at_once_all_get_the_same_cache(tmp_path):

@@ -1,12 +1,13 @@
-"""Sizes in bytes, as people write them."""
+"""Sizes and counts, as people write them."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.units import format_bytes, parse_bytes
+from arrowcache.units import MOST_COUNTED, format_bytes, parse_bytes, parse_count
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,39 @@ def test_another_type_is_a_type_error(size):
 def test_whole_numbers_of_bytes_are_exact(n):
     assert parse_bytes(n, "n") == parse_bytes(f"{n}B", "n") == n
     assert parse_bytes(f"{n}KiB", "n") == 1024 * n
+
+
+@pytest.mark.parametrize("value", [1, 7, np.uint8(7), np.int64(7), MOST_COUNTED])
+def test_a_count_of_any_type_of_int_becomes_a_plain_one(value):
+    count = parse_count(value, "workers")
+    assert count == value
+    assert type(count) is int
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds", "words"),
+    [
+        (0, {}, "workers=0 must be an int of at least 1"),
+        (-1, {"least": 0}, "workers=-1 must be an int of at least 0"),
+        (True, {}, "workers=True must be an int"),
+        (False, {"least": 0}, "workers=False must be an int"),
+        (MOST_COUNTED + 1, {}, f"workers={MOST_COUNTED + 1} must be an int of at most {MOST_COUNTED}"),
+        (9, {"most": 8}, "workers=9 must be an int of at most 8"),
+    ],
+)
+def test_a_count_outside_its_bounds_is_refused_with_them(value, bounds, words):
+    with pytest.raises(ValueError, match=words):
+        parse_count(value, "workers", **bounds)
+
+
+@pytest.mark.parametrize("value", [1.0, "1", None, [1], np.float64(1), np.bool_(1)])
+def test_what_is_no_int_is_no_count(value):
+    with pytest.raises(TypeError, match="workers must be an int, not"):
+        parse_count(value, "workers")
+
+
+def test_a_count_without_a_bound_may_be_any():
+    assert parse_count(2**200, "seed", least=0, most=None) == 2**200
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import threading
 import traceback
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from helpers import sample as row
 
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
+from arrowcache.reading.pipeline import Pipeline
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
 
@@ -242,6 +244,89 @@ def test_a_newer_epoch_ends_the_older_one(cache):
         with pytest.raises(RuntimeError, match="newer"):
             next(older)
         assert sorted(ids(newer)) == list(range(160))
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("iter", "this epoch ended when a newer one began: iterate anew"),
+        ("load", "this epoch ended when a state was loaded: iterate anew"),
+        ("close", "the end"),
+        ("loader", "the end"),
+    ],
+)
+def test_a_consumer_that_waits_learns_that_its_epoch_was_cut_short_but_not_that_it_was_closed(
+    cache, how, found
+):
+    in_transform, go_on, results = threading.Event(), threading.Event(), []
+
+    def transform(batch):
+        in_transform.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+        return batch
+
+    def consume():
+        try:
+            results.append(next(older, "the end"))
+        except RuntimeError as error:
+            results.append(str(error))
+
+    with Loader(cache, 16, transform=transform) as loader:
+        older = iter(loader)
+        assert in_transform.wait(DEADLINE_SECONDS)
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        wait_until(lambda: older._pipeline._changed._waiters, "the consumer to wait")
+        if how == "iter":
+            newer = iter(loader)
+        elif how == "load":
+            loader.load_state_dict(loader.state_dict())
+        elif how == "close":
+            older.close()
+        else:
+            threading.Thread(target=loader.close).start()  # it waits for the transform
+        consumer.join(DEADLINE_SECONDS)
+        assert results == [found]
+        go_on.set()
+        if how == "iter":
+            assert loader.state_dict()["epoch"] == 1
+            assert sorted(ids(newer)) == list(range(160))
+            assert loader.state_dict()["epoch"] == 2
+        elif how != "loader":
+            assert sorted(ids(loader)) == list(range(160)), "no row was delivered before"
+        with pytest.raises(RuntimeError) if found != "the end" else nullcontext():
+            assert next(older, None) is None
+        assert loader.stats().batches == (0 if how == "loader" else 10)
+
+
+def test_an_epoch_that_was_closed_stays_so_when_a_newer_one_begins(cache):
+    with Loader(cache, 16) as loader:
+        older = iter(loader)
+        next(older)
+        older.close()
+        assert len(ids(loader)) == 160
+        assert next(older, None) is None
+
+
+@pytest.mark.parametrize("how", ["iter", "load"])
+def test_a_batch_on_its_way_when_another_thread_ends_its_epoch_changes_no_progress(cache, monkeypatch, how):
+    with Loader(cache, 16) as loader:
+        older = iter(loader)
+        state = loader.state_dict()
+        take = Pipeline.next
+
+        def take_and_be_late(*args):
+            made = take(*args)
+            monkeypatch.setattr(Pipeline, "next", take)
+            iter(loader) if how == "iter" else loader.load_state_dict(state)
+            return made
+
+        monkeypatch.setattr(Pipeline, "next", take_and_be_late)
+        with pytest.raises(RuntimeError, match="iterate anew"):
+            next(older)
+        assert loader.state_dict()["epoch"] == (1 if how == "iter" else 0)
+        assert loader.state_dict()["position"] == 0
+        assert loader.stats().batches == 0
 
 
 def test_a_finished_epoch_stays_finished(cache):
@@ -480,8 +565,23 @@ def test_close_is_idempotent_joins_the_thread_and_leases_nothing(cache):
     assert not loader_threads()
     assert cache.stats().leased_bytes == 0
     assert next(epoch, None) is None
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ValueError, match="the loader is closed: make a new one"):
         iter(loader)
+    with pytest.raises(ValueError, match="the loader is closed: make a new one"):
+        loader.assert_zero_copy()
+
+
+def test_where_is_asked_about_zero_copy_without_a_lock(cache):
+    asked = []
+
+    def where(segment):
+        with cache.store.locked(timeout_seconds=0):
+            asked.append(segment.seq)
+        return segment.seq > 5
+
+    with Loader(cache, 16, shuffle=None, where=where) as loader:
+        loader.assert_zero_copy()
+    assert asked == list(range(10))
 
 
 def test_an_error_in_the_first_step_arrives_although_nothing_is_ready_before_it(cache):
@@ -630,6 +730,14 @@ def test_stats_name_the_transform_that_everything_waits_for(cache):
         ({"timeout": float("nan")}, ValueError, "timeout"),
         ({"transform": 5}, TypeError, "transform"),
         ({"where": "seq > 3"}, TypeError, "where"),
+        ({"drop_last": "no"}, TypeError, "drop_last must be True or False, not 'no'"),
+        ({"with_ids": 1}, TypeError, "with_ids must be True or False, not 1"),
+        ({"batch_size": 2**31}, ValueError, f"batch_size={2**31} must be an int of at most {2**31 - 1}"),
+        ({"batch_size": 2**31 - 1, "drop_last": False}, ValueError, "take 2.0 TiB, and there are.*lower"),
+        ({"epoch_rows": 2**70}, ValueError, "epoch_rows=.*at most"),
+        ({"wait_rows": 2**70}, ValueError, "wait_rows=.*at most"),
+        ({"prefetch": 2**20}, ValueError, "prefetch=1048576 must be an int of at most 65536"),
+        ({"workers": 5000, "worker_type": "thread"}, ValueError, "workers=5000 must be .*at most 256"),
     ],
 )
 def test_a_wrong_argument_fails_in_the_constructor(cache, options, error, words):
@@ -642,6 +750,19 @@ def test_a_cache_that_is_none_fails_in_the_constructor(tmp_path):
         Loader(tmp_path / "nothing", 16)
     with pytest.raises(TypeError, match="Cache"):
         Loader(7, 16)
+
+
+@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
+def test_the_largest_counts_work(cache, shuffle):
+    options = {"prefetch": 2**16, "epoch_rows": 2**62, "seed": 2**200, "workers": 256}
+    with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
+        assert loader._prefetch == 2**16
+    options |= {"prefetch": 1, "workers": 0}
+    with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
+        check(next(iter(loader)))
+        assert loader.steps == 2**58
+        loader.load_state_dict(loader.state_dict())
+        check(next(iter(loader)))
 
 
 def test_numpy_integers_are_integers(cache):
@@ -670,11 +791,10 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
             for _ in range(2):
                 for batch in loader:
                     assert len(batch["id"]) == 8
-                assert loader._progress is not None
-                snapshot = weakref.ref(loader._progress.snapshot)
+                assert loader._epochs.progress is not None
+                snapshot = weakref.ref(loader._epochs.progress.snapshot)
             del batch
-            del loader._progress
-            loader._progress = None
+            loader._epochs.progress = None
             wait_until(lambda: snapshot() is None, "the second epoch's snapshot to go")
         finally:
             gc.enable()

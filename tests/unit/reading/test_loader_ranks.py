@@ -22,12 +22,6 @@ SHUFFLES = ["rows", "window", "blocks", None]
 ROWS = 157
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch):
-    for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def cache(tmp_path):
     """Nine segments of 16 rows and one of 13: ids 0 to 156."""

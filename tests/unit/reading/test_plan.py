@@ -215,6 +215,13 @@ def test_a_resumed_epoch_can_be_resumed_again_at_any_step(made, data):
     assert delivered + named(made, present, again.batches(0, again.steps)) == expected
 
 
+def test_survivors_tell_the_position_after_any_step_that_was_made_in_any_order():
+    made = plan([10, 10, 10], shuffle=None)
+    order = made.order_of(segments(made, [0, 2]), 8, Share(), False)
+    order.batches(0, order.steps)
+    assert [order.position_after(step) for step in (3, 1, 0, 2, 1, 3)] == [30, 8, 0, 26, 8, 30]
+
+
 def test_survivors_drop_an_incomplete_last_step_if_told():
     made = plan([10, 10, 10], shuffle=None)
     order = made.order_of(segments(made, [0, 2]), 8, Share(), True)

@@ -31,14 +31,7 @@ from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, ranks_name
 from arrowcache.storage.locks import LockFile
 
-ENVIRONMENT = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 TERMS = {"batch_size": 64, "shuffle": "rows", "seed": 0, "epoch_rows": None, "drop_last": True}
-
-
-@pytest.fixture(autouse=True)
-def no_job(monkeypatch):
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -149,6 +142,7 @@ def test_the_launcher_says_how_many_ranks_are_local(monkeypatch):
         ((-1, 2, "job"), ValueError, "rank=-1 of world_size=2"),
         ((0, 0, "job"), ValueError, "rank=0 of world_size=0"),
         ((1, 1, None), ValueError, "rank=1 of world_size=1"),
+        ((0, 2**63, "job"), ValueError, f"world_size={2**63} must be an int of at most {2**20}"),
         ((0.5, 2, "job"), TypeError, "rank must be an int or None, not 0.5"),
         ((True, 2, "job"), TypeError, "rank must be an int or None, not True"),
         ((0, "2", "job"), TypeError, "world_size must be an int or None, not '2'"),

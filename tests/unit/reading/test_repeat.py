@@ -52,6 +52,17 @@ class Switch:
         return self.on
 
 
+class Seen:
+    """A transform that notes the ids of each batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        self.batches.append(batch["id"].tolist())
+        return batch
+
+
 # what it yields
 
 
@@ -82,17 +93,12 @@ def test_the_next_epoch_sees_what_was_published_meanwhile(cache):
 
 
 def test_a_transform_sees_every_batch_once_and_in_order(cache):
-    seen = []
-
-    def transform(batch):
-        seen.extend(batch["id"].tolist())
-        return batch
-
-    with loader_of(cache, 16, transform=transform) as loader:
+    seen = Seen()
+    with loader_of(cache, 16, transform=seen) as loader:
         endless = loader.repeat()
         found = ids_of(next(endless) for _ in range(20))
         endless.close()
-    assert seen[: len(found)] == found
+    assert [number for batch in seen.batches for number in batch][: len(found)] == found
 
 
 # what is told of it
@@ -100,16 +106,11 @@ def test_a_transform_sees_every_batch_once_and_in_order(cache):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_steps_stats_and_state_follow_what_was_delivered_not_what_was_made(cache, workers):
-    made: list[int] = []
-
-    def transform(batch):
-        made.append(len(batch["id"]))
-        return batch
-
-    with loader_of(cache, 16, transform=transform, prefetch=12, workers=workers) as loader:
+    seen = Seen()
+    with loader_of(cache, 16, transform=seen, prefetch=12, workers=workers) as loader:
         endless = loader.repeat()
         publish(cache, 1, first=100)
-        wait_until(lambda: len(made) >= 12, "four epochs of three or four steps to be made")
+        wait_until(lambda: len(seen.batches) >= 12, "four epochs of three or four steps to be made")
         assert (loader.steps, loader.stats().epochs, loader.state_dict()["epoch"]) == (3, 1, 0)
         for step in range(1, 4):
             next(endless)
@@ -126,16 +127,11 @@ def test_steps_stats_and_state_follow_what_was_delivered_not_what_was_made(cache
 def test_the_epoch_after_it_is_the_one_after_that_which_was_delivered(cache, workers):
     with loader_of(cache, 16) as plain:
         epochs = [ids_of(plain) for _ in range(4)]
-    made: list[int] = []
-
-    def transform(batch):
-        made.append(len(batch["id"]))
-        return batch
-
-    with loader_of(cache, 16, transform=transform, prefetch=12, workers=workers) as loader:
+    seen = Seen()
+    with loader_of(cache, 16, transform=seen, prefetch=12, workers=workers) as loader:
         endless = loader.repeat()
         next(endless)
-        wait_until(lambda: len(made) >= 12, "four epochs to be made")
+        wait_until(lambda: len(seen.batches) >= 12, "four epochs to be made")
         endless.close()
         assert ids_of(loader) == epochs[1], "those that nobody saw were never begun"
         endless = loader.repeat()
@@ -246,7 +242,7 @@ def test_an_exception_of_a_transform_arrives_in_its_place_in_a_later_epoch(cache
 @pytest.mark.parametrize("workers", [0, 2])
 def test_with_too_few_rows_it_waits_without_a_lease_and_goes_on_when_they_come(cache, workers):
     where = Switch()
-    with loader_of(cache, 8, where=where, workers=workers, prefetch=1) as loader:
+    with loader_of(cache, 8, where=where, workers=workers, prefetch=1, wait_rows=32) as loader:
         endless = loader.repeat()
         where.on = False
         assert len(take_epoch(endless, loader)) == 56

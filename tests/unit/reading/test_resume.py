@@ -259,7 +259,8 @@ def test_loading_a_state_ends_the_epoch_in_progress(cache):
         older = iter(loader)
         delivered = ids_of(next(older) for _ in range(2))
         loader.load_state_dict(loader.state_dict())
-        assert next(older, None) is None
+        with pytest.raises(RuntimeError, match="a state was loaded: iterate anew"):
+            next(older)
         rest = ids_of(loader)
         assert sorted(delivered + rest) == sorted(set(delivered + rest))
         assert len(delivered + rest) == 56

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,10 @@ from helpers import DEADLINE_SECONDS, make_cache, publish, segment_files, wait_u
 import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.reading import stats as stats_module
+from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.pipeline import Made
+from arrowcache.reading.readahead import ReadAhead
+from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
 from arrowcache.torch import Loader as TorchLoader
 
@@ -59,6 +63,17 @@ def made(rows: int = 10, nbytes: int = 1000, copied: int = 600, published: float
     return Made({}, rows, nbytes, copied, published, None)
 
 
+def wait(meter: Meter, clock: Clock, seconds: float) -> None:
+    with meter.waiting():
+        clock.wall += seconds
+
+
+def run(meter: Meter, clock: Clock, seconds: float) -> None:
+    meter.begin_run("an epoch")
+    clock.wall += seconds
+    meter.end_run("an epoch")
+
+
 # the meter
 
 
@@ -73,7 +88,7 @@ def test_a_stage_counts_what_passes_in_it_even_if_it_fails(clock):
     for _ in range(2):
         with pytest.raises(KeyError):
             work()
-    meter.add("samplers", 0.5)
+    meter.leave({"samplers": 0.5})
     assert meter.seconds == {"samplers": 0.5, "store": 0.0, "gather": 0.0, "transform": 4.0}
 
 
@@ -118,25 +133,30 @@ def test_a_clock_of_the_thread_that_is_coarser_than_the_wall_makes_no_time_negat
 def test_deliveries_add_up_and_ages_are_weighted_by_rows(clock):
     meter = Meter()
     meter.begin_epoch()
-    meter.deliver(made(rows=30, published=990.0), 0.0)
-    meter.deliver(made(rows=10, published=950.0, copied=0), 0.25)
-    meter.end_epoch(2.0)
-    stats = meter.stats(1.0, 77, 5)
+    run(meter, clock, 2.0)
+    meter.deliver(made(rows=30, published=clock.wall - 10.0))
+    wait(meter, clock, 0.25)
+    meter.deliver(made(rows=10, published=clock.wall - 50.0, copied=0))
+    meter.begin_run("a second one")
+    clock.wall += 1.0
+    stats = meter.stats(77, 5)
     assert (stats.epochs, stats.batches, stats.rows, stats.bytes, stats.copied_bytes) == (1, 2, 40, 2000, 600)
     assert (stats.seconds, stats.stall_seconds, stats.stalls) == (3.0, 0.25, 1)
     assert stats.age_seconds == (30 * 10 + 10 * 50) / 40
+    meter.end_run("a second one")
+    meter.end_run("a second one")
+    clock.wall += 1.0
+    assert meter.stats(77, 5).seconds == 3.0, "counted once, and no longer"
     assert (stats.ring_bytes, stats.ring_growths) == (77, 5)
 
 
 def test_handing_a_batch_over_is_no_stall(clock):
     meter = Meter()
-    for waited in (1e-6, 1e-4, 0.01, 1.0):
-        meter.deliver(made(), waited)
-    meter.wait_for_epoch(0.5)
-    stats = meter.stats(0.0, 0, 0)
+    for waited in (1e-6, 1e-4, 0.01, 1.0, 0.5):
+        wait(meter, clock, waited)
+    stats = meter.stats(0, 0)
     assert stats.stalls == 3
     assert stats.stall_seconds == pytest.approx(1.510101)
-    assert stats.seconds == 0.5
 
 
 def test_threads_lose_nothing_of_what_they_add():
@@ -144,8 +164,8 @@ def test_threads_lose_nothing_of_what_they_add():
 
     def add() -> None:
         for _ in range(5000):
-            meter.add("gather", 1.0)
-            meter.deliver(made(), 0.0)
+            meter.leave({"gather": 1.0})
+            meter.deliver(made())
 
     threads = [threading.Thread(target=add) for _ in range(4)]
     for thread in threads:
@@ -159,27 +179,86 @@ def test_threads_lose_nothing_of_what_they_add():
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_bottleneck_is_where_the_loaders_threads_spent_most_if_the_consumer_waited(clock, stage):
     meter = Meter()
-    for other in STAGES:
-        meter.add(other, 1.0)
-    meter.add(stage, 0.1)
-    meter.deliver(made(), 1.0)
-    assert meter.stats(10.0, 0, 0).bottleneck == stage
+    meter.leave(dict.fromkeys(STAGES, 1.0))
+    meter.leave({stage: 0.1})
+    run(meter, clock, 9.0)
+    wait(meter, clock, 1.0)
+    meter.deliver(made())
+    assert meter.stats(0, 0).bottleneck == stage
 
 
 def test_the_consumer_is_the_bottleneck_while_it_hardly_ever_waits(clock):
     meter = Meter()
-    meter.add("transform", 100.0)
-    meter.deliver(made(), 0.49)
-    assert meter.stats(10.0, 0, 0).bottleneck == "consumer"
-    meter.deliver(made(), 0.02)
-    assert meter.stats(10.0, 0, 0).bottleneck == "transform"
+    meter.leave({"transform": 100.0})
+    run(meter, clock, 10.0)
+    wait(meter, clock, 0.49)
+    meter.deliver(made())
+    assert meter.stats(0, 0).bottleneck == "consumer"
+    wait(meter, clock, 0.02)
+    assert meter.stats(0, 0).bottleneck == "transform"
 
 
-def test_before_the_first_batch_nothing_is_the_bottleneck(clock):
+def test_before_a_batch_is_delivered_or_waited_for_nothing_is_the_bottleneck(clock):
     meter = Meter()
-    meter.add("store", 100.0)
-    meter.wait_for_epoch(50.0)
-    assert meter.stats(0.0, 0, 0).bottleneck == "none"
+    meter.leave({"store": 100.0})
+    run(meter, clock, 50.0)
+    assert meter.stats(0, 0).bottleneck == "none"
+    wait(meter, clock, 1.0)
+    assert meter.stats(0, 0).bottleneck == "none", "it came to other things for long"
+    wait(meter, clock, 10.0)
+    assert meter.stats(0, 0).bottleneck == "store"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_in_progress_counts_up_to_now_and_then_once(clock, stage):
+    meter = Meter()
+    meter.leave({other: 5.0 for other in STAGES if other != stage})
+    meter.begin_run("one")
+    with meter.waiting():
+        with meter.reading() if stage == "gather" else meter.stage(stage):
+            clock.wall += 4.0
+            assert meter.stats(0, 0).bottleneck != stage
+            clock.wall += 3.0
+            stats = meter.stats(0, 0)
+            assert stats.bottleneck == stage
+            assert getattr(stats, f"{stage}_seconds") == 7.0
+            assert (stats.seconds, stats.stall_seconds, stats.stalls, stats.batches) == (7.0, 7.0, 1, 0)
+        clock.wall += 1.0
+    stats = meter.stats(0, 0)
+    assert getattr(stats, f"{stage}_seconds") == 7.0
+    assert (stats.seconds, stats.stall_seconds, stats.stalls) == (8.0, 8.0, 1)
+
+
+def test_all_threads_that_are_busy_with_a_stage_count(clock):
+    meter, go_on, busy = Meter(), threading.Event(), threading.Barrier(4)
+
+    def work() -> None:
+        with meter.stage("transform"):
+            busy.wait(DEADLINE_SECONDS)
+            assert go_on.wait(DEADLINE_SECONDS)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    busy.wait(DEADLINE_SECONDS)
+    clock.wall += 2.0
+    assert meter.stats(0, 0).transform_seconds == 6.0
+    go_on.set()
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    clock.wall += 2.0
+    assert meter.stats(0, 0).transform_seconds == 6.0
+
+
+def test_a_forked_child_does_not_count_what_the_parents_threads_had_in_progress(clock):
+    meter = Meter()
+    meter.begin_run("one")
+    with meter.waiting(), meter.stage("transform"):
+        clock.wall += 3.0
+        meter.after_fork()
+        clock.wall += 4.0
+        stats = meter.stats(0, 0)
+    assert (stats.seconds, stats.stall_seconds, stats.transform_seconds) == (0.0, 0.0, 0.0)
 
 
 # what to do
@@ -203,6 +282,14 @@ def test_every_bottleneck_has_an_advice_which_its_text_shows(bottleneck, words):
     assert f"bottleneck {bottleneck}: {stats.advice}" in str(stats)
 
 
+def test_views_are_not_blamed_on_copying():
+    numbers = {field.name: 0 for field in dataclasses.fields(LoaderStats)}
+    numbers |= {"bottleneck": "gather", "bytes": MIB}
+    assert "larger batch_size" in LoaderStats(**numbers).advice
+    assert "copying is" not in LoaderStats(**numbers).advice
+    assert "copying is" in LoaderStats(**numbers | {"copied_bytes": 1}).advice
+
+
 def test_the_text_says_rows_bytes_rate_and_stalls():
     numbers = {field.name: 0 for field in dataclasses.fields(LoaderStats)}
     stats = LoaderStats(**numbers | {
@@ -217,7 +304,7 @@ def test_the_text_says_rows_bytes_rate_and_stalls():
 def test_stats_are_frozen_and_begin_with_the_fields_of_the_design():
     names = [field.name for field in dataclasses.fields(LoaderStats)]
     assert names[:7] == ["epochs", "batches", "rows", "bytes", "seconds", "stall_seconds", "bottleneck"]
-    stats = Meter().stats(0.0, 0, 0)
+    stats = Meter().stats(0, 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.rows = 1
     assert str(stats).startswith("0 batches, 0 rows, 0 B in 0.0 s (0 B/s)")
@@ -243,6 +330,44 @@ def test_a_loader_that_waits_for_rows_blames_the_samplers(tmp_path):
     assert stats.bottleneck == "samplers"
     assert stats.stalls >= 1
     assert stats.stall_seconds >= stats.samplers_seconds
+
+
+@pytest.mark.parametrize(
+    ("stage", "blocked"),
+    [
+        ("transform", None),
+        ("gather", (Snapshot, "gather_into")),
+        ("store", (Snapshot, "map_all")),
+        ("store", (ReadAhead, "wait_for")),
+    ],
+    ids=["transform", "gather", "map", "cold"],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_hangs_before_the_first_batch_is_the_bottleneck_while_it_does(
+    cache, monkeypatch, stage, blocked, workers
+):
+    go_on, batches = threading.Event(), []
+
+    def hang(*args: Any) -> Any:
+        assert go_on.wait(DEADLINE_SECONDS)
+        return args[0]
+
+    if blocked is not None:
+        original = getattr(*blocked)
+        monkeypatch.setattr(*blocked, lambda *args: original(hang(*args), *args[1:]))
+        monkeypatch.setattr(Epoch, "is_cold", property(lambda _: True, lambda *_: None))
+    transform = None if blocked else hang
+    options = {"shuffle": "window", "workers": workers, "worker_type": "thread"}
+    with Loader(cache, 16, transform=transform, **options) as loader:
+        consumer = threading.Thread(target=lambda: batches.extend(loader))
+        consumer.start()
+        wait_until(lambda: loader.stats().bottleneck == stage, "what hangs to be blamed")
+        stats = loader.stats()
+        assert stats.batches == 0
+        assert 0 < stats.stall_seconds <= stats.seconds
+        go_on.set()
+        consumer.join(DEADLINE_SECONDS)
+    assert len(batches) == 10
 
 
 @pytest.mark.parametrize("workers", [0, 2])

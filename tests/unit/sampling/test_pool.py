@@ -264,6 +264,7 @@ def test_a_sampler_that_cannot_be_pickled_fails_in_the_constructor(cache):
         ({"sample": 5}, TypeError, "sample"),
         ({"workers": 0}, ValueError, "workers"),
         ({"workers": True}, ValueError, "workers"),
+        ({"workers": 1.5}, TypeError, "workers"),
         ({"seed": -1}, ValueError, "seed"),
         ({"seed": 2**128}, ValueError, "seed"),
         ({"name": "a/b"}, ValueError, "name"),

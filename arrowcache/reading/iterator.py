@@ -87,8 +87,8 @@ class EpochIterator:
         """`close`, and if there is a reason, its consumer gets that in place of a StopIteration."""
         if not self._stream.ended:
             self._because = because
-            self._meter.end_run(self._run)
-            self._pipeline.end(self._stream)
+        self._meter.end_run(self._run)
+        self._pipeline.end(self._stream)  # once more, where Ctrl-C cut the first time short
 
     def __del__(self) -> None:
         self.close()

@@ -63,7 +63,8 @@ BARRIER = Job(0, [], lambda: iter(()))
 class Stream:
     """What one iterator consumes: the batches of an epoch, or of one epoch after another.
 
-    `jobs` is run by the pipeline's thread alone; `let_go` by whoever ends the stream, once.
+    `jobs` is run by the pipeline's thread alone; `let_go`, which is idempotent, by whoever ends the
+    stream.
     """
 
     jobs: Callable[[], Iterator[Job]]
@@ -130,22 +131,19 @@ class Pipeline:
             del error  # its traceback has this frame
 
     def end(self, stream: Stream) -> None:
-        """Begin no more jobs of a stream, drop the batches that nobody took, let go of what it reads."""
+        """Begin no more jobs of a stream, drop the batches that nobody took, let go of what it reads.
+
+        Idempotent; an interrupted call is finished by the next one.
+        """
         if self.is_inherited():
             stream.ended = True
             return
         with self._changed:
-            if stream.ended:
-                return
             stream.ended = True
             stream.ready.clear()
             self._changed.notify_all()
-        let_go, stream.let_go, stream.jobs = (
-            stream.let_go,
-            _nothing,
-            _no_jobs,
-        )  # they know the stream: a cycle
-        let_go()
+        stream.let_go()
+        stream.let_go, stream.jobs = _nothing, _no_jobs  # they know the stream: a cycle
 
     def unless_ended(self, stream: Stream, action: Callable[[], None]) -> bool:
         """Do something that `stream.let_go` must not miss; False if the stream has ended."""

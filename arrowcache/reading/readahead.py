@@ -115,12 +115,17 @@ class ReadAhead:
             return
         snapshot.on_contention(self.drop)
         with self._changed:
+            if snapshot in self._kept:
+                return
             self._epoch, self._wanted = None, range(0)
             self._todo.clear()
             self._kept.append(snapshot)
             self._kept_until = time.monotonic() + _PARKED_SECONDS
             self._is_settled = False
             self._changed.notify_all()
+            is_closed = self._closed
+        if is_closed:
+            self.drop()
 
     def drop(self) -> None:
         """Let go of every lease that is not the running epoch's."""

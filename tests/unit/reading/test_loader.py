@@ -27,6 +27,7 @@ from helpers import sample as row
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.reading.pipeline import Pipeline
+from arrowcache.reading.readahead import ReadAhead
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
 
@@ -798,3 +799,17 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
             wait_until(lambda: snapshot() is None, "the second epoch's snapshot to go")
         finally:
             gc.enable()
+
+
+def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
+    def interrupted(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with Loader(cache, 16) as loader:
+        iterator = iter(loader)
+        check(next(iterator))
+        monkeypatch.setattr(ReadAhead, "park", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iterator.close()
+    assert cache.stats().leased_bytes == 0

@@ -363,3 +363,20 @@ def test_jobs_that_were_not_begun_when_the_stream_ended_never_are(crew):
     go_on.set()
     crew.close()
     assert len(began) == 3
+
+
+def test_an_end_that_was_interrupted_is_finished_by_the_next(alone):
+    calls = []
+
+    def let_go():
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    stream = stream_of(lambda: iter([[made(0)]]), let_go)
+    alone.begin(stream)
+    with pytest.raises(KeyboardInterrupt):
+        alone.end(stream)
+    for _ in range(2):
+        alone.end(stream)
+    assert calls == [0, 1]

@@ -65,7 +65,6 @@ class Feed:
         shuffle, order, snapshot = epoch.plan.shuffle, epoch.order, epoch.snapshot
         in_order = shuffle in ("window", None)
         self._readahead.follow(epoch, in_order=in_order)
-        self._readahead.soon(partial(self._epochs.prepare, epoch.plan.epoch + 1, snapshot.segments))
         ahead_rows = (
             epoch.plan.window_rows // 2 if shuffle == "window" else _AHEAD_BYTES // snapshot.row_bytes
         )
@@ -87,6 +86,9 @@ class Feed:
                     is_asked = ahead.set_running_or_notify_cancel()
                     self._readahead.soon(partial(self._begin_ahead, ahead))
             yield job
+            if not job.step:  # not beside the first batch, for which somebody waits
+                prepare = partial(self._epochs.prepare, epoch.plan.epoch + 1, snapshot.segments)
+                self._readahead.soon(prepare)
 
     def _begin_ahead(self, done: Future[None]) -> None:
         """Begin the next epoch, if there are rows enough: in the read-ahead's thread.

@@ -3,15 +3,17 @@
 It cuts an epoch into jobs, in step order; the pipeline decides when and on which thread they run.
 A batch that is one run of rows of one segment is a zero-copy view, where the order has such runs;
 every other is gathered into the ring. A job gathers a group of batches in one call a column; the
-first batch of an epoch is a job of its own, for its latency. With several threads a batch that is
-a group by itself and has small rows is split among them, since small rows are bound by latency;
-and each batch of a loader with a transform is a job, so that transforms run side by side.
+first batch of an epoch is a job of its own, for its latency. With several threads a group of small
+rows is split among them, since small rows are bound by latency and share a cache better than two
+groups do; and each batch of a loader with a transform is a job, so that transforms run side by side.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from arrowcache.reading.pieces import pieces
 from arrowcache.reading.pipeline import Job, Made
 from arrowcache.reading.ring import USUAL_GROUP_BYTES, Group, GroupSize, Ring
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.stats import Meter
+from arrowcache.reading.stats import Meter, Reading
 from arrowcache.reading.values import Column, Values
 from arrowcache.reading.view import Viewer
 
@@ -113,8 +115,8 @@ class Assembly:
                 failures.append(error)
 
         if self._transform is None:
-            if self._viewer is None and batches == 1 and self._pays_to_split(len(ids)):
-                return self._split_job(epoch, step, ids)
+            if self._viewer is None and self._pays_to_split(len(ids)):
+                return self._split_job(epoch, step, ids, batches)
             return Job(step, [make], lambda: _all_of(made, failures))
         transform = self._transform
         if self._workers == 0:
@@ -137,29 +139,33 @@ class Assembly:
                 memory = self.ring.take(len(ids))
                 self._gather(epoch.snapshot, ids, memory)
                 made += self._hand_out(epoch, ids, batches, memory, published)
-        self._group.note(has_waited=reading.has_waited)
-        epoch.is_cold |= reading.was_on_disk
+        self._note(epoch, [reading])
+
+    def _note(self, epoch: Epoch, readings: list[Reading]) -> None:
+        """Take in how making a group went."""
+        self._group.note(has_waited=any(reading.has_waited for reading in readings))
+        epoch.is_cold |= any(reading.was_on_disk for reading in readings)
 
     def _pays_to_split(self, rows: int) -> bool:
         small = self._row_bytes <= _SMALL_ROW_BYTES * len(self._fixed)
         return self._workers > 1 and small and rows * self._row_bytes >= _SPLIT_BYTES
 
-    def _split_job(self, epoch: Epoch, step: int, ids: NDArray[np.int64]) -> Job:
-        """One batch, each thread gathering some of its rows."""
-        self._group.note(has_waited=False)
+    def _split_job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int) -> Job:
+        """Some batches, each thread gathering some of their rows."""
         memory = self.ring.take(len(ids))
-        bounds = np.linspace(0, len(ids), self._workers + 1).astype(np.int64)
+        bounds = np.linspace(0, len(ids), self._workers + 1).astype(np.int64).tolist()
+        readings: list[Reading] = []
 
-        def part(start: int, stop: int) -> Callable[[], None]:
-            def gather() -> None:
-                with self._meter.reading():
-                    self._gather(epoch.snapshot, ids, memory, slice(start, stop))
+        def part(start: int, stop: int) -> None:
+            with self._meter.reading() as reading:
+                self._gather(epoch.snapshot, ids, memory, slice(start, stop))
+            readings.append(reading)
 
-            return gather
+        def finish() -> Iterator[list[Made]]:
+            self._note(epoch, readings)
+            yield self._hand_out(epoch, ids, batches, memory, _published(epoch, ids))
 
-        parts = [part(int(bounds[i]), int(bounds[i + 1])) for i in range(self._workers)]
-        published = _published(epoch, ids)
-        return Job(step, parts, lambda: iter([self._hand_out(epoch, ids, 1, memory, published)]))
+        return Job(step, [partial(part, *bound) for bound in itertools.pairwise(bounds)], finish)
 
     def _gather(
         self, snapshot: Snapshot, ids: NDArray[np.int64], memory: Group, rows: slice = slice(None)

@@ -121,9 +121,9 @@ def test_a_batch_that_is_split_among_threads_is_the_same(tmp_path, monkeypatch, 
     splits: list[int] = []
     split_job = Assembly._split_job
 
-    def counted(self, epoch, step, row_ids):
+    def counted(self, epoch, step, row_ids, batches):
         splits.append(step)
-        return split_job(self, epoch, step, row_ids)
+        return split_job(self, epoch, step, row_ids, batches)
 
     monkeypatch.setattr(assembly, "_SPLIT_BYTES", 1)
     monkeypatch.setattr(Assembly, "_split_job", counted)

@@ -78,6 +78,17 @@ class _Budget:
             self._left += cells
 
 
+class Claim:
+    """Segments that a reader needs mapped, oldest first, and gives up from the oldest on.
+
+    `released`: so many of the oldest are not, or no longer, claimed; all of them until `acquire`.
+    """
+
+    def __init__(self, segments: Sequence[SegmentInfo]) -> None:
+        self.segments = tuple(segments)
+        self.released = len(self.segments)
+
+
 _budget = _Budget.of_process()
 _arenas: weakref.WeakKeyDictionary[Store, Arena] = weakref.WeakKeyDictionary()
 _arenas_lock = threading.Lock()
@@ -104,7 +115,7 @@ class Arena:
         self._lock = threading.Lock()
         self._cells: dict[int, int] = {}  # by seq: the number of its cell
         self._users: dict[int, int] = {}  # by seq: snapshots that may read it
-        self._released: deque[tuple[Sequence[SegmentInfo], Callable[[], None]]] = deque()
+        self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
         self._range: AddressRange | None = None
         self._budget = budget
         wanted = max(_LEAST_CELLS, 4 * store.settings.capacity_bytes // self._segment_bytes)
@@ -132,41 +143,39 @@ class Arena:
                 arena = _arenas[store] = cls(weakref.proxy(store), _budget)
             return arena
 
-    def acquire(self, segments: Iterable[SegmentInfo]) -> None:
-        """Keep segments mapped, once they are; the caller leases them until it released them.
+    def acquire(self, claim: Claim) -> None:
+        """Keep its segments mapped, once they are; the caller leases them until it released them.
 
         All of them or none, also when Ctrl-C comes in between: counts are replaced as a whole.
         """
         with self._lock:
             users = self._users.copy()
-            for segment in segments:
+            for segment in claim.segments:
                 users[segment.seq] = users.get(segment.seq, 0) + 1
-            self._users = users
+            self._users, claim.released = users, 0
         self._let_go()
 
-    def release(self, segments: Sequence[SegmentInfo], then: Callable[[], None] = lambda: None) -> None:
-        """Unmap the segments that nobody acquired any more, then call `then`: it ends their lease.
+    def release(self, claim: Claim, count: int, then: Callable[[], None] = lambda: None) -> None:
+        """Unmap the `count` oldest segments of a claim that no other one has; then call `then`.
 
-        The garbage collector may call this at any point of any thread, also of one that is just
-        working on the arena: that thread does it then, as soon as it is done.
+        `then` ends their lease, and may be called twice: what Ctrl-C cuts short is done anew, by whatever
+        is asked of the arena next. The garbage collector may call this at any point of any thread,
+        also of one that is just working on the arena: that thread does it then, as soon as it is done.
         """
-        self._released.append((segments, then))
+        self._released.append((claim, count, then))
         self._let_go()
 
     def _let_go(self) -> None:
-        while self._released and self._lock.acquire(blocking=False):
-            done = []
-            try:
+        while self._released and not self._lock.locked():
+            with self._lock:  # not a try to acquire it: Ctrl-C would come between that and its try block
                 while self._released:
-                    segments, then = self._released[0]
-                    users, unused = self._without(segments)
-                    self._users, _ = users, self._released.popleft()
-                    self._unmap(unused)
-                    done.append(then)
-            finally:
-                self._lock.release()
-            for then in done:
-                then()
+                    claim, count, then = self._released[0]
+                    if count > claim.released:
+                        users, unused = self._without(claim.segments[claim.released : count])
+                        self._users, claim.released = users, count
+                        self._unmap(unused)
+                    then()
+                    self._released.popleft()
 
     def _without(self, segments: Sequence[SegmentInfo]) -> tuple[dict[int, int], list[int]]:
         """Who uses what without one user of these segments, and which of them nobody uses then."""
@@ -213,15 +222,15 @@ class Arena:
 
         Raises: as `map`; MemoryError: there is no address space for even one.
         """
-        arena = Arena(self._store, _Budget(1))
-        arena.acquire([segment])
+        arena, claim = Arena(self._store, _Budget(1)), Claim([segment])
+        arena.acquire(claim)
         try:
             cell = arena.map(segment, check_bytes=check_bytes)
             if cell == NO_CELL:
                 raise MemoryError("no address space is left to map one segment: raise ulimit -v")
             yield arena.place(np.array([cell]), np.array([0, segment.rows]))
         finally:
-            arena.release([segment])
+            arena.release(claim, 1)
 
     def columns_of(self, segment: SegmentInfo) -> tuple[list[int], list[list[int]]] | None:
         """Where the columns of a mapped segment's file lie: bytes from the file's start.

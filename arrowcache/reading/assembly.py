@@ -76,12 +76,17 @@ class Assembly:
         columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
         in_flight = prefetch + workers
         if self._viewer is None:
-            self.ring = Ring(columns, batch_size, in_flight)
-            self._group = GroupSize(self.ring.usual_group, self.ring.largest_group)
+            self._new_ring = partial(Ring, columns, batch_size, in_flight)
         else:  # only a batch that is no run is copied, by itself
-            self.ring = Ring(columns, batch_size, _VIEWS * in_flight, group_bytes=0)
-            self._group = GroupSize(_VIEWS, _VIEWS)
+            self._new_ring = partial(Ring, columns, batch_size, _VIEWS * in_flight, group_bytes=0)
+        self.ring = self._new_ring()
+        usual, largest = self.ring.usual_group, self.ring.largest_group
+        self._group = GroupSize(usual, largest) if self._viewer is None else GroupSize(_VIEWS, _VIEWS)
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
+
+    def after_fork(self) -> None:
+        """In a child: another thread may have been at the ring, and will never be done."""
+        self.ring = self._new_ring()
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""

@@ -69,9 +69,14 @@ class EpochIterator:
             self.has_stopped = True
             self.close()
             raise StopIteration
-        made.epoch.delivered += 1
+        try:
+            batch = self._finish(made.batch)
+        except BaseException:
+            self.close()
+            raise
+        made.epoch.delivered += 1  # now nothing comes between it and its consumer
         self._meter.deliver(made)
-        return self._finish(made.batch)
+        return batch
 
     def _is_in(self, epoch: Epoch) -> bool:
         """Have the loader's progress be in the epoch of a batch; False if another one took its place."""

@@ -94,7 +94,13 @@ class Pipeline:
         self._closed = False
         self._crew = _Crew(workers) if workers else None
         self._thread = threading.Thread(target=self._run, name="arrowcache-loader", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the threads; who does has this object at hand already, to close it. Idempotent."""
+        threads = [self._thread] if self._crew is None else [self._thread, *self._crew.threads]
+        for thread in threads:
+            if thread.ident is None:
+                thread.start()
 
     def begin(self, stream: Stream) -> None:
         """Start making a stream's batches."""
@@ -155,7 +161,7 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads, waiting for their current calls at most 5 s. Idempotent."""
-        if self._closed or self.is_inherited():
+        if self.is_inherited():
             return
         with self._changed:
             self._closed = True
@@ -163,8 +169,8 @@ class Pipeline:
         self._streams.put(_STOP)
         if self._crew is not None:
             self._crew.stop()
-        if threading.current_thread() is not self._thread:  # it may drop the last reference itself
-            self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_SECONDS)  # unless it drops the last reference itself
 
     def is_inherited(self) -> bool:
         """Whether this process was forked from the one that has the threads; locks may be held for ever."""
@@ -272,8 +278,10 @@ class _Crew:
     def __init__(self, size: int) -> None:
         self.size = size
         self._todo: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
-        for number in range(size):
-            threading.Thread(target=self._run, name=f"arrowcache-worker-{number}", daemon=True).start()
+        self.threads = [
+            threading.Thread(target=self._run, name=f"arrowcache-worker-{number}", daemon=True)
+            for number in range(size)
+        ]
 
     def submit(self, function: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()

@@ -174,9 +174,10 @@ class Survivors:
         self, plan: Plan, present: Sequence[SegmentInfo], batch_size: int, share: Share, drop_last: bool
     ) -> None:
         self._plan, self._share, self._batch_size = plan, share, batch_size
-        self._present = len(present)
+        self._planned = plan.order(1, Share(), drop_last=False)  # row by row
         self._starts = np.concatenate(([0], np.cumsum(plan.rows)))
         self._kept = np.isin(plan.seqs, [segment.seq for segment in present])
+        self._kept_before = np.concatenate(([0], np.cumsum(self._kept)))  # segments, of each planned one
         kept_rows = plan.rows * self._kept
         self._shift = np.cumsum(kept_rows) - kept_rows - self._starts[:-1]  # of row ids, to present ones
         self._step_rows = batch_size * share.world_size
@@ -217,9 +218,22 @@ class Survivors:
         """As EpochOrder's, of steps that were made; several threads may ask."""
         return self._positions[steps]
 
-    def segments_span(self, step: int) -> range:  # noqa: ARG002  # the protocol's
-        """All: what was passed over makes the step's place in the order unknown."""
-        return range(self._present)
+    def segments_span(self, step: int) -> range:
+        """As EpochOrder's. Of a step that was not made yet, as if nothing were passed over until then.
+
+        So its segments may be later ones than these, but none before them.
+        """
+        if self.steps * self._step_rows > self.rows and self._share.world_size > 1:
+            return range(int(self._kept_before[-1]))  # the padding reads the first rows once more
+        first, last = self._planned_row(step), self._planned_row(step + 1) - 1
+        start = self._planned.segments_span(first).start
+        stop = max(start, self._planned.segments_span(max(first, last)).stop)
+        return range(int(self._kept_before[start]), int(self._kept_before[stop]))
+
+    def _planned_row(self, step: int) -> int:
+        """Where a step begins in the planned rest of the epoch, or at the least."""
+        known = min(step, len(self._positions) - 1)
+        return self._positions[known] - self._plan.position + (step - known) * self._step_rows
 
     def _take(self, count: int) -> NDArray[np.int64]:
         while len(self._ids) < count:
@@ -235,9 +249,8 @@ class Survivors:
 
     def _walk(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(present row ids, their positions in the planned stream) in pieces, from the plan's position on."""
-        order = self._plan.order(1, Share(), drop_last=False)
-        for start in range(0, order.steps, _CHUNK_STEPS_ROWS):
-            ids = order.batches(start, start + _CHUNK_STEPS_ROWS)
+        for start in range(0, self._planned.steps, _CHUNK_STEPS_ROWS):
+            ids = self._planned.batches(start, start + _CHUNK_STEPS_ROWS)
             segments = self._starts.searchsorted(ids, side="right") - 1
             kept = self._kept[segments]
             places = np.flatnonzero(kept) + self._plan.position + start

@@ -278,8 +278,8 @@ class Agreement:
             self._hold_nothing()  # a forked child: the kernel's locks stayed with its parent
         self._ended.append(ended)
         left = []
-        while self._ended and self._lock.acquire(blocking=False):
-            try:
+        while self._ended and not self._lock.locked():
+            with self._lock:
                 while self._ended:
                     ended = self._ended.popleft()
                     for held in self._held.copy():
@@ -290,8 +290,6 @@ class Agreement:
                                 held.close()
                                 self._held.discard(held)
                                 left.append(held.name)
-            finally:
-                self._lock.release()
         return left
 
     def _unlink(self, left: Sequence[str]) -> None:

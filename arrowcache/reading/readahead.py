@@ -63,7 +63,11 @@ class ReadAhead:
         self._closed = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="arrowcache-readahead", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread; who does has this object at hand already, to close it. Idempotent."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def follow(self, epoch: Epoch, *, in_order: bool) -> None:
         """An epoch begins. `in_order`: it reads segments one after another, as `reach` will tell."""
@@ -130,9 +134,11 @@ class ReadAhead:
     def drop(self) -> None:
         """Let go of every lease that is not the running epoch's."""
         with self._changed:
-            rest, self._kept = self._kept, []
+            rest = self._kept.copy()
         for snapshot in rest:
             snapshot.close()
+        with self._changed:  # after they are closed: Ctrl-C loses none
+            self._kept = [snapshot for snapshot in self._kept if snapshot not in rest]
 
     def close(self) -> None:
         """End the thread, and let go of everything. Idempotent."""

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
 from arrowcache.errors import CorruptSegmentError
-from arrowcache.reading.arena import NO_CELL, Arena
+from arrowcache.reading.arena import NO_CELL, Arena, Claim
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.placement import Placement
 from arrowcache.reading.values import Column, interleave, to_column
@@ -34,6 +34,7 @@ from arrowcache.storage.lease import Lease
 from arrowcache.storage.mapping import FileMapping, populate, will_need
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, quarantine
+from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
     from typing import Self
@@ -66,12 +67,17 @@ class Snapshot:
         self._lock = threading.RLock()  # a signal handler may close it
         self._mapping = threading.Lock()
         self._readers = 0
-        self._closed = True  # until it has acquired what it will release: Ctrl-C may come in between
+        self._closed = True  # until there is something to be let go
         self._released = 0  # so many of the oldest segments were given up
         self._suspect_below = store.suspect_below()
         self._set_segments(segments)
-        self._arena.acquire(self._segments)
+        self._claim = Claim(self._segments)
         self._closed = False
+        try:
+            self._arena.acquire(self._claim)
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
 
     @classmethod
     def take(
@@ -213,9 +219,7 @@ class Snapshot:
             if self._cells[index] == _NOT_MAPPED:
                 self._map_some([index])
             segment = self._segments[index]
-            columns_at = self._arena.columns_of(segment)
-            if columns_at is None:
-                return None
+            columns_at = self._arena.columns_of(segment) or self._read_columns_of(segment)
             start = first - int(self._starts[index])
             end_lease = lease.share(segment.seq)
             try:
@@ -226,6 +230,12 @@ class Snapshot:
                 return None
         finally:
             self._end_read()
+
+    def _read_columns_of(self, segment: SegmentInfo) -> tuple[list[int], list[list[int]]]:
+        """As `Arena.columns_of`, of a segment that found no cell, and was checked."""
+        file = FileMapping(self._store.path_of(segment)).buffer()
+        layout = segment_file.read_structure(file, self._store.settings.schema, segment.rows)
+        return list(layout.fixed), [list(at) for at in layout.variable]
 
     def views(
         self, batch_rows: int | None = None, columns: Sequence[str] | None = None
@@ -251,9 +261,10 @@ class Snapshot:
         viewer = Viewer(schema, names)
         if copied := [name for name in names if name not in viewer.names]:
             raise ValueError(f"columns {copied} are made of Python objects, which are copies: leave them out")
-        if batch_rows is not None and (type(batch_rows) is not int or batch_rows < 1):
-            raise ValueError(f"batch_rows={batch_rows!r} must be a positive int, or None for whole segments")
-        return self._views(batch_rows, viewer)
+        size = None if batch_rows is None else parse_count(batch_rows, "batch_rows")
+        self._begin_read()  # says so if it is closed
+        self._end_read()
+        return self._views(size, viewer)
 
     def _views(self, batch_rows: int | None, viewer: Viewer) -> Iterator[dict[str, Column]]:
         starts = self._starts if batch_rows is None else np.arange(0, len(self), batch_rows)
@@ -290,12 +301,11 @@ class Snapshot:
         with self._lock:
             if self._closed or count <= self._released:
                 return
-            gone = self._segments[self._released : count]
             self._released = count
         assert self._lease is not None
         lease, last = self._lease, self._segments[-1].seq
         first = self._segments[count].seq if count < len(self._segments) else last + 1
-        self._arena.release(gone, lambda: lease.narrow(first, last))
+        self._arena.release(self._claim, count, lambda: lease.narrow(first, last))
 
     def map_all(self) -> int:
         """Map every segment now; damaged ones are quarantined and leave the snapshot.
@@ -309,18 +319,21 @@ class Snapshot:
         finally:
             self._end_read()
         if damaged:
-            gone = [self._segments[i] for i in damaged]
-            left = [s for i, s in enumerate(self._segments) if i not in set(damaged)]
-            self._set_segments(left, np.delete(self._cells, damaged))
-            self._arena.release(gone)
+            self._set_segments(
+                [segment for index, segment in enumerate(self._segments) if index not in set(damaged)],
+                np.delete(self._cells, damaged),
+            )
+            before, self._claim = self._claim, Claim(self._segments)
+            self._arena.acquire(self._claim)
+            self._arena.release(before, len(before.segments))
         return len(self)
 
     def close(self) -> None:
         """Unmap and unlease. Idempotent; a gather in another thread ends first, undisturbed."""
         with self._lock:
-            last = not self._closed and not self._readers
             self._closed = True
-        if last:
+            is_idle = not self._readers
+        if is_idle:
             self._let_go()
 
     def __enter__(self) -> Self:
@@ -359,7 +372,7 @@ class Snapshot:
     def _let_go(self) -> None:
         unlease = self._lease.close if self._lease is not None else _nothing
         if self._pid == os.getpid():
-            self._arena.release(self._segments[self._released :], unlease)
+            self._arena.release(self._claim, len(self._claim.segments), unlease)
         else:
             unlease()
 

@@ -32,11 +32,7 @@ _ADVICE = {
     "none": "no batch was delivered yet, or waited for",
     "consumer": "the training step is the limit: the loader waits for it",
     "samplers": "too few rows are published: add sampler workers, or lower wait_rows or batch_size",
-    "store": "the disk is the limit: use shuffle='window' or 'blocks', a faster disk, or more memory",
-    "gather": "copying is the limit: pass workers=2, worker_type='thread', or fewer columns",
-    "transform": "the transform is the limit: pass workers=N, or make it do less",
 }
-_ADVICE_ON_VIEWS = "mapping and reading small views is the limit, nothing is copied: use a larger batch_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ class LoaderStats:
     64 rows of each batch). `ring_bytes` is the memory for batches, `ring_growths` how often a
     buffer was added to it: it goes on growing while the consumer keeps batches. `private_bytes` and
     `file_bytes` are the whole process' resident memory: its own, and pages of mapped files, which
-    the kernel takes back when it needs them.
+    the kernel takes back when it needs them. `workers` and `shuffle` are the loader's.
     """
 
     epochs: int
@@ -77,12 +73,23 @@ class LoaderStats:
     ring_growths: int
     private_bytes: int
     file_bytes: int
+    workers: int
+    shuffle: str | None
 
     @property
     def advice(self) -> str:
-        """What to do to be faster."""
-        if self.bottleneck == "gather" and self.bytes and not self.copied_bytes:
-            return _ADVICE_ON_VIEWS
+        """What to do to be faster, that was not done yet."""
+        more = f"more than {self.workers} workers" if self.workers else "workers=2, worker_type='thread'"
+        match self.bottleneck:
+            case "store":
+                in_order = "" if self.shuffle in ("window", None) else "shuffle='window', "
+                return f"the disk is the limit: {in_order}a faster disk, or more memory"
+            case "gather" if self.bytes and not self.copied_bytes:
+                return "mapping and reading small views is the limit, nothing is copied: a larger batch_size"
+            case "gather":
+                return f"copying is the limit: {more}, or fewer columns"
+            case "transform":
+                return f"the transform is the limit: {more}, or have it do less, and let go of the GIL"
         return _ADVICE[self.bottleneck]
 
     def __str__(self) -> str:
@@ -95,9 +102,10 @@ class LoaderStats:
 
 
 class Meter:
-    """Counters of one loader; any thread adds."""
+    """Counters of one loader, of which `workers` and `shuffle` are told; any thread adds."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 0, shuffle: str | None = "rows") -> None:
+        self._workers, self._shuffle = workers, shuffle
         self._lock = threading.RLock()  # a signal handler may ask, or close, while its thread is counting
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.epochs = self.batches = self.rows = self.nbytes = self.copied_bytes = self.stalls = 0
@@ -216,6 +224,8 @@ class Meter:
                 ring_growths=ring_growths,
                 private_bytes=private_bytes,
                 file_bytes=file_bytes,
+                workers=self._workers,
+                shuffle=self._shuffle,
             )
 
 

@@ -44,9 +44,9 @@ class Lease:
         self._file = LockFile(path)
         self._first, self._last = first, last  # what the kernel has locked
         self._owned_from: int | None = first  # what the owner needs; None: it is done
-        self._shares: Counter[int] = Counter()  # by seq
+        self._shares: Counter[int] = Counter()  # by seq, for as long as it is in `_shared`
         self._shared: list[int] = []  # heap of seqs that had shares: the oldest is looked up
-        self._ended: deque[int | None] = deque()  # shares by seq, None for the owner's
+        self._ended: deque[list[int] | None] = deque()  # shares, [seq]; None for the owner's
         self._pid = os.getpid()
         self._given_up: set[int] = set()
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class Lease:
         with self._lock:
             if self._owned_from is not None:
                 self._owned_from = max(self._owned_from, first)
-            if last < self._last and self._file.fd >= 0 and not self._shares:
+            if last < self._last and self._file.fd >= 0 and not any(self._shares.values()):
                 self._file.unlock_range(last + 1, self._last - last)
                 self._last = last
             self._unlock_oldest()
@@ -78,43 +78,44 @@ class Lease:
     def share(self, seq: int) -> Callable[[], None]:
         """Keep a segment that this lease covers leased, whatever the owner does.
 
-        Returns: what ends it, to be called once, when the segment is unmapped.
+        Returns: what ends it, to be called when the segment is unmapped. Idempotent.
         """
         with self._lock:
-            self._shares[seq] += 1
-            if self._shares[seq] == 1:
+            if seq not in self._shares:
                 heapq.heappush(self._shared, seq)
+            self._shares[seq] += 1
         self._settle()
-        return partial(self._end, seq)
+        return partial(self._end, [seq])
 
     def close(self) -> None:
         """The owner is done; what it mapped must be unmapped before. Idempotent; shares go on."""
         self._end(None)
 
-    def _end(self, whose: int | None) -> None:
+    def _end(self, whose: list[int] | None) -> None:
         self._ended.append(whose)
         self._settle()
 
     def _settle(self) -> None:
-        """Take in what ended, unless a thread is at work here, which then does it."""
-        while self._ended and self._lock.acquire(blocking=False):
-            try:
+        """Take in what ended, unless a thread is at work here, which then does it.
+
+        So it may wait for a thread that has come in between, but never for one that waits for this.
+        """
+        while self._ended and not self._lock.locked():
+            with self._lock:  # not a try to acquire it: Ctrl-C would come between that and its try block
                 while self._ended:
-                    seq = self._ended.popleft()
-                    if seq is None:
+                    whose = self._ended[0]
+                    if whose is None:
                         self._owned_from = None
-                        continue
-                    self._shares[seq] -= 1
-                    if not self._shares[seq]:
-                        del self._shares[seq]
+                    elif whose:  # not yet taken in: Ctrl-C may have it told twice
+                        self._shares[whose[0]] -= 1
+                        whose.clear()
+                    self._ended.popleft()
                 self._unlock_oldest()
-            finally:
-                self._lock.release()
 
     def _unlock_oldest(self) -> None:
         """Unlock what lies before the oldest segment that is still needed; under `_lock`."""
-        while self._shared and self._shared[0] not in self._shares:
-            heapq.heappop(self._shared)
+        while self._shared and not self._shares[self._shared[0]]:
+            del self._shares[heapq.heappop(self._shared)]
         needed = [self._owned_from] if self._owned_from is not None else []
         oldest = min(needed + self._shared[:1], default=None)
         if oldest is None:

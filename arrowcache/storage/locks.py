@@ -82,8 +82,8 @@ class LockFile:
     def close(self) -> None:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
-            _open_files.discard(self)
             try:
+                _open_files.discard(self)
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile may still share it
                 fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
             finally:

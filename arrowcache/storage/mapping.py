@@ -9,6 +9,7 @@ when a daemon thread may still be copying: the kernel does it.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import ctypes
 import mmap
@@ -25,6 +26,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
+_AGAIN_SECONDS = 0.05
 _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the GIL
 _quick = ctypes.PyDLL(None, use_errno=True)  # these keep it: handing it over takes longer than they do
@@ -127,6 +129,7 @@ class FileMapping:
 
     Args:
         on_unmap: called once the file is unmapped: mapped implies leased, so the lease ends then.
+            Twice, if Ctrl-C comes in between.
         nbytes: of the file, where the caller knows them; None: the kernel is asked.
         writable: what is written through it is seen through it alone, never in the file.
     Raises: OSError: it cannot be opened or mapped, or is empty.
@@ -167,12 +170,29 @@ class FileMapping:
     def __del__(self) -> None:
         if not self.address or _is_exiting:
             return
-        _live.pop(self.address, None)  # first: once unmapped, the address is anybody's
-        if os.getpid() == self._pid:  # a forked child has no such mapping
+        try:
+            self._unmap()
+        except KeyboardInterrupt:  # would be lost here: an exception cannot leave a finalizer
+            self._unmap()
+            _thread.start_new_thread(_interrupt_again, ())  # threading's would wait here for its start
+
+    def _unmap(self) -> None:
+        """Idempotent, and where it is interrupted, to be called again."""
+        if os.getpid() != self._pid:  # a forked child has no such mapping
+            _live.pop(self.address, None)
+            return
+        if self.address:
+            _live.pop(self.address, None)  # first: once unmapped, the address is anybody's
             library = _quick if self._touched_bytes < _KEPT_GIL_BYTES else _libc
-            library.munmap(self.address, self.nbytes)
-            if self._on_unmap is not None:
-                self._on_unmap()
+            address, self.address = self.address, 0
+            library.munmap(address, self.nbytes)
+        if self._on_unmap is not None:
+            self._on_unmap()
+
+
+def _interrupt_again() -> None:
+    time.sleep(_AGAIN_SECONDS)  # until the finalizer has ended
+    _thread.interrupt_main()
 
 
 def _open(path: Path | str) -> int:

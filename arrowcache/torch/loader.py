@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,24 @@ class Loader(NumpyLoader):
     """
 
     def _finish(self, batch: Batch) -> Batch:
-        schema = self._store.settings.schema
-        return {name: to_tensor(values, schema.get(name)) for name, values in batch.items()}
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"the transform returned {type(batch).__name__}, not a dict of columns: return one, or use "
+                "arrowcache.Loader, which passes on whatever it is"
+            )
+        schema, tensors = self._store.settings.schema, {}
+        for name, values in batch.items():
+            try:
+                tensors[name] = to_tensor(values, schema.get(name))
+            except TypeError as error:  # such as an array of Python objects
+                raise TypeError(f"column {name!r} cannot become a tensor: {error}") from None
+        return tensors
 
 
 def to_tensor(values: Any, kind: FieldType | None) -> Any:
     """A column of a batch as a tensor over the same memory; lists and tensors pass as they are.
+
+    What a tensor cannot be over, such as a reversed or a read-only array, is copied.
 
     Args:
         values: what a NumPy loader yields, or what a transform made of it.
@@ -46,6 +59,8 @@ def to_tensor(values: Any, kind: FieldType | None) -> Any:
 def _dense(array: np.ndarray[Any, Any], kind: FieldType | None) -> torch.Tensor:
     if isinstance(kind, Timestamp) and array.dtype.kind == "M":
         array = array.view(np.int64)
+    if not array.flags.writeable or min(array.strides, default=0) < 0:
+        array = array.copy()
     tensor = torch.from_numpy(array)
     if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16" and array.dtype == np.uint16:
         return tensor.view(torch.bfloat16)

@@ -280,3 +280,34 @@ def test_what_it_yields_is_what_was_appended(tmp_path):
         (batch,) = loader
     assert torch.equal(batch["image"][0], BASE + 3)
     assert not batch["image"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda batch: None, "returned NoneType, not a dict"),
+        (lambda batch: {"odd": np.array([object()])}, "column 'odd' cannot become a tensor"),
+    ],
+)
+def test_a_transform_whose_batch_is_no_tensors_says_so_and_its_rows_are_not_delivered(
+    cache, transform, message
+):
+    with Loader(cache, 8, transform=transform) as loader:
+        before = loader.state_dict()["position"]
+        with pytest.raises(TypeError, match=message):
+            next(iter(loader))
+        assert loader.state_dict()["position"] == before == 0
+        assert loader.stats().batches == 0
+
+
+def test_a_transform_may_reverse_or_give_what_cannot_be_written(cache):
+    def transform(batch):
+        fixed = batch["id"].copy()
+        fixed.setflags(write=False)
+        return {"id": batch["id"][::-1], "fixed": fixed, "image": batch["image"][:, ::-1]}
+
+    with Loader(cache, 8, transform=transform) as loader, Loader(cache, 8) as plain:
+        for batch, expected in zip(loader, plain, strict=True):
+            assert torch.equal(batch["id"], expected["id"].flip(0))
+            assert torch.equal(batch["fixed"], expected["id"])
+            assert torch.equal(batch["image"], expected["image"].flip(1))

@@ -6,7 +6,7 @@ import threading
 import traceback
 import weakref
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from helpers import (
     DEADLINE_SECONDS,
     disk_bytes,
     flip_byte,
+    in_child,
     make_cache,
     publish,
     published_ids,
@@ -26,8 +27,10 @@ from helpers import sample as row
 
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
+from arrowcache.reading.arena import Arena
 from arrowcache.reading.pipeline import Pipeline
 from arrowcache.reading.readahead import ReadAhead
+from arrowcache.storage.lease import Lease
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
 
@@ -813,3 +816,73 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             iterator.close()
     assert cache.stats().leased_bytes == 0
+
+
+@pytest.mark.parametrize("shuffle", ["rows", "window"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Arena, "_let_go"),
+        (Arena, "_without"),
+        (Arena, "_unmap"),
+        (Lease, "_settle"),
+        (Lease, "_unlock_oldest"),
+        (Snapshot, "_let_go"),
+        (ReadAhead, "drop"),
+        (Pipeline, "end"),
+        (Pipeline, "close"),
+    ],
+)
+def test_ctrl_c_anywhere_in_close_is_made_good_by_the_next(cache, monkeypatch, owner, name, shuffle):
+    original = getattr(owner, name)
+    main, interrupted = threading.get_ident(), []
+
+    def once(*arguments):
+        if threading.get_ident() == main and not interrupted:
+            interrupted.append(name)
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    loader = Loader(cache, 16, shuffle=shuffle)
+    iterator = iter(loader)
+    check(next(iterator))
+    monkeypatch.setattr(owner, name, once)
+    with suppress(KeyboardInterrupt):  # where the read-ahead has done it already, nothing is interrupted
+        loader.close()
+    loader.close()
+    assert cache.stats().leased_bytes == 0
+    wait_until(lambda: not loader_threads(), "the loader's thread to end")
+
+
+@pytest.mark.parametrize("owner", [Pipeline, ReadAhead])
+def test_ctrl_c_while_the_first_epoch_begins_leaves_no_thread(cache, monkeypatch, owner):
+    def interrupted(self):
+        monkeypatch.undo()
+        self.start()
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    with Loader(cache, 16) as loader:
+        monkeypatch.setattr(owner, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+        assert len(ids(loader)) == 160, "a second try finds what there is"
+    wait_until(lambda: not set(threading.enumerate()) - before, "the loader's threads to end")
+    assert cache.stats().leased_bytes == 0
+
+
+def test_a_forked_child_reads_on_whatever_its_parents_threads_were_doing(cache):
+    def child():
+        assert len(ids(loader)) == 160
+
+    with Loader(cache, 16) as loader:
+        assert len(ids(loader)) == 160
+        with loader._assembly.ring._lock, in_child(child):  # as a thread that was just taking memory
+            pass
+
+
+def test_a_closed_loader_takes_no_state(cache):
+    with Loader(cache, 16) as loader:
+        state = loader.state_dict()
+    with pytest.raises(ValueError, match="closed"):
+        loader.load_state_dict(state)

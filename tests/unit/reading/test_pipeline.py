@@ -41,9 +41,14 @@ def numbers(pipeline: Pipeline, stream: Stream) -> list[int]:
     return found
 
 
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
 @pytest.fixture(params=[0, 1, 3], ids=lambda workers: f"workers={workers}")
 def pipeline(request):
     pipeline = Pipeline(prefetch=3, workers=request.param)
+    pipeline.start()
     yield pipeline
     pipeline.close()
 
@@ -52,6 +57,7 @@ def pipeline(request):
 def alone():
     """One thread begins jobs and runs them."""
     pipeline = Pipeline(prefetch=3)
+    pipeline.start()
     yield pipeline
     pipeline.close()
 
@@ -60,6 +66,7 @@ def alone():
 def crew():
     """With three threads."""
     pipeline = Pipeline(prefetch=1, workers=3)
+    pipeline.start()
     yield pipeline
     pipeline.close()
 
@@ -196,17 +203,21 @@ def test_what_a_stream_reads_is_let_go_once_when_it_ends(pipeline):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_close_joins_the_thread_in_the_middle_of_an_epoch(workers):
     pipeline = Pipeline(prefetch=1, workers=workers)
+    pipeline.start()
     busy = counting(range(1000))
     pipeline.begin(busy)
     assert pipeline.next(busy, DEADLINE_SECONDS).batch["number"] == 0
     pipeline.close()
     pipeline.close()
     assert not pipeline._thread.is_alive()
-    wait_until(lambda: "arrowcache-worker-0" not in map(str, threading.enumerate()), "the crew to end")
+    wait_until(
+        lambda: not [t for t in threading.enumerate() if "arrowcache-worker" in t.name], "the crew to end"
+    )
 
 
 def test_close_from_the_pipelines_own_thread_does_not_wait_for_itself():
     pipeline = Pipeline(prefetch=1)
+    pipeline.start()
 
     def produce():
         pipeline.close()

@@ -181,12 +181,20 @@ def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once
     ]
     orders = [rest.order_of(segments(made, present), size, Share(r, world), False) for r in range(world)]
     assert len({order.steps for order in orders}) == 1
-    found = []
+    found, starts = [], []
     for step in range(orders[0].steps):
-        for order in orders:
-            ids = order.batches(step, step + 1)
+        ahead = orders[0].segments_span(step).start
+        ids_of_ranks = [order.batches(step, step + 1) for order in orders]
+        span = orders[0].segments_span(step)
+        assert ahead <= span.start, "what is guessed ahead gives up no segment too early"
+        starts.append(span.start)
+        for ids in ids_of_ranks:
             assert world == 1 or len(ids) == size
             found += named(made, present, ids)
+            used = [present.index(int(seq)) for seq, _ in named(made, present, ids)]
+            if used and (world == 1 or len(expected) % (size * world) == 0):  # else it is padded
+                assert span.start <= min(used) <= max(used) < span.stop
+                assert min(used) >= max(starts), "no segment is read after it was given up"
     assert found[: len(expected)] == expected
     assert len(found) - len(expected) < size * world
     if len(present) < len(made.seqs):
@@ -237,3 +245,17 @@ def test_nothing_is_left_of_an_epoch_whose_segments_are_all_gone():
         assert order.steps == 0
         assert order.batches(0, 5).tolist() == []
         assert order.position_after(0) == 0
+
+
+def test_a_window_over_what_is_left_gives_up_segments_as_it_goes():
+    """A resumed epoch leased and read ahead all of its segments, to its end."""
+    made = plan([16] * 40, shuffle="window", position=16 * 6)
+    present = list(range(2, 40))
+    order = made.order_of(segments(made, present), 8, Share(), True)
+    assert isinstance(order, Survivors)
+    spans = []
+    while len(spans) < order.steps:
+        order.batches(len(spans), len(spans) + 1)
+        spans.append(order.segments_span(len(spans)))
+    assert max(len(span) for span in spans) <= 6
+    assert spans[-1].start >= 36

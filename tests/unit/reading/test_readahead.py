@@ -40,6 +40,7 @@ def cache(tmp_path):
 @pytest.fixture
 def ahead(cache):
     ahead = ReadAhead(cache.store, None)
+    ahead.start()
     yield ahead
     ahead.close()
 
@@ -112,6 +113,7 @@ def test_a_parked_snapshot_makes_way_for_evict_and_resize(cache, ahead, monkeypa
 def test_several_parked_snapshots_are_let_go_by_drop_and_close(cache, monkeypatch):
     monkeypatch.setattr(readahead, "_PARKED_SECONDS", 3600.0)
     ahead = ReadAhead(cache.store, None)
+    ahead.start()
     for end in (ahead.drop, ahead.close):
         parked(cache, ahead)
         publish(cache, 1)

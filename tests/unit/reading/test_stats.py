@@ -272,7 +272,7 @@ def test_a_forked_child_does_not_count_what_the_parents_threads_had_in_progress(
         ("samplers", "sampler workers"),
         ("store", "shuffle='window'"),
         ("gather", "worker_type='thread'"),
-        ("transform", "workers=N"),
+        ("transform", "workers=2"),
     ],
 )
 def test_every_bottleneck_has_an_advice_which_its_text_shows(bottleneck, words):
@@ -288,6 +288,22 @@ def test_views_are_not_blamed_on_copying():
     assert "larger batch_size" in LoaderStats(**numbers).advice
     assert "copying is" not in LoaderStats(**numbers).advice
     assert "copying is" in LoaderStats(**numbers | {"copied_bytes": 1}).advice
+
+
+@pytest.mark.parametrize("bottleneck", ["gather", "transform"])
+def test_nobody_is_advised_to_do_what_was_done(bottleneck):
+    numbers = {field.name: 0 for field in dataclasses.fields(LoaderStats)} | {"bottleneck": bottleneck}
+    assert "workers=2" in LoaderStats(**numbers).advice
+    assert "more than 3 workers" in LoaderStats(**numbers | {"workers": 3}).advice
+    disk = numbers | {"bottleneck": "store"}
+    assert "shuffle='window'" in LoaderStats(**disk | {"shuffle": "rows"}).advice
+    assert "shuffle" not in LoaderStats(**disk | {"shuffle": "window"}).advice
+
+
+def test_a_loaders_stats_say_how_it_was_made(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    with Loader(cache, 4, shuffle="window", workers=2, worker_type="thread") as loader:
+        assert (loader.stats().workers, loader.stats().shuffle) == (2, "window")
 
 
 def test_the_text_says_rows_bytes_rate_and_stalls():

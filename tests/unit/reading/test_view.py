@@ -16,6 +16,7 @@ from helpers import make_cache, publish, published_ids, sample, segment_files, w
 
 import arrowcache as ac
 from arrowcache import Loader
+from arrowcache.reading import arena as arena_module
 from arrowcache.reading import view as view_module
 from arrowcache.torch import Loader as TorchLoader
 
@@ -142,7 +143,7 @@ def test_views_refuse_what_would_be_copied(cache, tmp_path):
         with pytest.raises(ValueError, match="several segments"):
             list(snapshot.views(5))
         for wrong in (0, -1, 1.5):
-            with pytest.raises(ValueError, match="batch_rows"):
+            with pytest.raises((TypeError, ValueError), match="batch_rows"):
                 snapshot.views(wrong)
         with pytest.raises(ValueError, match="unknown column"):
             snapshot.views(columns=["no"])
@@ -327,3 +328,22 @@ def test_an_odd_batch_among_views_takes_no_more_memory_than_it_has(cache):
         for batch in loader:
             del batch
         assert 0 < loader.stats().ring_bytes <= 32 * batch_bytes
+
+
+def test_a_numpy_int_is_a_number_of_rows_and_a_closed_snapshot_says_so_at_once(cache):
+    with cache.snapshot() as snapshot:
+        assert [len(view["id"]) for view in snapshot.views(np.int64(8))][:2] == [8, 8]
+    with pytest.raises(ValueError, match="closed"):
+        snapshot.views(8)
+
+
+def test_segments_without_a_place_in_the_arena_are_viewed_all_the_same(cache, monkeypatch):
+    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(2))
+    again = ac.Cache.open(cache.path)
+    with Loader(again, 8, shuffle="blocks") as loader:
+        loader.assert_zero_copy()
+        batches = list(loader)
+        assert loader.stats().copied_bytes == 0
+    assert all(np.array_equal(b["image"], images(b["id"])) for b in batches)
+    with again.snapshot() as snapshot:
+        assert sum(len(view["id"]) for view in snapshot.views()) == len(snapshot)

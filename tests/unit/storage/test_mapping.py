@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
-from helpers import in_child
+from helpers import in_child, wait_until
 
 from arrowcache.storage.mapping import AddressRange, FileMapping, open_file
 
@@ -117,3 +118,26 @@ def test_a_forked_child_has_no_mapping_and_ends_nothing(file):
 def test_an_impossible_range_is_an_os_error():
     with pytest.raises(OSError, match="mmap"):
         AddressRange(1 << 62)
+
+
+def test_ctrl_c_while_a_mapping_dies_is_raised_a_moment_after_it(file):
+    """A finalizer cannot raise: Python would print the KeyboardInterrupt, and go on."""
+    told = []
+
+    def on_unmap():
+        told.append(str(file) in maps())
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    def drop_and_wait(kept):
+        kept.clear()
+        wait_until(lambda: False, "the interrupt")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        kept = [FileMapping(file, on_unmap=on_unmap).buffer()]
+        with pytest.raises(KeyboardInterrupt):
+            drop_and_wait(kept)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == [False, False]

@@ -136,7 +136,7 @@ class Ring:
     def _collect(self, column: _Column) -> None:
         while column.returned:
             loan = column.returned.popleft()
-            column.lent.remove(loan)
+            column.lent.discard(loan)
             buffer = loan.buffer
             buffer.loans -= 1
             if not buffer.loans:

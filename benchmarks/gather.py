@@ -4,7 +4,8 @@ Question: shuffled rows of 64 KiB and 1 KiB, gathered into preallocated arrays, 
 the same number of bytes from and to equally large memory, in the same run.
 Method: 1 GiB of rows in 64 MiB segments, page cache warm; 512 MiB gathered per turn, in batches;
 cases take turns; medians. memcpy copies the same bytes, from the same mapped files into the same
-slot, but contiguous: a batch-sized block from a random place.
+slot, but contiguous: a batch-sized block from a random place. The slot is what a first gather
+allocated, which starts at a page.
 Run: `python -m benchmarks.gather`. Results: benchmarks/RESULTS.md.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +31,7 @@ def measure(row_bytes: int, batch_rows: int) -> tuple[float, float]:
         with cache.snapshot() as snapshot:
             snapshot.map_all()
             turns = TURN_BYTES // (batch_rows * row_bytes)
-            out = {"x": np.empty((batch_rows, row_bytes // 4), np.float32)}
+            out: dict[str, Any] = snapshot.gather(np.arange(batch_rows), ["x"])
             flat = out["x"].reshape(-1).view(np.uint8)
             ids = rng.integers(0, len(snapshot), (turns, batch_rows))
             blocks = random_blocks(mapped_files(cache), flat.nbytes, TURN_BYTES)

@@ -6,7 +6,8 @@ them, and (b) 2,000 full segments of 512 KiB, each against the same rows in few 
 `snapshot.gather(out=)` and through `arrowcache.Loader(shuffle="rows")`.
 Method: rows of 1 KiB and a label for (a) and (b); page cache warm, all segments mapped; cases take
 turns; medians; every ratio is of two rates from the same turns. memcpy copies as many bytes from
-random places of the same mapped files into one batch-sized slot.
+random places of the same mapped files into one batch-sized slot, which starts at a page, as what
+`gather` allocates does.
 Run: `python -m benchmarks.segments`. Results: benchmarks/RESULTS.md.
 """
 
@@ -15,10 +16,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import arrowcache as ac
+from arrowcache.reading.output import page_aligned
 from benchmarks.measure import interleaved, machine, mapped_files, random_blocks
 
 SEGMENTS = 2000
@@ -54,7 +57,7 @@ def gatherer(cache: ac.Cache, batch_rows: int, rows: int) -> Callable[[], None]:
     snapshot = cache.snapshot()
     snapshot.map_all()
     ids = np.random.default_rng(1).integers(0, len(snapshot), (rows // batch_rows, batch_rows))
-    out = {n: np.empty((batch_rows, *kind.shape), kind.numpy_dtype) for n, kind in cache.schema.fixed.items()}
+    out: dict[str, Any] = snapshot.gather(np.arange(batch_rows))
     for first in range(0, len(snapshot), 1000):
         snapshot.gather(np.arange(first, min(first + 1000, len(snapshot))))
 
@@ -80,7 +83,7 @@ def loading(cache: ac.Cache, batch_rows: int, rows: int) -> Callable[[], None]:
 def copying(cache: ac.Cache, batch_bytes: int, nbytes: int) -> Callable[[], None]:
     """memcpy of so many bytes in blocks of a batch's size."""
     blocks = random_blocks(mapped_files(cache), batch_bytes, nbytes)
-    slot = np.empty(batch_bytes, np.uint8)
+    slot = page_aligned(batch_bytes)
 
     def run() -> None:
         for block in blocks:

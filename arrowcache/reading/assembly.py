@@ -98,6 +98,9 @@ class Assembly:
             yield self._job(epoch, step, ids, last - step)
             step = last
 
+    def end(self, epoch: Epoch) -> None:
+        """Nothing more is made of an epoch; call it before its snapshot is closed."""
+
     def _most_batches(self, snapshot: Snapshot) -> int:
         """How many batches to make at once, as far as values of no fixed width limit it."""
         if len(self._fixed) == len(self._names):

@@ -15,6 +15,7 @@ from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.pipeline import BARRIER, Job, Pipeline, Stream
 from arrowcache.reading.readahead import ReadAhead
+from arrowcache.reading.remote import RemoteAssembly
 from arrowcache.reading.stats import Meter
 
 _AHEAD_BYTES = 256 << 20  # of a pass in order
@@ -33,7 +34,7 @@ class Feed:
     def __init__(
         self,
         epochs: Epochs,
-        assembly: Assembly,
+        assembly: Assembly | RemoteAssembly,
         pipeline: Pipeline,
         readahead: ReadAhead,
         meter: Meter,
@@ -129,10 +130,12 @@ class Feed:
         return True
 
     def _stop_leasing(self, epoch: Epoch) -> None:
+        self._assembly.end(epoch)
         epoch.snapshot.close()
         self._readahead.drop()
 
     def _drop(self, epoch: Epoch) -> None:
+        self._assembly.end(epoch)
         epoch.snapshot.close()
         self._epochs.ended(epoch)
 
@@ -140,6 +143,7 @@ class Feed:
         epoch, upcoming = self._epoch, self._upcoming
         if upcoming is not None:
             self._drop(upcoming)
+        self._assembly.end(epoch)
         self._readahead.park(epoch.snapshot)
         self._epochs.ended(epoch)
 

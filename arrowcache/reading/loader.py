@@ -25,6 +25,7 @@ from arrowcache.reading.order import SHUFFLES
 from arrowcache.reading.pipeline import Pipeline
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.readahead import ReadAhead, memory_bytes
+from arrowcache.reading.remote import RemoteAssembly
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.layout import SegmentInfo
@@ -55,9 +56,11 @@ class Loader:
         columns: which; None for all.
         drop_last: leave out an incomplete last batch; else it is short, or with several ranks padded
             with the epoch's first rows.
-        transform: called with each batch, in a background thread; what it returns is yielded.
+        transform: called with each batch, in a background thread or worker; what it returns is yielded.
         workers: threads or processes that make batches, at most 256; 0: one background thread.
-        worker_type: "thread" (transforms that release the GIL, small rows) or "process".
+        worker_type: "process" (transforms that hold the GIL; they must be picklable by cloudpickle, and
+            return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes, which have the same
+            dtypes and row shapes in every batch) or "thread" (transforms that release it, small rows).
         prefetch: batches kept ready, at least; at most 65536.
         where: SegmentInfo -> bool, which segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
@@ -137,17 +140,32 @@ class Loader:
             )
         self._meter = Meter()
         self._epochs = Epochs(self._store, where, self._terms, self._timeout, ranks, self._meter)
-        self._assembly = Assembly(
-            settings.schema,
-            self._names,
-            self._terms.batch_size,
-            transform,
-            with_ids=_flag(with_ids, "with_ids"),
-            views=shuffle in ("blocks", None),
-            workers=self._workers,
-            prefetch=self._prefetch,
-            meter=self._meter,
-        )
+        views = shuffle in ("blocks", None)
+        self._assembly: Assembly | RemoteAssembly
+        if self._workers and worker_type == "process":
+            self._assembly = RemoteAssembly(
+                self._store,
+                self._names,
+                self._terms.batch_size,
+                transform,
+                with_ids=_flag(with_ids, "with_ids"),
+                views=views,
+                workers=self._workers,
+                prefetch=self._prefetch,
+                meter=self._meter,
+            )
+        else:
+            self._assembly = Assembly(
+                settings.schema,
+                self._names,
+                self._terms.batch_size,
+                transform,
+                with_ids=_flag(with_ids, "with_ids"),
+                views=views,
+                workers=self._workers,
+                prefetch=self._prefetch,
+                meter=self._meter,
+            )
         self._threads: tuple[Pipeline, ReadAhead] | None = None
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
         self._closed = False
@@ -218,6 +236,10 @@ class Loader:
         if self._closed:
             raise ValueError(_CLOSED)
         schema, size = self._store.settings.schema, self._terms.batch_size
+        if isinstance(self._assembly, RemoteAssembly):
+            raise ValueError(
+                "worker processes copy every batch into shared memory: pass worker_type='thread' or workers=0"
+            )
         if self._terms.shuffle not in ("blocks", None):
             raise ValueError(
                 f"shuffle={self._terms.shuffle!r} gathers rows from everywhere, which copies them: "
@@ -241,7 +263,8 @@ class Loader:
 
     def stats(self) -> LoaderStats:
         """What was delivered so far, and what held it up."""
-        ring = self._assembly.ring
+        assembly = self._assembly
+        ring = assembly.crew if isinstance(assembly, RemoteAssembly) else assembly.ring
         return self._meter.stats(ring.allocated_bytes, ring.growths)
 
     def close(self) -> None:
@@ -251,6 +274,8 @@ class Loader:
         if self._threads is not None:
             pipeline, readahead = self._threads
             pipeline.close()
+            if isinstance(self._assembly, RemoteAssembly):
+                self._assembly.crew.close()
             readahead.close()
             self._threads = None
         self._epochs.close()
@@ -285,8 +310,13 @@ class Loader:
             self._meter.after_fork()
         self._end_current("a newer one began")
         if self._threads is None:
-            readahead = ReadAhead(self._store, self._where, self._epochs.settle)
-            self._threads = Pipeline(self._prefetch, self._workers), readahead
+            if isinstance(self._assembly, RemoteAssembly):
+                crew = self._assembly.crew
+                readahead = ReadAhead(self._store, self._where, self._epochs.settle, crew.drop)
+                self._threads = Pipeline(self._prefetch, in_flight=crew.in_flight), readahead
+            else:
+                readahead = ReadAhead(self._store, self._where, self._epochs.settle)
+                self._threads = Pipeline(self._prefetch, self._workers), readahead
         pipeline, readahead = self._threads
         run = object()
         try:
@@ -343,13 +373,7 @@ def _window(window_bytes: int | str | None, capacity_bytes: int) -> int:
 def _workers(workers: int, worker_type: str) -> int:
     if worker_type not in WORKER_TYPES:
         raise ValueError(f"worker_type={worker_type!r} is unknown: use one of {WORKER_TYPES}")
-    number = parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
-    if number and worker_type == "process":
-        raise ValueError(
-            "this version has no worker processes yet: pass worker_type='thread', which is enough for "
-            "transforms that release the GIL, or workers=0"
-        )
-    return number
+    return parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
 
 
 def _flag(value: bool, name: str) -> bool:

@@ -1,0 +1,661 @@
+"""Crew: the supervisor of a loader's worker processes.
+
+It owns the processes, the shared ring that they write into, and one thread that sends requests,
+takes in answers, and starts processes: when the first request comes, and again when one has died.
+The processes live as long as the loader, over all epochs.
+
+Guarantees: requests are begun in the order they were made, each with its slot, which nobody ever waits
+for; a request whose worker died is made again, by another one, unless three workers died of it in a
+row: then it fails, and says how they died; what a transform raises is raised in its place, with the
+worker's traceback as its cause. A process that cannot even start three times in a row fails every
+request. A slot is used again only when whoever wrote into it has said so or is known to be dead.
+Workers end when the crew is closed (killed, where one does not end within a second), when it is
+dropped, when the interpreter ends, and when the main process dies, in whatever way; Ctrl-C is not
+for them. Nothing of them has a name: neither memory nor sockets nor locks.
+
+They are started as `python -c`, whatever start method `multiprocessing` uses here: they import no
+main module, so neither scripts nor notebooks need any precaution, and inherit no thread, no lock
+and no framework. In a forked child a crew starts anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import multiprocessing.spawn
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.errors import WorkerError
+from arrowcache.reading.channel import Channel, Message
+from arrowcache.reading.manifest import pack_segments
+from arrowcache.reading.packing import Described, Pattern, unpack
+from arrowcache.reading.parcel import unpack_error
+from arrowcache.reading.shared import Block, SharedRing, Slot, bytes_of, file_of
+from arrowcache.storage.layout import SegmentInfo
+
+_log = logging.getLogger("arrowcache")
+
+DEPTH = 2  # requests that a worker has at a time: one at work, one ready
+MOST_DEATHS = 3  # in a row: of one request, or of processes that never got ready
+_BACKOFF_SECONDS, _MOST_BACKOFF_SECONDS = 0.1, 5.0  # doubled with each death in a row
+_GRACE_SECONDS = 1.0  # for a worker to end by itself
+_JOIN_SECONDS = 5.0
+_DROP_SECONDS = 1.0  # for workers to let go of what they lease
+_LOOK_SECONDS = 10.0
+_MANY_BATCHES = 8  # and two for each one in flight: more than prefetching and one in hand need
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from arrowcache.reading.worker import main; main(*map(int, sys.argv[2:]))"
+)
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class Finished:
+    """What came of a request: its batches lie in a slot.
+
+    `seconds` are those of each stage in the worker; `nbytes` what it gathered.
+    """
+
+    def __init__(self, answer: Message, columns: Sequence[Described], slot: Slot) -> None:
+        self._columns, self._slot = columns, slot
+        self.nbytes: int = answer["nbytes"]
+        self.seconds: dict[str, float] = answer["seconds"]
+        self.is_cold: bool = answer["cold"]
+
+    def batch(self, rows: slice) -> dict[str, Any]:
+        """Some rows as a batch, whose arrays own their part of the slot. All before `close`."""
+        batch = {}
+        for name, kind, arrays in self._columns:
+            views = [self._slot.array(name, i, dtype, shape, rows) for i, (dtype, shape) in enumerate(arrays)]
+            batch[name] = unpack(kind, views)
+        return batch
+
+    def close(self) -> None:
+        """Every batch was handed out."""
+        self._slot.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Rows to be made into batches. `ids` is where they stand."""
+
+    serial: int
+    epoch: int
+    step: int
+    rows: int
+    oldest: int
+    ids: Block
+    future: Future[Finished]
+    deaths: int = 0
+    slots: list[Slot] = field(default_factory=list)  # the last one is to be used
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A process, and what it is to answer, in this order."""
+
+    process: subprocess.Popen[bytes]
+    watch: int  # a descriptor that tells of its end
+    channel: Channel
+    asked: deque[_Request] = field(default_factory=deque)
+    is_ready: bool = False
+    knows: int = 0  # version of the pattern
+
+
+class Crew:
+    """Worker processes. Thread-safe; they start with the first request.
+
+    Args:
+        size: how many.
+        settings: plain values for them; see worker.py.
+        transform: packed; empty: none.
+        batch_size: rows of a batch.
+        prefetch: batches that are kept ready.
+    """
+
+    def __init__(
+        self, size: int, settings: Mapping[str, Any], transform: bytes, batch_size: int, prefetch: int
+    ) -> None:
+        self.in_flight = DEPTH * size
+        self._size, self._batch_size = size, batch_size
+        self._plan = json.dumps(settings).encode() + b"\n" + transform
+        self._usual = self.in_flight + prefetch + 3  # slots that are in use at a time
+        self._lock = threading.Lock()  # of the start
+        self._pid = os.getpid()
+        self._supervisor: _Supervisor | None = None
+        self._end: Callable[[], object] = _nothing
+        self._closed = False
+
+    def begin(self, segments: Sequence[SegmentInfo]) -> int:
+        """There is an epoch over these segments, which the caller leases until `end`; returns its number."""
+        return self._started().begin(file_of(pack_segments(segments)))
+
+    def make(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int) -> Future[Finished]:
+        """Ask for the batches of some rows, which begin at a step; requests are begun in this order.
+
+        Args:
+            oldest: segments of the epoch before this one may be let go.
+        Returns: a future, which may be cancelled at any time: the request is then not begun, or in vain.
+        """
+        return self._started().make(epoch, step, ids, oldest)
+
+    def end(self, epoch: int) -> None:
+        """Make nothing more for an epoch, or for one before it."""
+        if self._supervisor is not None and self._pid == os.getpid():
+            self._supervisor.end(epoch)
+
+    def drop(self) -> None:
+        """Have workers let go of what they lease of epochs that have ended.
+
+        Blocks: until they have, at most a second: one may be in a transform.
+        """
+        if self._supervisor is not None and self._pid == os.getpid():
+            self._supervisor.drop()
+
+    @property
+    def is_hoarded(self) -> bool:
+        """Whether the consumer keeps so much that groups should be small."""
+        return self._supervisor is not None and self._supervisor.is_hoarded
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Shared memory for batches."""
+        return 0 if self._supervisor is None else self._supervisor.ring.allocated_bytes
+
+    @property
+    def growths(self) -> int:
+        """How often memory was added."""
+        return 0 if self._supervisor is None else self._supervisor.ring.growths
+
+    @property
+    def pids(self) -> list[int]:
+        """The living processes."""
+        return [] if self._supervisor is None else self._supervisor.pids()
+
+    def close(self) -> None:
+        """End the processes. Idempotent.
+
+        Blocks: about as long as they take to end, at most some seconds.
+        """
+        self._closed = True
+        self._end()
+
+    def _started(self) -> _Supervisor:
+        with self._lock:
+            if self._closed:
+                raise ValueError("the loader is closed: make a new one")
+            if self._supervisor is None or self._pid != os.getpid():
+                self._pid = os.getpid()
+                self._supervisor = _Supervisor(self._size, self._plan, self._batch_size, self._usual)
+                self._end = weakref.finalize(self, _Supervisor.close, self._supervisor)
+                self._supervisor.start()
+            return self._supervisor
+
+
+class _Supervisor:
+    """The thread, and all that it works on; other threads leave it errands."""
+
+    def __init__(self, size: int, plan: bytes, batch_size: int, usual_slots: int) -> None:
+        self.ring = SharedRing()
+        self._size, self._batch_size, self._usual_slots = size, batch_size, usual_slots
+        self._pid = os.getpid()
+        self._plan = file_of(plan)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._errands: deque[Callable[[], None]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ, self._unring)
+        self._workers: list[_Worker] = []
+        self._todo: deque[_Request] = deque()  # in the order of their serials
+        self._pattern: Pattern | None = None  # until the first batch is made, one request is out at a time
+        self._numbers = 0  # of epochs
+        self._serials = 0
+        self._epoch, self._manifest = 0, -1  # the one that workers are told of
+        self._deaths = 0  # in a row, of processes that made nothing
+        self._start_at = 0.0  # no process is started before
+        self._drops: deque[tuple[threading.Event, set[int]]] = deque()  # and pids that have not answered
+        self._is_stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="arrowcache-crew", daemon=True)
+        _inherited.add(self)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # called from any thread
+
+    def begin(self, manifest: int) -> int:
+        self._numbers += 1
+        self._leave(functools.partial(self._tell_of_epoch, self._numbers, manifest))
+        return self._numbers
+
+    def make(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int) -> Future[Finished]:
+        self._serials += 1
+        future: Future[Finished] = Future()
+        if self._failure is not None:
+            future.set_exception(self._failure)
+            return future
+        try:
+            block = self.ring.take(ids.nbytes)
+        except MemoryError as error:
+            future.set_exception(error)
+            return future
+        self.ring.array(block, np.int64, ids.shape)[:] = ids
+        request = _Request(self._serials, epoch, step, len(ids), oldest, block, future)
+        self._leave(functools.partial(self._todo.append, request))
+        return future
+
+    def end(self, epoch: int) -> None:
+        self.ring.ended = max(self.ring.ended, epoch)
+
+    def drop(self) -> None:
+        if self._is_stopping or threading.current_thread() is self._thread:
+            return
+        done = threading.Event()
+        self._leave(functools.partial(self._ask_to_drop, done))
+        done.wait(_DROP_SECONDS)
+
+    @property
+    def is_hoarded(self) -> bool:
+        of_batch = 1 + (self._pattern.arrays if self._pattern is not None else 1)
+        return self.ring.in_use > (_MANY_BATCHES + 2 * self._usual_slots) * of_batch
+
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in list(self._workers) if worker.process.returncode is None]
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return
+        self._is_stopping = True
+        self._leave(_nothing)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_SECONDS)
+
+    def forget_in_child(self) -> None:
+        """A forked child has neither the thread nor the processes, and must keep no socket open."""
+        for worker in self._workers:
+            worker.channel.close()
+            os.close(worker.watch)
+            worker.process.returncode = 0  # nobody warns of it
+        self._workers = []
+        self._errands = deque()
+
+    def _leave(self, errand: Callable[[], None]) -> None:
+        self._errands.append(errand)
+        with suppress(OSError):  # closed, or full: it rings already
+            os.eventfd_write(self._bell, 1)
+
+    # called in the thread
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # workers inherit this, and nobody handles it
+        try:
+            while not self._is_stopping:
+                self._turn()
+        except BaseException as error:  # noqa: BLE001  # whoever waits for a batch gets it
+            self._failure = error
+        finally:
+            self._shut_down()
+
+    def _turn(self) -> None:
+        while self._errands:
+            self._errands.popleft()()
+        self._start_missing()
+        self._dispatch()
+        wait_seconds = _LOOK_SECONDS
+        if len(self._workers) < self._size and (self._todo or self._workers):
+            wait_seconds = max(0.0, self._start_at - time.monotonic())
+        for key, _ in self._selector.select(wait_seconds):
+            key.data()
+
+    def _unring(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def _tell_of_epoch(self, number: int, manifest: int) -> None:
+        if self._manifest >= 0:
+            os.close(self._manifest)
+        self._epoch, self._manifest = number, manifest
+        for worker in list(self._workers):
+            self._send(worker, {"do": "begin", "epoch": number}, [manifest])
+
+    def _ask_to_drop(self, done: threading.Event) -> None:
+        waiting = set()
+        for worker in list(self._workers):
+            if self._send(worker, {"do": "drop"}):
+                waiting.add(worker.process.pid)
+        self._drops.append((done, waiting))
+        self._settle_drops()
+
+    def _settle_drops(self) -> None:
+        living = {worker.process.pid for worker in self._workers}
+        for done, waiting in self._drops:
+            waiting &= living
+            if not waiting:
+                done.set()
+        self._drops = deque(entry for entry in self._drops if entry[1])
+
+    # processes
+
+    def _start_missing(self) -> None:
+        if not self._todo and not self._workers:
+            return
+        while len(self._workers) < self._size and time.monotonic() >= self._start_at:
+            try:
+                self._workers.append(self._start_one())
+            except OSError as error:
+                self._note_death(f"could not be started ({error})", has_worked=False)
+
+    def _start_one(self) -> _Worker:
+        channel, theirs = Channel.pair()  # ours never blocks: this thread serves all workers
+        path = [entry or os.getcwd() for entry in sys.path]
+        fds = (theirs.fileno(), self.ring.fd, self._plan)
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        executable = multiprocessing.spawn.get_executable() or sys.executable
+        words = [json.dumps(path), *map(str, fds), str(os.getpid())]
+        threads = {name: "1" for name in _THREADS if name not in os.environ}
+        try:
+            process = subprocess.Popen(
+                [executable, *flags, "-c", _START, *words],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env=os.environ | threads,
+            )
+        except BaseException:
+            channel.close()
+            raise
+        finally:
+            theirs.close()
+        worker = _Worker(process, os.pidfd_open(process.pid), channel)
+        self._selector.register(worker.watch, selectors.EVENT_READ, functools.partial(self._bury, worker))
+        self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._take_in, worker))
+        if self._manifest >= 0:
+            self._send(worker, {"do": "begin", "epoch": self._epoch}, [self._manifest])
+        return worker
+
+    def _bury(self, worker: _Worker) -> None:
+        """A worker has ended, or is ended here: what it was asked is asked again."""
+        if worker not in self._workers:
+            return
+        self._workers = [other for other in self._workers if other is not worker]
+        with suppress(OSError):
+            worker.process.kill()
+        with suppress(subprocess.TimeoutExpired):  # in the kernel, perhaps: it writes nothing more
+            worker.process.wait(_JOIN_SECONDS)
+        while self._take_in(worker):  # what it said before
+            pass
+        self._selector.unregister(worker.watch)
+        self._selector.unregister(worker.channel)
+        os.close(worker.watch)
+        worker.channel.close()
+        self._settle_drops()
+        how = _how_it_ended(worker.process.returncode)
+        if self._failure is not None:
+            return
+        if worker.asked and worker.is_ready:
+            first = worker.asked[0]
+            first.deaths += 1
+            if first.deaths >= MOST_DEATHS:
+                worker.asked.popleft()
+                self._fail(
+                    first,
+                    WorkerError(
+                        f"step {first.step} of the epoch was given up: {first.deaths} worker processes "
+                        f"in a row died while they made it, the last one {how}; was it out of memory? lower "
+                        "workers or batch_size; pass workers=0 to see what the transform does in this process"
+                    ),
+                )
+        for request in reversed(worker.asked):
+            self._give_back_slots(request)
+            self._todo.appendleft(request)
+        self._todo = deque(sorted(self._todo, key=lambda request: request.serial))
+        self._note_death(how, has_worked=worker.is_ready)
+
+    def _note_death(self, how: str, *, has_worked: bool) -> None:
+        self._deaths += 1
+        if not has_worked and self._deaths >= MOST_DEATHS:
+            self._give_up(
+                WorkerError(
+                    f"worker processes cannot start: {self._deaths} in a row died before they were ready, "
+                    f"the last one {how}; see what it wrote to stderr, or pass worker_type='thread' to do "
+                    "without"
+                )
+            )
+            return
+        backoff = _BACKOFF_SECONDS * 2 ** (self._deaths - 1) if self._deaths > 1 else 0.0
+        self._start_at = time.monotonic() + min(backoff, _MOST_BACKOFF_SECONDS)
+        _log.debug("a worker process was lost: %s", how)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fail what was asked by now; the next request tries anew."""
+        requests = [*(request for worker in self._workers for request in worker.asked), *self._todo]
+        self._todo.clear()
+        for request in requests:
+            self._fail(request, error, is_out=True)
+        self._deaths = 0
+
+    # requests
+
+    def _dispatch(self) -> None:
+        while self._todo:
+            ready = [w for w in self._workers if w.is_ready and len(w.asked) < DEPTH]
+            if not ready or (self._pattern is None and any(w.asked for w in self._workers)):
+                return
+            request = self._todo.popleft()
+            if request.future.cancelled() or request.epoch <= self.ring.ended:
+                self._skip(request)
+                continue
+            worker = min(ready, key=lambda w: len(w.asked))
+            slot: dict[str, list[tuple[int, int]]] | None = None
+            if self._pattern is not None:
+                try:
+                    slot_now = Slot(self.ring, self._pattern.sizes(request.rows))
+                    self.ring.keep((DEPTH * self._size + 3) * slot_now.nbytes)
+                    request.slots.append(slot_now)
+                except MemoryError as error:
+                    self._fail(request, error)
+                    continue
+                slot = request.slots[-1].places()
+            message: Message = {
+                "do": "make",
+                "id": request.serial,
+                "epoch": request.epoch,
+                "ids": (request.ids.offset, request.rows),
+                "released": request.oldest,
+                "slot": slot,
+            }
+            if self._pattern is not None and worker.knows != self._pattern.version:
+                worker.knows = self._pattern.version
+                message["pattern"] = self._pattern.message()
+            worker.asked.append(request)
+            self._send(worker, message)
+
+    def _take_in(self, worker: _Worker) -> bool:
+        """One message of a worker; whether there was one."""
+        try:
+            received = worker.channel.receive()
+        except BlockingIOError:
+            return False
+        if received is None:
+            self._bury(worker)
+            return False
+        message, files = received
+        try:
+            self._answered(worker, message, files)
+        finally:
+            for fd in files:
+                os.close(fd)
+        return True
+
+    def _answered(self, worker: _Worker, message: Message, files: list[int]) -> None:
+        say = message["say"]
+        if say == "ready":
+            worker.is_ready = True
+        elif say == "dropped":
+            if self._drops:
+                for _, waiting in self._drops:
+                    if worker.process.pid in waiting:
+                        waiting.discard(worker.process.pid)
+                        break
+                self._settle_drops()
+        elif say == "failed" and message["id"] is None:
+            self._give_up(unpack_error(bytes_of(files[0])))
+        elif say == "needs":
+            self._grant(worker, message)
+        else:
+            request = worker.asked.popleft()
+            assert request.serial == message["id"]
+            if say == "made":
+                self._deaths = 0
+                self._deliver(request, message)
+            elif say == "failed":
+                if message["kept"]:
+                    self._abandon_slots(request)
+                self._fail(request, unpack_error(bytes_of(files[0])))
+            else:
+                self._skip(request)
+
+    def _grant(self, worker: _Worker, message: Message) -> None:
+        """A worker needs another slot for what it made."""
+        request = worker.asked[0]
+        columns = [Described.from_message(text) for text in message["columns"]]
+        if message["kept"]:
+            self._abandon_slots(request)
+        try:
+            if request.future.cancelled():
+                raise _Unwanted
+            if self._pattern is None:
+                self._pattern = Pattern(columns, request.rows, self._batch_size)
+                self.ring.keep(self._usual_slots * self._pattern.nbytes())
+            self._pattern.check(columns, request.rows)
+            self._pattern.note(columns, request.rows)
+            request.slots.append(Slot(self.ring, self._pattern.sizes_for(columns, request.rows)))
+        except BaseException as error:  # noqa: BLE001  # whoever waits for the batch gets it
+            self._reject(request, error)
+            self._send(worker, {"do": "forget"})
+            return
+        self._send(worker, {"do": "put", "slot": request.slots[-1].places()})
+
+    def _deliver(self, request: _Request, message: Message) -> None:
+        columns = [Described.from_message(text) for text in message["columns"]]
+        slot = request.slots.pop()
+        self._give_back(request)
+        if not request.future.done() and request.future.set_running_or_notify_cancel():
+            request.future.set_result(Finished(message, columns, slot))
+        else:
+            slot.close()
+
+    def _skip(self, request: _Request) -> None:
+        self._give_back(request)
+        request.future.cancel()
+
+    def _fail(self, request: _Request, error: BaseException, *, is_out: bool = False) -> None:
+        """Have a request fail; `is_out`: a worker may still write into its slots."""
+        self._reject(request, error)
+        if not is_out:
+            self._give_back(request)
+
+    def _reject(self, request: _Request, error: BaseException) -> None:
+        if not request.future.done() and request.future.set_running_or_notify_cancel():
+            request.future.set_exception(error)
+
+    def _give_back(self, request: _Request) -> None:
+        self._give_back_slots(request)
+        self.ring.give(request.ids)
+
+    def _give_back_slots(self, request: _Request) -> None:
+        for slot in request.slots:
+            slot.close()
+        request.slots.clear()
+
+    def _abandon_slots(self, request: _Request) -> None:
+        for slot in request.slots:
+            slot.abandon()
+        request.slots.clear()
+
+    def _send(self, worker: _Worker, message: Message, files: Sequence[int] = ()) -> bool:
+        try:
+            worker.channel.send(message, files)
+        except BlockingIOError:  # it has read nothing for hundreds of messages
+            worker.process.kill()
+            return False
+        except OSError:  # it has died: its watch tells
+            return False
+        return True
+
+    def _shut_down(self) -> None:
+        self._failure = self._failure or ValueError("the loader was closed")
+        for worker in self._workers:
+            self._selector.unregister(worker.channel)
+            worker.channel.close()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for worker in self._workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+        for worker in self._workers:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(_GRACE_SECONDS)
+            os.close(worker.watch)
+        while self._errands:  # a request that came meanwhile
+            self._errands.popleft()()
+        for request in [*(request for worker in self._workers for request in worker.asked), *self._todo]:
+            self._reject(request, self._failure)
+        self._workers = []
+        self._settle_drops()
+        self._todo.clear()
+        self._selector.close()
+        os.close(self._bell)
+        os.close(self._plan)
+        if self._manifest >= 0:
+            os.close(self._manifest)
+        self.ring.close()
+
+
+class _Unwanted(Exception):
+    """Nobody waits for the batch any more."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "(it does not end)"
+    if code < 0:
+        with suppress(ValueError):
+            return f"by signal {-code} ({signal.Signals(-code).name})"
+        return f"by signal {-code}"
+    return f"with exit code {code}"
+
+
+_inherited: weakref.WeakSet[_Supervisor] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for supervisor in list(_inherited):
+        supervisor.forget_in_child()
+    _inherited.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

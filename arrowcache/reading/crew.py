@@ -210,7 +210,11 @@ class Crew:
 
 
 class _Supervisor:
-    """The thread, and all that it works on; other threads leave it errands."""
+    """The thread, and all that it works on.
+
+    Whoever works on it holds `_mutex`: the thread, but for its waiting, and who makes requests, which
+    so go to a worker without waking the thread. Others leave errands: they may be finalizers.
+    """
 
     def __init__(self, size: int, plan: bytes, batch_size: int, usual_slots: int) -> None:
         self.ring = SharedRing()
@@ -218,6 +222,8 @@ class _Supervisor:
         self._pid = os.getpid()
         self._plan = file_of(plan)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._mutex = threading.Lock()
+        self._maker = 0  # the thread that holds it to make a request
         self._errands: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ, self._unring)
@@ -241,31 +247,42 @@ class _Supervisor:
     # called from any thread
 
     def begin(self, manifest: int) -> int:
-        self._numbers += 1
-        self._leave(functools.partial(self._tell_of_epoch, self._numbers, manifest))
-        return self._numbers
+        with self._mutex:
+            self._numbers += 1
+            if self._failure is None:
+                self._tell_of_epoch(self._numbers, manifest)
+            else:
+                os.close(manifest)
+            return self._numbers
 
     def make(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int) -> Future[Finished]:
-        self._serials += 1
         future: Future[Finished] = Future()
-        if self._failure is not None:
-            future.set_exception(self._failure)
-            return future
         try:
             block = self.ring.take(ids.nbytes)
         except MemoryError as error:
             future.set_exception(error)
             return future
         self.ring.array(block, np.int64, ids.shape)[:] = ids
-        request = _Request(self._serials, epoch, step, len(ids), oldest, block, future)
-        self._leave(functools.partial(self._todo.append, request))
+        with self._mutex:
+            self._serials += 1
+            request = _Request(self._serials, epoch, step, len(ids), oldest, block, future)
+            if self._failure is not None:
+                self._fail(request, self._failure)
+                return future
+            self._todo.append(request)
+            self._maker = threading.get_ident()
+            self._dispatch()
+            is_short = len(self._workers) < self._size
+            self._maker = 0
+        if is_short:
+            self._ring_bell()
         return future
 
     def end(self, epoch: int) -> None:
         self.ring.ended = max(self.ring.ended, epoch)
 
     def drop(self) -> None:
-        if self._is_stopping or threading.current_thread() is self._thread:
+        if self._is_stopping or threading.get_ident() in (self._thread.ident, self._maker):
             return
         done = threading.Event()
         self._leave(functools.partial(self._ask_to_drop, done))
@@ -284,7 +301,10 @@ class _Supervisor:
             return
         self._is_stopping = True
         self._leave(_nothing)
-        if threading.current_thread() is not self._thread:
+        if threading.get_ident() not in (
+            self._thread.ident,
+            self._maker,
+        ):  # the garbage collector may run in any
             self._thread.join(_JOIN_SECONDS)
 
     def forget_in_child(self) -> None:
@@ -298,10 +318,13 @@ class _Supervisor:
 
     def _leave(self, errand: Callable[[], None]) -> None:
         self._errands.append(errand)
+        self._ring_bell()
+
+    def _ring_bell(self) -> None:
         with suppress(OSError):  # closed, or full: it rings already
             os.eventfd_write(self._bell, 1)
 
-    # called in the thread
+    # called in the thread, or with the mutex
 
     def _run(self) -> None:
         signal.pthread_sigmask(
@@ -313,18 +336,22 @@ class _Supervisor:
         except BaseException as error:  # noqa: BLE001  # whoever waits for a batch gets it
             self._failure = error
         finally:
-            self._shut_down()
+            with self._mutex:
+                self._shut_down()
 
     def _turn(self) -> None:
-        while self._errands:
-            self._errands.popleft()()
-        self._start_missing()
-        self._dispatch()
-        wait_seconds = _LOOK_SECONDS
-        if len(self._workers) < self._size and (self._todo or self._workers):
-            wait_seconds = max(0.0, self._start_at - time.monotonic())
-        for key, _ in self._selector.select(wait_seconds):
-            key.data()
+        with self._mutex:
+            while self._errands:
+                self._errands.popleft()()
+            self._start_missing()
+            self._dispatch()
+            wait_seconds = _LOOK_SECONDS
+            if len(self._workers) < self._size and (self._todo or self._workers):
+                wait_seconds = max(0.0, self._start_at - time.monotonic())
+        ready = self._selector.select(wait_seconds)
+        with self._mutex:
+            for key, _ in ready:
+                key.data()
 
     def _unring(self) -> None:
         with suppress(BlockingIOError):
@@ -468,7 +495,7 @@ class _Supervisor:
             if self._pattern is not None:
                 try:
                     slot_now = Slot(self.ring, self._pattern.sizes(request.rows))
-                    self.ring.keep((DEPTH * self._size + 3) * slot_now.nbytes)
+                    self.ring.keep((DEPTH * self._size + 6) * slot_now.nbytes)
                     request.slots.append(slot_now)
                 except MemoryError as error:
                     self._fail(request, error)

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.reading.assembly import Batch, _published
-from arrowcache.reading.crew import Crew, Finished
+from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.parcel import pack_transform
 from arrowcache.reading.pipeline import Job, Made
+from arrowcache.reading.request import Finished
 from arrowcache.reading.ring import USUAL_GROUP_BYTES, GroupSize
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.store import Store

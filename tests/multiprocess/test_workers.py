@@ -15,7 +15,7 @@ from helpers import ids_of, in_child, make_cache, publish, sample, segment_files
 from processes import METHODS, Child, Script
 
 import arrowcache as ac
-from arrowcache.reading import crew as crew_module
+from arrowcache.reading import launch
 
 SHUFFLES = ["rows", "window", "blocks", None]
 WIDE = ac.Schema(
@@ -554,7 +554,7 @@ def test_a_step_that_kills_every_worker_is_given_up(cache, die, words):
 
 
 def test_workers_that_cannot_start_are_an_error(cache, monkeypatch):
-    monkeypatch.setattr(crew_module, "_START", "raise SystemExit(5)")
+    monkeypatch.setattr(launch, "_START", "raise SystemExit(5)")
     with loader_of(cache) as loader, pytest.raises(ac.WorkerError, match=r"cannot start: .* exit code 5"):
         next(iter(loader))
 

@@ -90,6 +90,10 @@ class Crew:
         """How often memory was added."""
         return 0 if self._supervisor is None else self._supervisor.ring.growths
 
+    def in_progress(self) -> list[tuple[str, float]]:
+        """What workers are at: the stage, and since when, by `time.perf_counter`."""
+        return [] if self._supervisor is None else self._supervisor.in_progress()
+
     @property
     def pids(self) -> list[int]:
         """The living processes."""

@@ -31,16 +31,17 @@ class WorkerProcess:
 
     Args:
         memory, plan: descriptors of the shared file, and of what to do.
+        number: which of the workers it is.
     Raises: OSError: no process, or no descriptor, can be had.
     """
 
-    def __init__(self, memory: int, plan: int) -> None:
+    def __init__(self, memory: int, plan: int, number: int) -> None:
         self.channel, theirs = Channel.pair()
         path = [entry or os.getcwd() for entry in sys.path]
         fds = (theirs.fileno(), memory, plan)
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         executable = multiprocessing.spawn.get_executable() or sys.executable
-        words = [json.dumps(path), *map(str, fds), str(os.getpid())]
+        words = [json.dumps(path), *map(str, fds), str(os.getpid()), str(number)]
         try:
             self._process = subprocess.Popen(
                 [executable, *flags, "-c", _START, *words],

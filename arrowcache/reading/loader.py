@@ -264,8 +264,10 @@ class Loader:
     def stats(self) -> LoaderStats:
         """What was delivered so far, and what held it up."""
         assembly = self._assembly
-        ring = assembly.crew if isinstance(assembly, RemoteAssembly) else assembly.ring
-        return self._meter.stats(ring.allocated_bytes, ring.growths)
+        if isinstance(assembly, RemoteAssembly):
+            crew = assembly.crew
+            return self._meter.stats(crew.allocated_bytes, crew.growths, crew.in_progress())
+        return self._meter.stats(assembly.ring.allocated_bytes, assembly.ring.growths)
 
     def close(self) -> None:
         """End the epoch and the background threads; leases nothing afterwards. Idempotent."""

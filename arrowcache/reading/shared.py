@@ -6,6 +6,8 @@ than what is ever used of it, so it is mapped once and blocks never move; only t
 few kept ready, have memory.
 
     byte 0      the number of the last epoch that ended, int64: workers make nothing for it any more
+    byte 8      what each worker is at, int64: nanoseconds of the monotonic clock when it began, times 4,
+                plus its stage's number; 0: nothing
     PAGE_BYTES  blocks; sizes are powers of two, and only what is used of a block has memory
 
 Guarantees: the file has no name, so that a kill leaves nothing behind, and it is not in /dev/shm; a
@@ -44,6 +46,7 @@ from arrowcache.storage.mapping import PAGE_BYTES
 from arrowcache.storage.mapping import _mmap as map_memory
 from arrowcache.units import format_bytes
 
+STAGES_OF_WORKERS = ("", "gather", "transform")
 _MOST_BYTES, _LEAST_BYTES = 1 << 40, 1 << 28  # of addresses, not of memory
 
 
@@ -115,7 +118,7 @@ class SharedRing:
         self._nbytes = _stretch(self.fd)
         self._memory = map_all(self.fd)
         _rings.add(self)
-        self._ended = array_over(self._memory, 0, np.int64, (1,))
+        self._words = array_over(self._memory, 0, np.int64, (PAGE_BYTES // 8,))
         self._lock = threading.Lock()
         self._lent: set[_Loan] = set()
         self._returned: deque[Block | _Loan] = deque()  # the only thing that the end of an array touches
@@ -131,11 +134,19 @@ class SharedRing:
     @property
     def ended(self) -> int:
         """The last epoch for which nothing is to be made any more; workers see it at once."""
-        return int(self._ended[0])
+        return int(self._words[0])
 
     @ended.setter
     def ended(self, epoch: int) -> None:
-        self._ended[0] = epoch
+        self._words[0] = epoch
+
+    def progress(self, worker: int) -> int:
+        """What a worker is at, as the module docstring says."""
+        return int(self._words[1 + worker])
+
+    def set_progress(self, worker: int, word: int) -> None:
+        """Instead of a worker that is not there."""
+        self._words[1 + worker] = word
 
     @property
     def in_use(self) -> int:
@@ -203,7 +214,7 @@ class SharedRing:
         if self.fd >= 0:
             flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
             protection = mmap.PROT_READ | mmap.PROT_WRITE
-            map_memory(self._ended.ctypes.data, self._nbytes, protection, flags, self.fd)
+            map_memory(self._words.ctypes.data, self._nbytes, protection, flags, self.fd)
 
     def close(self) -> None:
         """Give nothing out any more; what was handed out stays valid. Idempotent."""

@@ -39,7 +39,7 @@ from arrowcache.reading.launch import WorkerProcess
 from arrowcache.reading.packing import Described, Pattern
 from arrowcache.reading.parcel import unpack_error
 from arrowcache.reading.request import Finished, Request
-from arrowcache.reading.shared import SharedRing, Slot, bytes_of, file_of
+from arrowcache.reading.shared import STAGES_OF_WORKERS, SharedRing, Slot, bytes_of, file_of
 
 _log = logging.getLogger("arrowcache")
 
@@ -58,6 +58,7 @@ class _Worker:
     """A process, and what it is to answer, in this order."""
 
     process: WorkerProcess
+    number: int
     asked: deque[Request] = field(default_factory=deque)
     is_ready: bool = False
     knows: int = 0  # version of the pattern
@@ -148,6 +149,11 @@ class Supervisor:
         of_batch = 1 + (self._pattern.arrays if self._pattern is not None else 1)
         return self.ring.in_use > (_MANY_BATCHES + 2 * self._usual_slots) * of_batch
 
+    def in_progress(self) -> list[tuple[str, float]]:
+        """What workers are at: the stage, and since when, by `time.perf_counter`."""
+        progress = [self.ring.progress(number) for number in range(self._size)]
+        return [(STAGES_OF_WORKERS[word % 4], word // 4 / 1e9) for word in progress if word]
+
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in list(self._workers) if not worker.process.has_ended]
 
@@ -156,10 +162,7 @@ class Supervisor:
             return
         self._is_stopping = True
         self._leave(_nothing)
-        if threading.get_ident() not in (
-            self._thread.ident,
-            self._maker,
-        ):  # the garbage collector may run in any
+        if threading.get_ident() not in (self._thread.ident, self._maker):  # the garbage collector's, perhaps
             self._thread.join(_JOIN_SECONDS)
 
     def forget_in_child(self) -> None:
@@ -180,9 +183,7 @@ class Supervisor:
     # called in the thread, or with the mutex
 
     def _run(self) -> None:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT}
-        )  # workers inherit this, and nobody handles it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as workers do, until they ignore it
         try:
             while not self._is_stopping:
                 self._turn()
@@ -236,16 +237,18 @@ class Supervisor:
     # processes
 
     def _start_missing(self) -> None:
-        if not self._todo and not self._workers:
-            return
-        while len(self._workers) < self._size and time.monotonic() >= self._start_at:
+        while self._todo or self._workers:  # else nobody wants them
+            if len(self._workers) == self._size or time.monotonic() < self._start_at:
+                return
             try:
                 self._workers.append(self._start_one())
             except OSError as error:
                 self._note_death(f"could not be started ({error})", has_worked=False)
 
     def _start_one(self) -> _Worker:
-        worker = _Worker(WorkerProcess(self.ring.fd, self._plan))
+        number = min(set(range(self._size)) - {worker.number for worker in self._workers})
+        self.ring.set_progress(number, 0)
+        worker = _Worker(WorkerProcess(self.ring.fd, self._plan, number), number)
         self._selector.register(
             worker.process.watch, selectors.EVENT_READ, functools.partial(self._bury, worker)
         )
@@ -262,11 +265,12 @@ class Supervisor:
             return
         self._workers = [other for other in self._workers if other is not worker]
         worker.process.end()
-        while self._take_in(worker):  # what it said before
+        while self._read_one(worker):  # what it said before
             pass
         self._selector.unregister(worker.process.watch)
         self._selector.unregister(worker.process.channel)
         worker.process.close()
+        self.ring.set_progress(worker.number, 0)
         self._settle_drops()
         how = worker.process.how_it_ended()
         if self._failure is not None:
@@ -308,11 +312,13 @@ class Supervisor:
 
     def _give_up(self, error: BaseException) -> None:
         """Fail what was asked by now; the next request tries anew."""
-        requests = [*(request for worker in self._workers for request in worker.asked), *self._todo]
-        self._todo.clear()
-        for request in requests:
-            self._fail(request, error, is_out=True)
+        while self._todo:
+            self._fail(self._todo.popleft(), error)
+        for worker in self._workers:
+            for request in worker.asked:  # it may still write into their slots
+                self._reject(request, error)
         self._deaths = self._failed_starts = 0
+        self._start_at = time.monotonic() + _BACKOFF_SECONDS
 
     # requests
 
@@ -322,7 +328,7 @@ class Supervisor:
             if not ready or (self._pattern is None and any(w.asked for w in self._workers)):
                 return
             request = self._todo.popleft()
-            if request.future.cancelled() or request.epoch <= self.ring.ended:
+            if request.future.done() or request.epoch <= self.ring.ended:
                 self._skip(request)
                 continue
             worker = min(ready, key=lambda w: len(w.asked))
@@ -350,14 +356,18 @@ class Supervisor:
             worker.asked.append(request)
             self._send(worker, message)
 
-    def _take_in(self, worker: _Worker) -> bool:
+    def _take_in(self, worker: _Worker) -> None:
+        """A worker has something to say, or is dying."""
+        if worker in self._workers and not self._read_one(worker):
+            self._bury(worker)
+
+    def _read_one(self, worker: _Worker) -> bool:
         """One message of a worker; whether there was one."""
         try:
             received = worker.process.channel.receive()
         except BlockingIOError:
             return False
         if received is None:
-            self._bury(worker)
             return False
         message, files = received
         try:
@@ -429,11 +439,9 @@ class Supervisor:
         self._give_back(request)
         request.future.cancel()
 
-    def _fail(self, request: Request, error: BaseException, *, is_out: bool = False) -> None:
-        """Have a request fail; `is_out`: a worker may still write into its slots."""
+    def _fail(self, request: Request, error: BaseException) -> None:
         self._reject(request, error)
-        if not is_out:
-            self._give_back(request)
+        self._give_back(request)
 
     def _reject(self, request: Request, error: BaseException) -> None:
         if not request.future.done() and request.future.set_running_or_notify_cancel():

@@ -30,6 +30,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ from arrowcache.reading.manifest import unpack_segments
 from arrowcache.reading.packing import Described, Packed
 from arrowcache.reading.parcel import pack_error, unpack_transform
 from arrowcache.reading.ring import Ring
-from arrowcache.reading.shared import array_over, bytes_of, file_of, map_all
+from arrowcache.reading.shared import STAGES_OF_WORKERS, array_over, bytes_of, file_of, map_all
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.view import Viewer
@@ -68,12 +69,13 @@ class _CheckedStore(Store):
         return 0
 
 
-def main(end: int, memory: int, plan: int, parent: int) -> None:
+def main(end: int, memory: int, plan: int, parent: int, number: int) -> None:
     """Work until the other end of the socket is closed.
 
     Args:
         end, memory, plan: descriptors of our socket, of the shared file, and of what to do.
         parent: the main process.
+        number: which of the workers this is.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -88,7 +90,7 @@ def main(end: int, memory: int, plan: int, parent: int) -> None:
         os.set_inheritable(fd, False)
     try:
         settings, _, transform = bytes_of(plan).partition(b"\n")
-        maker = Maker(map_all(memory), json.loads(settings), transform)
+        maker = Maker(map_all(memory), json.loads(settings), transform, number)
     except BaseException as error:  # noqa: BLE001  # the main process raises it
         _tell(channel, {"say": "failed", "id": None, "kept": False}, error)
         channel.close()
@@ -163,12 +165,14 @@ class Maker:
         memory: the shared file, mapped.
         settings: what the main process' RemoteAssembly wrote.
         transform: packed; empty: none.
+        number: which of the workers this is.
     """
 
-    def __init__(self, memory: mmap.mmap, settings: Mapping[str, Any], transform: bytes) -> None:
+    def __init__(self, memory: mmap.mmap, settings: Mapping[str, Any], transform: bytes, number: int) -> None:
         self._memory = memory
         self._everything = array_over(memory, 0, np.uint8, (len(memory),))
         self._ended = array_over(memory, 0, np.int64, (1,))
+        self._progress = array_over(memory, 8 + 8 * number, np.int64, (1,))
         folder = Folder(Path(settings["cache"]))
         self._store = _CheckedStore(folder, folder.read_settings())
         schema = self._store.settings.schema
@@ -227,13 +231,17 @@ class Maker:
         places: Places = request["slot"] or {}
         if "pattern" in request:
             self._pattern = {name: (kind, form) for name, kind, form in request["pattern"]}
-        with self._meter.reading() as reading:
-            batch, nbytes = self._gather(snapshot, ids, places)
-        if self._transform is not None:
-            with self._meter.stage("transform"):
-                result = self._transform(batch)
-        else:
-            result = batch
+        try:
+            self._tell("gather")
+            with self._meter.reading() as reading:
+                batch, nbytes = self._gather(snapshot, ids, places)
+            result: object = batch
+            if self._transform is not None:
+                self._tell("transform")
+                with self._meter.stage("transform"):
+                    result = self._transform(batch)
+        finally:
+            self._progress[0] = 0
         del batch
         columns = packing.pack(result)
         del result
@@ -270,6 +278,9 @@ class Maker:
                 frames.tb_frame.clear()
             frames = frames.tb_next
         return self._has_lent()
+
+    def _tell(self, stage: str) -> None:
+        self._progress[0] = time.perf_counter_ns() * 4 + STAGES_OF_WORKERS.index(stage)
 
     def _is_over(self, epoch: int) -> bool:
         return epoch <= int(self._ended[0])

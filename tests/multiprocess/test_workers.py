@@ -309,9 +309,9 @@ def test_without_memfd_an_unlinked_file_serves(cache, tmp_path, monkeypatch):
     with loader_of(cache, transform=by_value(twice)) as loader:
         assert sorted(ids_of(loader)) == list(range(320))
         for pid in pids(loader):
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            assert "/memfd:" not in maps
-            assert f"{tmp_path}/#" in maps
+            maps = Path(f"/proc/{pid}/maps")
+            wait_until(lambda maps=maps: f"{tmp_path}/#" in maps.read_text(), "the memory")
+            assert "/memfd:" not in maps.read_text()
         assert os.listdir(tmp_path) == ["cache"]
 
 
@@ -601,6 +601,7 @@ def test_close_in_the_middle_ends_the_workers_although_a_transform_blocks(cache,
     loader = loader_of(cache, transform=transform)
     epoch = iter(loader)
     wait_until(inside.exists, "a transform to run")
+    wait_until(lambda: loader.stats().transform_seconds > 0.1, "its time to be counted while it runs")
     workers = pids(loader)
     loader.close()
     assert not any(map(is_alive, workers))

@@ -26,6 +26,8 @@ from arrowcache.reading.ring import USUAL_GROUP_BYTES, GroupSize
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.store import Store
 
+_DRAWN_ROWS = 4096  # of the order, at once
+
 
 class RemoteAssembly:
     """Makes jobs of epochs for a crew, which it owns.
@@ -73,12 +75,18 @@ class RemoteAssembly:
         step, group = 0, self._group
         if awaited:
             group.restart()
+        ids, drawn_from, drawn_to, draw = np.empty(0, np.int64), 0, 0, 1  # of several jobs at once
         while step < epoch.order.steps:
             size = 1 if self.crew.is_hoarded else group.now
             group.note(has_waited=False)
-            last = min(step + size, epoch.order.steps)
-            ids = epoch.order.batches(step, last)
-            yield self._job(epoch, number, step, ids, last - step)
+            if step == drawn_to:
+                drawn_from, drawn_to = step, min(step + max(size, draw), epoch.order.steps)
+                ids = epoch.order.batches(drawn_from, drawn_to)
+                draw = min(2 * draw, max(1, _DRAWN_ROWS // self._batch_size))
+            last = min(step + size, drawn_to)
+            first_row = (step - drawn_from) * self._batch_size
+            of_job = ids[first_row : (last - drawn_from) * self._batch_size]
+            yield self._job(epoch, number, step, of_job, last - step)
             step = last
 
     def end(self, epoch: Epoch) -> None:

@@ -108,11 +108,12 @@ class Crew:
         self._end()
 
     def _started(self) -> Supervisor:
+        if self._pid != os.getpid():  # forked: the lock may be held for ever
+            self._pid, self._lock, self._supervisor = os.getpid(), threading.Lock(), None
         with self._lock:
             if self._closed:
                 raise ValueError("the loader is closed: make a new one")
-            if self._supervisor is None or self._pid != os.getpid():
-                self._pid = os.getpid()
+            if self._supervisor is None:
                 self._supervisor = Supervisor(self._size, self._plan, self._batch_size, self._usual)
                 self._end = weakref.finalize(self, Supervisor.close, self._supervisor)
                 self._supervisor.start()

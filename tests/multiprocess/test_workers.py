@@ -225,6 +225,28 @@ def test_a_resumed_epoch_passes_over_segments_that_left(tmp_path):
         assert sorted(ids_of(epoch)) == sorted(left - set(before))
 
 
+def test_an_epoch_in_order_has_workers_let_go_of_what_it_has_passed(cache):
+    with loader_of(cache, shuffle=None, transform=by_value(twice)) as loader:
+        epoch = iter(loader)
+        everything = cache.stats().leased_bytes
+        made = [next(epoch) for _ in range(14)]
+        wait_until(lambda: cache.stats().leased_bytes < 0.6 * everything, "the oldest segments to be let go")
+        assert ids_of(made + list(epoch)) == list(range(320))
+
+
+def test_tensors_lie_in_shared_memory(cache):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from arrowcache.torch import Loader as TorchLoader
+
+    with TorchLoader(cache, 16, workers=2, shuffle=None, transform=by_value(twice)) as loader:
+        kept = [batch["image"] for batch in loader]
+        for batch in loader:
+            batch["image"].fill_(-1)
+    for step, image in enumerate(kept):
+        expected = np.stack([2 * sample(i)["image"] for i in range(16 * step, 16 * step + 16)])
+        assert torch.equal(image, torch.from_numpy(expected))
+
+
 def test_ranks_share_an_epoch(cache):
     loaders = [
         loader_of(cache, 8, workers=1, rank=rank, world_size=2, run_id="job", transform=dict)
@@ -560,8 +582,9 @@ def test_workers_that_cannot_start_are_an_error(cache, monkeypatch):
 
 
 def test_a_stopped_worker_ends_in_a_timeout_and_close_ends_it(cache):
-    with loader_of(cache, workers=1, transform=by_value(twice), timeout=0.5) as loader:
+    with loader_of(cache, workers=1, transform=by_value(twice)) as loader:
         list(loader)
+        loader._timeout = 0.5  # not while processes start
         (pid,) = pids(loader)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(ac.LoaderTimeoutError):

@@ -222,14 +222,6 @@ class Pattern:
         """Bytes of a usual slot."""
         return sum(map(sum, self.sizes(self._batch_size).values()))
 
-    def fits(self, columns: Sequence[Described], sizes: Mapping[str, Sequence[int]]) -> bool:
-        """Whether a batch has room in a slot of these sizes."""
-        return all(
-            have >= need
-            for column in columns
-            for have, need in zip(sizes[column.name], column.nbytes(), strict=True)
-        )
-
     def sizes_for(self, columns: Sequence[Described], rows: int) -> dict[str, list[int]]:
         """Bytes of each array of a slot that has room for this batch, too."""
         sizes = self.sizes(rows)

@@ -398,9 +398,10 @@ class Supervisor:
             if say == "made":
                 self._deaths = 0
                 self._deliver(request, message)
-            elif say == "failed":
-                if message["kept"]:
-                    self._abandon_slots(request)
+                return
+            if message["kept"]:
+                self._abandon_slots(request)
+            if say == "failed":
                 self._fail(request, unpack_error(bytes_of(files[0])))
             else:
                 self._skip(request)

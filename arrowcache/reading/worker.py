@@ -198,10 +198,13 @@ class Maker:
         What fails is raised by the first `make`.
         """
         self._failure = None
+        before = self._snapshot
         try:
             self._begin(epoch, bytes_of(manifest))
         except Exception as error:  # noqa: BLE001  # such as a lock that somebody holds for too long
-            self._failure = error
+            self._failure, self._snapshot = error, None
+            if before is not None:
+                before.close()
         finally:
             os.close(manifest)
 
@@ -219,18 +222,18 @@ class Maker:
     def make(self, request: Message, slot_for: Callable[[Message], Places | None]) -> Message:
         """Make what a request asks for. Returns: the answer."""
         number = request["id"]
+        if "pattern" in request:
+            self._pattern = {name: (kind, form) for name, kind, form in request["pattern"]}
         snapshot = None if self._is_over(request["epoch"]) else self._snapshot
-        if self._failure is not None:
+        if snapshot is None and self._failure is not None:
             raise self._failure
         if snapshot is None:
-            return {"say": "skipped", "id": number}
+            return {"say": "skipped", "id": number, "kept": False}
         snapshot.release_oldest(request["released"])
         seconds = dict(self._meter.seconds)
         offset, rows = request["ids"]
         ids = array_over(self._memory, offset, np.int64, (rows,)).copy()
         places: Places = request["slot"] or {}
-        if "pattern" in request:
-            self._pattern = {name: (kind, form) for name, kind, form in request["pattern"]}
         try:
             self._tell("gather")
             with self._meter.reading() as reading:
@@ -251,7 +254,7 @@ class Maker:
             wanted = slot_for(needs)
             if wanted is None:
                 del columns
-                return {"say": "skipped", "id": number}
+                return {"say": "skipped", "id": number, "kept": self._has_lent()}
             places = wanted
         self._place(columns, places)
         del columns
@@ -259,7 +262,7 @@ class Maker:
             self._transform_keeps = True
             wanted = slot_for(needs | {"kept": True})
             if wanted is None:
-                return {"say": "skipped", "id": number}
+                return {"say": "skipped", "id": number, "kept": False}  # its slots are abandoned already
             self._move(described, places, wanted)
         return {
             "say": "made",

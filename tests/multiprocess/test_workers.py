@@ -315,7 +315,8 @@ def test_nothing_is_in_dev_shm_or_has_a_name(cache, tmp_path):
         for pid in [os.getpid(), *pids(loader)]:
             maps = Path(f"/proc/{pid}/maps")
             wait_until(lambda maps=maps: "/memfd:arrowcache (deleted)" in maps.read_text(), "the memory")
-            assert "/dev/shm" not in maps.read_text()
+            if pid != os.getpid():  # this one may have other tests' things
+                assert "/dev/shm" not in maps.read_text()
         mine = [str(pid) for pid in (os.getpid(), *pids(loader))]  # others use the folder meanwhile
         new = set(os.listdir("/dev/shm")) - before
         assert not [name for name in new if "arrowcache" in name or any(pid in name for pid in mine)]

@@ -25,6 +25,7 @@ from arrowcache.errors import (
     MissingSegmentsError,
     SamplerError,
     SchemaError,
+    WorkerError,
 )
 from arrowcache.reading.loader import Loader
 from arrowcache.reading.snapshot import Snapshot
@@ -64,5 +65,6 @@ __all__ = [
     "Tensor",
     "Timestamp",
     "Values",
+    "WorkerError",
     "Writer",
 ]

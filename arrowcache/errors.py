@@ -7,6 +7,7 @@
     ├── CorruptSegmentError   go on without that segment: it is quarantined
     ├── SamplerError          fix the sampler: its traceback is in the message
     ├── MissingSegmentsError  resume with missing="skip", or begin anew (also a LookupError)
+    ├── WorkerError           find out what kills worker processes: the message says how they died
     ├── LoaderTimeoutError    start samplers, or wait longer (also a TimeoutError)
     └── LockTimeoutError      a process holds cache.lock; the message names it (also a TimeoutError)
 
@@ -42,6 +43,10 @@ class SamplerError(ArrowCacheError):
 
 class MissingSegmentsError(ArrowCacheError, LookupError):
     """Rows of a saved epoch have left the cache since."""
+
+
+class WorkerError(ArrowCacheError):
+    """Worker processes cannot start, died of a batch, or failed with what cannot be sent."""
 
 
 class LoaderTimeoutError(ArrowCacheError, TimeoutError):

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import Schema
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.pieces import pieces
 from arrowcache.reading.pipeline import Job, Made
@@ -28,6 +27,7 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter, Reading
 from arrowcache.reading.values import Column, Values
 from arrowcache.reading.view import Viewer
+from arrowcache.storage.store import Store
 
 Batch = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Assembly:
     """Makes jobs of epochs.
 
     Args:
-        schema, names: the cache's, and which columns.
+        store, names: of the cache, and which columns.
         batch_size: rows of a batch.
         transform: called with each batch; None: none.
         with_ids: add `_seq`, `_row` and `_age_seconds`.
@@ -52,7 +52,7 @@ class Assembly:
 
     def __init__(
         self,
-        schema: Schema,
+        store: Store,
         names: Sequence[str],
         batch_size: int,
         transform: Callable[[Batch], Batch] | None,
@@ -63,6 +63,7 @@ class Assembly:
         prefetch: int,
         meter: Meter,
     ) -> None:
+        schema = store.settings.schema
         self._names = tuple(names)
         self._fixed = tuple(name for name in names if name in schema.fixed)
         viewer = Viewer(schema, names)
@@ -72,7 +73,8 @@ class Assembly:
         self._with_ids = with_ids
         self._workers = workers
         self._meter = meter
-        self.require_views = False
+        self._views_required = False
+        self.threads, self.in_flight = workers, workers
         columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
         in_flight = prefetch + workers
         if self._viewer is None:
@@ -102,6 +104,27 @@ class Assembly:
             ids = epoch.order.batches(step, last)
             yield self._job(epoch, step, ids, last - step)
             step = last
+
+    def end(self, epoch: Epoch) -> None:
+        """Nothing more is made of an epoch; call it before its snapshot is closed."""
+
+    def drop(self) -> None:
+        """Let go of what is leased of epochs that ended: nothing here."""
+
+    def close(self) -> None:
+        """End what makes batches, beside the pipeline's threads: nothing here."""
+
+    def require_views(self) -> None:
+        """Have a batch that cannot be a view raise ValueError."""
+        self._views_required = True
+
+    def ring_stats(self) -> tuple[int, int]:
+        """Bytes of memory for batches, and how often some was added."""
+        return self.ring.allocated_bytes, self.ring.growths
+
+    def in_progress(self) -> list[tuple[str, float]]:
+        """What other processes are at: the stage, and since when."""
+        return []
 
     def _most_batches(self, snapshot: Snapshot) -> int:
         """How many batches to make at once, as far as values of no fixed width limit it."""
@@ -136,7 +159,7 @@ class Assembly:
 
     def _make(self, epoch: Epoch, ids: NDArray[np.int64], batches: int, made: list[Made]) -> None:
         """Add batches to `made`: those before one that fails are in it then."""
-        published = _published(epoch, ids)
+        published = mean_published(epoch, ids)
         with self._meter.reading() as reading:
             if self._viewer is not None:
                 self._views(self._viewer, epoch, ids, published, made)
@@ -168,7 +191,7 @@ class Assembly:
 
         def finish() -> Iterator[list[Made]]:
             self._note(epoch, readings)
-            yield self._hand_out(epoch, ids, batches, memory, _published(epoch, ids))
+            yield self._hand_out(epoch, ids, batches, memory, mean_published(epoch, ids))
 
         return Job(step, [partial(part, *bound) for bound in itertools.pairwise(bounds)], finish)
 
@@ -227,7 +250,7 @@ class Assembly:
                 made.append(self._complete(epoch, ids[rows], columns, published, copied=False))
 
     def _gather_one(self, epoch: Epoch, ids: NDArray[np.int64], published: float) -> list[Made]:
-        if self.require_views:
+        if self._views_required:
             raise ValueError(
                 "assert_zero_copy() was called, and this batch needs a copy: its rows lie in several "
                 "segments, or too many views are alive; choose batch_size to divide the segments' rows"
@@ -294,7 +317,7 @@ def _breaks(ids: NDArray[np.int64]) -> list[int]:
     return breaks
 
 
-def _published(epoch: Epoch, ids: NDArray[np.int64]) -> float:
+def mean_published(epoch: Epoch, ids: NDArray[np.int64]) -> float:
     """When rows were published, on average, as some of them tell."""
     return epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
 

@@ -16,6 +16,7 @@ from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.pipeline import BARRIER, Job, Pipeline, Stream
 from arrowcache.reading.readahead import ReadAhead
 from arrowcache.reading.stats import Meter
+from arrowcache.reading.workers.remote import RemoteAssembly
 
 _AHEAD_BYTES = 256 << 20  # of a pass in order
 _LEAD_SECONDS, _LEAD_SHARE = 2.0, 0.1  # how long before an epoch is made the next one may begin
@@ -33,7 +34,7 @@ class Feed:
     def __init__(
         self,
         epochs: Epochs,
-        assembly: Assembly,
+        assembly: Assembly | RemoteAssembly,
         pipeline: Pipeline,
         readahead: ReadAhead,
         meter: Meter,
@@ -129,10 +130,12 @@ class Feed:
         return True
 
     def _stop_leasing(self, epoch: Epoch) -> None:
+        self._assembly.end(epoch)
         epoch.snapshot.close()
         self._readahead.drop()
 
     def _drop(self, epoch: Epoch) -> None:
+        self._assembly.end(epoch)
         epoch.snapshot.close()
         self._epochs.ended(epoch)
 
@@ -140,6 +143,7 @@ class Feed:
         epoch, upcoming = self._epoch, self._upcoming
         if upcoming is not None:
             self._drop(upcoming)
+        self._assembly.end(epoch)
         self._readahead.park(epoch.snapshot)
         self._epochs.ended(epoch)
 

@@ -27,6 +27,7 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.readahead import ReadAhead, memory_bytes
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
+from arrowcache.reading.workers.remote import RemoteAssembly
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds
@@ -55,9 +56,11 @@ class Loader:
         columns: which; None for all.
         drop_last: leave out an incomplete last batch; else it is short, or with several ranks padded
             with the epoch's first rows.
-        transform: called with each batch, in a background thread; what it returns is yielded.
+        transform: called with each batch, in a background thread or worker; what it returns is yielded.
         workers: threads or processes that make batches, at most 256; 0: one background thread.
-        worker_type: "thread" (transforms that release the GIL, small rows) or "process".
+        worker_type: "process" (transforms that hold the GIL; they must be picklable by cloudpickle, and
+            return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes, which have the same
+            dtypes and row shapes in every batch) or "thread" (transforms that release it, small rows).
         prefetch: batches kept ready, at least; at most 65536.
         where: SegmentInfo -> bool, which segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
@@ -137,8 +140,9 @@ class Loader:
             )
         self._meter = Meter(self._workers, shuffle)
         self._epochs = Epochs(self._store, where, self._terms, self._timeout, ranks, self._meter)
-        self._assembly = Assembly(
-            settings.schema,
+        in_processes = self._workers > 0 and worker_type == "process"
+        self._assembly: Assembly | RemoteAssembly = (RemoteAssembly if in_processes else Assembly)(
+            self._store,
             self._names,
             self._terms.batch_size,
             transform,
@@ -240,12 +244,12 @@ class Loader:
                 "segments' rows, or create the cache with such a segment_rows; leave short segments out "
                 "with `where`"
             )
-        self._assembly.require_views = True
+        self._assembly.require_views()
 
     def stats(self) -> LoaderStats:
         """What was delivered so far, and what held it up."""
-        ring = self._assembly.ring
-        return self._meter.stats(ring.allocated_bytes, ring.growths)
+        ring_bytes, ring_growths = self._assembly.ring_stats()
+        return self._meter.stats(ring_bytes, ring_growths, self._assembly.in_progress())
 
     def close(self) -> None:
         """End the epoch and the background threads; leases nothing afterwards. Idempotent."""
@@ -254,6 +258,7 @@ class Loader:
         if self._threads is not None:
             pipeline, readahead = self._threads
             pipeline.close()
+            self._assembly.close()
             readahead.close()
             self._threads = None
         self._epochs.close()
@@ -289,8 +294,9 @@ class Loader:
             self._assembly.after_fork()
         self._end_current("a newer one began")
         if self._threads is None:
-            readahead = ReadAhead(self._store, self._where, self._epochs.settle)
-            self._threads = Pipeline(self._prefetch, self._workers), readahead
+            making = self._assembly
+            readahead = ReadAhead(self._store, self._where, self._epochs.settle, making.drop)
+            self._threads = Pipeline(self._prefetch, making.threads, making.in_flight), readahead
         pipeline, readahead = self._threads
         pipeline.start()
         readahead.start()
@@ -349,13 +355,7 @@ def _window(window_bytes: int | str | None, capacity_bytes: int) -> int:
 def _workers(workers: int, worker_type: str) -> int:
     if worker_type not in WORKER_TYPES:
         raise ValueError(f"worker_type={worker_type!r} is unknown: use one of {WORKER_TYPES}")
-    number = parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
-    if number and worker_type == "process":
-        raise ValueError(
-            "this version has no worker processes yet: pass worker_type='thread', which is enough for "
-            "transforms that release the GIL, or workers=0"
-        )
-    return number
+    return parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
 
 
 def _flag(value: bool, name: str) -> bool:

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,12 +46,14 @@ class Made(NamedTuple):
 class Job(NamedTuple):
     """Some batches to be made: `parts` may run side by side, then `finish` gives the batches.
 
+    A part that others do in the background returns its future.
+
     `finish` yields lists, each delivered at once. Jobs are begun in step order; `step` is the first
     that a job makes.
     """
 
     step: int
-    parts: list[Callable[[], None]]
+    parts: Sequence[Callable[[], Future[Any] | None]]
     finish: Callable[[], Iterator[list[Made]]]
 
 
@@ -84,10 +86,11 @@ class Pipeline:
         prefetch: jobs are begun while fewer than so many batches are ready, not counting what is made
             at once: a large group takes longer.
         workers: threads that run jobs; 0: the one that begins them does.
+        in_flight: jobs that may be begun before the first of them is finished, if no thread here runs them.
     """
 
-    def __init__(self, prefetch: int, workers: int = 0) -> None:
-        self._prefetch = prefetch
+    def __init__(self, prefetch: int, workers: int = 0, in_flight: int = 0) -> None:
+        self._prefetch, self._in_flight = prefetch, workers or in_flight
         self._changed = threading.Condition()  # reentrant: the garbage collector may end a stream anywhere
         self._streams: queue.SimpleQueue[Stream | object] = queue.SimpleQueue()
         self._pid = os.getpid()
@@ -194,8 +197,8 @@ class Pipeline:
         return stream.ended or self._closed
 
     def _produce(self, stream: Stream) -> None:
-        begun: deque[tuple[list[Future[None]], Job]] = deque()
-        most = 0 if self._crew is None else self._crew.size
+        begun: deque[tuple[list[Future[Any]], Job]] = deque()
+        most = self._in_flight
         jobs, failure = stream.jobs(), None
         try:
             while True:
@@ -223,15 +226,17 @@ class Pipeline:
                     future.cancel()
             del failure  # its traceback has this frame
 
-    def _start(self, part: Callable[[], None]) -> Future[None]:
+    def _start(self, part: Callable[[], Future[Any] | None]) -> Future[Any]:
         if self._crew is not None:
             return self._crew.submit(part)
-        part()
+        elsewhere = part()
+        if isinstance(elsewhere, Future):
+            return elsewhere
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _finish(self, stream: Stream, futures: list[Future[None]], job: Job) -> bool:
+    def _finish(self, stream: Stream, futures: list[Future[Any]], job: Job) -> bool:
         """Deliver a job's batches, as there is room; whether to go on."""
         for future in futures:
             if not future.done():
@@ -256,7 +261,7 @@ class Pipeline:
                     return False
         return True
 
-    def _notify(self, _: Future[None]) -> None:
+    def _notify(self, _: Future[Any]) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -277,13 +282,13 @@ class _Crew:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._todo: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = queue.SimpleQueue()
         self.threads = [
             threading.Thread(target=self._run, name=f"arrowcache-worker-{number}", daemon=True)
             for number in range(size)
         ]
 
-    def submit(self, function: Callable[[], None]) -> Future[None]:
+    def submit(self, function: Callable[[], object]) -> Future[None]:
         future: Future[None] = Future()
         self._todo.put((future, function))
         return future

@@ -39,6 +39,7 @@ class ReadAhead:
     Args:
         store, where: which segments a next epoch will have.
         settle: called between epochs until it says that nothing is left to be let go.
+        also_drop: has others let go of what they lease of epochs that ended.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ReadAhead:
         store: Store,
         where: Callable[[SegmentInfo], bool] | None,
         settle: Callable[[], bool] = lambda: False,
+        also_drop: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._where = store, where
         self._changed = threading.Condition()
@@ -60,6 +62,7 @@ class ReadAhead:
         self._passed = 0  # segments of an epoch in order that were given up
         self._errands: deque[Callable[[], None]] = deque()
         self._settle, self._is_settled = settle, True
+        self._also_drop = also_drop
         self._closed = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="arrowcache-readahead", daemon=True)
@@ -139,6 +142,7 @@ class ReadAhead:
             snapshot.close()
         with self._changed:  # after they are closed: Ctrl-C loses none
             self._kept = [snapshot for snapshot in self._kept if snapshot not in rest]
+        self._also_drop()
 
     def close(self) -> None:
         """End the thread, and let go of everything. Idempotent."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import resource
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,14 +187,17 @@ class Meter:
         self._lock = threading.RLock()
         self._stages, self._waits, self._runs = {}, {}, {}
 
-    def stats(self, ring_bytes: int, ring_growths: int) -> LoaderStats:
-        """What was counted, and is in progress, at this moment."""
+    def stats(
+        self, ring_bytes: int, ring_growths: int, elsewhere: Iterable[tuple[str, float]] = ()
+    ) -> LoaderStats:
+        """What was counted, and is in progress, at this moment; `elsewhere`: in other processes."""
         private_bytes, file_bytes = resident_bytes()
         with self._lock:
             now = time.perf_counter()
             waits = [now - started for started in self._waits.values()]
             stages = self.seconds.copy()
-            for name, started in self._stages.values():  # of reading, all is "gather" until it has ended
+            in_progress = [*self._stages.values(), *elsewhere]
+            for name, started in in_progress:  # of reading, all is "gather" until it has ended
                 stages[name] += now - started
             seconds = self.epoch_seconds + sum(now - started for started in self._runs.values())
             stall_seconds = self.stall_seconds + sum(waits)

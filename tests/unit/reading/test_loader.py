@@ -599,7 +599,7 @@ def test_an_error_in_the_first_step_arrives_although_nothing_is_ready_before_it(
                 worker_type="thread", transform=transform,
             ) as loader:  # fmt: skip
                 if transform is None:
-                    loader._assembly.require_views = True  # what assert_zero_copy() asks for
+                    loader._assembly.require_views()  # what assert_zero_copy() asks for
                 with pytest.raises((KeyError, ValueError), match=r"at once|needs a copy"):
                     list(loader)
 

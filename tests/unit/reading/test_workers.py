@@ -301,8 +301,6 @@ def test_a_process_ends_although_a_transform_never_does(cache, workers):
     [
         ({"worker_type": "fiber"}, ValueError, "worker_type='fiber' is unknown.*process.*thread"),
         ({"workers": 2, "worker_type": None}, ValueError, "worker_type=None"),
-        ({"workers": 2}, ValueError, "pass worker_type='thread'"),
-        ({"workers": 1, "worker_type": "process"}, ValueError, "pass worker_type='thread'"),
         ({"workers": -1, "worker_type": "thread"}, ValueError, "workers"),
         ({"workers": 1.5, "worker_type": "thread"}, TypeError, "workers"),
         ({"workers": True, "worker_type": "thread"}, ValueError, "workers"),

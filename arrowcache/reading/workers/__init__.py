@@ -1,0 +1,1 @@
+"""Worker processes: make batches beside each other, into memory that they share with the loader."""

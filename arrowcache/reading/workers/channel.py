@@ -1,0 +1,80 @@
+"""Channel: messages between the main process and a worker, over a pair of sockets without a name.
+
+A message is a dict of plain values, as JSON; files travel beside it as descriptors. Message
+boundaries are kept, the end of the other process is an end of file. No sample ever passes here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from arrowcache.reading.workers.shared import bytes_of, file_of
+
+_INLINE_BYTES = 32 << 10  # a longer message travels as a file, so that sending never waits for the reader
+_INLINE, _IN_FILE = b"I", b"F"
+_MOST_FILES = 4
+_FILE = struct.Struct("i")
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """One end. Owns its socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """Our end, which never blocks, and the socket to be inherited by the other process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        return cls(ours), theirs
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+        """Send a message and descriptors, which stay the caller's too.
+
+        Raises: OSError: the other process is gone. BlockingIOError: it has not read for long.
+        """
+        data = json.dumps(message).encode()
+        if len(data) <= _INLINE_BYTES:
+            socket.send_fds(self._socket, [_INLINE + data], list(files))
+            return
+        fd = file_of(data)
+        try:
+            socket.send_fds(self._socket, [_IN_FILE], [fd, *files])
+        finally:
+            os.close(fd)
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """The next message and its files, which the caller closes; None: the other process is gone.
+
+        Raises: BlockingIOError: there is none, of an end that never blocks.
+        """
+        try:
+            data, extra, _, _ = self._socket.recvmsg(  # socket.recv_fds of Python 3.11 takes no flags
+                _INLINE_BYTES + 1, socket.CMSG_LEN(_MOST_FILES * _FILE.size), socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionResetError:  # it died with messages unread
+            return None
+        if not data:
+            return None
+        files = [fd for _, _, fds in extra for (fd,) in _FILE.iter_unpack(fds)]
+        if data[:1] == _IN_FILE:
+            fd = files.pop(0)
+            try:
+                return json.loads(bytes_of(fd)), files
+            finally:
+                os.close(fd)
+        return json.loads(data[1:]), files
+
+    def close(self) -> None:
+        self._socket.close()

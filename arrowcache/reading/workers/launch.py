@@ -1,0 +1,106 @@
+"""Launch: one worker process: how it is started, asked, watched and ended.
+
+It is started as `python -c`, whatever start method `multiprocessing` uses here: it imports no main
+module, so neither scripts nor notebooks need any precaution, and inherits no thread, no lock, no
+framework, and no file but those named. A process must be launched by a thread that outlives it: it
+is killed when that thread ends.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.spawn
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+from arrowcache.reading.workers.channel import Channel
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from arrowcache.reading.workers.worker import main; main(*map(int, sys.argv[2:]))"
+)
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_REAP_SECONDS = 5.0
+
+
+class WorkerProcess:
+    """A process that runs `worker.main`. Owns the process, our end of its channel, and what tells its end.
+
+    Args:
+        memory, plan: descriptors of the shared file, and of what to do.
+        number: which of the workers it is.
+    Raises: OSError: no process, or no descriptor, can be had.
+    """
+
+    def __init__(self, memory: int, plan: int, number: int) -> None:
+        self.channel, theirs = Channel.pair()
+        path = [entry or os.getcwd() for entry in sys.path]
+        fds = (theirs.fileno(), memory, plan)
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        executable = multiprocessing.spawn.get_executable() or sys.executable
+        words = [json.dumps(path), *map(str, fds), str(os.getpid()), str(number)]
+        try:
+            self._process = subprocess.Popen(
+                [executable, *flags, "-c", _START, *words],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env=dict.fromkeys(_THREADS, "1") | os.environ,  # unless the user says otherwise
+            )
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        try:
+            self.watch = os.pidfd_open(self.pid)  # readable once it has ended
+        except OSError:
+            self.kill()
+            self.wait(_REAP_SECONDS)
+            self.channel.close()
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        """As far as anybody has waited for it."""
+        return self._process.returncode is not None
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        with suppress(OSError):
+            self._process.kill()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end, at most so long; whether it has come."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, seconds))
+        return self.has_ended
+
+    def end(self) -> None:
+        """Kill it, if it lives, and wait: it writes nothing more."""
+        self.kill()
+        self.wait(_REAP_SECONDS)  # in vain if it hangs in the kernel
+
+    def close(self) -> None:
+        """Give up the descriptors."""
+        os.close(self.watch)
+        self.channel.close()
+
+    def forget(self) -> None:
+        """It is the child of the process that forked this one."""
+        self.close()
+        self._process.returncode = 0  # nobody warns of it
+
+    def how_it_ended(self) -> str:
+        """For messages."""
+        code = self._process.returncode
+        if code is None:
+            return "(it does not end)"
+        if code < 0:
+            with suppress(ValueError):
+                return f"by signal {-code} ({signal.Signals(-code).name})"
+            return f"by signal {-code}"
+        return f"with exit code {code}"

@@ -1,0 +1,38 @@
+"""Manifest: a snapshot's segments on their way to a worker, as compact arrays: once an epoch.
+
+int64       how many
+int64 each  seqs, rows, bytes, allocated bytes
+float64     when they were published
+text        tasks, one a line
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from arrowcache.storage.layout import SegmentInfo
+
+_NUMBERS = ("seq", "rows", "nbytes", "allocated_bytes")
+
+
+def pack_segments(segments: Sequence[SegmentInfo]) -> bytes:
+    """Segments as bytes."""
+    count = len(segments)
+    numbers = [np.fromiter((getattr(s, name) for s in segments), np.int64, count) for name in _NUMBERS]
+    published = np.fromiter((s.published for s in segments), np.float64, count)
+    arrays = [np.array([count], np.int64), *numbers, published]
+    return b"".join(array.tobytes() for array in arrays) + "\n".join(s.task for s in segments).encode()
+
+
+def unpack_segments(data: bytes, known: Mapping[int, SegmentInfo]) -> list[SegmentInfo]:
+    """The inverse; of segments that are `known`, by seq, no second object is made."""
+    count = int(np.frombuffer(data, np.int64, 1)[0])
+    columns = np.frombuffer(data, np.int64, 4 * count, 8).reshape(4, count).tolist()
+    published = np.frombuffer(data, np.float64, count, 8 + 32 * count).tolist()
+    tasks = data[8 + 40 * count :].decode().split("\n")
+    return [
+        known.get(seq) or SegmentInfo(seq, rows, task, nbytes, allocated, when)
+        for seq, rows, nbytes, allocated, when, task in zip(*columns, published, tasks[:count], strict=True)
+    ]

@@ -1,0 +1,146 @@
+"""Remote assembly: how the batches of an epoch are made by worker processes.
+
+The counterpart of assembly.py: it cuts an epoch into jobs, in step order, each of them one request
+to the crew. With a transform a job is one batch, so that transforms run side by side; without one,
+and if all columns have a fixed width, a job gathers a group of batches in one call a column.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import Schema
+from arrowcache.reading.assembly import Batch, mean_published
+from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.pipeline import Job, Made
+from arrowcache.reading.ring import USUAL_GROUP_BYTES, GroupSize
+from arrowcache.reading.stats import Meter
+from arrowcache.reading.workers.crew import Crew
+from arrowcache.reading.workers.parcel import pack_transform
+from arrowcache.reading.workers.request import Finished
+from arrowcache.storage.store import Store
+
+_DRAWN_ROWS = 4096  # of the order, at once
+
+
+class RemoteAssembly:
+    """Makes jobs of epochs for a crew, which it owns.
+
+    Args: as Assembly's.
+    Raises: TypeError: the transform cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        names: Sequence[str],
+        batch_size: int,
+        transform: Callable[[Batch], Batch] | None,
+        *,
+        with_ids: bool,
+        views: bool,
+        workers: int,
+        prefetch: int,
+        meter: Meter,
+    ) -> None:
+        schema: Schema = store.settings.schema
+        self._batch_size = batch_size
+        self._meter = meter
+        settings = {
+            "cache": os.path.abspath(store.folder.path),
+            "names": list(names),
+            "batch_size": batch_size,
+            "with_ids": with_ids,
+            "views": views,
+        }
+        packed = b"" if transform is None else pack_transform(transform)
+        self.crew = Crew(workers, settings, packed, batch_size, prefetch)
+        row_bytes = sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
+        can_group = transform is None and all(name in schema.fixed for name in names)
+        usual = max(1, USUAL_GROUP_BYTES // max(1, row_bytes * batch_size)) if can_group else 1
+        self._group = GroupSize(usual, usual)
+        self.threads, self.in_flight = 0, self.crew.in_flight
+        self._epoch: tuple[Epoch, int] | None = None  # and its number for the crew
+
+    def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
+        """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
+        number = self.crew.begin(epoch.snapshot.segments)
+        self._epoch = epoch, number
+        step, group = 0, self._group
+        if awaited:
+            group.restart()
+        ids, drawn_from, drawn_to, draw = np.empty(0, np.int64), 0, 0, 1  # of several jobs at once
+        while step < epoch.order.steps:
+            size = 1 if self.crew.is_hoarded else group.now
+            group.note(has_waited=False)
+            if step == drawn_to:
+                drawn_from, drawn_to = step, min(step + max(size, draw), epoch.order.steps)
+                ids = epoch.order.batches(drawn_from, drawn_to)
+                draw = min(2 * draw, max(1, _DRAWN_ROWS // self._batch_size))
+            last = min(step + size, drawn_to)
+            first_row = (step - drawn_from) * self._batch_size
+            of_job = ids[first_row : (last - drawn_from) * self._batch_size]
+            yield self._job(epoch, number, step, of_job, last - step)
+            step = last
+
+    def end(self, epoch: Epoch) -> None:
+        """Have nothing more made of an epoch; call it before its snapshot is closed."""
+        if self._epoch is not None and self._epoch[0] is epoch:
+            self.crew.end(self._epoch[1])
+            self._epoch = None
+
+    def drop(self) -> None:
+        """Have workers let go of what they lease of epochs that ended."""
+        self.crew.drop()
+
+    def close(self) -> None:
+        """End the processes."""
+        self.crew.close()
+
+    def after_fork(self) -> None:
+        """In a child: the crew starts anew by itself."""
+
+    def require_views(self) -> None:
+        """Refuse: it is what workers cannot do."""
+        raise ValueError(
+            "worker processes copy every batch into shared memory: pass worker_type='thread' or workers=0"
+        )
+
+    def ring_stats(self) -> tuple[int, int]:
+        """Bytes of shared memory for batches, and how often some was added."""
+        return self.crew.allocated_bytes, self.crew.growths
+
+    def in_progress(self) -> list[tuple[str, float]]:
+        """What workers are at: the stage, and since when."""
+        return self.crew.in_progress()
+
+    def _job(self, epoch: Epoch, number: int, step: int, ids: NDArray[np.int64], batches: int) -> Job:
+        oldest = epoch.order.segments_span(epoch.delivered).start
+        published = mean_published(epoch, ids)
+        future = self.crew.make(number, step, ids, oldest)
+        return Job(
+            step, [lambda: future], partial(self._finish, epoch, len(ids), batches, published, [future])
+        )
+
+    def _finish(
+        self, epoch: Epoch, rows: int, batches: int, published: float, done: list[Future[Finished]]
+    ) -> Iterator[list[Made]]:
+        finished = done.pop().result()
+        self._meter.leave(finished.seconds)
+        epoch.is_cold |= finished.is_cold
+        made = []
+        for number in range(batches):
+            of_batch = slice(number * self._batch_size, min(rows, (number + 1) * self._batch_size))
+            count = of_batch.stop - of_batch.start
+            nbytes = finished.nbytes * count // rows
+            batch = finished.batch(of_batch if batches > 1 else slice(None))
+            made.append(Made(batch, count, nbytes, nbytes, published, epoch))
+        finished.close()
+        del finished, batch
+        yield [made.pop(0) for _ in range(len(made))]

@@ -1,0 +1,779 @@
+"""Worker processes: what they make, and what happens when they, or the process they work for, die."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ids_of, in_child, make_cache, publish, sample, segment_files, wait_until
+from processes import METHODS, Child, Script
+
+import arrowcache as ac
+from arrowcache.reading.workers import launch
+
+SHUFFLES = ["rows", "window", "blocks", None]
+WIDE = ac.Schema(
+    {
+        "id": ac.Tensor("int64"),
+        "flag": ac.Tensor("bool"),
+        "z": ac.Tensor("complex64", (2,)),
+        "when": ac.Timestamp(),
+        "text": ac.String(),
+        "raw": ac.Binary(),
+        "points": ac.Ragged("float32", (3,)),
+    }
+)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Twenty segments of 16 rows, ids 0 to 319."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 20)
+    return cache
+
+
+@pytest.fixture
+def wide_cache(tmp_path):
+    cache = make_cache(tmp_path / "wide", WIDE, segment_rows=10)
+    with cache.writer() as writer:
+        for i in range(95):
+            writer.append(
+                id=i,
+                flag=i % 3 == 0,
+                z=np.array([i, 1j * i], np.complex64),
+                when=np.datetime64(i, "us"),
+                text="ä" * (i % 7),
+                raw=bytes(range(i % 5)),
+                points=np.full((i % 4, 3), i, np.float32),
+            )
+    return cache
+
+
+def loader_of(cache, batch_size=16, workers=2, **options):
+    return ac.Loader(cache, batch_size, workers=workers, **options)
+
+
+def pids(loader):
+    return loader._assembly.crew.pids
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def assert_same(one, other):
+    assert list(one) == list(other)
+    for name, value in other.items():
+        mine = one[name]
+        assert type(mine) is type(value), name
+        if isinstance(value, ac.Values):
+            assert_same(mine._asdict(), value._asdict())
+        elif isinstance(value, np.ndarray):
+            assert mine.dtype == value.dtype, name
+            assert mine.shape == value.shape, name
+            assert mine.flags.writeable, name
+            assert np.array_equal(mine, value), name
+        else:
+            assert mine == value, name
+
+
+def twice(batch):
+    return batch | {"image": batch["image"] * 2}
+
+
+def in_place(batch):
+    batch["image"] += 1
+    return batch
+
+
+def swapped(batch):
+    """Each of two columns of one kind lies where the other came from, and one lies within itself."""
+    batch["other"] = batch["image"][::-1]
+    batch["id"], batch["again"] = batch["id"][::-1], batch["id"]
+    return batch
+
+
+def reduced(batch):
+    return {
+        "mean": batch["image"].mean((1, 2)),
+        "n": len(batch["id"]),
+        "max": batch["id"].max(),
+        "none": np.zeros(()),
+    }
+
+
+def some_rows(batch):
+    keep = batch["id"] % 3 != 0
+    return {name: column[keep] for name, column in batch.items()}
+
+
+def varied(batch):
+    lengths = batch["id"] % 5
+    return {
+        "texts": ["é" * int(n) for n in lengths],
+        "raws": [b"x" * int(n * 100) for n in batch["id"]],
+        "none": [],
+        "values": ac.Values(np.repeat(batch["id"], lengths), np.concatenate(([0], np.cumsum(lengths)))),
+        "words": np.array([f"row {i}" for i in batch["id"]], "U8"),
+    }
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("transform", [None, dict, twice, in_place, swapped, reduced, some_rows, varied])
+def test_worker_processes_yield_what_the_main_process_does(cache, shuffle, transform):
+    transform = by_value(transform)
+    options = {"shuffle": shuffle, "seed": 5, "transform": transform}
+    with loader_of(cache, 13, **options) as loader, ac.Loader(cache, 13, **options) as plain:
+        for _ in range(2):
+            made, expected = list(loader), list(plain)
+            assert len(made) == len(expected) == 24
+            for one, other in zip(made, expected, strict=True):
+                assert_same(one, other)
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("transform", [None, dict])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_every_type_of_column_survives(wide_cache, shuffle, transform, drop_last):
+    options = {"shuffle": shuffle, "transform": transform, "drop_last": drop_last}
+    with loader_of(wide_cache, 10, **options) as loader, ac.Loader(wide_cache, 10, **options) as plain:
+        for one, other in zip(list(loader), list(plain), strict=True):
+            assert_same(one, other)
+
+
+def test_ids_are_of_the_rows_and_seen_by_the_transform(cache):
+    def transform(batch):
+        return batch | {"sum": batch["_seq"] * 16 + batch["_row"]}
+
+    with loader_of(cache, with_ids=True, transform=transform) as loader:
+        batches = list(loader)
+    for batch in batches:
+        assert list(batch) == ["id", "image", "_seq", "_row", "_age_seconds", "sum"]
+        assert batch["sum"].tolist() == batch["id"].tolist()
+        assert (batch["_age_seconds"] > 0).all()
+    assert sorted(ids_of(batches)) == list(range(320))
+
+
+def test_small_batches_are_gathered_in_groups_and_are_the_same(cache):
+    with loader_of(cache, 2, seed=1) as loader, ac.Loader(cache, 2, seed=1) as plain:
+        batches, expected = list(loader), list(plain)
+        for one, other in zip(batches, expected, strict=True):
+            assert_same(one, other)
+        assert loader._assembly._group.now > 1
+
+
+def test_an_epoch_has_what_was_published_before_it_by_the_same_processes(cache):
+    with loader_of(cache, where=lambda segment: segment.seq >= 4, transform=by_value(twice)) as loader:
+        assert sorted(ids_of(loader)) == list(range(64, 320))
+        workers = pids(loader)
+        for rows in (336, 352):
+            publish(cache, 1)
+            assert sorted(ids_of(loader)) == list(range(64, rows))
+            assert pids(loader) == workers
+    assert not any(map(is_alive, workers))
+
+
+def test_epochs_follow_without_a_seam_and_have_new_segments(cache):
+    with loader_of(cache, transform=by_value(twice)) as loader:
+        epoch = loader.repeat()
+        first = [next(epoch) for _ in range(20)]
+        assert sorted(ids_of(first)) == list(range(320))
+        second = [next(epoch) for _ in range(20)]
+        assert sorted(ids_of(second)) == list(range(320))
+        assert ids_of(first) != ids_of(second)
+        epoch.close()
+
+
+def test_a_state_goes_on_where_it_was(cache):
+    with loader_of(cache, transform=by_value(twice), seed=2) as loader:
+        epoch = iter(loader)
+        before = [next(epoch) for _ in range(7)]
+        state = loader.state_dict()
+    with loader_of(cache, 5, workers=1, drop_last=False) as loader:
+        loader.load_state_dict(state)
+        assert sorted(ids_of(before) + ids_of(loader)) == list(range(320))
+
+
+def test_a_resumed_epoch_passes_over_segments_that_left(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    with loader_of(cache) as loader:
+        epoch = iter(loader)
+        before = ids_of([next(epoch) for _ in range(3)])
+        state = loader.state_dict()
+    cache.evict(nbytes=cache.stats().published_bytes // 2)
+    left = {
+        number
+        for path in segment_files(cache)
+        for number in range(160)
+        if number // 16 == int(path.name[:20])
+    }
+    with loader_of(cache, drop_last=False) as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(RuntimeWarning, match="lost to it"):
+            epoch = iter(loader)
+        assert sorted(ids_of(epoch)) == sorted(left - set(before))
+
+
+def test_an_epoch_in_order_has_workers_let_go_of_what_it_has_passed(cache):
+    with loader_of(cache, shuffle=None, transform=by_value(twice)) as loader:
+        epoch = iter(loader)
+        everything = cache.stats().leased_bytes
+        made = [next(epoch) for _ in range(14)]
+        wait_until(lambda: cache.stats().leased_bytes < 0.6 * everything, "the oldest segments to be let go")
+        assert ids_of(made + list(epoch)) == list(range(320))
+
+
+def test_tensors_lie_in_shared_memory(cache):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from arrowcache.torch import Loader as TorchLoader
+
+    with TorchLoader(cache, 16, workers=2, shuffle=None, transform=by_value(twice)) as loader:
+        kept = [batch["image"] for batch in loader]
+        for batch in loader:
+            batch["image"].fill_(-1)
+    for step, image in enumerate(kept):
+        expected = np.stack([2 * sample(i)["image"] for i in range(16 * step, 16 * step + 16)])
+        assert torch.equal(image, torch.from_numpy(expected))
+
+
+def test_ranks_share_an_epoch(cache):
+    loaders = [
+        loader_of(cache, 8, workers=1, rank=rank, world_size=2, run_id="job", transform=dict)
+        for rank in (0, 1)
+    ]
+    try:
+        epochs = [iter(loader) for loader in loaders]
+        assert sorted(ids_of(epochs[0]) + ids_of(epochs[1])) == list(range(320))
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+# memory
+
+
+def test_nothing_that_is_kept_is_overwritten_and_memory_is_given_back(cache):
+    with loader_of(cache, 8, transform=by_value(twice)) as loader:
+        kept = [batch for _ in range(3) for batch in loader]
+        labels = [batch["id"] for batch in kept]
+        most = loader.stats().ring_bytes
+        for batch in kept:
+            assert (batch["image"] == 2 * np.stack([sample(i)["image"] for i in batch["id"].tolist()])).all()
+        del kept, batch
+        for batch in loader:
+            del batch
+        assert loader.stats().ring_bytes < most // 2
+        assert sorted(i for label in labels for i in label.tolist()) == sorted(3 * list(range(320)))
+    assert len(labels) == 120
+
+
+def test_what_is_kept_outlives_the_loader(cache):
+    with loader_of(cache, shuffle=None) as loader:
+        kept = list(loader)
+    del loader
+    gc.collect()
+    assert ids_of(kept) == list(range(320))
+    kept[0]["image"][:] = 7
+    assert (kept[1]["image"] == np.stack([sample(i)["image"] for i in range(16, 32)])).all()
+
+
+def test_what_a_transform_keeps_is_neither_overwritten_nor_seen_by_the_consumer(cache):
+    class Remembering:
+        def __init__(self):
+            self.kept = []
+
+        def __call__(self, batch):
+            for number, (image, copy) in enumerate(self.kept):
+                assert (image == copy).all(), f"batch {number} of {len(self.kept)} was overwritten"
+            self.kept.append((batch["image"], batch["image"].copy()))
+            return batch
+
+    with loader_of(cache, workers=1, transform=Remembering()) as loader:
+        for _ in range(2):
+            for batch in loader:
+                expected = np.stack([sample(i)["image"] for i in batch["id"].tolist()])
+                assert (batch["image"] == expected).all()
+                batch["image"][:] = -1
+
+
+def test_nothing_is_in_dev_shm_or_has_a_name(cache, tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    with loader_of(cache, transform=dict) as loader:
+        epoch = iter(loader)
+        next(epoch)
+        for pid in [os.getpid(), *pids(loader)]:
+            maps = Path(f"/proc/{pid}/maps")
+            wait_until(lambda maps=maps: "/memfd:arrowcache (deleted)" in maps.read_text(), "the memory")
+            if pid != os.getpid():  # this one may have other tests' things
+                assert "/dev/shm" not in maps.read_text()
+        mine = [str(pid) for pid in (os.getpid(), *pids(loader))]  # others use the folder meanwhile
+        new = set(os.listdir("/dev/shm")) - before
+        assert not [name for name in new if "arrowcache" in name or any(pid in name for pid in mine)]
+        epoch.close()
+
+
+def test_without_memfd_an_unlinked_file_serves(cache, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with loader_of(cache, transform=by_value(twice)) as loader:
+        assert sorted(ids_of(loader)) == list(range(320))
+        for pid in pids(loader):
+            maps = Path(f"/proc/{pid}/maps")
+            wait_until(lambda maps=maps: f"{tmp_path}/#" in maps.read_text(), "the memory")
+            assert "/memfd:" not in maps.read_text()
+        assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_a_closed_loader_leaves_no_memory_and_no_descriptor(cache):
+    def count():
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("memfd"), len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(2):
+        with loader_of(cache, transform=by_value(twice)) as loader:
+            assert len(list(loader)) == 20
+        del loader
+    wait_until(lambda: count() == before, "what the loaders had to be gone")
+
+
+def test_no_memory_is_an_error_that_says_so(cache, monkeypatch):
+    with loader_of(cache, transform=by_value(twice)) as loader:
+        epoch = iter(loader)
+        next(epoch)
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        kept = []
+        with pytest.raises(MemoryError, match=r"KiB of shared memory.*lower batch_size"):
+            kept += list(epoch)
+        monkeypatch.undo()
+        assert sorted(ids_of(loader)) == list(range(320))
+
+
+def test_workers_load_no_framework(cache):
+    def frameworks(batch):
+        import sys
+
+        loaded = {"torch", "tensorflow", "pandas", "loky"} & set(sys.modules)
+        return {"loaded": np.array([len(loaded)])}
+
+    with loader_of(cache, transform=frameworks) as loader:
+        assert [batch["loaded"].tolist() for batch in loader] == [[0]] * 20
+
+
+# wrong transforms
+
+
+def test_an_exception_arrives_in_its_place_with_the_workers_traceback(cache):
+    def transform(batch):
+        if batch["id"][0] == 5 * 16:
+            raise KeyError(f"no {batch['id'][0]}")
+        return batch
+
+    with loader_of(cache, shuffle=None, transform=transform) as loader:
+        epoch = iter(loader)
+        assert ids_of([next(epoch) for _ in range(5)]) == list(range(80))
+        with pytest.raises(KeyError, match="no 80") as caught:
+            next(epoch)
+        assert "in transform" in str(caught.value.__cause__)
+        assert "raise KeyError" in str(caught.value.__cause__)
+        workers = pids(loader)
+        with pytest.raises(KeyError):
+            list(loader)
+        assert pids(loader) == workers
+
+
+class Odd(Exception):
+    def __init__(self, one, two):
+        super().__init__("a text")
+        self.lock = one, two
+
+
+def test_an_exception_that_cannot_be_pickled_arrives_as_text(cache):
+    def transform(batch):
+        raise Strange(print, 2)
+
+    Strange = by_value(Odd)
+    with loader_of(cache, transform=transform) as loader, pytest.raises(ac.WorkerError, match="a text"):
+        next(iter(loader))
+
+
+def test_a_stop_iteration_of_a_transform_ends_no_loop(cache):
+    def transform(batch):
+        raise StopIteration
+
+    with loader_of(cache, transform=transform) as loader, pytest.raises(RuntimeError, match="StopIteration"):
+        next(iter(loader))
+
+
+def test_an_exception_of_the_scripts_own_class_is_caught_by_it(cache):
+    code = """
+        import sys
+        import arrowcache as ac
+
+        class Mine(Exception):
+            pass
+
+        def transform(batch):
+            raise Mine("well")
+
+        with ac.Loader(sys.argv[1], 16, workers=1, transform=transform) as loader:
+            try:
+                next(iter(loader))
+            except Mine as error:
+                print(error, flush=True)
+    """
+    with Script(code, cache.path) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")
+
+
+def changing(make):
+    """A transform whose result is another one from the sixth step on."""
+
+    def transform(batch):
+        return make(batch, int(batch["id"][0] >= 5 * 16))
+
+    return transform
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda b, late: {"x": np.zeros((4, 3 + late))}, r"'x' was float64 of shape \(n, 3\).*\(n, 4\) now"),
+        (lambda b, late: {"x": np.zeros(4, f"f{8 // (1 + late)}")}, "'x' was float64.*float32"),
+        (lambda b, late: {"x": np.zeros((4,) * (1 + late))}, "'x' was float64"),
+        (lambda b, late: {"x": np.zeros(4)} | ({"y": np.zeros(4)} if late else {}), r"\['x'\].*\['x', 'y'\]"),
+        (
+            lambda b, late: {"x": np.zeros(4)} if late else {"y": np.zeros(4), "x": np.zeros(4)},
+            "same columns",
+        ),
+        (lambda b, late: {"x": ["a"] if late else [b"a"]}, "a list of bytes.*a list of str"),
+        (lambda b, late: {"x": np.zeros(17 + late)}, "does not fit its slot: .* 18 rows, .* 17"),
+    ],
+)
+def test_a_transform_that_changes_its_output_is_told_so(cache, make, words):
+    with loader_of(cache, shuffle=None, transform=changing(make)) as loader:
+        epoch = iter(loader)
+        for _ in range(5):
+            next(epoch)
+        with pytest.raises(ValueError, match=words) as caught:
+            list(epoch)
+        assert "Values" in str(caught.value) or "worker_type='thread'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda b: None, "dict of columns.*not NoneType"),
+        (lambda b: (b["id"], b["image"]), "not tuple"),
+        (lambda b: {"x": 3j}, "'x' is complex.*worker_type='thread'"),
+        (lambda b: {"x": 3**99}, "'x' has dtype object"),
+        (lambda b: {"x": ["a", b"b"]}, "list with bytes in it"),
+        (lambda b: {"x": [1, 2]}, "list with int in it"),
+        (lambda b: {"x": np.array([None])}, "dtype object"),
+        (lambda b: {"x": np.zeros(3, "i4,f8")}, "'x' has dtype"),
+        (lambda b: {3: np.zeros(3)}, "names that are str"),
+    ],
+)
+def test_a_result_that_cannot_travel_is_a_type_error_at_the_first_batch(cache, make, words):
+    with loader_of(cache, transform=make) as loader, pytest.raises(TypeError, match=words):
+        next(iter(loader))
+
+
+def test_a_transform_that_cannot_be_pickled_is_refused_at_once(cache):
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be pickled.*worker_type='thread'"):
+        loader_of(cache, transform=lambda batch: lock.locked() or batch)
+
+
+def test_a_transform_that_workers_cannot_import_is_told_so(cache, tmp_path, monkeypatch):
+    (tmp_path / "vanishing.py").write_text("def transform(batch):\n    return batch\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import vanishing
+
+    with loader_of(cache, transform=vanishing.transform) as loader:
+        (tmp_path / "vanishing.py").unlink()
+        for folder in tmp_path.glob("__pycache__"):
+            for file in folder.iterdir():
+                file.unlink()
+        with pytest.raises(ac.WorkerError, match="No module named 'vanishing'"):
+            next(iter(loader))
+
+
+def test_assert_zero_copy_is_refused(cache):
+    with loader_of(cache, shuffle=None) as loader, pytest.raises(ValueError, match="worker processes copy"):
+        loader.assert_zero_copy()
+
+
+# death
+
+
+@pytest.mark.parametrize("shuffle", ["rows", None])
+def test_a_worker_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(cache, tmp_path, shuffle):
+    died = tmp_path / "died"
+
+    def transform(batch):
+        if 100 in batch["id"] and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+    with loader_of(cache, shuffle=shuffle, seed=3, transform=transform) as loader:
+        made = ids_of(loader)
+        assert died.exists()
+        with ac.Loader(cache, 16, shuffle=shuffle, seed=3) as plain:
+            assert made == ids_of(plain)
+        assert sorted(ids_of(loader)) == list(range(320))
+        wait_until(lambda: len(pids(loader)) == 2, "the worker to be replaced")
+
+
+def test_workers_killed_from_outside_are_replaced(cache):
+    with loader_of(cache, transform=by_value(twice)) as loader:
+        for _ in range(3):
+            epoch = iter(loader)
+            made = [next(epoch)]
+            for pid in pids(loader):
+                os.kill(pid, signal.SIGKILL)
+            assert sorted(ids_of(made + list(epoch))) == list(range(320))
+        assert all(map(is_alive, pids(loader)))
+
+
+@pytest.mark.parametrize(
+    ("die", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"by signal 9 \(SIGKILL\)"),
+        (lambda: os._exit(3), "with exit code 3"),
+    ],
+)
+def test_a_step_that_kills_every_worker_is_given_up(cache, die, words):
+    def transform(batch):
+        if batch["id"][0] == 80:
+            die()
+        return batch
+
+    with loader_of(cache, shuffle=None, transform=transform) as loader:
+        epoch = iter(loader)
+        assert ids_of([next(epoch) for _ in range(5)]) == list(range(80))
+        with pytest.raises(ac.WorkerError, match=f"step 5 .* 3 worker processes .*{words}"):
+            next(epoch)
+
+
+def test_workers_that_cannot_start_are_an_error(cache, monkeypatch):
+    monkeypatch.setattr(launch, "_START", "raise SystemExit(5)")
+    with loader_of(cache) as loader, pytest.raises(ac.WorkerError, match=r"cannot start: .* exit code 5"):
+        next(iter(loader))
+
+
+def test_a_stopped_worker_ends_in_a_timeout_and_close_ends_it(cache):
+    with loader_of(cache, workers=1, transform=by_value(twice)) as loader:
+        list(loader)
+        loader._timeout = 0.5  # not while processes start
+        (pid,) = pids(loader)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ac.LoaderTimeoutError):
+            list(loader)
+    assert not is_alive(pid)
+    assert cache.stats().leased_bytes == 0
+
+
+# ends
+
+
+def test_a_break_lets_go_and_the_next_epoch_is_whole(cache):
+    with loader_of(cache, transform=by_value(twice)) as loader:
+        for _ in range(3):
+            next(iter(loader))
+        assert sorted(ids_of(loader)) == list(range(320))
+        wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
+
+
+def test_a_writer_that_needs_room_has_workers_let_go_between_epochs(cache):
+    with loader_of(cache, transform=by_value(twice)) as loader:
+        for _ in range(3):
+            list(loader)
+            publish(cache, 30)
+            assert len(segment_files(cache)) >= 20
+
+
+def test_close_in_the_middle_ends_the_workers_although_a_transform_blocks(cache, tmp_path):
+    inside = tmp_path / "inside"
+
+    def transform(batch):
+        import time
+
+        inside.touch()
+        time.sleep(3600)
+
+    loader = loader_of(cache, transform=transform)
+    epoch = iter(loader)
+    wait_until(inside.exists, "a transform to run")
+    wait_until(lambda: loader.stats().transform_seconds > 0.1, "its time to be counted while it runs")
+    workers = pids(loader)
+    loader.close()
+    assert not any(map(is_alive, workers))
+    assert cache.stats().leased_bytes == 0
+    assert list(epoch) == []
+    with pytest.raises(ValueError, match="closed"):
+        iter(loader)
+
+
+def test_a_loader_that_is_dropped_leaves_no_process(cache):
+    loader = loader_of(cache, transform=by_value(twice))
+    epoch = iter(loader)
+    next(epoch)
+    workers = pids(loader)
+    del loader, epoch
+    gc.collect()
+    wait_until(lambda: not any(map(is_alive, workers)), "the workers to end")
+    assert cache.stats().leased_bytes == 0
+
+
+END = """
+    import sys, os, signal, time
+    import arrowcache as ac
+
+    how = sys.argv[2]
+
+    def transform(batch):
+        if how == "blocked":
+            time.sleep(3600)
+        return batch
+
+    loader = ac.Loader(sys.argv[1], 2, workers=2, transform=transform, prefetch=1)
+    epoch = iter(loader)
+    if how != "blocked":
+        batch = next(epoch)
+    else:
+        while not loader._assembly.crew.pids:
+            time.sleep(0.01)
+    print(*loader._assembly.crew.pids, flush=True)
+    if how == "raise":
+        raise LookupError("mine")
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "kill":
+        time.sleep(3600)
+    if how == "interrupt":
+        while True:
+            for batch in loader:
+                pass
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("blocked", 0), ("sys.exit", 3), ("raise", 1)])
+def test_a_process_may_end_without_closing(cache, how, code):
+    with Script(END, cache.path, how) as script:
+        workers = script.line().split()
+        ended, errors = script.end()
+        assert ended == code, errors
+        if how == "raise":
+            assert errors.count("Traceback") == 1
+            assert errors.rstrip().endswith("LookupError: mine")
+        else:
+            assert errors == ""
+        assert not any(map(is_alive, workers))
+        assert script.processes() == []
+    assert cache.stats().leased_bytes == 0
+
+
+def test_workers_end_when_their_process_is_killed(cache):
+    with Script(END, cache.path, "kill") as script:
+        workers = script.line().split()
+        assert len(script.processes()) == 3
+        script.kill()
+        wait_until(lambda: not any(map(is_alive, workers)), "the workers to end")
+        assert script.processes() == []
+    assert cache.stats().leased_bytes == 0
+
+
+def test_ctrl_c_ends_the_job_with_one_traceback(cache):
+    with Script(END, cache.path, "interrupt") as script:
+        workers = script.line().split()
+        script.signal_group(signal.SIGINT)
+        code, errors = script.end(10)
+        assert not any(map(is_alive, workers))
+    assert code == -signal.SIGINT
+    assert errors.count("Traceback") == 1, errors
+    assert cache.stats().leased_bytes == 0
+
+
+def read_with_workers(path, method):
+    multiprocessing.set_start_method(method, force=True)
+    with ac.Loader(path, 16, workers=2, transform=lambda batch: {"id": batch["id"] + 1}) as loader:
+        return [sorted(i for batch in loader for i in batch["id"].tolist()) for _ in range(2)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_processes_started_in_any_way_have_workers(cache, method):
+    with Child(read_with_workers, cache.path, method, method=method) as child:
+        assert child.result() == [list(range(1, 321))] * 2
+    assert cache.stats().leased_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_has_workers_of_its_own_and_leaves_its_parents_alone(cache):
+    with loader_of(cache, transform=by_value(twice)) as loader:
+        epoch = iter(loader)
+        made = [next(epoch)]
+        workers = pids(loader)
+
+        def child():
+            made[0]["id"][:] = -1  # which stays here
+            assert sorted(ids_of(loader)) == list(range(320))
+            own = pids(loader)
+            assert len(own) == 2
+            assert not set(own) & set(workers)
+            loader.close()
+            assert not any(map(is_alive, own))
+
+        with in_child(child):
+            pass
+        assert sorted(ids_of(made + list(epoch))) == list(range(320))
+        assert pids(loader) == workers
+
+
+def test_a_script_without_a_main_guard_works(cache):
+    code = """
+        import sys
+        import arrowcache as ac
+
+        factor = 3
+        with ac.Loader(sys.argv[1], 16, workers=2, transform=lambda b: {"x": b["id"] * factor}) as loader:
+            print(sum(int(batch["x"].sum()) for batch in loader), flush=True)
+    """
+    with Script(code, cache.path) as script:
+        assert script.line() == str(3 * sum(range(320)))
+        assert script.end() == (0, "")
+
+
+def by_value(function):
+    """A copy of a function of this module that other processes need not import."""
+    if function in (None, dict):
+        return function
+    import cloudpickle
+
+    module = __import__("sys").modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.loads(cloudpickle.dumps(function))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

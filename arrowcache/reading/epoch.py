@@ -115,11 +115,13 @@ class Epochs:
 
     def planned(self) -> Plan:
         """The next epoch, as a state: what was loaded, or nothing but its number."""
-        if self._resumed is not None:
-            return self._resumed
+        return self.unplanned(self.next) if self._resumed is None else self._resumed
+
+    def unplanned(self, number: int) -> Plan:
+        """An epoch of which nothing is known but its number."""
         terms, nothing = self._terms, np.empty(0, np.int64)
         return Plan(
-            self.next, terms.seed, terms.shuffle, terms.epoch_rows, 1, terms.batch_size, nothing, nothing
+            number, terms.seed, terms.shuffle, terms.epoch_rows, 1, terms.batch_size, nothing, nothing
         )
 
     def expected_steps(self) -> int:

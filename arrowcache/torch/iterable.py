@@ -158,21 +158,17 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._iterations += 1
         resumed, self._resumed = self._resumed, None
         epochs = self._epochs_of(turn)
-        with self._store.locked():
-            if resumed is None:
-                epochs.next = self._numbers.take(turn)
-            else:
-                self._numbers.raise_to(resumed.plan.epoch + 1)
-        if resumed is None:
-            place = _Place(epochs.planned(), 0, turn.workers)
-        elif resumed.workers != turn.workers and len(resumed.plan.seqs):
+        if resumed is not None and resumed.workers != turn.workers and len(resumed.plan.seqs):
             raise ValueError(
                 f"the state is of {resumed.workers} workers, and there are {turn.workers}: "
                 f"resume with num_workers={resumed.workers}"
             )
-        else:
-            epochs.resume(resumed.plan, "raise")
-            place = resumed
+        with self._store.locked():
+            if resumed is None:
+                place = _Place(epochs.unplanned(self._numbers.take(turn)), 0, turn.workers)
+            else:
+                place = resumed
+                self._numbers.raise_to(place.plan.epoch + 1)
         self._place = place
         return self._batches(epochs, turn, place)
 
@@ -247,6 +243,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         )
 
     def _batches(self, epochs: Epochs, turn: Turn, place: _Place) -> Iterator[dict[str, Any]]:
+        epochs.resume(place.plan, "raise")
         epoch = epochs.begin()
         assert epoch is not None  # nobody cancels it
         try:

@@ -187,6 +187,8 @@ class EpochRows(Iterator[list[int]]):
             raise StopIteration
         sending.sent(rows.step, rows.oldest)
         self._yielded += 1
+        if not rows.left:
+            sending.complete()
         return rows
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,9 +3,8 @@ from __future__ import annotations
 import datetime as dt
 import gc
 import itertools
-import os
 import pickle
-import signal
+import subprocess
 import sys
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -393,16 +392,65 @@ def test_a_batch_of_an_epoch_left_for_a_newer_one_is_not_gathered(cache):
     assert len(list(newer)) == 10
 
 
+KILLED = """
+import gc, os, signal, sys, warnings
+import arrowcache as ac
+from arrowcache.torch import dataloader
+
+warnings.simplefilter("error")
+cache = ac.Cache.open(sys.argv[1])
+iterator = iter(dataloader(cache, 2, 2, transform=lambda batch: batch))
+next(iterator)
+try:  # torch raises out of a signal handler, at any point
+    os.kill(iterator._workers[0].pid, signal.SIGKILL)
+    for batch in iterator:
+        pass
+    print("went on")
+except RuntimeError as error:
+    print("exited unexpectedly" in str(error) or "killed by signal" in str(error))
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+del iterator
+gc.collect()
+print(cache.stats().leased_bytes)
+"""
+
+
 def test_a_killed_worker_is_an_error_and_leaves_no_lease(cache):
-    loader = dataloader(cache, 2, 2, transform=identity_of_kind("identity"))
-    iterator = iter(loader)
-    next(iterator)
-    with pytest.raises(
-        RuntimeError, match="exited unexpectedly|killed by signal"
-    ):  # torch's own, at any point
-        os.kill(iterator._workers[0].pid, signal.SIGKILL)
-        ids_of(iterator)
-    del iterator, loader
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(cache.path)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.stdout.split(), done.returncode) == (["True", "0"], 0), done.stderr
+
+
+EXIT = """
+import sys
+import arrowcache as ac
+from arrowcache.torch import CacheIterableDataset, dataloader
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    cache = ac.Cache.open(sys.argv[1])
+    kept = []
+    for workers in (0, 2):
+        for transform in (None, lambda batch: batch):
+            kept.append(iter(dataloader(cache, 8, workers, transform=transform)))
+            kept.append(next(kept[-1]))
+        kept.append(iter(DataLoader(CacheIterableDataset(cache, 8), batch_size=None, num_workers=workers)))
+        kept.append(next(kept[-1]))
+    if len(sys.argv) > 2:
+        raise LookupError("in the middle")
+"""
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_program_that_ends_in_the_middle_of_epochs_ends_in_silence(cache, raises):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", EXIT, str(cache.path), *(["raise"] if raises else [])],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == int(raises)
+    assert done.stderr.strip().splitlines()[-1:] == ["LookupError: in the middle"] * raises, done.stderr
     no_lease_is_left(cache)
 
 

@@ -148,6 +148,9 @@ def dataloader(
 ) -> DataLoader[dict[str, Any]]:
     """A stock DataLoader over a cache: each `for` is an epoch over a new snapshot.
 
+    The snapshot is leased until the epoch's last batch has arrived. After a `break` it is until the
+    iterator is dropped; a DataLoader with persistent workers keeps that until the next `for`.
+
     Args:
         cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and
             `EpochBatchSampler`.

@@ -26,7 +26,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.torch import snapshots
 from arrowcache.torch.loader import to_tensor
-from arrowcache.torch.snapshots import SnapshotName, store_at
+from arrowcache.torch.snapshots import SnapshotName
 
 
 class Rows(list[int]):
@@ -74,7 +74,7 @@ class Descriptor:
     def make(self) -> dict[str, Any]:
         """Gather: name -> tensor, as `arrowcache.torch.Loader` yields them."""
         try:
-            schema = store_at(self._rows.snapshot.path).settings.schema
+            schema = snapshots.schema_of(self._rows.snapshot)
             batch = self._rows.read(self._columns)
             return {name: to_tensor(values, schema[name]) for name, values in batch.items()}
         finally:

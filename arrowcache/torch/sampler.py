@@ -88,7 +88,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self._ranks = rank, world_size, run_id
         if rank is not None or world_size is not None:
             require_step(self._terms, membership(rank, world_size, run_id))
-        self._epochs_of_process: Epochs | None = None
+        self._made: tuple[tuple[int | None, int | None], Epochs] | None = None
         self._rings: dict[tuple[str, ...], Ring] = {}
         self._iterators = 0
         self._current: weakref.ref[EpochRows] | None = None  # the epoch that began last
@@ -137,15 +137,16 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     @property
     def _epochs(self) -> Epochs:
-        """Made when first needed: torch.distributed may be initialized after the sampler."""
-        if self._epochs_of_process is None:
-            rank, world_size, run_id = self._ranks
-            ranks = membership(*rank_of_process(rank, world_size), run_id)
+        """Those of this process' rank: torch.distributed may be initialized after the sampler."""
+        rank, world_size, run_id = self._ranks
+        found = rank_of_process(rank, world_size)
+        if self._made is None or self._made[0] != found:
+            ranks = membership(*found, run_id)
             require_step(self._terms, ranks)
-            self._epochs_of_process = Epochs(
-                self._store, self._where, self._terms, self._timeout, ranks, Meter()
-            )
-        return self._epochs_of_process
+            epochs = Epochs(self._store, self._where, self._terms, self._timeout, ranks, Meter())
+            epochs.next = 0 if self._made is None else self._made[1].next
+            self._made = found, epochs
+        return self._made[1]
 
 
 class EpochRows(Iterator[list[int]]):

@@ -26,13 +26,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
+from arrowcache.arrow.schema import Schema
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError
 from arrowcache.reading.ring import Ring
 from arrowcache.reading.snapshot import Snapshot
@@ -103,7 +103,7 @@ class Sending:
     ) -> None:
         self.name = SnapshotName.of(str(store.folder.path), snapshot.segments)
         self.pid = os.getpid()
-        self._store, self._snapshot = store, snapshot
+        self.store, self._snapshot = store, snapshot
         self._batch_size, self._rings = batch_size, rings
         self._on_release, self._on_close = on_release, on_close
         self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
@@ -124,7 +124,7 @@ class Sending:
 
     def read(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> Columns:
         """Gather rows into the ring: name -> array, which returns its memory when it dies."""
-        fixed = self._store.settings.schema.fixed
+        fixed = self.store.settings.schema.fixed
         ring = self._rings.get(names)
         if ring is None:
             columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
@@ -206,10 +206,11 @@ def read(
         return taken.read(ids, columns)
 
 
-@lru_cache(maxsize=16)
-def store_at(path: str) -> Store:
-    """The store at a path, opened once a process."""
-    return store_of(path)
+def schema_of(name: SnapshotName) -> Schema:
+    """The schema of a snapshot's columns."""
+    own = sending_of(name)
+    store = store_of(name.path) if own is None else own.store
+    return store.settings.schema
 
 
 class _Retaken:
@@ -219,7 +220,7 @@ class _Retaken:
         seqs, rows = name.seqs(), name.rows()
         wanted = set(seqs[oldest:].tolist())
         self._rows_before, self._oldest = int(rows[:oldest].sum()), oldest
-        self._snapshot = Snapshot.take(store_at(name.path), lambda s: s.seq in wanted, headroom=False)
+        self._snapshot = Snapshot.take(store_of(name.path), lambda s: s.seq in wanted, headroom=False)
         missing = len(wanted) - len(self._snapshot.segments)
         if missing:
             self._snapshot.close()

@@ -287,10 +287,13 @@ def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, workers):
 
 
 def test_the_rank_of_torch_distributed_is_taken_when_the_first_epoch_begins(cache, monkeypatch):
-    samplers = [EpochBatchSampler(cache, 8, run_id="job-2") for _ in range(2)]
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    samplers = [EpochBatchSampler(cache, 8) for _ in range(2)]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     seen = []
+    assert len(samplers[0]) == 20  # before there is a rank
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for rank, sampler in enumerate(samplers):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         iterator = iter(DataLoader(CacheDataset(cache), batch_sampler=sampler))

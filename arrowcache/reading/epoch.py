@@ -69,6 +69,7 @@ class Epochs:
         timeout_seconds: how long an epoch waits for rows; None: for ever.
         membership: this rank among those of its job; None: it is alone.
         meter: told what the waiting took.
+        share: which part of each step is this one's, where it isn't the membership that says so.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class Epochs:
         timeout_seconds: float | None,
         membership: Membership | None,
         meter: Meter,
+        share: Share | None = None,
     ) -> None:
         self._store, self._where, self._terms = store, where, terms
         self._timeout_seconds = timeout_seconds
         self._agreement = None if membership is None else Agreement(store, membership)
-        self._share = Share(membership.rank, membership.world_size) if membership else Share()
+        alone = Share(membership.rank, membership.world_size) if membership else Share()
+        self._share = share or alone
         self._meter = meter
         self._resumed: Plan | None = None
         self._missing = "skip"
@@ -112,12 +115,33 @@ class Epochs:
 
     def planned(self) -> Plan:
         """The next epoch, as a state: what was loaded, or nothing but its number."""
-        if self._resumed is not None:
-            return self._resumed
+        return self.unplanned(self.next) if self._resumed is None else self._resumed
+
+    def unplanned(self, number: int) -> Plan:
+        """An epoch of which nothing is known but its number."""
         terms, nothing = self._terms, np.empty(0, np.int64)
         return Plan(
-            self.next, terms.seed, terms.shuffle, terms.epoch_rows, 1, terms.batch_size, nothing, nothing
+            number, terms.seed, terms.shuffle, terms.epoch_rows, 1, terms.batch_size, nothing, nothing
         )
+
+    def expected_steps(self) -> int:
+        """Batches of the next epoch, if it began now: at least one, since an epoch waits for that.
+
+        Leases for a moment, maps nothing; other ranks are not asked.
+        """
+        terms, plan = self._terms, self._resumed
+        if plan is None:
+            with Snapshot.take(self._store, self._where) as snapshot:
+                plan = self._plan(self.next, snapshot)
+        return max(1, plan.order(terms.batch_size, self._share, terms.drop_last).steps)
+
+    def pass_over(self, plan: Plan) -> bool:
+        """Have the next epoch be the one after a planned epoch, if no step is left of that."""
+        terms = self._terms
+        if not len(plan.seqs) or plan.order(terms.batch_size, self._share, terms.drop_last).steps:
+            return False
+        self.next, self._resumed, self.progress = plan.epoch + 1, None, None
+        return True
 
     def prepare(self, number: int, segments: Sequence[SegmentInfo]) -> None:
         """Work ahead for an epoch, which will have segments like these: what needs no snapshot."""

@@ -20,7 +20,7 @@ from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs, Terms
 from arrowcache.reading.feed import Feed
 from arrowcache.reading.iterator import EpochIterator
-from arrowcache.reading.membership import membership
+from arrowcache.reading.membership import Membership, membership
 from arrowcache.reading.order import SHUFFLES
 from arrowcache.reading.pipeline import Pipeline
 from arrowcache.reading.plan import Plan
@@ -28,7 +28,7 @@ from arrowcache.reading.readahead import ReadAhead, memory_bytes
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
 from arrowcache.reading.workers.remote import RemoteAssembly
-from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds
 
@@ -106,24 +106,22 @@ class Loader:
     ) -> None:
         self._store = store_of(cache)
         settings = self._store.settings
-        if shuffle not in SHUFFLES:
-            raise ValueError(f"shuffle={shuffle!r} is unknown: use one of {SHUFFLES}")
-        if window_bytes is not None and shuffle != "window":
-            raise ValueError(f"window_bytes belongs to shuffle='window', not {shuffle!r}: leave it out")
         self._names = settings.schema.select(columns)
         if not self._names:
             raise ValueError("columns is empty: name at least one, or None for all")
         for name, function in (("transform", transform), ("where", where)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, not {function!r}")
-        self._terms = Terms(
-            batch_size=_batch_rows(batch_size, settings.schema, self._names),
+        self._terms = terms_of(
+            settings,
+            self._names,
+            batch_size,
             shuffle=shuffle,
-            seed=parse_count(seed, "seed", least=0, most=None),
-            epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
-            drop_last=_flag(drop_last, "drop_last"),
-            window_bytes=_window(window_bytes, settings.capacity_bytes),
-            wait_rows=parse_count(wait_rows, "wait_rows"),
+            seed=seed,
+            drop_last=drop_last,
+            epoch_rows=epoch_rows,
+            wait_rows=wait_rows,
+            window_bytes=window_bytes,
         )
         self._workers = _workers(workers, worker_type)
         self._prefetch = parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
@@ -132,12 +130,7 @@ class Loader:
         if self._timeout == 0:
             raise ValueError("timeout=0 leaves no time for any batch: give seconds > 0, or None")
         ranks = membership(rank, world_size, run_id)
-        step_rows = self._terms.batch_size * (ranks.world_size if ranks else 1)
-        if epoch_rows is not None and drop_last and epoch_rows < step_rows:
-            raise ValueError(
-                f"epoch_rows={epoch_rows} is less than one step of {step_rows} rows: "
-                "raise it, or pass drop_last=False"
-            )
+        require_step(self._terms, ranks)
         self._meter = Meter(self._workers, shuffle)
         self._epochs = Epochs(self._store, where, self._terms, self._timeout, ranks, self._meter)
         in_processes = self._workers > 0 and worker_type == "process"
@@ -333,6 +326,50 @@ class Loader:
         iterator = self._iterator()
         if iterator is not None:
             iterator.end(because)
+
+
+def terms_of(
+    settings: Settings,
+    names: Sequence[str],
+    batch_size: int,
+    *,
+    shuffle: str | None,
+    seed: int,
+    drop_last: bool,
+    epoch_rows: int | None,
+    wait_rows: int,
+    window_bytes: int | str | None,
+) -> Terms:
+    """What a user asked of every epoch, checked; `names` are the columns of a batch.
+
+    Raises: ValueError, TypeError: an argument that does not fit.
+    """
+    if shuffle not in SHUFFLES:
+        raise ValueError(f"shuffle={shuffle!r} is unknown: use one of {SHUFFLES}")
+    if window_bytes is not None and shuffle != "window":
+        raise ValueError(f"window_bytes belongs to shuffle='window', not {shuffle!r}: leave it out")
+    return Terms(
+        batch_size=_batch_rows(batch_size, settings.schema, names),
+        shuffle=shuffle,
+        seed=parse_count(seed, "seed", least=0, most=None),
+        epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
+        drop_last=_flag(drop_last, "drop_last"),
+        window_bytes=_window(window_bytes, settings.capacity_bytes),
+        wait_rows=parse_count(wait_rows, "wait_rows"),
+    )
+
+
+def require_step(terms: Terms, ranks: Membership | None) -> None:
+    """Make sure that an epoch of given rows has a step of all ranks.
+
+    Raises: ValueError: it has none.
+    """
+    step_rows = terms.batch_size * (ranks.world_size if ranks else 1)
+    if terms.epoch_rows is not None and terms.drop_last and terms.epoch_rows < step_rows:
+        raise ValueError(
+            f"epoch_rows={terms.epoch_rows} is less than one step of {step_rows} rows: "
+            "raise it, or pass drop_last=False"
+        )
 
 
 def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 from typing_extensions import assert_type
 
 import arrowcache as ac
+from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, dataloader
 
 
 def sample(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
@@ -107,6 +109,19 @@ def sampling(cache: ac.Cache) -> None:
         assert_type(pool.stats(), ac.PoolStats)
         pool.wait(segments=10, timeout=60)
         pool.stop()
+
+
+def torch_adapters(cache: ac.Cache) -> None:
+    sampler = EpochBatchSampler(cache, 64, shuffle="rows", seed=0, drop_last=True)
+    sampler.set_epoch(3)
+    assert_type(len(sampler), int)
+    dataset = CacheDataset(cache, columns=["signal"], transform=lambda batch: batch["signal"])
+    spelled_out = DataLoader(dataset, batch_sampler=sampler, num_workers=4, persistent_workers=True)
+    assert_type(spelled_out, DataLoader[dict[str, Any]])
+    assert_type(dataloader("path", 64, num_workers=4, pin_memory=True), DataLoader[dict[str, Any]])
+    stream = CacheIterableDataset(Path("path"), 64, rank=0, world_size=2, run_id="job")
+    stream.load_state_dict(stream.state_dict())
+    assert_type(DataLoader(stream, batch_size=None), DataLoader[dict[str, Any]])
 
 
 def errors() -> None:

@@ -1,0 +1,204 @@
+"""CacheDataset and `dataloader`: a cache through the stock torch.utils.data.DataLoader.
+
+No sample's bytes pass between processes where there is no transform: a worker answers with row ids,
+and the process that receives them gathers (descriptor.py). With a transform a worker maps the cache
+itself, gathers, transforms, and its tensors travel through torch's shared memory.
+
+The dataset reads what an EpochBatchSampler has drawn, and nothing else: it has no rows of its own,
+since those of a rolling cache are others in each epoch. It pickles as its settings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_info
+
+from arrowcache.arrow.schema import FieldType
+from arrowcache.reading.values import Values
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.torch.descriptor import Descriptor, Made, Rows, failure
+from arrowcache.torch.loader import to_tensor
+from arrowcache.torch.sampler import EpochBatchSampler
+
+Transform = Callable[[dict[str, Any]], Any]
+
+_WAY_OUT = (
+    "rows of a rolling cache have no numbers of their own, so only an EpochBatchSampler can draw them: "
+    "use arrowcache.torch.dataloader(cache, batch_size, ...), or DataLoader(CacheDataset(cache), "
+    "batch_sampler=EpochBatchSampler(cache, batch_size, shuffle='rows')) without batch_size, shuffle, "
+    "sampler and drop_last"
+)
+_OURS = ("batch_sampler", "dataset", "sampler", "collate_fn")
+
+
+class CacheDataset(Dataset[dict[str, Any]]):
+    """A cache, as a DataLoader's dataset beside an `EpochBatchSampler` of the same cache.
+
+    The DataLoader yields a batch as `dict[str, torch.Tensor]` on the CPU, (batch_size, *shape), of the
+    types that `arrowcache.torch.Loader` yields: copies, which are not overwritten while they live.
+    With no transform the gather runs where a worker's answer is received: in the consumer's thread,
+    or with `pin_memory=True` in torch's pin-memory thread; workers then only save the drawing of row ids.
+
+    Args:
+        cache: a Cache, or the path of one.
+        columns: which; None for all.
+        transform: called with each batch as `dict[str, ndarray]`, in the worker, or without workers in
+            the consumer's thread. Arrays in the dict that it returns become tensors; anything else it
+            returns goes through torch's `default_convert`. Pickled by cloudpickle, so a lambda will do.
+
+    Raises: ValueError: an unknown column. FileNotFoundError, CacheFormatError: no such cache.
+    """
+
+    def __init__(
+        self,
+        cache: HasStore | str | os.PathLike[str],
+        columns: Sequence[str] | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        self._store = store_of(cache)
+        self._names = tuple(self._store.settings.schema.select(columns))
+        if not self._names:
+            raise ValueError("columns is empty: name at least one, or None for all")
+        if transform is not None and not callable(transform):
+            raise TypeError(f"transform must be a function or None, not {transform!r}")
+        self._transform = transform
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """What a batch is made of, for the DataLoader's collate function.
+
+        Args:
+            indices: the `Rows` that an EpochBatchSampler yielded.
+        Returns: a descriptor or a made batch, which torch's default_collate turns into the batch.
+        Raises: TypeError: other indices.
+        """
+        rows = self._checked(indices)
+        if self._transform is None:
+            return Descriptor(rows, self._names)
+        worker = get_worker_info()
+        if worker is None:
+            return Made(rows, self._transformed(rows))
+        try:
+            return Made(rows, self._transformed(rows))
+        except Exception:  # noqa: BLE001  # travels as torch's own do, and counts as delivered
+            return Made(rows, failure(f"in DataLoader worker process {worker.id}"))
+
+    def __getitem__(self, index: Sequence[int]) -> Any:
+        """A batch, for a DataLoader of `sampler=EpochBatchSampler(...), batch_size=None`.
+
+        Args:
+            index: as of `__getitems__`, and so are the errors.
+        """
+        answer = self.__getitems__(index)
+        return answer if get_worker_info() is not None else answer.make()
+
+    def __len__(self) -> int:
+        """There is none: a TypeError, which says what to do instead."""
+        raise TypeError(f"a CacheDataset has no length: {_WAY_OUT}")
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Callable[..., CacheDataset], tuple[Any, ...]]:
+        transform = None if self._transform is None else cloudpickle.dumps(self._transform)
+        return _opened, (str(self._store.folder.path), self._names, transform)
+
+    def __repr__(self) -> str:
+        return f"<CacheDataset of {self._store.folder.path}: columns {list(self._names)}>"
+
+    def _checked(self, indices: object) -> Rows:
+        if isinstance(indices, Rows):
+            if indices.snapshot.path == str(self._store.folder.path):
+                return indices
+            raise ValueError(
+                f"the sampler draws rows of {indices.snapshot.path}, and the dataset is of "
+                f"{self._store.folder.path}: give both the same cache"
+            )
+        raise TypeError(f"a CacheDataset was asked for {_short(indices)}: {_WAY_OUT}")
+
+    def _transformed(self, rows: Rows) -> Any:
+        assert self._transform is not None
+        return tensors_of(self._transform(rows.read(self._names)), self._store.settings.schema)
+
+
+def dataloader(
+    cache: HasStore | str | os.PathLike[str],
+    batch_size: int = 64,
+    num_workers: int = 4,
+    *,
+    shuffle: str | None = "rows",
+    seed: int = 0,
+    columns: Sequence[str] | None = None,
+    drop_last: bool = True,
+    transform: Transform | None = None,
+    where: Callable[[SegmentInfo], bool] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    run_id: str | None = None,
+    epoch_rows: int | None = None,
+    wait_rows: int = 1,
+    timeout: float | None = 60.0,
+    window_bytes: int | str | None = None,
+    **options: Any,
+) -> DataLoader[dict[str, Any]]:
+    """A stock DataLoader over a cache: each `for` is an epoch over a new snapshot.
+
+    The snapshot is leased until the epoch's last batch has arrived. After a `break` it is until the
+    iterator is dropped; a DataLoader with persistent workers keeps that until the next `for`.
+
+    Args:
+        cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and
+            `EpochBatchSampler`.
+        num_workers: processes; 0: the consumer's thread does all. They live on between epochs.
+        timeout: seconds that an epoch waits for rows; None: for ever.
+        options: further ones of DataLoader, such as pin_memory, prefetch_factor,
+            multiprocessing_context, worker_init_fn, persistent_workers.
+    Returns: a `torch.utils.data.DataLoader`; its `batch_sampler` has `set_epoch`.
+    Raises: TypeError: an option that this sets itself. ValueError: an argument that does not fit.
+    """
+    if taken := [name for name in _OURS if name in options]:
+        raise TypeError(f"{taken} cannot be given beside ours: {_WAY_OUT}")
+    sampler = EpochBatchSampler(
+        cache,
+        batch_size,
+        shuffle,
+        seed,
+        drop_last,
+        where=where,
+        rank=rank,
+        world_size=world_size,
+        run_id=run_id,
+        epoch_rows=epoch_rows,
+        wait_rows=wait_rows,
+        timeout=timeout,
+        window_bytes=window_bytes,
+    )
+    options.setdefault("persistent_workers", num_workers > 0)
+    dataset = CacheDataset(cache, columns, transform)
+    return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
+
+
+def tensors_of(made: Any, schema: Mapping[str, FieldType]) -> Any:
+    """What a transform returned, with tensors in place of arrays."""
+    if type(made) is not dict:
+        return default_convert(made)  # type: ignore[no-untyped-call]
+    return {
+        name: to_tensor(values, schema.get(name))
+        if isinstance(values, np.ndarray | Values)
+        else default_convert(values)  # type: ignore[no-untyped-call]
+        for name, values in made.items()
+    }
+
+
+def _opened(path: str, names: tuple[str, ...], transform: bytes | None) -> CacheDataset:
+    return CacheDataset(path, names, None if transform is None else cloudpickle.loads(transform))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else text[:57] + "..."

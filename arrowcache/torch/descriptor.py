@@ -1,0 +1,143 @@
+"""Descriptors: what crosses the processes of a DataLoader in place of samples.
+
+    main process                     worker                              main process
+    EpochBatchSampler  -- Rows -->   CacheDataset.__getitems__ -- ... -->   the batch
+
+`Rows` name a snapshot and the rows of one batch. A worker without a transform answers with a
+`Descriptor`: unpickling it, in the process that receives it, is the gather. A worker with one
+answers with `Made`: what the transform returned, of which tensors travel through shared memory, and
+which tells on its arrival that the batch was delivered.
+
+Guarantees: no sample's bytes pass a pipe; unpickling never raises an Exception, which would kill
+torch's pin-memory thread, but returns its ExceptionWrapper, which torch raises in the consumer;
+torch's default_collate takes both as they are, and gathers where no worker stands between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch._utils import ExceptionWrapper
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from arrowcache.torch import snapshots
+from arrowcache.torch.loader import to_tensor
+from arrowcache.torch.snapshots import SnapshotName
+
+
+class Rows(list[int]):
+    """The rows of one batch, and the snapshot that they are of: what EpochBatchSampler yields.
+
+    A list of row ids in that snapshot's numbering, which only CacheDataset can read.
+
+    Args:
+        snapshot: which one.
+        step: number of the batch in its epoch.
+        ids: (rows,) int64.
+        oldest: number of the oldest segment that this batch or a later one needs.
+        left: batches of the epoch after this one.
+    """
+
+    __slots__ = ("ids", "left", "oldest", "snapshot", "step")
+
+    def __init__(
+        self, snapshot: SnapshotName, step: int, ids: NDArray[np.int64], oldest: int, left: int
+    ) -> None:
+        super().__init__(ids.tolist())
+        self.snapshot, self.step, self.ids, self.oldest, self.left = snapshot, step, ids, oldest, left
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., Rows], tuple[Any, ...]]:
+        return Rows, (self.snapshot, self.step, self.ids, self.oldest, self.left)
+
+    def __repr__(self) -> str:
+        return f"<Rows: {len(self)} of step {self.step}>"
+
+    def read(self, columns: tuple[str, ...]) -> dict[str, Any]:
+        """The rows, copied into NumPy arrays, wherever this is."""
+        return snapshots.read(self.snapshot, self.oldest, self.ids, columns, self.left)
+
+    def delivered(self) -> None:
+        """The batch has arrived in the process that drew it; elsewhere this does nothing."""
+        snapshots.delivered(self.snapshot.key, self.step)
+
+
+class Descriptor:
+    """A batch that is still to be gathered; pickled here, it is unpickled as the batch."""
+
+    def __init__(self, rows: Rows, columns: tuple[str, ...]) -> None:
+        self._rows, self._columns = rows, columns
+
+    def make(self) -> dict[str, Any]:
+        """Gather: name -> tensor, as `arrowcache.torch.Loader` yields them."""
+        try:
+            schema = snapshots.schema_of(self._rows.snapshot)
+            batch = self._rows.read(self._columns)
+            return {name: to_tensor(values, schema[name]) for name, values in batch.items()}
+        finally:
+            self._rows.delivered()
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Descriptor:
+        if index:
+            raise IndexError(index)
+        return self  # default_collate looks at its first element
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _gathered, (self._rows, self._columns)
+
+
+class Made:
+    """A batch that was made already; unpickled as its content."""
+
+    def __init__(self, rows: Rows, batch: object) -> None:
+        self._rows, self._batch = rows, batch
+
+    def make(self) -> Any:
+        self._rows.delivered()
+        return self._batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Made:
+        if index:
+            raise IndexError(index)
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _received, (self._rows.snapshot.key, self._rows.step, self._batch)
+
+
+def failure(where: str) -> ExceptionWrapper:
+    """The exception that is being handled, as a value, which torch raises in the consumer."""
+    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+
+
+def _gathered(rows: Rows, columns: tuple[str, ...]) -> Any:
+    try:
+        return Descriptor(rows, columns).make()
+    except Exception:  # noqa: BLE001
+        return failure("while a batch was gathered from its descriptor")
+
+
+def _received(key: str, step: int, batch: object) -> Any:
+    try:
+        snapshots.delivered(key, step)
+    except Exception:  # noqa: BLE001
+        return failure("while a batch was received")
+    return batch
+
+
+def _collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG001
+    """In a worker pickling does the rest; without one it has to be done now."""
+    return batch if get_worker_info() is not None else batch.make()
+
+
+default_collate_fn_map[Descriptor] = _collate
+default_collate_fn_map[Made] = _collate

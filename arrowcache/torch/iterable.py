@@ -1,0 +1,290 @@
+"""CacheIterableDataset: a cache as an IterableDataset, whose workers split each epoch.
+
+For code that wants one, and for torchdata's StatefulDataLoader. The workers agree on an epoch's
+snapshot through the cache's `ranks/`, as ranks do (reading/ranks.py): worker w of W reads steps
+w, w + W, w + 2 W, ... of its rank's order. A DataLoader takes from its workers in turn, so it yields
+the very batches of `arrowcache.torch.Loader`, in their order, for any number of workers.
+
+Workers gather, and their tensors travel through torch's shared memory: `dataloader()` moves no
+sample's bytes between processes, and is several times faster where there is no transform.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from arrowcache.errors import LoaderTimeoutError
+from arrowcache.reading.epoch import Epoch, Epochs
+from arrowcache.reading.loader import require_step, terms_of
+from arrowcache.reading.membership import Membership, membership
+from arrowcache.reading.order import Share
+from arrowcache.reading.plan import Plan
+from arrowcache.reading.stats import Meter
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.torch.dataset import Transform, tensors_of
+from arrowcache.torch.distributed import rank_of_process
+from arrowcache.torch.numbers import EpochNumbers, Turn
+from arrowcache.units import parse_count, parse_seconds
+
+_FORMAT = "arrowcache.iterable"
+_POLL_SECONDS = 0.005
+
+_made: Counter[str] = Counter()  # datasets, by the path of their cache
+
+
+class _Batch(dict[str, Any]):
+    """A batch that a DataLoader's default batch_size=1 leaves as it is; pickles as a plain dict."""
+
+    def __reduce__(self) -> tuple[Callable[..., dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+
+def _collate(batches: Sequence[_Batch], *, collate_fn_map: object = None) -> dict[str, Any]:  # noqa: ARG001
+    if len(batches) == 1:
+        return dict(batches[0])
+    raise ValueError(
+        f"a CacheIterableDataset yields batches already, and the DataLoader was to put {len(batches)} of "
+        "them into one: give the batch size to the dataset, and batch_size=None to the DataLoader"
+    )
+
+
+default_collate_fn_map[_Batch] = _collate
+
+
+class _Place(NamedTuple):
+    """Where an iterator is: so many of its share's steps of a plan were made."""
+
+    plan: Plan
+    made: int
+    workers: int
+
+
+class CacheIterableDataset(IterableDataset[dict[str, Any]]):
+    """A cache as an iterable of batches: `DataLoader(CacheIterableDataset(cache, 64), batch_size=None)`.
+
+    Each iteration is the next epoch over a new snapshot, which the workers take together when the
+    first batch is asked for. Batches are of the types that `arrowcache.torch.Loader` yields. Arguments
+    are those of `arrowcache.Loader`; `transform` runs in the worker, gets `dict[str, ndarray]`, and
+    may return anything; arrays in the dict that it returns become tensors.
+
+    Args:
+        cache: a Cache, or the path of one.
+        batch_size: rows of a batch.
+        rank, world_size: None: those of torch.distributed, if it is initialized when workers start.
+            Ranks make their datasets in one order, and iterate with equally many workers.
+        timeout: seconds that an epoch waits for rows, and at its end a worker for others that have not
+            begun it; None: for ever.
+
+    Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError: no such cache.
+        LoaderTimeoutError: in an iteration. ValueError: a DataLoader that makes batches of batches.
+    """
+
+    def __init__(
+        self,
+        cache: HasStore | str | os.PathLike[str],
+        batch_size: int = 64,
+        shuffle: str | None = "rows",
+        seed: int = 0,
+        drop_last: bool = True,
+        *,
+        columns: Sequence[str] | None = None,
+        transform: Transform | None = None,
+        where: Callable[[SegmentInfo], bool] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run_id: str | None = None,
+        epoch_rows: int | None = None,
+        wait_rows: int = 1,
+        timeout: float | None = 60.0,
+        window_bytes: int | str | None = None,
+    ) -> None:
+        self._store = store_of(cache)
+        settings = self._store.settings
+        self._names = tuple(settings.schema.select(columns))
+        if not self._names:
+            raise ValueError("columns is empty: name at least one, or None for all")
+        for name, function in (("transform", transform), ("where", where)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function or None, not {function!r}")
+        self._terms = terms_of(
+            settings,
+            self._names,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            epoch_rows=epoch_rows,
+            wait_rows=wait_rows,
+            window_bytes=window_bytes,
+        )
+        self._transform, self._where = transform, where
+        self._timeout = parse_seconds(timeout, "timeout")
+        self._ranks = rank, world_size, run_id
+        if rank is not None or world_size is not None:
+            require_step(self._terms, membership(rank, world_size, run_id))
+        path = str(self._store.folder.path)
+        self._ordinal = _made[path]  # tells datasets of one job apart, alike on all ranks
+        _made[path] += 1
+        self._name = uuid.uuid4().hex
+        self._numbers = EpochNumbers()
+        self._iterations = 0
+        self._place: _Place | None = None
+        self._resumed: _Place | None = None
+        self._epochs: Epochs | None = None  # of this process
+        self._epochs_key = (0, 0, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next iteration be epoch `epoch`, also in workers that live on.
+
+        Not needed: epochs count by themselves.
+        """
+        self._numbers.set(parse_count(epoch, "epoch", least=0))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """This worker's batches of the next epoch, or of the one that a loaded state is of."""
+        turn = self._turn()
+        self._iterations += 1
+        resumed, self._resumed = self._resumed, None
+        epochs = self._epochs_of(turn)
+        if resumed is not None and resumed.workers != turn.workers and len(resumed.plan.seqs):
+            raise ValueError(
+                f"the state is of {resumed.workers} workers, and there are {turn.workers}: "
+                f"resume with num_workers={resumed.workers}"
+            )
+        with self._store.locked():
+            if resumed is None:
+                place = _Place(epochs.unplanned(self._numbers.take(turn)), 0, turn.workers)
+            else:
+                place = resumed
+                self._numbers.raise_to(place.plan.epoch + 1)
+        self._place = place
+        return self._batches(epochs, turn, place)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last iterator of this process is: plain ints, strings and lists.
+
+        For StatefulDataLoader, which asks each worker. It counts what this process has made.
+        """
+        place = self._place or self._resumed
+        if place is None:
+            return {"format": _FORMAT, "plan": None, "made": 0, "workers": 1}
+        state = place.plan.to_state()
+        return {"format": _FORMAT, "plan": state, "made": place.made, "workers": place.workers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next iteration of this process go on where a state says, with equally many workers.
+
+        Raises: ValueError: no such state. The iteration raises MissingSegmentsError if segments of that
+            epoch have left the cache.
+        """
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise ValueError("this is not a state of a CacheIterableDataset: pass what state_dict() returned")
+        self._place = self._resumed = None
+        if state["plan"] is not None:
+            made = parse_count(state["made"], "made", least=0)
+            workers = parse_count(state["workers"], "workers")
+            self._resumed = _Place(Plan.from_state(state["plan"]), made, workers)
+
+    def __reduce__(self) -> tuple[Callable[..., CacheIterableDataset], tuple[Any, ...]]:
+        attributes = dict(self.__dict__)
+        del attributes["_store"], attributes["_numbers"]
+        attributes |= {"_epochs": None, "_place": None}
+        attributes["_ranks"] = (*rank_of_process(*self._ranks[:2]), self._ranks[2])
+        settings = cloudpickle.dumps(attributes)
+        return _opened, (str(self._store.folder.path), settings, self._numbers.table)
+
+    def __repr__(self) -> str:
+        return f"<CacheIterableDataset of {self._store.folder.path}: batch_size={self._terms.batch_size}>"
+
+    def _turn(self) -> Turn:
+        worker = get_worker_info()
+        if worker is None:
+            return Turn(0, 1, 0, self._iterations)
+        return Turn(worker.id, worker.num_workers, worker.seed - worker.id, self._iterations)
+
+    def _epochs_of(self, turn: Turn) -> Epochs:
+        """Epochs of this process, as one worker of several."""
+        key = (os.getpid(), turn.worker, turn.workers)
+        if self._epochs is None or self._epochs_key != key:
+            rank, world_size, run_id = self._ranks
+            ranks = membership(*rank_of_process(rank, world_size), run_id)
+            require_step(self._terms, ranks)
+            share = Share(ranks.rank, ranks.world_size) if ranks else Share()
+            self._epochs = Epochs(
+                self._store, self._where, self._terms, self._timeout,
+                self._member(ranks, turn), Meter(), share,
+            )  # fmt: skip
+            self._epochs_key = key
+        return self._epochs
+
+    def _member(self, ranks: Membership | None, turn: Turn) -> Membership | None:
+        """This worker among all of its job: ranks and workers are one to the agreement on snapshots."""
+        if ranks is None:
+            if turn.workers == 1:
+                return None
+            return Membership(turn.worker, turn.workers, self._name, turn.workers)
+        return Membership(
+            ranks.rank * turn.workers + turn.worker,
+            ranks.world_size * turn.workers,
+            f"{ranks.run}/iterable-{self._ordinal}",
+            ranks.local_world_size * turn.workers,
+        )
+
+    def _batches(self, epochs: Epochs, turn: Turn, place: _Place) -> Iterator[dict[str, Any]]:
+        epochs.resume(place.plan, "raise")
+        epoch = epochs.begin()
+        assert epoch is not None  # nobody cancels it
+        try:
+            self._place = place = place._replace(plan=epoch.plan)
+            in_order = epoch.plan.shuffle in ("window", None)
+            for step in range(turn.worker + place.made * turn.workers, epoch.order.steps, turn.workers):
+                if in_order:
+                    epoch.snapshot.release_oldest(epoch.order.segments_span(step).start)
+                    epochs.settle()
+                batch = self._make(epoch, step)
+                self._place = place = place._replace(made=place.made + 1)
+                yield batch
+        finally:
+            epoch.snapshot.close()
+            epochs.ended(epoch)
+        self._wait_for_others(epochs, epoch, turn)
+
+    def _make(self, epoch: Epoch, step: int) -> dict[str, Any]:
+        columns: Any = epoch.snapshot.gather(epoch.order.batches(step, step + 1), self._names)
+        made = columns if self._transform is None else self._transform(columns)
+        made = tensors_of(made, self._store.settings.schema)
+        return _Batch(made) if type(made) is dict else made
+
+    def _wait_for_others(self, epochs: Epochs, epoch: Epoch, turn: Turn) -> None:
+        """Wait until all workers have begun this epoch: one that is slow to start finds its snapshot so."""
+        started = time.monotonic()
+        for _ in itertools.count():
+            if not epochs.settle():
+                return
+            if self._timeout is not None and time.monotonic() - started > self._timeout:
+                raise LoaderTimeoutError(
+                    f"worker {turn.worker} of {turn.workers} has ended epoch {epoch.plan.epoch}, and waited "
+                    f"{self._timeout:g} s for others that have not begun it: use as many workers on all "
+                    "ranks, and set LOCAL_WORLD_SIZE to the ranks on this node"
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+def _opened(path: str, settings: bytes, table: torch.Tensor) -> CacheIterableDataset:
+    dataset = CacheIterableDataset.__new__(CacheIterableDataset)
+    dataset._store = store_of(path)
+    dataset.__dict__.update(cloudpickle.loads(settings))
+    dataset._numbers = EpochNumbers(table)
+    return dataset

@@ -1,0 +1,254 @@
+"""EpochBatchSampler: draws the batches of epochs over snapshots, for a stock DataLoader.
+
+It runs in the main process, and takes an epoch's snapshot when the first batch of an iterator is
+asked for (torch makes an iterator too many in the first epoch, and drops it). What it yields are
+`Rows`: they name the snapshot, so no worker, however long it lives, can read another one. The
+snapshot stays leased until the last batch has arrived, or the iterator is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from arrowcache.reading.epoch import Epoch, Epochs
+from arrowcache.reading.loader import require_step, terms_of
+from arrowcache.reading.membership import membership
+from arrowcache.reading.plan import Plan
+from arrowcache.reading.ring import Ring
+from arrowcache.reading.stats import Meter
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.torch.descriptor import Rows
+from arrowcache.torch.distributed import rank_of_process
+from arrowcache.torch.snapshots import Sending
+from arrowcache.units import parse_count, parse_seconds
+
+_DRAWN_ROWS = 4096  # row ids are computed for so many at once
+
+
+class EpochBatchSampler(Sampler[list[int]]):
+    """Batches of row ids, to be a DataLoader's `batch_sampler` beside a `CacheDataset`.
+
+    Each iteration is the next epoch (0, 1, 2, ...) over a new snapshot, which its first `next` takes;
+    with `DataLoader` that is within `iter`. Arguments are those of `arrowcache.Loader`, and so is the
+    order for given segments, seed and epoch.
+
+    Args:
+        cache: a Cache, or the path of one.
+        batch_size: rows of a batch, of one rank.
+        rank, world_size: None: those of torch.distributed, if it is initialized when the first epoch
+            begins; else this process is alone.
+        timeout: seconds that an epoch waits for rows; None: for ever.
+
+    Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError: no such cache.
+        LoaderTimeoutError: of the first `next` of an epoch, if rows were not there in time.
+    """
+
+    def __init__(
+        self,
+        cache: HasStore | str | os.PathLike[str],
+        batch_size: int = 64,
+        shuffle: str | None = "rows",
+        seed: int = 0,
+        drop_last: bool = True,
+        *,
+        where: Callable[[SegmentInfo], bool] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run_id: str | None = None,
+        epoch_rows: int | None = None,
+        wait_rows: int = 1,
+        timeout: float | None = 60.0,
+        window_bytes: int | str | None = None,
+    ) -> None:
+        self._store = store_of(cache)
+        settings = self._store.settings
+        self._terms = terms_of(
+            settings,
+            settings.schema.select(None),
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            epoch_rows=epoch_rows,
+            wait_rows=wait_rows,
+            window_bytes=window_bytes,
+        )
+        if where is not None and not callable(where):
+            raise TypeError(f"where must be a function or None, not {where!r}")
+        self._where = where
+        self._timeout = parse_seconds(timeout, "timeout")
+        self._ranks = rank, world_size, run_id
+        if rank is not None or world_size is not None:
+            require_step(self._terms, membership(rank, world_size, run_id))
+        self._made: tuple[tuple[int | None, int | None], Epochs] | None = None
+        self._rings: dict[tuple[str, ...], Ring] = {}
+        self._iterators = 0
+        self._current: weakref.ref[EpochRows] | None = None  # the epoch that began last
+
+    @property
+    def batch_size(self) -> int:
+        return self._terms.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        return self._terms.drop_last
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next epoch."""
+        return self._epochs.next
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next epoch be number `epoch`: with the seed it decides the order.
+
+        Not needed: epochs count by themselves. The one in progress goes on.
+        """
+        self._epochs.next = parse_count(epoch, "epoch", least=0)
+
+    def __len__(self) -> int:
+        """Batches of the epoch in progress; if there is none, of the next one if it began now.
+
+        Blocks: for cache.lock. What is published until the epoch begins may change it.
+        """
+        current = None if self._current is None else self._current()
+        if current is not None and current.steps is not None:
+            return current.steps
+        return self._epochs.expected_steps()
+
+    def __iter__(self) -> EpochRows:
+        """The next epoch, which begins with the first `next`: that blocks until `wait_rows` are there."""
+        self._iterators += 1
+        return EpochRows(self, self._iterators)
+
+    def __repr__(self) -> str:
+        terms = self._terms
+        return (
+            f"<EpochBatchSampler of {self._store.folder.path}: batch_size={terms.batch_size}, "
+            f"shuffle={terms.shuffle!r}>"
+        )
+
+    @property
+    def _epochs(self) -> Epochs:
+        """Those of this process' rank: torch.distributed may be initialized after the sampler."""
+        rank, world_size, run_id = self._ranks
+        found = rank_of_process(rank, world_size)
+        if self._made is None or self._made[0] != found:
+            ranks = membership(*found, run_id)
+            require_step(self._terms, ranks)
+            epochs = Epochs(self._store, self._where, self._terms, self._timeout, ranks, Meter())
+            epochs.next = 0 if self._made is None else self._made[1].next
+            self._made = found, epochs
+        return self._made[1]
+
+
+class EpochRows(Iterator[list[int]]):
+    """The batches of one epoch. Dropping it ends the epoch; it resumes from a state of its own.
+
+    `state_dict` and `load_state_dict` are for torchdata's StatefulDataLoader, which keeps the states
+    of batches that were delivered apart from those of batches that are only on their way.
+    """
+
+    def __init__(self, sampler: EpochBatchSampler, number: int) -> None:
+        self._sampler, self._number = sampler, number
+        self._epoch: Epoch | None = None
+        self._sending: Sending | None = None
+        self._rows: Iterator[Rows] = iter(())
+        self._yielded = 0
+        self._has_stopped = False
+
+    @property
+    def steps(self) -> int | None:
+        """Batches of this epoch, while some are to come or on their way."""
+        if self._epoch is None or self._sending is None or self._sending.is_closed:
+            return None
+        return self._epoch.order.steps
+
+    def __iter__(self) -> EpochRows:
+        return self
+
+    def __next__(self) -> Rows:
+        if self._has_stopped:
+            raise StopIteration
+        if self._sending is None:
+            self._begin()
+        sending = self._sending
+        assert sending is not None
+        rows = next(self._rows, None)
+        if rows is None:
+            self._has_stopped = True
+            sending.complete()
+            raise StopIteration
+        sending.sent(rows.step, rows.oldest)
+        self._yielded += 1
+        if not rows.left:
+            sending.complete()
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """What of this epoch was not yielded yet, as of `arrowcache.Loader.state_dict`."""
+        if self._epoch is None:
+            return self._sampler._epochs.planned().to_state()
+        epoch = self._epoch
+        return epoch.plan.at(epoch.order.position_after(self._yielded)).to_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state says; rows whose segments left the cache are skipped, with a warning.
+
+        Raises: ValueError: no such state, or this epoch has begun.
+        """
+        if self._epoch is not None:
+            raise ValueError("this epoch has begun: load the state into a new iterator")
+        plan = Plan.from_state(state)
+        self._has_stopped = self._sampler._epochs.pass_over(plan)
+        if not self._has_stopped:
+            self._sampler._epochs.resume(plan, "skip")
+
+    def close(self) -> None:
+        """End the epoch. Idempotent."""
+        self._has_stopped = True
+        if self._sending is not None:
+            self._sending.close(is_stale=self._sampler._iterators > self._number)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _begin(self) -> None:
+        sampler = self._sampler
+        epochs, store = sampler._epochs, sampler._store
+        epoch = epochs.begin()
+        assert epoch is not None  # nobody cancels it
+        try:
+            self._sending = Sending(
+                store,
+                epoch.snapshot,
+                sampler.batch_size,
+                sampler._rings,
+                epochs.settle,
+                lambda: epochs.ended(epoch),
+            )
+        except BaseException:
+            epoch.snapshot.close()
+            epochs.ended(epoch)
+            raise
+        self._epoch, self._rows = epoch, _rows_of(self._sending, epoch, sampler.batch_size)
+        sampler._current = weakref.ref(self)
+
+
+def _rows_of(sending: Sending, epoch: Epoch, batch_size: int) -> Iterator[Rows]:
+    order, in_order = epoch.order, epoch.plan.shuffle in ("window", None)
+    size = max(1, _DRAWN_ROWS // batch_size)
+    for first in range(0, order.steps, size):
+        last = min(first + size, order.steps)
+        drawn = order.batches(first, last)
+        parts = np.array_split(drawn, range(batch_size, batch_size * (last - first), batch_size))
+        for step, ids in zip(itertools.count(first), parts, strict=False):
+            oldest = order.segments_span(step).start if in_order else 0
+            yield Rows(sending.name, step, ids, oldest, order.steps - step - 1)

@@ -1,0 +1,301 @@
+"""Snapshots by name: how a process reads rows that another process chose.
+
+The process that begins an epoch (EpochBatchSampler, in the main process) holds its snapshot here
+as a `Sending`: leased until every batch was delivered, or the epoch was given up. What travels to
+workers and back is the snapshot's `SnapshotName`: the cache's path, the segments, and a key that
+no other epoch has. A process that gets rows of a name reads them
+
+- through the Sending itself, in the process that has it;
+- else through a lease of its own on just those segments, which it can have while the main process
+  still has its own. A worker keeps one snapshot mapped, and lets go after its last batch of the
+  epoch, or when nothing was asked of it for a second: a worker that waits holds no lease for long.
+
+Guarantees: row ids are never read in another snapshot than the one they were drawn for; rows whose
+segments are gone are an error, not other rows; nothing here waits for another process (but for
+cache.lock). It must never raise where a result is unpickled: that is descriptor.py's to see to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
+
+from arrowcache.arrow.schema import Schema
+from arrowcache.errors import ArrowCacheError, MissingSegmentsError
+from arrowcache.reading.ring import Ring
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.recovery import store_of
+from arrowcache.storage.store import Store
+
+_IDLE_SECONDS = 1.0
+_REMEMBERED = 64  # epochs that were given up, whose batches may still arrive
+
+Columns = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SnapshotName:
+    """What identifies a snapshot in any process of this machine.
+
+    `runs` is (n, 3) int64: segments as runs of (first seq, how many, rows of each), oldest first.
+    """
+
+    key: str
+    path: str
+    runs: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, path: str, segments: Sequence[SegmentInfo]) -> SnapshotName:
+        """A new name, for one epoch."""
+        seqs = np.array([segment.seq for segment in segments], np.int64)
+        rows = np.array([segment.rows for segment in segments], np.int64)
+        starts = (np.diff(seqs, prepend=-2) != 1) | (np.diff(rows, prepend=-1) != 0)
+        firsts = np.flatnonzero(starts)
+        counts = np.diff(np.append(firsts, len(seqs)))
+        return cls(uuid.uuid4().hex, path, np.stack([seqs[firsts], counts, rows[firsts]], axis=1))
+
+    def seqs(self) -> NDArray[np.int64]:
+        """Of each segment, oldest first."""
+        firsts, counts = self.runs[:, 0], self.runs[:, 1]
+        before = np.cumsum(counts) - counts
+        return np.repeat(firsts - before, counts) + np.arange(counts.sum())
+
+    def rows(self) -> NDArray[np.int64]:
+        """Of each segment."""
+        return np.repeat(self.runs[:, 2], self.runs[:, 1])
+
+
+class Sending:
+    """An epoch whose batches are on their way: it owns the snapshot until the last has arrived.
+
+    `sent` and `complete` are called by whoever draws the batches, `read` and `delivered` by any
+    thread that receives them, `close` by any.
+
+    Args:
+        store, snapshot: what is read; the snapshot is closed by this.
+        batch_size: rows of a batch, at most.
+        rings: memory for batches, by columns: kept by the caller for the epochs after this one.
+        on_release: called when the oldest segments were given up.
+        on_close: called once, after the snapshot was closed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        snapshot: Snapshot,
+        batch_size: int,
+        rings: dict[tuple[str, ...], Ring],
+        on_release: Callable[[], object],
+        on_close: Callable[[], object],
+    ) -> None:
+        self.name = SnapshotName.of(str(store.folder.path), snapshot.segments)
+        self.pid = os.getpid()
+        self.store, self._snapshot = store, snapshot
+        self._batch_size, self._rings = batch_size, rings
+        self._on_release, self._on_close = on_release, on_close
+        self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
+        self._complete = False
+        self._oldest = 0
+        self.is_closed = False
+        _sending[self.name.key] = self
+
+    def sent(self, step: int, oldest: int) -> None:
+        """A batch is on its way; no later one reads a segment before number `oldest`."""
+        self._pending[step] = oldest
+
+    def complete(self) -> None:
+        """That was the last batch."""
+        self._complete = True
+        if not self._pending:
+            self.close()
+
+    def read(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> Columns:
+        """Gather rows into the ring: name -> array, which returns its memory when it dies."""
+        fixed = self.store.settings.schema.fixed
+        ring = self._rings.get(names)
+        if ring is None:
+            columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
+            ring = self._rings.setdefault(names, Ring(columns, self._batch_size, group_bytes=0))
+        memory = ring.take(len(ids))
+        try:
+            columns_of_batch: Columns = dict(self._snapshot.gather(ids, names, out=memory.arrays()))
+            return columns_of_batch | memory.hand_out(0)
+        finally:
+            memory.close()
+
+    def delivered(self, step: int) -> None:
+        """A batch has arrived, whatever came of it: let go of what no other one needs."""
+        oldest = self._pending.pop(step, 0)
+        if self._complete and not self._pending:
+            self.close()
+            return
+        oldest = min(list(self._pending.values()), default=oldest)
+        if oldest > self._oldest:
+            self._oldest = oldest
+            self._snapshot.release_oldest(oldest)
+            self._on_release()
+
+    def close(self, *, is_stale: bool = False) -> None:
+        """Unlease. A batch that arrives later is read anew, or refused if `is_stale`. Idempotent."""
+        if self.pid != os.getpid():
+            return  # a forked child has no part in it
+        if is_stale:
+            _stale.append(self.name.key)
+        if _sending.pop(self.name.key, None) is None:
+            return
+        self.is_closed = True
+        self._snapshot.close()
+        self._on_close()
+
+
+# Single operations, without a lock that a fork could find held.
+_sending: dict[str, Sending] = {}
+_stale: deque[str] = deque(maxlen=_REMEMBERED)
+
+
+def sending_of(name: SnapshotName) -> Sending | None:
+    """The epoch of that name, if this very process sends its batches."""
+    found = _sending.get(name.key)
+    return found if found is not None and found.pid == os.getpid() else None
+
+
+def delivered(key: str, step: int) -> None:
+    """A batch that a worker made has arrived."""
+    found = _sending.get(key)
+    if found is not None and found.pid == os.getpid():
+        found.delivered(step)
+
+
+def read(
+    name: SnapshotName, oldest: int, ids: NDArray[np.int64], columns: tuple[str, ...], left: int
+) -> Columns:
+    """Rows of a snapshot, in whatever process: copies, in NumPy arrays.
+
+    Args:
+        oldest: no segment before this number is needed now or later.
+        left: batches of the epoch after this one: the workers take turns.
+    Raises: MissingSegmentsError: the epoch has ended and segments are gone. ArrowCacheError: it was
+        given up for a newer one. CorruptSegmentError: a damaged segment.
+    """
+    own = sending_of(name)
+    if own is not None:
+        return own.read(ids, columns)
+    if name.key in _stale:
+        raise ArrowCacheError("this batch is of an epoch that was left for a newer one: drop it")
+    worker = get_worker_info()
+    if worker is not None:
+        try:
+            return _reader.read(name, oldest, ids, columns)
+        finally:
+            if left < worker.num_workers:
+                _reader.close()  # that was this one's last
+    with closing(_Retaken(name, oldest)) as taken:
+        return taken.read(ids, columns)
+
+
+def schema_of(name: SnapshotName) -> Schema:
+    """The schema of a snapshot's columns."""
+    own = sending_of(name)
+    store = store_of(name.path) if own is None else own.store
+    return store.settings.schema
+
+
+class _Retaken:
+    """A snapshot leased by its name: from segment `oldest` on."""
+
+    def __init__(self, name: SnapshotName, oldest: int) -> None:
+        seqs, rows = name.seqs(), name.rows()
+        wanted = set(seqs[oldest:].tolist())
+        self._rows_before, self._oldest = int(rows[:oldest].sum()), oldest
+        self._snapshot = Snapshot.take(store_of(name.path), lambda s: s.seq in wanted, headroom=False)
+        missing = len(wanted) - len(self._snapshot.segments)
+        if missing:
+            self._snapshot.close()
+            raise MissingSegmentsError(
+                f"{missing} of {len(wanted)} segments of an epoch have left {name.path}: its lease ended "
+                "before this batch was read; keep the DataLoader's iterator until its batches are used"
+            )
+
+    def read(self, ids: NDArray[np.int64], columns: tuple[str, ...]) -> Columns:
+        return dict(self._snapshot.gather(ids - self._rows_before, columns))
+
+    def release_oldest(self, oldest: int) -> None:
+        self._snapshot.release_oldest(oldest - self._oldest)
+
+    def close(self) -> None:
+        self._snapshot.close()
+
+
+class _Reader:
+    """A worker's snapshot: the one that it was last asked for, until it was idle for a while."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._pid = os.getpid()
+        self._key = ""
+        self._taken: _Retaken | None = None
+        self._used = 0.0
+        self._watcher: threading.Thread | None = None
+
+    def read(
+        self, name: SnapshotName, oldest: int, ids: NDArray[np.int64], columns: tuple[str, ...]
+    ) -> Columns:
+        with self._condition:
+            if self._taken is None or self._key != name.key:
+                self.close()
+                self._taken, self._key = _Retaken(name, oldest), name.key
+            self._taken.release_oldest(oldest)
+            try:
+                return self._taken.read(ids, columns)
+            finally:
+                self._used = time.monotonic()
+                if self._watcher is None:
+                    self._watcher = threading.Thread(target=self._watch, name="arrowcache-idle", daemon=True)
+                    self._watcher.start()
+
+    def close(self) -> None:
+        with self._condition:
+            taken, self._taken = self._taken, None
+            if taken is not None:
+                taken.close()
+
+    def _watch(self) -> None:
+        with self._condition:
+            while self._taken is not None:
+                left = self._used + _IDLE_SECONDS - time.monotonic()
+                if left > 0:
+                    self._condition.wait(left)
+                else:
+                    self.close()
+            self._watcher = None
+
+
+_reader = _Reader()
+
+
+def _after_fork() -> None:
+    global _reader
+    _reader = _Reader()  # its lock may be held by a thread that stayed behind
+
+
+def _at_exit() -> None:
+    for each in list(_sending.values()):
+        each.close()
+    _reader.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

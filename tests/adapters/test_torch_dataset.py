@@ -1,0 +1,563 @@
+from __future__ import annotations
+
+import datetime as dt
+import gc
+import itertools
+import pickle
+import subprocess
+import sys
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+
+import numpy as np
+import pytest
+from helpers import append_rows, ids_of, in_child, make_cache, publish, wait_until
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+import arrowcache as ac
+from arrowcache.torch import CacheDataset, EpochBatchSampler, Loader, dataloader
+from arrowcache.torch.descriptor import Descriptor
+
+BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
+WORKERS = [
+    pytest.param(0, None, id="no workers"),
+    pytest.param(2, "fork", id="fork"),
+    pytest.param(2, "spawn", id="spawn"),
+    pytest.param(2, "forkserver", id="forkserver"),
+]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Ten segments of 16 rows, ids 0 to 159."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    return cache
+
+
+def identity_of_kind(kind: str):
+    """A transform that cloudpickle takes by value, or none."""
+    return (lambda batch: batch) if kind == "identity" else None
+
+
+def check(batch) -> None:
+    assert batch["image"].dtype == torch.float32
+    assert torch.equal(batch["image"], BASE + batch["id"].float()[:, None, None])
+
+
+def no_lease_is_left(cache) -> None:
+    gc.collect()
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
+    assert cache.verify() == []
+
+
+def through_a_queue(thing):
+    """What arrives at the other end of a worker's queue."""
+    return pickle.loads(bytes(ForkingPickler.dumps(thing)))
+
+
+@pytest.mark.parametrize("transform", ["none", "identity"])
+@pytest.mark.parametrize(("workers", "context"), WORKERS)
+def test_epochs_are_those_of_the_loader_and_grow_with_the_cache(cache, workers, context, transform):
+    options = {"multiprocessing_context": context, "transform": identity_of_kind(transform)}
+    loader = dataloader(cache, 16, workers, seed=3, **options)
+    with Loader(cache, 16, seed=3) as own:
+        for _ in range(3):
+            batches = list(loader)
+            for batch in batches:
+                check(batch)
+            assert ids_of(batches) == ids_of(own)
+            assert sorted(ids_of(batches)) == list(range(cache.stats().rows))
+            publish(cache, 2)
+    del loader, batches, batch
+    no_lease_is_left(cache)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_spelled_out_dataloader(cache, persistent):
+    sampler = EpochBatchSampler(cache, 16, shuffle="rows", seed=0, drop_last=True)
+    loader = DataLoader(
+        CacheDataset(cache), batch_sampler=sampler, num_workers=2, persistent_workers=persistent,
+        prefetch_factor=3,
+    )  # fmt: skip
+    with Loader(cache, 16) as own:
+        for _ in range(3):
+            assert ids_of(loader) == ids_of(own)
+    del loader
+    no_lease_is_left(cache)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_without_batching_yields_the_same(cache, workers):
+    sampler = EpochBatchSampler(cache, 16, seed=1)
+    loader = DataLoader(CacheDataset(cache), sampler=sampler, batch_size=None, num_workers=workers)
+    with Loader(cache, 16, seed=1) as own:
+        assert ids_of(loader) == ids_of(own)
+
+
+@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_shuffle_and_the_rest_of_an_epoch(tmp_path, shuffle, drop_last):
+    cache = make_cache(tmp_path / "cache")
+    append_rows(cache, range(90))
+    loader = dataloader(cache, 8, 2, shuffle=shuffle, drop_last=drop_last)
+    for _ in range(2):
+        found = ids_of(loader)
+        assert len(found) == len(set(found)) == (88 if drop_last else 90)
+
+
+def test_columns_and_every_type_are_those_of_the_loader(tmp_path):
+    schema = {
+        "id": ac.Tensor("int64"),
+        "half": ac.Tensor("bfloat16", (3,)),
+        "flag": ac.Tensor("bool"),
+        "wave": ac.Tensor("complex64", (2,)),
+        "at": ac.Timestamp(),
+        "points": ac.Ragged("float32", (2,)),
+        "text": ac.String(),
+        "blob": ac.Binary(),
+    }
+    cache = make_cache(tmp_path / "cache", schema)
+    with cache.writer() as writer:
+        for i in range(40):
+            writer.append(
+                id=i, half=torch.full((3,), i / 2, dtype=torch.bfloat16), flag=i % 2 == 0, wave=[i, 1j],
+                at=dt.datetime(2026, 1, 1 + i % 20, tzinfo=dt.timezone.utc),
+                points=np.full((i % 4, 2), i, np.float32), text=f"größe {i}", blob=bytes([i]),
+            )  # fmt: skip
+    with Loader(cache, 8) as own:
+        for kind in ("none", "identity"):
+            loader = dataloader(cache, 8, 2, transform=identity_of_kind(kind))
+            loader.batch_sampler.set_epoch(own._epochs.next)
+            for batch, expected in zip(loader, own, strict=True):
+                assert list(batch) == list(expected)
+                for name, values in expected.items():
+                    if isinstance(values, list):
+                        assert batch[name] == values
+                    elif values.is_nested:
+                        pairs = zip(batch[name].unbind(), values.unbind(), strict=True)
+                        assert all(torch.equal(a, b) for a, b in pairs)
+                    else:
+                        assert batch[name].dtype == values.dtype
+                        assert torch.equal(batch[name], values)
+    (batch, *_) = dataloader(cache, 8, 0, columns=["text", "id"])
+    assert sorted(batch) == ["id", "text"]
+
+
+def test_a_batch_that_is_kept_is_not_overwritten(cache):
+    for workers in (0, 2):
+        loader = dataloader(cache, 16, workers)
+        kept = [batch for _ in range(4) for batch in loader]
+        assert sorted(ids_of(kept)) == sorted(list(range(160)) * 4)
+        for batch in kept:
+            check(batch)
+        kept[0]["image"].fill_(7)
+        for batch in kept[1:]:
+            check(batch)
+
+
+def test_a_transform_may_return_anything_and_sees_numpy(cache):
+    def transform(batch):
+        assert isinstance(batch["image"], np.ndarray)
+        return batch["id"] * 2, {"mean": batch["image"].mean(axis=(1, 2)), "names": ["a", "b"], "n": 3}
+
+    for workers in (0, 2):
+        for ids, more in dataloader(cache, 16, workers, transform=transform):
+            assert ids.dtype == torch.int64
+            assert torch.equal(more["mean"], (ids / 2).float() + 127.5)
+            assert (more["names"], more["n"]) == (["a", "b"], 3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["none", "identity"])
+def test_after_an_early_break_the_next_epoch_is_whole_and_new(cache, workers, kind):
+    loader = dataloader(cache, 8, workers, transform=identity_of_kind(kind))
+    for steps in (1, 3):
+        for step, batch in enumerate(loader):
+            check(batch)
+            if step == steps:
+                break
+        publish(cache, 1)
+        assert sorted(ids_of(loader)) == list(range(cache.stats().rows))
+    del loader, batch
+    no_lease_is_left(cache)
+
+
+@pytest.mark.parametrize("kind", ["none", "identity"])
+def test_dropping_a_dataloader_in_the_middle_leaves_no_lease(cache, kind):
+    sampler = EpochBatchSampler(cache, 16)  # lives on
+    for batches in (1, 8, 10):  # on their way, or all of them drawn
+        dataset = CacheDataset(cache, transform=identity_of_kind(kind))
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2, persistent_workers=True)
+        taken = list(itertools.islice(loader, batches))
+        assert len(taken) == batches
+        del loader
+        no_lease_is_left(cache)
+
+
+@pytest.mark.parametrize("kind", ["none", "identity"])
+def test_at_the_end_of_an_epoch_nothing_is_leased_though_workers_live(cache, kind):
+    loader = dataloader(cache, 16, 2, transform=identity_of_kind(kind))
+    for _ in range(2):
+        assert len(ids_of(loader)) == 160
+        assert cache.stats().leased_bytes == 0
+
+
+def test_during_an_epoch_its_segments_are_leased_and_a_window_gives_them_up(cache):
+    loader = dataloader(cache, 16, 0, shuffle="window", window_bytes="40KiB")
+    leased = [cache.stats().leased_bytes for _ in loader]
+    assert leased[0] > leased[5] > leased[9] == 0
+
+
+def test_a_full_cache_goes_on_while_workers_read_it(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 40)
+    loader = dataloader(cache, 16, 2)
+    sizes = []
+    for _ in range(3):
+        seen = ids_of(loader)
+        assert len(set(seen)) == len(seen)
+        sizes.append(min(seen))
+        publish(cache, 30)
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[2]
+
+
+def test_two_epochs_at_once_are_two_epochs(cache):
+    loader = dataloader(cache, 16, 2, persistent_workers=False)
+    pairs = list(zip(loader, loader, strict=True))
+    first, second = ids_of(a for a, _ in pairs), ids_of(b for _, b in pairs)
+    assert sorted(first) == sorted(second) == list(range(160))
+    assert first != second
+
+
+def test_set_epoch_decides_the_order(cache):
+    with Loader(cache, 16, seed=5) as own:
+        epochs = [ids_of(own) for _ in range(3)]
+    loader = dataloader(cache, 16, 0, seed=5)
+    loader.batch_sampler.set_epoch(2)
+    assert ids_of(loader) == epochs[2]
+    loader.batch_sampler.set_epoch(0)
+    assert ids_of(loader) == epochs[0]
+    assert ids_of(loader) == epochs[1]
+
+
+def test_len_is_of_the_epoch_in_progress_else_of_the_next(cache):
+    loader = dataloader(cache, 16, 2)
+    assert len(loader) == 10
+    for _ in loader:
+        publish(cache, 1) if cache.stats().segments < 12 else None
+        if cache.stats().leased_bytes:
+            assert len(loader) == 10
+    assert len(loader) == 12
+    assert len(dataloader(cache, 16, 0, rank=1, world_size=4, run_id="x")) == 3
+    assert len(dataloader(cache, 16, 0, epoch_rows=320)) == 20
+    assert cache.stats().leased_bytes == 0
+
+
+def test_an_epoch_waits_for_rows_and_says_so_in_time(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    loader = dataloader(cache, 16, 2, timeout=0.05)
+    assert len(loader) == 1
+    with pytest.raises(ac.LoaderTimeoutError, match="is a sampler running"):
+        iter(loader)
+    publish(cache, 2)
+    assert sorted(ids_of(loader)) == list(range(32))
+
+
+# ranks
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, workers):
+    loaders = [dataloader(cache, 8, workers, rank=r, world_size=3, run_id="job") for r in range(3)]
+    for _ in range(2):
+        steps = list(zip(*loaders, strict=True))
+        seen = [number for step in steps for number in ids_of(step)]
+        assert len(seen) == len(set(seen)) == len(steps) * 24
+        assert len(steps) == cache.stats().rows // 24
+        publish(cache, 2)
+    del loaders, steps
+    no_lease_is_left(cache)
+
+
+def test_the_rank_of_torch_distributed_is_taken_when_the_first_epoch_begins(cache, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    samplers = [EpochBatchSampler(cache, 8) for _ in range(2)]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    seen = []
+    assert len(samplers[0]) == 20  # before there is a rank
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank, sampler in enumerate(samplers):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        iterator = iter(DataLoader(CacheDataset(cache), batch_sampler=sampler))
+        seen.append((iterator, ids_of([next(iterator)])))
+    for iterator, first in seen:
+        first += ids_of(iterator)
+    assert len(seen[0][1]) == len(seen[1][1]) == 80
+    assert sorted(seen[0][1] + seen[1][1]) == list(range(160))
+
+
+# mistakes
+
+
+def test_a_dataloader_that_shuffles_or_samples_by_itself_is_told_what_to_do(cache):
+    dataset = CacheDataset(cache)
+    with pytest.raises(TypeError, match="EpochBatchSampler"):
+        DataLoader(dataset, shuffle=True)
+    with pytest.raises(TypeError, match="EpochBatchSampler"):
+        next(iter(DataLoader(dataset, batch_size=4)))
+    own = BatchSampler(RandomSampler(range(160)), 4, drop_last=True)
+    for workers, options in ((0, {"sampler": range(5)}), (1, {"batch_sampler": own})):
+        with pytest.raises(TypeError, match="EpochBatchSampler"):
+            next(iter(DataLoader(dataset, num_workers=workers, **options)))
+    with pytest.raises(TypeError, match="EpochBatchSampler"):
+        next(iter(DataLoader(dataset, sampler=EpochBatchSampler(cache, 4))))  # batch_size=1
+    with pytest.raises(TypeError, match="collate_fn"):
+        dataloader(cache, 16, 0, collate_fn=list)
+    no_lease_is_left(cache)
+
+
+def test_a_dataset_of_another_cache_is_refused(cache, tmp_path):
+    other = make_cache(tmp_path / "other")
+    loader = DataLoader(CacheDataset(other), batch_sampler=EpochBatchSampler(cache, 16))
+    with pytest.raises(ValueError, match="the same cache"):
+        next(iter(loader))
+
+
+def test_wrong_arguments_fail_in_the_constructor(cache, tmp_path):
+    for wrong in ({"shuffle": "row"}, {"batch_size": 0}, {"timeout": -1}, {"rank": 0}, {"epoch_rows": 3},
+                  {"rank": 2, "world_size": 2, "run_id": "x"}, {"window_bytes": 5}):  # fmt: skip
+        with pytest.raises(ValueError):
+            EpochBatchSampler(cache, **({"batch_size": 16} | wrong)).__len__()
+    with pytest.raises(TypeError):
+        EpochBatchSampler(cache, 16, where=3)
+    with pytest.raises(ValueError, match="nosuch"):
+        CacheDataset(cache, columns=["nosuch"])
+    with pytest.raises(ValueError, match="empty"):
+        CacheDataset(cache, columns=[])
+    with pytest.raises(TypeError, match="transform"):
+        CacheDataset(cache, transform=3)
+    with pytest.raises(FileNotFoundError):
+        dataloader(tmp_path / "nosuch")
+
+
+def test_an_error_in_a_transform_reaches_the_consumer_and_the_next_epoch_is_whole(cache):
+    def transform(batch):
+        if 77 in batch["id"]:
+            raise LookupError("of all rows, 77")
+        return batch
+
+    for workers in (0, 2):
+        loader = dataloader(cache, 16, workers, transform=transform, where=lambda s: s.seq != 4)
+        assert len(ids_of(loader)) == 144
+        loader = dataloader(cache, 16, workers, transform=transform)
+        with pytest.raises(LookupError, match="of all rows, 77"):
+            ids_of(loader)
+        del loader
+        no_lease_is_left(cache)
+
+
+def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    rows = list(itertools.islice(EpochBatchSampler(cache, 16), 3))
+    assert cache.stats().leased_bytes == 0  # its iterator is gone
+    dataset = CacheDataset(cache)
+    batch = through_a_queue(dataset.__getitems__(rows[0]))  # the segments are still there: read anew
+    check(batch)
+    assert batch["id"].tolist() == dataset[rows[0]]["id"].tolist()
+    cache.evict("1MiB")
+    answer = through_a_queue(dataset.__getitems__(rows[1]))
+    assert isinstance(answer, ExceptionWrapper)
+    with pytest.raises(ac.MissingSegmentsError, match="keep the DataLoader's iterator"):
+        answer.reraise()
+    assert cache.stats().leased_bytes == 0
+
+
+def test_a_batch_of_an_epoch_left_for_a_newer_one_is_not_gathered(cache):
+    sampler = EpochBatchSampler(cache, 16)
+    old = iter(sampler)
+    rows = next(old)
+    newer = iter(sampler)
+    del old
+    gc.collect()
+    answer = through_a_queue(Descriptor(rows, ("id",)))
+    with pytest.raises(ac.ArrowCacheError, match="left for a newer one"):
+        answer.reraise()
+    assert len(list(newer)) == 10
+
+
+KILLED = """
+import gc, os, signal, sys, warnings
+import arrowcache as ac
+from arrowcache.torch import dataloader
+
+warnings.simplefilter("error")
+cache = ac.Cache.open(sys.argv[1])
+iterator = iter(dataloader(cache, 2, 2, transform=lambda batch: batch))
+next(iterator)
+try:  # torch raises out of a signal handler, at any point
+    os.kill(iterator._workers[0].pid, signal.SIGKILL)
+    for batch in iterator:
+        pass
+    print("went on")
+except RuntimeError as error:
+    print("exited unexpectedly" in str(error) or "killed by signal" in str(error))
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+del iterator
+gc.collect()
+print(cache.stats().leased_bytes)
+"""
+
+
+def test_a_killed_worker_is_an_error_and_leaves_no_lease(cache):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(cache.path)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.stdout.split(), done.returncode) == (["True", "0"], 0), done.stderr
+
+
+EXIT = """
+import sys
+import arrowcache as ac
+from arrowcache.torch import CacheIterableDataset, dataloader
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    cache = ac.Cache.open(sys.argv[1])
+    kept = []
+    for workers in (0, 2):
+        for transform in (None, lambda batch: batch):
+            kept.append(iter(dataloader(cache, 8, workers, transform=transform)))
+            kept.append(next(kept[-1]))
+        kept.append(iter(DataLoader(CacheIterableDataset(cache, 8), batch_size=None, num_workers=workers)))
+        kept.append(next(kept[-1]))
+    if len(sys.argv) > 2:
+        raise LookupError("in the middle")
+"""
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_program_that_ends_in_the_middle_of_epochs_ends_in_silence(cache, raises):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", EXIT, str(cache.path), *(["raise"] if raises else [])],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == int(raises)
+    assert done.stderr.strip().splitlines()[-1:] == ["LookupError: in the middle"] * raises, done.stderr
+    no_lease_is_left(cache)
+
+
+# what travels
+
+
+def test_a_batch_travels_as_row_ids(cache):
+    rows = next(iter(EpochBatchSampler(cache, 16)))
+    assert list(rows) == rows.ids.tolist()
+    assert len(rows) == 16
+    dataset = CacheDataset(cache)
+    assert len(ForkingPickler.dumps(dataset.__getitems__(rows))) < 1500  # a row alone has 1032 bytes
+    again = through_a_queue(rows)
+    assert again == rows
+    assert again.snapshot.seqs().tolist() == list(range(10))
+    assert again.snapshot.rows().tolist() == [16] * 10
+
+
+def test_a_dataset_pickles_as_its_settings(cache):
+    dataset = CacheDataset(cache, ["id"], transform=lambda batch: batch["id"] + 1)
+    copy = pickle.loads(pickle.dumps(dataset))
+    rows = next(iterator := iter(EpochBatchSampler(cache, 16)))
+    assert torch.equal(copy[rows], dataset[rows])
+    assert len(pickle.dumps(CacheDataset(cache))) < 1000
+    assert bool(copy)
+    del iterator
+
+
+def test_segments_that_end_short_or_are_left_out_have_their_numbers(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    for first, count in ((0, 20), (20, 3), (23, 40), (63, 1), (64, 30)):
+        append_rows(cache, range(first, first + count))
+    where = partial(lambda without, segment: segment.seq != without, 2)
+    for kind in ("none", "identity"):
+        loader = dataloader(cache, 4, 2, where=where, drop_last=False, transform=identity_of_kind(kind))
+        for _ in range(2):
+            found = ids_of(loader)
+            assert sorted(found) == sorted({*range(94)} - {20, 21, 22})
+
+
+def test_a_forked_child_cannot_end_its_parents_epoch(cache):
+    iterator = iter(dataloader(cache, 16, 0))
+    next(iterator)
+
+    def child() -> None:
+        nonlocal iterator
+        del iterator
+        gc.collect()
+
+    with in_child(child):
+        pass
+    assert cache.stats().leased_bytes > 0
+    assert len(ids_of(iterator)) == 144
+
+
+def test_pin_memory_is_accepted_where_there_is_no_accelerator(cache, recwarn):
+    assert sorted(ids_of(dataloader(cache, 16, 2, pin_memory=True))) == list(range(160))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_pin_memory_batches_are_pinned(cache, workers):
+    loader = dataloader(cache, 16, workers, pin_memory=True)
+    for _ in range(3):
+        batches = list(loader)
+        assert sorted(ids_of(batches)) == list(range(160))
+        for batch in batches:
+            assert batch["image"].is_pinned()
+            check(batch)
+
+
+# torchdata
+
+
+@pytest.fixture
+def stateful():
+    reason = "torchdata is not installed: StatefulDataLoader cannot be tried"
+    module = sys.modules.get("torchdata") or pytest.importorskip("torchdata", reason=reason)
+    assert module
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [0, 1, 7, 19])
+def test_a_stateful_dataloader_resumes_in_the_middle_of_an_epoch(cache, stateful, workers, taken):
+    def make():
+        sampler = EpochBatchSampler(cache, 8, seed=2)
+        return stateful(CacheDataset(cache), batch_sampler=sampler, num_workers=workers)
+
+    loader = make()
+    assert len(ids_of(loader)) == 160
+    iterator = iter(loader)
+    head = ids_of(itertools.islice(iterator, taken))
+    state = loader.state_dict()
+    rest, following = ids_of(iterator), ids_of(loader)
+    assert sorted(head + rest) == list(range(160))
+    del iterator, loader
+    gc.collect()
+    publish(cache, 2)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert sorted(ids_of(resumed)) == (sorted(rest) if taken else list(range(192)))
+    assert sorted(ids_of(resumed)) == list(range(192))
+    assert sorted(following) == list(range(160))

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import pickle
+
+import pytest
+from helpers import ids_of, make_cache, publish, wait_until
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch
+from torch.utils.data import DataLoader
+
+import arrowcache as ac
+from arrowcache.torch import CacheIterableDataset, Loader
+from arrowcache.torch.numbers import EpochNumbers, Turn
+
+BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
+WORKERS = [
+    pytest.param(0, None, False, id="no workers"),
+    pytest.param(2, "fork", False, id="fork"),
+    pytest.param(2, "fork", True, id="fork, persistent"),
+    pytest.param(2, "spawn", True, id="spawn, persistent"),
+    pytest.param(3, "spawn", False, id="3 spawned", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Ten segments of 16 rows, ids 0 to 159."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    return cache
+
+
+def batches_of(dataset, workers=0, context=None, **options):
+    return DataLoader(
+        dataset, batch_size=None, num_workers=workers, multiprocessing_context=context, **options
+    )
+
+
+def no_lease_is_left(cache) -> None:
+    gc.collect()
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
+    assert cache.verify() == []
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(("workers", "context", "persistent"), WORKERS)
+def test_epochs_are_those_of_the_loader_for_any_number_of_workers(cache, workers, context, persistent):
+    loader = batches_of(
+        CacheIterableDataset(cache, 16, seed=3), workers, context, persistent_workers=persistent
+    )
+    with Loader(cache, 16, seed=3) as own:
+        for _ in range(3):
+            batches = list(loader)
+            for batch in batches:
+                assert torch.equal(batch["image"], BASE + batch["id"].float()[:, None, None])
+            assert ids_of(batches) == ids_of(own)
+            publish(cache, 1)
+    del loader
+    no_lease_is_left(cache)
+
+
+@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
+def test_every_row_comes_once_in_every_shuffle_and_an_incomplete_batch_with_them(cache, shuffle):
+    loader = batches_of(CacheIterableDataset(cache, 48, shuffle, drop_last=False), 2)
+    for _ in range(2):
+        assert sorted(ids_of(loader)) == list(range(160))
+
+
+def test_more_workers_than_batches(cache):
+    loader = batches_of(CacheIterableDataset(cache, 160), 2)
+    for _ in range(2):
+        assert sorted(ids_of(loader)) == list(range(160))
+
+
+def test_the_default_batch_size_of_a_dataloader_changes_nothing_and_a_larger_one_is_refused(cache):
+    dataset = CacheIterableDataset(cache, 16)
+    for workers in (0, 2):
+        (batch, *_) = DataLoader(dataset, num_workers=workers)
+        assert batch["id"].shape == (16,)
+        with pytest.raises(ValueError, match="batch_size=None"):
+            next(iter(DataLoader(dataset, batch_size=4, num_workers=workers)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_an_early_break_the_next_epoch_is_whole(cache, workers):
+    loader = batches_of(CacheIterableDataset(cache, 8), workers, persistent_workers=workers > 0)
+    for _ in range(2):
+        for batch in loader:
+            assert len(batch["id"]) == 8
+            break
+        publish(cache, 1)
+        assert sorted(ids_of(loader)) == list(range(cache.stats().rows))
+    del loader
+    no_lease_is_left(cache)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_set_epoch_decides_the_order_also_in_workers_that_live_on(cache, workers):
+    with Loader(cache, 16, seed=5) as own:
+        epochs = [ids_of(own) for _ in range(3)]
+    dataset = CacheIterableDataset(cache, 16, seed=5)
+    loader = batches_of(dataset, workers, persistent_workers=workers > 0)
+    dataset.set_epoch(2)
+    assert ids_of(loader) == epochs[2]
+    dataset.set_epoch(0)
+    assert ids_of(loader) == epochs[0]
+    assert ids_of(loader) == epochs[1]
+
+
+def test_a_seed_that_is_set_before_every_epoch_repeats_none(cache):
+    loader = batches_of(CacheIterableDataset(cache, 16), 2)
+    epochs = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        epochs.append(ids_of(loader))
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert all(sorted(epoch) == list(range(160)) for epoch in epochs)
+
+
+def test_two_datasets_of_one_cache_do_not_agree(cache):
+    every = batches_of(CacheIterableDataset(cache, 8), 2)
+    some = batches_of(CacheIterableDataset(cache, 8, where=lambda s: s.seq < 5), 2)
+    pairs = list(zip(every, itertools.cycle(some)))  # the second one begins again
+    assert sorted(ids_of(a for a, _ in pairs)) == list(range(160))
+    assert sorted(set(ids_of(b for _, b in pairs))) == list(range(80))
+
+
+def test_a_transform_runs_in_the_worker(cache):
+    dataset = CacheIterableDataset(cache, 16, transform=lambda batch: {"pid": os.getpid(), "id": batch["id"]})
+    for workers in (0, 2):
+        pids = {batch["pid"] for batch in batches_of(dataset, workers, "spawn" if workers else None)}
+        assert len(pids) == max(1, workers)
+        assert (os.getpid() in pids) == (workers == 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, workers):
+    datasets = [CacheIterableDataset(cache, 8, rank=r, world_size=2, run_id="job") for r in range(2)]
+    datasets[1]._ordinal = datasets[0]._ordinal  # as in two processes
+    loaders = [batches_of(dataset, workers) for dataset in datasets]
+    for _ in range(2):
+        steps = list(zip(*loaders, strict=True))
+        seen = [number for step in steps for number in ids_of(step)]
+        assert sorted(seen) == list(range(cache.stats().rows))
+        publish(cache, 1)
+    del loaders, datasets
+    no_lease_is_left(cache)
+
+
+def test_wrong_arguments_fail_in_the_constructor(cache):
+    for wrong in ({"shuffle": "row"}, {"batch_size": 0}, {"columns": ["nosuch"]}, {"columns": []}):
+        with pytest.raises(ValueError):
+            CacheIterableDataset(cache, **wrong)
+    with pytest.raises(TypeError):
+        CacheIterableDataset(cache, transform=3)
+
+
+def test_an_epoch_without_rows_ends_in_an_error(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    for workers in (0, 2):
+        with pytest.raises(ac.LoaderTimeoutError, match="is a sampler running"):
+            next(iter(batches_of(CacheIterableDataset(cache, 16, timeout=0.05), workers)))
+
+
+def test_a_dataset_is_pickled_with_its_settings(cache):
+    dataset = CacheIterableDataset(cache, 16, seed=7, where=lambda s: s.seq < 3, columns=["id"])
+    assert ids_of(pickle.loads(pickle.dumps(dataset))) == ids_of(dataset)
+
+
+# resuming
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 10])
+def test_a_state_of_the_dataset_resumes_it(cache, taken):
+    dataset = CacheIterableDataset(cache, 16, seed=1)
+    ids_of(dataset)
+    iterator = iter(dataset)
+    head = ids_of(itertools.islice(iterator, taken))
+    state = dataset.state_dict()
+    rest = ids_of(iterator)
+    assert sorted(head + rest) == list(range(160))
+    copy = CacheIterableDataset(cache, 16, seed=1)
+    copy.load_state_dict(state)
+    assert copy.state_dict() == state
+    assert ids_of(copy) == rest
+    assert ids_of(copy) == ids_of(dataset)
+
+
+def test_states_that_do_not_fit_are_refused(cache):
+    dataset = CacheIterableDataset(cache, 16)
+    iterator = iter(dataset)
+    next(iterator)
+    state = dataset.state_dict()
+    del iterator
+    for wrong in ({}, None, {"format": "other"}):
+        with pytest.raises(ValueError, match="state_dict"):
+            dataset.load_state_dict(wrong)
+    dataset.load_state_dict(state | {"workers": 3})
+    with pytest.raises(ValueError, match="num_workers=3"):
+        iter(dataset)
+    dataset.load_state_dict(state)
+    cache.evict("30kB")
+    with pytest.raises(ac.MissingSegmentsError):
+        next(iter(dataset))
+    assert len(ids_of(dataset)) == cache.stats().rows
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [0, 1, 7, 20])
+def test_a_stateful_dataloader_resumes(cache, workers, taken):
+    pytest.importorskip("torchdata", reason="torchdata is not installed: StatefulDataLoader cannot be tried")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make():
+        return StatefulDataLoader(
+            CacheIterableDataset(cache, 8, seed=2), batch_size=None, num_workers=workers
+        )
+
+    loader = make()
+    assert len(ids_of(loader)) == 160
+    iterator = iter(loader)
+    head = ids_of(itertools.islice(iterator, taken))
+    if taken == 20:
+        assert next(iterator, None) is None
+    state = loader.state_dict()
+    rest, following = ids_of(iterator), ids_of(loader)
+    assert sorted(head + rest) == list(range(160))
+    del iterator, loader
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert ids_of(resumed) == (rest or following)
+
+
+# numbers
+
+
+def test_workers_of_a_pass_get_one_number_and_passes_different_ones():
+    numbers = EpochNumbers()
+    for _ in range(2):  # the same seeds once more
+        taken = []
+        for seed, passes in itertools.product((1, 2), (0, 1)):
+            taken.append({numbers.take(Turn(worker, 3, seed, passes)) for worker in (2, 0, 1)})
+        assert all(len(number) == 1 for number in taken)
+        assert len(set.union(*taken)) == 4
+    numbers.set(40)
+    numbers.raise_to(7)
+    assert numbers.take(Turn(0, 1, 0, 0)) == 40
+    numbers.raise_to(50)
+    assert numbers.take(Turn(0, 1, 0, 0)) == 50

@@ -113,10 +113,7 @@ class Pipeline:
             if not stream.ready and not self._changed.wait_for(
                 lambda: stream.ready or stream.exhausted or stream.ended, patience
             ):
-                raise LoaderTimeoutError(
-                    f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
-                    "raise timeout, or look at loader.stats().advice"
-                )
+                raise too_late(timeout_seconds)
             if stream.ready:
                 made = stream.ready.popleft()
                 if len(stream.ready) == stream.wanted - 1:
@@ -253,6 +250,14 @@ class Pipeline:
     def _notify(self, _: Future[None]) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
+    """The error of a step whose batch did not come in time."""
+    return LoaderTimeoutError(
+        f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
+        "raise timeout, or look at loader.stats().advice"
+    )
 
 
 def _nothing() -> None:

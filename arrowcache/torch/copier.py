@@ -231,7 +231,8 @@ class Copier:
             self._wait_for(slot)
 
     def close(self) -> None:
-        """Let go of all memory but what the consumer keeps."""
+        """Let go of all memory but what the consumer keeps. Blocks: as `rest`."""
+        self.rest()
         self.collect()
         for column in self._columns:
             while column.free:

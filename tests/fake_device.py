@@ -230,5 +230,3 @@ class FakeDevice:
                 stream.todo.append(("wait", recording))
             stream.todo.append(("do", lambda: raw.fill(GARBAGE)))
             self.memory_bytes -= raw.nbytes
-
-

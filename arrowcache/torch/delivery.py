@@ -14,8 +14,6 @@ from arrowcache.reading.iterator import EpochIterator
 from arrowcache.reading.pipeline import Made
 from arrowcache.torch.device import DevicePrefetcher
 
-_GRACE_SECONDS = 0.5  # for the epoch, which says better what it waits for
-
 
 class DeviceEpoch:
     """The batches of one epoch, or of all that follow, on a device. Dropping it ends the epoch.
@@ -35,7 +33,7 @@ class DeviceEpoch:
         finish: Callable[[Batch], Batch],
     ) -> None:
         self._epoch = epoch
-        self._patience = None if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
+        self._timeout_seconds = timeout_seconds
         self._batches = prefetcher.over(_Undelivered(epoch, finish), epoch.close)
 
     def __iter__(self) -> DeviceEpoch:
@@ -49,7 +47,7 @@ class DeviceEpoch:
         """
         try:
             with self._epoch.waiting():
-                batch, receipt = self._batches.take(self._patience)
+                batch, receipt = self._batches.take(self._timeout_seconds)
         except StopIteration:
             self._epoch.deliver(None)
             raise

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 Device = str | int | torch.device
 
 _JOIN_SECONDS = 5.0
+_GRACE_SECONDS = 0.5  # for a source that itself waits so long, and then says better what for
 _MOST_DEPTH = 1024
 _CLOSED = "the prefetcher is closed: make a new one"
 _FORKED = "this prefetcher belongs to the process that forked this one: make a new one here"
@@ -150,8 +151,10 @@ class DevicePrefetcher:
         iteration = _Iteration(
             source, self._copiers, self._depth, interrupt, is_ours=is_ours, is_split=self._is_split
         )
-        self._iteration = iteration
         iteration.thread.start()
+        self._iteration = iteration
+        if self._closed:  # by another thread meanwhile, which did not see it
+            iteration.end()
         return PrefetchIterator(self, iteration, self._counts)
 
     def __len__(self) -> int:
@@ -317,7 +320,8 @@ class _Iteration:
             iteration was ended by a newer one.
         """
         with self.changed:
-            if not self.changed.wait_for(lambda: self.ready or self.exhausted or self.ended, timeout_seconds):
+            patience = None if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
+            if not self.changed.wait_for(lambda: self.ready or self.exhausted or self.ended, patience):
                 assert timeout_seconds is not None
                 raise too_late(timeout_seconds)
             if self.because is not None:

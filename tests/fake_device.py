@@ -190,7 +190,7 @@ class FakeDevice:
     def finish(self) -> None:
         """Run everything."""
         with self._lock:
-            while any([self.step(stream) for stream in self.streams]):
+            while any(self.step(stream) for stream in self.streams):
                 pass
             assert not any(stream.todo for stream in self.streams), "the streams wait for each other"
 
@@ -210,7 +210,7 @@ class FakeDevice:
             "all": self.streams,
             "none": [],
         }[self.order]
-        while any([self.step(stream) for stream in early]):
+        while any(self.step(stream) for stream in early):
             pass
 
     def _run_until(self, recording: Recording) -> None:

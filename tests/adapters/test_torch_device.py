@@ -10,8 +10,9 @@ import sys
 import threading
 import traceback
 import weakref
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -26,7 +27,11 @@ import arrowcache.torch.device
 from arrowcache.torch import DevicePrefetcher
 
 ROOT = Path(arrowcache.__file__).parent.parent
-Pair = namedtuple("Pair", ["x", "name"])
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +125,10 @@ def test_batches_arrive_in_order_in_every_iteration_over_the_same_memory():
             for number, batch in enumerate(prefetcher):
                 check(batch, number)
             assert number == 9
+        del batch
         first = prefetcher.stats()
         for _ in range(50):
-            for batch in prefetcher:
+            for _ in prefetcher:
                 pass
         last = prefetcher.stats()
     assert source.closed == 53
@@ -157,9 +163,9 @@ def test_what_is_kept_is_never_overwritten_and_comes_back_when_it_dies(fakes):
             check(batch, number)
         assert prefetcher.stats().device_allocations >= 80
         kept = kept[7]["x"][1:]
-        for batch in prefetcher:
+        for _ in prefetcher:
             pass
-        del batch
+        del _, batch
         assert prefetcher.stats().device_bytes <= 48 + 5 * (48 + 32)
     device.finish()
     assert kept.tolist() == [[7.0] * 3] * 3
@@ -389,9 +395,12 @@ def test_an_exception_of_iter_comes_from_iter():
 def test_an_exception_in_the_loop_ends_the_iteration():
     source = Source(100)
     prefetcher = DevicePrefetcher(source, "cpu")
+
+    def step(batch):
+        raise RuntimeError("of the step")
+
     with pytest.raises(RuntimeError, match="of the step"):
-        for _ in prefetcher:
-            raise RuntimeError("of the step")
+        list(map(step, prefetcher))
     prefetcher.close()
     assert source.closed == 1
 
@@ -494,9 +503,10 @@ def test_an_interrupted_step_gives_all_back(fakes, monkeypatch):
         for _ in range(5):
             iterator = iter(prefetcher)
             next(iterator)
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            with monkeypatch.context() as patch:
                 patch.setattr(prefetcher._copiers[0], "receive", interrupted)
-                next(iterator)
+                with pytest.raises(KeyboardInterrupt):
+                    next(iterator)
             with pytest.raises(StopIteration):
                 next(iterator)
         assert prefetcher.stats().device_allocations <= 2 * 4
@@ -543,8 +553,8 @@ def test_the_interpreter_ends(way):
         "prefetcher = DevicePrefetcher(endless(), 'cpu')\n" + EXITS[way]
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60,
+        check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (7, "")
 

@@ -86,9 +86,9 @@ def test_all_memory_comes_back():
     gc.collect()
     before = torch.cuda.memory_allocated()
     with DevicePrefetcher(source(10), "cuda") as prefetcher:
-        for batch in prefetcher:
+        for _ in prefetcher:
             pass
-        del batch
+        del _
         assert torch.cuda.memory_allocated() > before
     assert torch.cuda.memory_allocated() == before
 

@@ -95,7 +95,7 @@ def test_all_kinds_of_columns(tmp_path):
 def test_a_state_counts_what_the_consumer_got_and_nothing_that_is_on_its_way(cache):
     with Loader(cache, 16, device="cpu") as loader, Loader(cache, 16) as plain:
         assert loader.state_dict() == plain.state_dict()
-        for number, (batch, theirs) in enumerate(zip(loader, plain, strict=True)):
+        for number, (batch, _) in enumerate(zip(loader, plain, strict=True)):
             assert loader.state_dict() == plain.state_dict()
             assert loader.stats().batches == number + 1
             if number == 3:

@@ -97,7 +97,8 @@ class Accelerator:
         memory.record_stream(stream)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with self._module.device(self.device):  # or it would wake up device 0 to pin for it
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def can_read(self, source: torch.Tensor) -> bool:
         return source.is_pinned()
@@ -127,13 +128,13 @@ class Host:
         pass
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:  # noqa: ARG002
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
         pass
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def can_read(self, source: torch.Tensor) -> bool:  # noqa: ARG002
         return True

@@ -394,6 +394,8 @@ class _Iteration:
         except BaseException as error:  # noqa: BLE001  # of the source's close, or of the device
             self.error = self.error or error
         with self.changed:
+            if self.ended:  # nobody will ask, and its traceback knows this thread's batches
+                self.error = None
             self.finished = True
             if not self.closes:
                 return

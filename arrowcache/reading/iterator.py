@@ -9,12 +9,25 @@ one place.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Protocol
 
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.pipeline import Pipeline, Stream
+from arrowcache.reading.pipeline import Made, Pipeline, Stream
 from arrowcache.reading.stats import Meter
+
+
+class Batches(Protocol):
+    """What a consumer holds: `next` gives a batch; dropping or closing it ends the epoch."""
+
+    def __iter__(self) -> Batches: ...
+
+    def __next__(self) -> Batch: ...
+
+    def close(self) -> None:
+        """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
 
 
 class EpochIterator:
@@ -54,29 +67,49 @@ class EpochIterator:
         Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began, or a
             state was loaded, also while this waits.
         """
-        made = None
-        if not self._stream.ended:
-            try:
-                with self._meter.waiting():
-                    made = self._pipeline.next(self._stream, self._timeout_seconds)
-            except BaseException:
-                self.close()
-                self._epochs.came_to_error()
-                raise
-        if made is None or not self._is_in(made.epoch):
+        try:
+            with self.waiting():
+                made = self.take(self._timeout_seconds)
+        except BaseException:
+            self.fail()
+            raise
+        try:
+            batch = {} if made is None else self._finish(made.batch)
+        except BaseException:
+            self.close()
+            raise
+        self.deliver(made)  # now nothing comes between it and its consumer
+        return batch
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The consumer waits inside."""
+        return self._meter.waiting()
+
+    def take(self, timeout_seconds: float | None) -> Made | None:
+        """The next batch, which is not delivered yet, on any thread; None: there is none.
+
+        Blocks, Raises: as `next`, for so long; the epoch goes on.
+        """
+        return None if self._stream.ended else self._pipeline.next(self._stream, timeout_seconds)
+
+    def deliver(self, made: Made | None) -> None:
+        """Count a batch that the consumer gets now; None: it has come to the end.
+
+        Raises: StopIteration: the end, also of what was taken since it ended. RuntimeError: as `next`.
+        """
+        if made is None or self._stream.ended or not self._is_in(made.epoch):
             if self._because is not None:
                 raise RuntimeError(f"this epoch ended when {self._because}: iterate anew")
             self.has_stopped = True
             self.close()
             raise StopIteration
-        try:
-            batch = self._finish(made.batch)
-        except BaseException:
-            self.close()
-            raise
-        made.epoch.delivered += 1  # now nothing comes between it and its consumer
+        made.epoch.delivered += 1
         self._meter.deliver(made)
-        return batch
+
+    def fail(self) -> None:
+        """The consumer gets an error in place of a batch, and no more."""
+        self.close()
+        self._epochs.came_to_error()
 
     def _is_in(self, epoch: Epoch) -> bool:
         """Have the loader's progress be in the epoch of a batch; False if another one took its place."""

@@ -19,7 +19,7 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs, Terms
 from arrowcache.reading.feed import Feed
-from arrowcache.reading.iterator import EpochIterator
+from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import Membership, membership
 from arrowcache.reading.order import SHUFFLES
 from arrowcache.reading.pipeline import Pipeline
@@ -150,7 +150,7 @@ class Loader:
         self._closed = False
         self._epochs.prepare(0, self._store.segments())
 
-    def __iter__(self) -> EpochIterator:
+    def __iter__(self) -> Batches:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.
 
         Blocks: until `wait_rows` rows are published.
@@ -158,7 +158,7 @@ class Loader:
         """
         return self._begin(endless=False)
 
-    def repeat(self) -> EpochIterator:
+    def repeat(self) -> Batches:
         """Batches without end, for step-based training: epochs follow one another without a seam.
 
         The next snapshot is taken when the last batch of an epoch has been made, while batches are
@@ -278,7 +278,11 @@ class Loader:
         """The last touch, in the consumer's thread; loaders for a framework convert here."""
         return batch
 
-    def _begin(self, *, endless: bool) -> EpochIterator:
+    def _hand_out(self, epoch: EpochIterator) -> Batches:
+        """What the consumer gets; loaders for a device put their own iterator around an epoch's."""
+        return epoch
+
+    def _begin(self, *, endless: bool) -> Batches:
         if self._closed:
             raise ValueError(_CLOSED)
         if self._threads is not None and self._threads[0].is_inherited():
@@ -312,7 +316,7 @@ class Loader:
         )
         self._current = weakref.ref(iterator)
         feed.begin()
-        return iterator
+        return self._hand_out(iterator)
 
     def _is_over(self, epoch: Epoch) -> bool:
         """Whether an epoch was delivered to its end, and its consumer knows."""

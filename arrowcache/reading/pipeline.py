@@ -122,10 +122,7 @@ class Pipeline:
             if not stream.ready and not self._changed.wait_for(
                 lambda: stream.ready or stream.exhausted or stream.ended, patience
             ):
-                raise LoaderTimeoutError(
-                    f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
-                    "raise timeout, or look at loader.stats().advice"
-                )
+                raise too_late(timeout_seconds)
             if stream.ready:
                 made = stream.ready.popleft()
                 if len(stream.ready) == stream.wanted - 1:
@@ -148,7 +145,7 @@ class Pipeline:
             stream.ended = True
             return
         with self._changed:
-            stream.ended = True
+            stream.ended, stream.error = True, None
             stream.ready.clear()
             self._changed.notify_all()
         stream.let_go()
@@ -184,14 +181,17 @@ class Pipeline:
             stream = self._streams.get()
             if not isinstance(stream, Stream):
                 return
+            failure: BaseException | None = None
             try:
                 self._produce(stream)
             except BaseException as error:  # noqa: BLE001  # whatever it is, the consumer gets it
-                stream.error = error
+                failure = error
             with self._changed:
                 stream.exhausted = True
+                if not stream.ended:  # else its traceback would keep what was being made, views perhaps
+                    stream.error = failure
                 self._changed.notify_all()
-            del stream
+            del stream, failure
 
     def _is_over(self, stream: Stream) -> bool:
         return stream.ended or self._closed
@@ -264,6 +264,14 @@ class Pipeline:
     def _notify(self, _: Future[Any]) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
+    """The error of a step whose batch did not come in time."""
+    return LoaderTimeoutError(
+        f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
+        "raise timeout, or look at loader.stats().advice"
+    )
 
 
 def _nothing() -> None:

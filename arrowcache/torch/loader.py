@@ -1,8 +1,9 @@
-"""Loader for PyTorch: the batches of `arrowcache.Loader` as tensors over the same memory."""
+"""Loader for PyTorch: the batches of `arrowcache.Loader` as tensors over the same memory, or on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,21 +11,99 @@ import torch
 
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.reading.assembly import Batch
+from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.values import Values
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.recovery import HasStore
+from arrowcache.torch.delivery import DeviceEpoch
+from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 
 
 class Loader(NumpyLoader):
     """Batches as `dict[str, torch.Tensor]`: each `for` is an epoch over a new snapshot.
 
     Arguments, epochs, waiting and errors are those of `arrowcache.Loader`; `transform` is called
-    with NumPy arrays, in the background thread. Tensors are on the CPU, (batch_size, *shape), and
-    share memory with the ring's buffers: keeping one is safe, nothing overwrites it while it or
-    a view of it lives.
+    with NumPy arrays, in the background thread. Tensors are (batch_size, *shape).
+
+    Args:
+        device: None: tensors are on the CPU and share memory with the ring's buffers. Else such as "cuda":
+            a thread copies the next two batches there while this one trains, as `DevicePrefetcher` does;
+            a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it.
+
+    Keeping a tensor is safe: nothing overwrites it while it or a view of it lives.
+    Raises: as `arrowcache.Loader`; ValueError: a device that does not exist here.
 
     Text and bytes come as lists; a ragged column as a nested tensor of jagged layout;
     timestamps as int64 microseconds since 1970; bfloat16 as torch.bfloat16.
     """
+
+    _prefetcher: DevicePrefetcher | None = None  # also where the constructor fails
+
+    def __init__(
+        self,
+        cache: HasStore | str | os.PathLike[str],
+        batch_size: int = 64,
+        *,
+        shuffle: str | None = "rows",
+        seed: int = 0,
+        columns: Sequence[str] | None = None,
+        drop_last: bool = True,
+        transform: Callable[[Batch], Batch] | None = None,
+        workers: int = 0,
+        worker_type: str = "process",
+        prefetch: int = 4,
+        where: Callable[[SegmentInfo], bool] | None = None,
+        with_ids: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run_id: str | None = None,
+        epoch_rows: int | None = None,
+        wait_rows: int = 1,
+        timeout: float | None = 60.0,
+        window_bytes: int | str | None = None,
+        device: Device | None = None,
+    ) -> None:
+        if device is not None:
+            self._prefetcher = DevicePrefetcher((), device)
+        super().__init__(
+            cache,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            columns=columns,
+            drop_last=drop_last,
+            transform=transform,
+            workers=workers,
+            worker_type=worker_type,
+            prefetch=prefetch,
+            where=where,
+            with_ids=with_ids,
+            rank=rank,
+            world_size=world_size,
+            run_id=run_id,
+            epoch_rows=epoch_rows,
+            wait_rows=wait_rows,
+            timeout=timeout,
+            window_bytes=window_bytes,
+        )
+
+    def device_stats(self) -> PrefetcherStats | None:
+        """What the copies to the device took so far; None without a device."""
+        return None if self._prefetcher is None else self._prefetcher.stats()
+
+    def close(self) -> None:
+        """End the epoch and the background threads; leases nothing afterwards. Idempotent."""
+        super().close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def _hand_out(self, epoch: EpochIterator) -> Batches:
+        if self._prefetcher is None:
+            return epoch
+        if self._prefetcher.is_inherited():  # its thread stayed in the process that forked this one
+            self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
+        return DeviceEpoch(epoch, self._prefetcher, self._timeout, self._finish)
 
     def _finish(self, batch: Batch) -> Batch:
         if not isinstance(batch, Mapping):

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from typing_extensions import assert_type
 
 import arrowcache as ac
-from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, dataloader
+from arrowcache.torch import (
+    CacheDataset,
+    CacheIterableDataset,
+    DevicePrefetcher,
+    EpochBatchSampler,
+    Loader,
+    PrefetcherStats,
+    dataloader,
+)
 
 
 def sample(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
@@ -139,6 +148,21 @@ def errors() -> None:
         timeout: TimeoutError = error
         base: ac.ArrowCacheError = error
         print(timeout, base)
+
+
+def devices(cache: ac.Cache) -> None:
+    with Loader(cache, 64, device="cuda") as loader:
+        for batch in loader:
+            assert_type(batch, dict[str, Any])
+        for batch in loader.repeat():
+            assert_type(batch, dict[str, Any])
+        assert_type(loader.device_stats(), PrefetcherStats | None)
+    with DevicePrefetcher([3], torch.device("cuda", 1), depth=2) as prefetcher:
+        assert_type(prefetcher, DevicePrefetcher)
+        assert_type(prefetcher.stats().device_bytes, int)
+        assert_type(prefetcher.devices, list[torch.device])
+        print(list(prefetcher), len(prefetcher))
+    DevicePrefetcher(iter([3]), devices=["cuda:0", "cuda:1"]).close()
 
 
 def mistakes(cache: ac.Cache) -> None:

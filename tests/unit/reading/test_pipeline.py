@@ -391,3 +391,29 @@ def test_an_end_that_was_interrupted_is_finished_by_the_next(alone):
     for _ in range(2):
         alone.end(stream)
     assert calls == [0, 1]
+
+
+def test_what_fails_after_its_stream_has_ended_keeps_nothing(alone):
+    inside, go_on, local = threading.Event(), threading.Event(), []
+
+    def fail():
+        kept = Kept()
+        local.append(weakref.ref(kept))
+        inside.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+        raise LookupError(kept)
+
+    stream = Stream(lambda: iter([Job(0, [fail], lambda: iter(()))]))
+    alone.begin(stream)
+    assert inside.wait(DEADLINE_SECONDS)
+    alone.end(stream)
+    gc.disable()
+    try:
+        go_on.set()
+        wait_until(lambda: local[0]() is None, "the failure's frame to be let go")
+    finally:
+        gc.enable()
+
+
+class Kept:
+    pass

@@ -1,0 +1,96 @@
+"""Delivery: an epoch of a loader, handed over on a device.
+
+The prefetcher's thread takes batches of the epoch ahead; they count as delivered here, when the
+consumer gets them. What is still on its way when an epoch ends is dropped, and was never delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from arrowcache.reading.assembly import Batch
+from arrowcache.reading.iterator import EpochIterator
+from arrowcache.reading.pipeline import Made
+from arrowcache.torch.device import DevicePrefetcher
+
+
+class DeviceEpoch:
+    """The batches of one epoch, or of all that follow, on a device. Dropping it ends the epoch.
+
+    Args:
+        epoch: what makes them.
+        prefetcher: what brings them there.
+        timeout_seconds: how long a step waits; None: for ever.
+        finish: makes tensors of a batch, in the prefetcher's thread.
+    """
+
+    def __init__(
+        self,
+        epoch: EpochIterator,
+        prefetcher: DevicePrefetcher,
+        timeout_seconds: float | None,
+        finish: Callable[[Batch], Batch],
+    ) -> None:
+        self._epoch = epoch
+        self._timeout_seconds = timeout_seconds
+        self._batches = prefetcher.over(_Undelivered(epoch, finish), epoch.close)
+
+    def __iter__(self) -> DeviceEpoch:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch, on the device.
+
+        Blocks: until it is made and its copy was started, at most the loader's timeout.
+        Raises: as the iterator of a loader without a device.
+        """
+        try:
+            with self._epoch.waiting():
+                batch, receipt = self._batches.take(self._timeout_seconds)
+        except StopIteration:
+            self._epoch.deliver(None)
+            raise
+        except BaseException:
+            self._epoch.fail()
+            raise
+        try:
+            self._epoch.deliver(receipt.made)
+        except BaseException:
+            self._batches.close()
+            raise
+        return batch  # type: ignore[no-any-return]  # as `finish` made it
+
+    def close(self) -> None:
+        """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
+        self._epoch.close()
+        self._batches.close()
+
+    def __del__(self) -> None:
+        self._epoch.has_stopped = True  # nobody is left who could be told of its end
+        self.close()
+
+
+class _Receipt:
+    """What is counted at the delivery of a batch; no structure that a prefetcher would look into."""
+
+    __slots__ = ("made",)
+
+    def __init__(self, made: Made) -> None:
+        self.made = made._replace(batch={})
+
+
+class _Undelivered:
+    """An epoch's batches, not counted, each with its receipt: for the prefetcher's thread."""
+
+    def __init__(self, epoch: EpochIterator, finish: Callable[[Batch], Batch]) -> None:
+        self._epoch, self._finish = epoch, finish
+
+    def __iter__(self) -> _Undelivered:
+        return self
+
+    def __next__(self) -> tuple[Batch, _Receipt]:
+        made: Any = self._epoch.take(None)  # the consumer is the one that waits
+        if made is None:
+            raise StopIteration
+        return self._finish(made.batch), _Receipt(made)

@@ -1,0 +1,187 @@
+"""Does the copy to the device hide behind the training step, and at what rate does it go?
+
+Question: seconds a step over max(copy alone, compute alone), at batches of 1, 32 and 256 MB, of
+`DevicePrefetcher` from ordinary and from pinned memory, against `.to(device)`, against
+`.to(device, non_blocking=True)` from pinned memory, and against torch's DataLoader with pin_memory.
+Host-to-device GB/s over a bare pinned copy. Whether `torch.cuda.memory_reserved` is flat over 50 epochs.
+Whether a profiler sees copies under the compute. Values are checked on the device.
+Method: compute is matrix products that take about as long as the copy of that batch; STEPS a turn, the
+device synchronized at its ends; cases take turns; medians. Sources yield ready batches, so that only
+the way to the device is measured: nil is to be gained where a step is a few microseconds of launches.
+Run: `python -m benchmarks.device`, which says so and ends where there is no CUDA device.
+`--trace FILE` writes the profiler's trace. Results: benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from arrowcache.torch import DevicePrefetcher
+from benchmarks.measure import interleaved, machine
+
+MEGABYTES = (1, 32, 256)
+STEPS = {1: 200, 32: 60, 256: 20}
+REPEATS = 7
+EPOCHS = 50
+DISTINCT = 4  # batches, used in turn
+
+Compute = Callable[[torch.Tensor], None]
+
+
+class Ready(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Batches that are made already, one after another."""
+
+    def __init__(self, batches: list[torch.Tensor], steps: int) -> None:
+        self._batches, self._steps = batches, steps
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for step in range(self._steps):
+            yield self._batches[step % len(self._batches)]
+
+
+def run(batches: Iterable[torch.Tensor], compute: Compute) -> None:
+    for batch in batches:
+        compute(batch)
+    torch.cuda.synchronize()
+
+
+def moved(batches: Iterable[torch.Tensor], *, non_blocking: bool) -> Iterator[torch.Tensor]:
+    for batch in batches:
+        yield batch.to("cuda", non_blocking=non_blocking)
+
+
+def compute_for(seconds: float) -> Compute:
+    """Work of about so long, after a pass over the batch."""
+    matrix = torch.randn(2048, 2048, device="cuda") / 64
+    out = torch.empty_like(matrix)
+
+    def products(count: int) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(count):
+            torch.mm(matrix, matrix, out=out)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    products(50)
+    one = statistics.median(products(50) for _ in range(5)) / 50
+    count = max(1, round(seconds / one))
+
+    def compute(batch: torch.Tensor) -> None:
+        batch.sum()
+        for _ in range(count):
+            torch.mm(matrix, matrix, out=out)
+
+    return compute
+
+
+def measure(megabytes: int) -> dict[str, float]:
+    """Seconds a step of each case, and of copy and compute alone."""
+    steps, size = STEPS[megabytes], megabytes * 1_000_000 // 4
+    plain = [torch.rand(size) for _ in range(DISTINCT)]
+    pinned = [batch.pin_memory() for batch in plain]
+    target = torch.empty(size, device="cuda")
+
+    def bare_copy() -> None:
+        for step in range(steps):
+            target.copy_(pinned[step % DISTINCT], non_blocking=True)
+        torch.cuda.synchronize()
+
+    def nothing(batch: torch.Tensor) -> None:
+        pass
+
+    bare_copy()
+    compute = compute_for(interleaved({"copy": bare_copy}, 5)["copy"] / steps)
+    ours, ours_pinned = (
+        DevicePrefetcher(Ready(plain, steps), "cuda"),
+        DevicePrefetcher(Ready(pinned, steps), "cuda"),
+    )
+    torchs: Any = torch.utils.data.DataLoader(Ready(plain, steps), batch_size=None, pin_memory=True)
+    cases = {
+        "copy alone": bare_copy,
+        "compute alone": lambda: run((target for _ in range(steps)), compute),
+        "prefetcher": lambda: run(ours, compute),
+        "prefetcher, pinned": lambda: run(ours_pinned, compute),
+        ".to(device)": lambda: run(moved(Ready(plain, steps), non_blocking=False), compute),
+        ".to(non_blocking), pinned": lambda: run(moved(Ready(pinned, steps), non_blocking=True), compute),
+        "DataLoader(pin_memory)": lambda: run(moved(torchs, non_blocking=True), compute),
+        "prefetcher, pinned, no compute": lambda: run(ours_pinned, nothing),
+        "prefetcher, no compute": lambda: run(ours, nothing),
+    }
+    for case in cases.values():
+        case()
+    found = {name: seconds / steps for name, seconds in interleaved(cases, REPEATS).items()}
+    for number, batch in enumerate(ours):
+        assert torch.equal(batch.cpu(), plain[number % DISTINCT]), "values differ on the device"
+    ours.close()
+    ours_pinned.close()
+    return found
+
+
+def memory() -> tuple[int, int]:
+    """`memory_reserved` after the second epoch, and the most after any later one."""
+    batches = [torch.rand(8_000_000) for _ in range(DISTINCT)]
+    reserved = []
+    with DevicePrefetcher(batches, "cuda") as prefetcher:
+        for _ in range(EPOCHS):
+            for batch in prefetcher:
+                batch.sum()
+            reserved.append(torch.cuda.memory_reserved())
+    return reserved[1], max(reserved[1:])
+
+
+def hidden_share(trace: str | None) -> float:
+    """The share of copying time during which a kernel ran, as a profiler saw it."""
+    batches = [torch.rand(8_000_000).pin_memory() for _ in range(DISTINCT)]
+    compute = compute_for(0.003)
+    with DevicePrefetcher(Ready(batches, 40), "cuda") as prefetcher:
+        run(prefetcher, compute)
+        activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as profile:
+            run(prefetcher, compute)
+    if trace:
+        profile.export_chrome_trace(trace)
+    copies, kernels = [], []
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            span = (event.time_range.start, event.time_range.end)
+            (copies if "HtoD" in event.name else kernels).append(span)
+    hidden = sum(
+        max(0.0, min(copy[1], kernel[1]) - max(copy[0], kernel[0])) for copy in copies for kernel in kernels
+    )
+    return hidden / max(1e-9, sum(end - start for start, end in copies))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The way to the device, over its parts alone.")
+    parser.add_argument("--trace", help="where to write the profiler's trace")
+    trace = parser.parse_args().trace
+    print(machine())
+    print(f"PyTorch {torch.__version__}")
+    if not torch.cuda.is_available():
+        print("There is no CUDA device here: nothing was measured.")
+        return
+    print(torch.cuda.get_device_name())
+    for megabytes in MEGABYTES:
+        found = measure(megabytes)
+        copy, least = found["copy alone"], max(found["copy alone"], found["compute alone"])
+        print(f"\n{megabytes} MB a batch: step over max(copy, compute), which is {1000 * least:.3f} ms")
+        for name, seconds in found.items():
+            if "no compute" in name:
+                rate = megabytes / 1000 / seconds
+                print(f"{name:32} {rate:8.1f} GB/s, {copy / seconds:.2f} of a bare copy")
+            else:
+                print(f"{name:32} {1000 * seconds:8.3f} ms {seconds / least:8.2f}")
+    first, most = memory()
+    print(f"\nmemory_reserved over {EPOCHS} epochs: {first / 1e6:.1f} MB, at most {most / 1e6:.1f} MB")
+    print(f"share of copying time under kernels: {hidden_share(trace):.2f}")
+
+
+if __name__ == "__main__":
+    main()

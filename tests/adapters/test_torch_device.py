@@ -1,0 +1,576 @@
+"""DevicePrefetcher: any iterable, any structure, any end."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections import OrderedDict, UserDict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch
+from fake_device import FakeDevice
+from helpers import wait_until
+
+import arrowcache.torch.device
+from arrowcache.torch import DevicePrefetcher
+
+ROOT = Path(arrowcache.__file__).parent.parent
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    name: str
+    made: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "made", self.made + 1)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+
+
+class Movable:
+    """What brings its own `to`."""
+
+    def __init__(self, where="host"):
+        self.where = where
+
+    def to(self, device):
+        return Movable(str(device))
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Fake devices by name."""
+    devices: dict[str, FakeDevice] = {}
+
+    def backend_of(name):
+        return devices.setdefault(name, FakeDevice("random", seed=len(devices)))
+
+    monkeypatch.setattr(arrowcache.torch.device, "backend_of", backend_of)
+    return devices
+
+
+def batches(count: int, rows: int = 4):
+    for number in range(count):
+        yield {"x": torch.full((rows, 3), float(number)), "id": torch.full((rows,), number)}
+
+
+class Source:
+    """Batches anew for each `iter`; counts them, and may fail or wait."""
+
+    def __init__(self, count=10, fail_at=None, wait_at=None):
+        self.count, self.fail_at, self.wait_at = count, fail_at, wait_at
+        self.given = 0
+        self.closed = 0
+        self.go, self.is_waiting = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        try:
+            for number, batch in enumerate(batches(self.count)):
+                if number == self.fail_at:
+                    self.fail()
+                if number == self.wait_at:
+                    self.is_waiting.set()
+                    self.go.wait(60)
+                self.given += 1
+                yield batch
+        finally:
+            self.closed += 1
+
+    def fail(self):
+        raise ZeroDivisionError("of the source")
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "arrowcache-device"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    wait_until(lambda: not threads(), "the threads to end")
+
+
+def check(batch, number: int) -> None:
+    assert torch.equal(batch["x"], torch.full((4, 3), float(number)))
+    assert batch["id"].tolist() == [number] * 4
+
+
+def test_batches_arrive_in_order_in_every_iteration_over_the_same_memory():
+    source = Source()
+    with DevicePrefetcher(source, "cpu") as prefetcher:
+        for _ in range(3):
+            for number, batch in enumerate(prefetcher):
+                check(batch, number)
+            assert number == 9
+        del batch
+        first = prefetcher.stats()
+        for _ in range(50):
+            for _ in prefetcher:
+                pass
+        last = prefetcher.stats()
+    assert source.closed == 53
+    assert last.batches == 530
+    assert last.bytes == 530 * (48 + 32)
+    assert first.device_allocations <= last.device_allocations <= 2 * 4
+    assert last.device_bytes <= 4 * (48 + 32)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_on_a_fake_device_every_read_sees_its_batch(fakes, depth):
+    with DevicePrefetcher(Source(), "fake", depth) as prefetcher:
+        for _ in range(10):
+            for number, batch in enumerate(prefetcher):
+                fakes["fake"].read(batch["x"], torch.full((4, 3), float(number)))
+                fakes["fake"].read(batch["id"], torch.full((4,), number))
+            del batch
+        stats = prefetcher.stats()
+    assert stats.device_allocations <= 2 * (depth + 2)
+    assert stats.pinned_bytes <= depth * 2 * 256
+    fakes["fake"].finish()
+    assert fakes["fake"].errors == []
+    assert fakes["fake"].memory_bytes == 0
+
+
+def test_what_is_kept_is_never_overwritten_and_comes_back_when_it_dies(fakes):
+    with DevicePrefetcher(Source(40), "fake") as prefetcher:
+        kept = list(prefetcher)
+        device = fakes["fake"]
+        device.finish()
+        for number, batch in enumerate(kept):
+            check(batch, number)
+        assert prefetcher.stats().device_allocations >= 80
+        kept = kept[7]["x"][1:]
+        for _ in prefetcher:
+            pass
+        del _, batch
+        assert prefetcher.stats().device_bytes <= 48 + 5 * (48 + 32)
+    device.finish()
+    assert kept.tolist() == [[7.0] * 3] * 3
+    assert device.errors == []
+    assert device.memory_bytes == 48
+
+
+def test_no_more_than_depth_batches_are_ahead(fakes):
+    source = Source(50)
+    with DevicePrefetcher(source, "cpu", depth=3) as prefetcher:
+        for number, _ in enumerate(prefetcher):
+            wait_until(lambda number=number: source.given == min(50, number + 1 + 3), "the next batches")
+            if number == 10:
+                break
+        assert source.given == 14
+
+
+def test_a_prefetcher_lives_as_long_as_its_iterator():
+    numbers = [int(batch["id"][0]) for batch in DevicePrefetcher(Source(), "cpu")]
+    assert numbers == list(range(10))
+
+
+def test_any_structure_comes_back_in_its_form():
+    tensor = torch.arange(6.0).reshape(2, 3)
+    text = ["a", "b"]
+    batch = {
+        "tuple": (tensor, text, None),
+        "list": [tensor, {"deep": tensor.int()}],
+        "named": Pair(tensor, "n"),
+        "dataclass": Sample(tensor, "d"),
+        "slotted": Slotted(tensor),
+        "ordered": OrderedDict(b=tensor, a=1),
+        "user": UserDict(x=tensor),
+        "array": np.arange(4, dtype=np.uint16),
+        "readonly": np.broadcast_to(np.float32(3), (2, 2)),
+        "backwards": np.arange(4)[::-1],
+        "names": np.array(["a", "b"]),
+        "when": np.array([3], "datetime64[us]"),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "shape": torch.Size([1, 2]),
+        "kind": torch.float32,
+        "type": Sample,
+        "number": 3.5,
+        "moved": Movable(),
+    }
+    with DevicePrefetcher([batch], "cpu") as prefetcher:
+        (found,) = prefetcher
+    assert list(found) == list(batch)
+    assert torch.equal(found["tuple"][0], tensor)
+    assert found["tuple"][0].data_ptr() != tensor.data_ptr()
+    assert found["tuple"][1] is text
+    assert found["tuple"][2] is None
+    assert torch.equal(found["list"][1]["deep"], tensor.int())
+    assert type(found["named"]) is Pair
+    assert found["named"].name == "n"
+    assert torch.equal(found["named"].x, tensor)
+    assert (type(found["dataclass"]), found["dataclass"].made) == (Sample, 1)
+    assert torch.equal(found["dataclass"].x, tensor)
+    assert torch.equal(found["slotted"].x, tensor)
+    assert batch["slotted"].x is tensor
+    assert type(found["ordered"]) is OrderedDict
+    assert list(found["ordered"]) == ["b", "a"]
+    assert type(found["user"]) is UserDict
+    assert torch.equal(found["user"]["x"], tensor)
+    assert batch["user"]["x"] is tensor
+    assert found["array"].dtype == torch.uint16
+    assert found["array"].tolist() == [0, 1, 2, 3]
+    assert found["readonly"].tolist() == [[3, 3], [3, 3]]
+    assert found["backwards"].tolist() == [3, 2, 1, 0]
+    for name in ("names", "when", "shape", "kind", "type", "number"):
+        assert found[name] is batch[name]
+    assert found["scalar"].shape == ()
+    assert found["scalar"].item() == 7
+    assert found["empty"].shape == (0, 3)
+    assert found["moved"].where == "cpu"
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.complex64, torch.float64, torch.uint32],
+)
+def test_every_dtype(fakes, dtype):
+    source = [torch.arange(5).to(dtype), torch.ones(2, 2).to(dtype)[0]]
+    with DevicePrefetcher([source], "fake") as prefetcher:
+        (found,) = prefetcher
+    fakes["fake"].finish()
+    for new, old in zip(found, source, strict=True):
+        assert new.dtype == dtype
+        assert torch.equal(new, old)
+
+
+def test_odd_tensors(fakes):
+    images = torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    strided = torch.arange(20.0).reshape(4, 5)[:, ::2]
+    conjugate = torch.tensor([1 + 2j]).conj()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    sparse = torch.eye(3).to_sparse()
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
+    grown = torch.ones(2, requires_grad=True) * 2
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
+    source = [images, strided, conjugate, parameter, sparse, jagged, grown, packed]
+    with DevicePrefetcher([source], "fake") as prefetcher:
+        (found,) = prefetcher
+    fakes["fake"].finish()
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    for new, old in zip(found[:4], source[:4], strict=True):
+        assert torch.equal(new, old)
+    assert type(found[3]) is torch.nn.Parameter
+    assert torch.equal(found[4].to_dense(), torch.eye(3))
+    assert found[5].layout == torch.jagged
+    for new, old in zip(found[5].unbind(), jagged.unbind(), strict=True):
+        assert torch.equal(new, old)
+    assert found[6].grad_fn is not None
+    assert torch.equal(found[7].data, packed.data)
+
+
+def test_a_tensordict(fakes):
+    tensordict = pytest.importorskip("tensordict", reason="tensordict is not installed")
+    source = tensordict.TensorDict({"x": torch.rand(4, 2), "in": {"y": torch.arange(4)}}, batch_size=[4])
+    with DevicePrefetcher([source], "fake") as prefetcher:
+        (found,) = prefetcher
+        fakes["fake"].finish()
+    assert type(found) is type(source)
+    assert found.batch_size == source.batch_size
+    assert (found == source).all()
+    assert found["in", "y"].data_ptr() != source["in", "y"].data_ptr()
+    with DevicePrefetcher([source], devices=["a", "b"]) as prefetcher:
+        ((first, second),) = prefetcher
+        fakes["a"].finish()
+        fakes["b"].finish()
+    assert first["in", "y"].tolist() == [0, 1]
+    assert second["in", "y"].tolist() == [2, 3]
+
+
+def test_several_devices_each_get_their_part(fakes):
+    source = [
+        {"x": torch.arange(7) + 10 * number, "text": list("abcdefg"), "scalar": torch.tensor(number)}
+        for number in range(6)
+    ]
+    names = ["fake 0", "fake 1", "fake 2"]
+    with DevicePrefetcher(source, devices=names) as prefetcher:
+        for _ in range(4):
+            for number, parts in enumerate(prefetcher):
+                assert [part["text"] for part in parts] == [["a", "b"], ["c", "d"], ["e", "f", "g"]]
+                for name, part, start, stop in zip(names, parts, [0, 2, 4], [2, 4, 7], strict=True):
+                    fakes[name].read(part["x"], torch.arange(start, stop) + 10 * number)
+                    fakes[name].read(part["scalar"], torch.tensor(number))
+            del parts, part
+    for name in names:
+        fakes[name].finish()
+        assert fakes[name].errors == []
+        assert fakes[name].memory_bytes == 0
+
+
+def test_jagged_tensors_are_split_too():
+    rows = [torch.full((n, 2), float(n)) for n in (3, 0, 1, 2)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with DevicePrefetcher([jagged], devices=["cpu", "cpu"]) as prefetcher:
+        ((first, second),) = prefetcher
+    assert [len(row) for row in first.unbind()] == [3, 0]
+    assert [len(row) for row in second.unbind()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.zeros(3), torch.zeros(4)],
+        {"n": 3},
+        torch.zeros(1, 5),
+        [torch.zeros(4), Movable()],
+    ],
+)
+def test_what_cannot_be_split_is_an_error_that_says_so(batch):
+    prefetcher = DevicePrefetcher([batch], devices=["cpu", "cpu"])
+    with pytest.raises(ValueError, match="cannot be split among"):
+        next(iter(prefetcher))
+    prefetcher.close()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "xpu", "meta", "nonsense", "mps", object()])
+def test_a_device_that_does_not_exist_fails_in_the_constructor(device):
+    with pytest.raises(ValueError, match="'cpu'"):
+        DevicePrefetcher([], device)
+    with pytest.raises(ValueError, match="'cpu'"):
+        DevicePrefetcher([], devices=["cpu", device])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, ValueError),
+        ({"device": "cpu", "devices": ["cpu"]}, ValueError),
+        ({"devices": []}, ValueError),
+        ({"devices": "cpu"}, ValueError),
+        ({"device": "cpu", "depth": 0}, ValueError),
+        ({"device": "cpu", "depth": 2.5}, TypeError),
+        ({"device": "cpu", "iterable": 3}, TypeError),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, error):
+    with pytest.raises(error):
+        DevicePrefetcher(**{"iterable": [], **arguments})
+
+
+def test_an_exception_of_the_source_comes_in_its_place_with_its_traceback():
+    with DevicePrefetcher(Source(fail_at=4), "cpu") as prefetcher:
+        for _ in range(3):
+            iterator, seen = iter(prefetcher), []
+            with pytest.raises(ZeroDivisionError, match="of the source") as caught:
+                seen.extend(int(batch["id"][0]) for batch in iterator)
+            assert "in fail" in "".join(traceback.format_tb(caught.tb))
+            assert list(iterator) == []
+            with pytest.raises(ZeroDivisionError):
+                list(prefetcher)
+
+
+def test_an_exception_of_iter_comes_from_iter():
+    class Broken:
+        def __iter__(self):
+            raise KeyError("no")
+
+    with DevicePrefetcher(Broken(), "cpu") as prefetcher, pytest.raises(KeyError):
+        iter(prefetcher)
+
+
+def test_an_exception_in_the_loop_ends_the_iteration():
+    source = Source(100)
+    prefetcher = DevicePrefetcher(source, "cpu")
+
+    def step(batch):
+        raise RuntimeError("of the step")
+
+    with pytest.raises(RuntimeError, match="of the step"):
+        list(map(step, prefetcher))
+    prefetcher.close()
+    assert source.closed == 1
+
+
+def test_a_break_ends_the_iteration_and_the_next_begins_anew(fakes):
+    source = Source(100)
+    with DevicePrefetcher(source, "fake") as prefetcher:
+        for _ in range(10):
+            for number, batch in enumerate(prefetcher):
+                fakes["fake"].read(batch["x"], torch.full((4, 3), float(number)))
+                if number == 5:
+                    break
+        del batch
+        assert prefetcher.stats().device_allocations <= 2 * 4
+    assert source.closed == 10
+    fakes["fake"].finish()
+    assert fakes["fake"].errors == []
+    assert fakes["fake"].memory_bytes == 0
+
+
+def test_an_iterator_of_the_users_own_is_not_closed():
+    generator = batches(10)
+    with DevicePrefetcher(generator, "cpu", depth=1) as prefetcher:
+        check(next(iter(prefetcher)), 0)
+    assert int(next(generator)["id"][0]) in (1, 2)
+
+
+def test_a_newer_iteration_ends_the_one_in_progress():
+    with DevicePrefetcher(Source(), "cpu") as prefetcher:
+        older = iter(prefetcher)
+        check(next(older), 0)
+        newer = iter(prefetcher)
+        check(next(newer), 0)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="a newer one began"):
+                next(older)
+        check(next(newer), 1)
+
+
+def test_sources_are_let_go_when_their_copy_is_over():
+    alive: list[weakref.ref] = []
+
+    def source():
+        for batch in batches(5):
+            alive.append(weakref.ref(batch["x"].untyped_storage()))
+            yield batch
+            del batch
+
+    with DevicePrefetcher(source(), "cpu") as prefetcher:
+        kept = list(prefetcher)
+        gc.collect()
+        wait_until(lambda: not any(ref() is not None for ref in alive), "the sources to be let go")
+    assert len(kept) == len(alive) == 5
+
+
+def test_close_ends_all_and_may_be_called_again():
+    source = Source(100)
+    prefetcher = DevicePrefetcher(source, "cpu")
+    iterator = iter(prefetcher)
+    kept = next(iterator)
+    prefetcher.close()
+    prefetcher.close()
+    assert threads() == []
+    assert list(iterator) == []
+    with pytest.raises(ValueError, match="closed"):
+        iter(prefetcher)
+    check(kept, 0)
+    assert prefetcher.stats().device_bytes == 0
+
+
+def test_close_does_not_wait_long_for_a_source_that_hangs(fakes, monkeypatch):
+    monkeypatch.setattr(arrowcache.torch.device, "_JOIN_SECONDS", 0.01)
+    source = Source(wait_at=2)
+    prefetcher = DevicePrefetcher(source, "fake")
+    iterator = iter(prefetcher)
+    next(iterator)
+    assert source.is_waiting.wait(20)
+    prefetcher.close()
+    assert threads()
+    source.go.set()
+    wait_until(lambda: not threads(), "the thread to end by itself")
+    fakes["fake"].finish()
+    assert fakes["fake"].memory_bytes == 0
+    assert source.closed == 1
+
+
+def test_dropping_all_ends_the_thread():
+    source = Source(100)
+    iterator = iter(DevicePrefetcher(source, "cpu"))
+    next(iterator)
+    del iterator
+    wait_until(lambda: not threads() and source.closed, "the thread to end")
+
+
+def test_an_interrupted_step_gives_all_back(fakes, monkeypatch):
+    def interrupted(sent):
+        raise KeyboardInterrupt
+
+    with DevicePrefetcher(Source(100), "fake") as prefetcher:
+        for _ in range(5):
+            iterator = iter(prefetcher)
+            next(iterator)
+            with monkeypatch.context() as patch:
+                patch.setattr(prefetcher._copiers[0], "receive", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    next(iterator)
+            with pytest.raises(StopIteration):
+                next(iterator)
+        assert prefetcher.stats().device_allocations <= 2 * 4
+        assert len(list(prefetcher)) == 100
+
+
+def test_it_has_the_length_of_its_source():
+    with DevicePrefetcher([1, 2, 3], "cpu") as prefetcher:
+        assert len(prefetcher) == 3
+        assert list(prefetcher) == [1, 2, 3]
+    with DevicePrefetcher(Source(), "cpu") as prefetcher, pytest.raises(TypeError):
+        len(prefetcher)
+
+
+def test_a_torch_dataloader_as_the_source():
+    data = torch.utils.data.TensorDataset(torch.arange(40.0), torch.arange(40))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    with DevicePrefetcher(loader, "cpu") as prefetcher:
+        for _ in range(3):
+            assert torch.cat([ids for _, ids in prefetcher]).tolist() == list(range(40))
+        assert len(prefetcher) == 5
+
+
+EXITS = {
+    "in the loop": "for batch in prefetcher: sys.exit(7)",
+    "by an exception": "for batch in prefetcher: raise SystemExit(7)",
+    "with an iterator in hand": "iterator = iter(prefetcher); next(iterator); sys.exit(7)",
+    "in a hanging source": "prefetcher = DevicePrefetcher(hang(), 'cpu'); it = iter(prefetcher); sys.exit(7)",
+    "in a thread": (
+        "t = threading.Thread(target=lambda: [None for b in prefetcher], daemon=True); t.start(); sys.exit(7)"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", EXITS)
+def test_the_interpreter_ends(way):
+    script = (
+        "import sys, threading, torch\n"
+        "from arrowcache.torch import DevicePrefetcher\n"
+        "import arrowcache.torch.device as module\n"
+        "module._JOIN_SECONDS = 0.1\n"
+        "def endless():\n    while True: yield {'x': torch.zeros(1000)}\n"
+        "def hang():\n    threading.Event().wait(); yield\n"
+        "prefetcher = DevicePrefetcher(endless(), 'cpu')\n" + EXITS[way]
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60,
+        check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_in_a_forked_child_it_says_what_to_do():
+    with DevicePrefetcher(Source(), "cpu") as prefetcher:
+        iterator = iter(prefetcher)
+        next(iterator)
+        pid = os.fork()
+        if pid == 0:
+            good = 0
+            for attempt in (lambda: next(iterator), lambda: iter(prefetcher)):
+                try:
+                    attempt()
+                except ValueError as error:
+                    good += "forked" in str(error)
+            os._exit(good)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+        check(next(iterator), 1)

@@ -2,7 +2,8 @@
 
 Question 1: from `iter` to the first batch in hand, data ready: of the first epoch of a loader, and
 of later ones. Question 2: in `repeat()`, the gap between the last batch of an epoch and the first of
-the next, over the usual gap between two batches, for a consumer that works a few milliseconds a step.
+the next, over the usual gap between two batches, for a consumer that waits 3 ms a step, as for a GPU,
+and for one that spins in Python for as long and never lets go of the GIL.
 Method: caches of 1 GiB, page cache warm: 64 KiB rows in batches of 64, and 1 KiB rows (10^6 of them)
 in batches of 1,024; medians of several epochs. The usual gap is the median of `next` plus the step;
 a seam's is that at an epoch's first batch.
@@ -39,7 +40,9 @@ def first_batch(cache: ac.Cache, batch_rows: int, shuffle: str | None) -> tuple[
     return times[0] * 1e3, statistics.median(times[1:]) * 1e3
 
 
-def seam(cache: ac.Cache, batch_rows: int, shuffle: str | None) -> tuple[float, float, float]:
+def seam(
+    cache: ac.Cache, batch_rows: int, shuffle: str | None, *, is_busy: bool
+) -> tuple[float, float, float]:
     """Milliseconds of the usual gap between two batches, of the median seam and of the longest."""
     usual: list[float] = []
     seams: list[float] = []
@@ -49,8 +52,11 @@ def seam(cache: ac.Cache, batch_rows: int, shuffle: str | None) -> tuple[float, 
         steps, step = loader.steps or 0, 1
         began = time.perf_counter()
         while len(seams) < EPOCHS:
-            while time.perf_counter() - began < STEP_SECONDS:
-                pass  # a training step that needs the CPU and, now and then, lets go of the GIL
+            if is_busy:
+                while time.perf_counter() - began < STEP_SECONDS:
+                    pass  # it holds the GIL throughout
+            else:
+                time.sleep(max(0.0, began + STEP_SECONDS - time.perf_counter()))  # as for a GPU
             next(iterator)
             now = time.perf_counter()
             (seams if step % steps == 0 else usual).append(now - began)
@@ -63,17 +69,18 @@ def seam(cache: ac.Cache, batch_rows: int, shuffle: str | None) -> tuple[float, 
 def main() -> None:
     print(machine())
     print("milliseconds")
-    header = ("row", "batch", "shuffle", "first epoch", "later", "usual gap", "seam", "over usual", "worst")
-    print(" ".join(f"{name:>11}" for name in header))
+    header = ("row", "batch", "shuffle", "first epoch", "later", "gap", "seam", "ratio", "worst")
+    print(" ".join(f"{name:>11}" for name in (*header, "busy: gap", "seam", "ratio", "worst")))
     for row_bytes, batch_rows in ((65536, 64), (1024, 1024)):
         with tempfile.TemporaryDirectory() as folder:
             cache = filled_cache(Path(folder) / "cache", row_bytes, TOTAL_BYTES)
             for batch in ac.Loader(cache, 1024):  # touch every page once
                 del batch
             for shuffle in ("rows", "window", "blocks", None):
-                first, later = first_batch(cache, batch_rows, shuffle)
-                usual, at_seam, worst = seam(cache, batch_rows, shuffle)
-                figures = (first, later, usual, at_seam, at_seam / usual, worst)
+                figures = [*first_batch(cache, batch_rows, shuffle)]
+                for is_busy in (False, True):
+                    usual, at_seam, worst = seam(cache, batch_rows, shuffle, is_busy=is_busy)
+                    figures += [usual, at_seam, at_seam / usual, worst]
                 text = " ".join(f"{figure:11.2f}" for figure in figures)
                 print(f"{row_bytes:11} {batch_rows:11} {shuffle!s:>11} {text}")
             cache.close()

@@ -103,8 +103,14 @@ class Feed:
                 keep = partial(setattr, self, "_upcoming", epoch)
                 if not self._pipeline.unless_ended(self.stream, keep):
                     self._drop(epoch)
+                elif epoch.plan.shuffle in ("window", None):  # it begins where this one gave up what it read
+                    self._readahead.soon(partial(self._warm_first, epoch))
         finally:
             done.set_result(None)
+
+    def _warm_first(self, epoch: Epoch) -> None:
+        for index in epoch.order.segments_span(0):
+            epoch.snapshot.warm(index, lambda: not self.stream.ended)
 
     def _go_on(self, ahead: Future[None]) -> bool:
         """Make the next epoch the one being made; False: the stream has ended."""
@@ -126,7 +132,9 @@ class Feed:
             if self._upcoming is not upcoming:  # else whoever ended the stream dropped it
                 self._drop(upcoming)
             return False
-        self._drop(previous)  # after the new one: what both read stays mapped
+        self._assembly.end(previous)
+        self._readahead.retire([previous.snapshot])  # after the new one: what both read stays mapped
+        self._readahead.soon(partial(self._epochs.ended, previous))
         return True
 
     def _stop_leasing(self, epoch: Epoch) -> None:

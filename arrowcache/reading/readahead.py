@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from arrowcache.reading.epoch import Epoch
@@ -74,17 +75,27 @@ class ReadAhead:
 
     def follow(self, epoch: Epoch, *, in_order: bool) -> None:
         """An epoch begins. `in_order`: it reads segments one after another, as `reach` will tell."""
-        rest: list[Snapshot] = []
         with self._changed:
-            rest, self._kept, self._kept_until = self._kept, [], None
+            rest, self._kept_until = self._kept.copy(), None
             segments = epoch.snapshot.segments
             self._touched &= {segment.seq for segment in segments}
             self._epoch, self._in_order, self._passed = epoch, in_order, 0
             self._newest = segments[-1].seq if segments else -1
             fits = epoch.snapshot.nbytes <= memory_bytes() // 2
             self._want(range(len(segments)) if fits and not in_order else range(0))
-        for snapshot in rest:  # after the new one was mapped: what both read stays mapped
+        self.retire(rest)  # after the new one was mapped: what both read stays mapped
+
+    def retire(self, snapshots: list[Snapshot]) -> None:
+        """Close snapshots soon, in this thread: each of a dozen system calls may cost who asks 5 ms."""
+        with self._changed:
+            self._kept += [snapshot for snapshot in snapshots if snapshot not in self._kept]
+        self.soon(partial(self._close_all, snapshots))
+
+    def _close_all(self, snapshots: list[Snapshot]) -> None:
+        for snapshot in snapshots:
             snapshot.close()
+        with self._changed:  # after they are closed: Ctrl-C loses none
+            self._kept = [snapshot for snapshot in self._kept if snapshot not in snapshots]
 
     def soon(self, errand: Callable[[], None]) -> None:
         """Do something else ahead, before all that is only to be warm."""
@@ -138,10 +149,7 @@ class ReadAhead:
         """Let go of every lease that is not the running epoch's."""
         with self._changed:
             rest = self._kept.copy()
-        for snapshot in rest:
-            snapshot.close()
-        with self._changed:  # after they are closed: Ctrl-C loses none
-            self._kept = [snapshot for snapshot in self._kept if snapshot not in rest]
+        self._close_all(rest)
         self._also_drop()
 
     def close(self) -> None:

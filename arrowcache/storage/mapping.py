@@ -36,6 +36,7 @@ for _library in (_libc, _quick):
     _library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _quick.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_quick.lseek.argtypes, _quick.lseek.restype = [ctypes.c_int, ctypes.c_long, ctypes.c_int], ctypes.c_long
 
 
 def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0) -> int:
@@ -73,10 +74,10 @@ def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
 
     Raises: OSError: it cannot be opened. ValueError: empty, or longer than `limit`.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    nbytes = os.fstat(fd).st_size
+    fd = _open(path)
+    nbytes = _quick.lseek(fd, 0, os.SEEK_END)
     if not 0 < nbytes <= limit:
-        os.close(fd)
+        _quick.close(fd)
         raise ValueError(f"{os.path.basename(path)} has {nbytes} bytes, a segment has 1 to {limit}")
     return fd, nbytes
 

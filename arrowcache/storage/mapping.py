@@ -196,7 +196,7 @@ def _interrupt_again() -> None:
     _thread.interrupt_main()
 
 
-def _open(path: Path | str) -> int:
+def _open(path: str | os.PathLike[str]) -> int:
     fd = int(_quick.open(os.fsencode(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
     if fd < 0:
         code = ctypes.get_errno()

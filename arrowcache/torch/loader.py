@@ -18,13 +18,15 @@ from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.delivery import DeviceEpoch
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
+from arrowcache.torch.distributed import rank_of_process
 
 
 class Loader(NumpyLoader):
     """Batches as `dict[str, torch.Tensor]`: each `for` is an epoch over a new snapshot.
 
     Arguments, epochs, waiting and errors are those of `arrowcache.Loader`; `transform` is called
-    with NumPy arrays, in the background thread. Tensors are (batch_size, *shape).
+    with NumPy arrays, in the background thread. Where torch.distributed is initialized, rank and
+    world_size are its, unless given. Tensors are (batch_size, *shape).
 
     Args:
         device: None: tensors are on the CPU and share memory with the ring's buffers. Else such as "cuda":
@@ -66,6 +68,7 @@ class Loader(NumpyLoader):
     ) -> None:
         if device is not None:
             self._prefetcher = DevicePrefetcher((), device)
+        rank, world_size = rank_of_process(rank, world_size)
         super().__init__(
             cache,
             batch_size,

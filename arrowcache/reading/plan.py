@@ -226,8 +226,10 @@ class Survivors:
         if self.steps * self._step_rows > self.rows and self._share.world_size > 1:
             return range(int(self._kept_before[-1]))  # the padding reads the first rows once more
         first, last = self._planned_row(step), self._planned_row(step + 1) - 1
-        start = self._planned.segments_span(first).start
-        stop = max(start, self._planned.segments_span(max(first, last)).stop)
+        spans = [
+            self._planned.segments_span(row) for row in (first, max(first, last))
+        ]  # of one pass, or of two
+        start, stop = min(span.start for span in spans), max(span.stop for span in spans)
         return range(int(self._kept_before[start]), int(self._kept_before[stop]))
 
     def _planned_row(self, step: int) -> int:

@@ -259,3 +259,12 @@ def test_a_window_over_what_is_left_gives_up_segments_as_it_goes():
         spans.append(order.segments_span(len(spans)))
     assert max(len(span) for span in spans) <= 6
     assert spans[-1].start >= 36
+
+
+def test_a_step_of_two_passes_needs_the_segments_of_both():
+    made, present = plan([2, 15, 1, 1], shuffle="window", epoch_rows=20), [0, 1]
+    order = made.order_of(segments(made, present), 1, Share(0, 2), False)
+    for step in range(order.steps):
+        ids = order.batches(step, step + 1)
+        span = order.segments_span(step)
+        assert all(present.index(seq) in span for seq, _ in named(made, present, ids))

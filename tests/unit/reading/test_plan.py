@@ -263,8 +263,8 @@ def test_a_window_over_what_is_left_gives_up_segments_as_it_goes():
 
 def test_a_step_of_two_passes_needs_the_segments_of_both():
     made, present = plan([2, 15, 1, 1], shuffle="window", epoch_rows=20), [0, 1]
-    order = made.order_of(segments(made, present), 1, Share(0, 2), False)
-    for step in range(order.steps):
-        ids = order.batches(step, step + 1)
-        span = order.segments_span(step)
+    orders = [made.order_of(segments(made, present), 1, Share(rank, 2), False) for rank in range(2)]
+    for step in range(orders[0].steps):
+        ids = np.concatenate([order.batches(step, step + 1) for order in orders])
+        span = orders[0].segments_span(step)
         assert all(present.index(seq) in span for seq, _ in named(made, present, ids))

@@ -415,12 +415,21 @@ def test_an_exception_that_cannot_be_pickled_arrives_as_text(cache):
         next(iter(loader))
 
 
-def test_a_stop_iteration_of_a_transform_ends_no_loop(cache):
+@pytest.mark.parametrize("kind", [StopIteration, SystemExit, KeyboardInterrupt])
+def test_what_a_transform_raises_ends_neither_the_loop_nor_the_program_as_if_all_was_well(cache, kind):
     def transform(batch):
-        raise StopIteration
+        raise kind
 
-    with loader_of(cache, transform=transform) as loader, pytest.raises(RuntimeError, match="StopIteration"):
+    with loader_of(cache, transform=transform) as loader, pytest.raises(RuntimeError, match=kind.__name__):
         next(iter(loader))
+
+
+def test_a_transform_that_returns_no_column_is_an_error_and_the_next_epoch_another(cache):
+    """It hung, and left a loader that was short of memory, as it said."""
+    with loader_of(cache, transform=lambda batch: {}) as loader:
+        for _ in range(2):
+            with pytest.raises(TypeError, match="at least one column"):
+                next(iter(loader))
 
 
 def test_an_exception_of_the_scripts_own_class_is_caught_by_it(cache):

@@ -80,6 +80,8 @@ def pack(batch: object) -> list[Packed]:
         raise TypeError(
             f"a transform must return a dict of columns in a worker process, not {_name(batch)}: {_WAY_OUT}"
         )
+    if not batch:
+        raise TypeError("a transform must return at least one column in a worker process, not an empty dict")
     return [_pack_column(name, value) for name, value in batch.items()]
 
 

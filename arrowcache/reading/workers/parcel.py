@@ -76,7 +76,7 @@ def unpack_error(packed: bytes) -> BaseException:
             error = None
     if not isinstance(error, BaseException):
         return WorkerError(f"a worker process failed with what cannot be pickled:\n{text}")
-    if isinstance(error, StopIteration):  # it would end the consumer's loop as if all was well
+    if isinstance(error, StopIteration) or not isinstance(error, Exception):  # as if all was well
         error = RuntimeError(f"a transform raised {error!r}")
     error.__cause__ = WorkerTraceback(text)
     return error

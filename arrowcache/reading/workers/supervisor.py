@@ -113,6 +113,9 @@ class Supervisor:
 
     def make(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int) -> Future[Finished]:
         future: Future[Finished] = Future()
+        if self._failure is not None:
+            future.set_exception(self._failure)
+            return future
         try:
             block = self.ring.take(ids.nbytes)
         except MemoryError as error:
@@ -397,7 +400,11 @@ class Supervisor:
             assert request.serial == message["id"]
             if say == "made":
                 self._deaths = 0
-                self._deliver(request, message)
+                try:
+                    self._deliver(request, message)
+                except BaseException as error:
+                    self._fail(request, error)  # nobody else knows of it any more
+                    raise
                 return
             if message["kept"]:
                 self._abandon_slots(request)

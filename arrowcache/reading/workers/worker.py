@@ -92,7 +92,8 @@ def main(end: int, memory: int, plan: int, parent: int, number: int) -> None:
         settings, _, transform = bytes_of(plan).partition(b"\n")
         maker = Maker(map_all(memory), json.loads(settings), transform, number)
     except BaseException as error:  # noqa: BLE001  # the main process raises it
-        _tell(channel, {"say": "failed", "id": None, "kept": False}, error)
+        with suppress(BrokenPipeError, ConnectionResetError):  # the main process has gone
+            _tell(channel, {"say": "failed", "id": None, "kept": False}, error)
         channel.close()
         return
     finally:

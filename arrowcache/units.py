@@ -81,3 +81,12 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def require_function(function: object, name: str) -> None:
+    """Make sure that an argument is a function, or None for none.
+
+    Raises: TypeError: it is neither.
+    """
+    if function is not None and not callable(function):
+        raise TypeError(f"{name} must be a function or None, not {function!r}")

@@ -309,10 +309,10 @@ class Schema(Mapping[str, FieldType]):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SchemaError(f"not a schema description: {error!r} in {described!r}") from error
 
-    def select(self, columns: object) -> tuple[str, ...]:
+    def select(self, columns: object, least: int = 0) -> tuple[str, ...]:
         """Check a column choice: None for all, else known names without repeats.
 
-        Raises: ValueError: an unknown or repeated name. TypeError: a plain text.
+        Raises: ValueError: an unknown or repeated name, fewer than `least`. TypeError: a plain text.
         """
         if columns is None:
             return tuple(self._fields)
@@ -324,6 +324,8 @@ class Schema(Mapping[str, FieldType]):
                 raise ValueError(f"unknown column {name!r}: the cache has {', '.join(self._fields)}")
         if len(set(names)) != len(names):
             raise ValueError(f"columns {names} names a column twice")
+        if len(names) < least:
+            raise ValueError("columns is empty: name at least one, or None for all")
         return names
 
 

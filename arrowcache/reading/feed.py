@@ -64,7 +64,7 @@ class Feed:
 
     def _jobs_of(self, epoch: Epoch, awaited: bool, ahead: Future[None]) -> Iterator[Job]:
         shuffle, order, snapshot = epoch.plan.shuffle, epoch.order, epoch.snapshot
-        in_order = shuffle in ("window", None)
+        in_order = epoch.plan.is_in_order
         self._readahead.follow(epoch, in_order=in_order)
         ahead_rows = (
             epoch.plan.window_rows // 2 if shuffle == "window" else _AHEAD_BYTES // snapshot.row_bytes
@@ -103,7 +103,7 @@ class Feed:
                 keep = partial(setattr, self, "_upcoming", epoch)
                 if not self._pipeline.unless_ended(self.stream, keep):
                     self._drop(epoch)
-                elif epoch.plan.shuffle in ("window", None):  # it begins where this one gave up what it read
+                elif epoch.plan.is_in_order:  # it begins where this one gave up what it read
                     self._readahead.soon(partial(self._warm_first, epoch))
         finally:
             done.set_result(None)

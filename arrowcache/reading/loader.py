@@ -30,7 +30,7 @@ from arrowcache.reading.view import uncopied
 from arrowcache.reading.workers.remote import RemoteAssembly
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds
+from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds, require_function
 
 if TYPE_CHECKING:
     from typing import Self
@@ -106,12 +106,9 @@ class Loader:
     ) -> None:
         self._store = store_of(cache)
         settings = self._store.settings
-        self._names = settings.schema.select(columns)
-        if not self._names:
-            raise ValueError("columns is empty: name at least one, or None for all")
-        for name, function in (("transform", transform), ("where", where)):
-            if function is not None and not callable(function):
-                raise TypeError(f"{name} must be a function or None, not {function!r}")
+        self._names = settings.schema.select(columns, least=1)
+        require_function(transform, "transform")
+        require_function(where, "where")
         self._terms = terms_of(
             settings,
             self._names,

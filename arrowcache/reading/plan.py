@@ -64,6 +64,11 @@ class Plan:
         """Rows of the whole epoch, of all ranks together."""
         return int(self.rows.sum()) if self.epoch_rows is None else self.epoch_rows
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether segments are read one after another, oldest first."""
+        return self.shuffle in ("window", None)
+
     def at(self, position: int) -> Plan:
         """The same epoch from another position on."""
         return replace(self, position=position)

@@ -255,9 +255,7 @@ class Snapshot:
             that lie in two segments, more views alive than the kernel allows mappings.
         """
         schema = self._store.settings.schema
-        names = schema.select(columns)
-        if not names:
-            raise ValueError("columns is empty: name at least one, or None for all")
+        names = schema.select(columns, least=1)
         viewer = Viewer(schema, names)
         if copied := [name for name in names if name not in viewer.names]:
             raise ValueError(f"columns {copied} are made of Python objects, which are copies: leave them out")

@@ -39,12 +39,25 @@ _quick.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
 _quick.lseek.argtypes, _quick.lseek.restype = [ctypes.c_int, ctypes.c_long, ctypes.c_int], ctypes.c_long
 
 
-def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0) -> int:
-    result = _quick.mmap(address or None, nbytes, protection, flags, fd, start)
+def _mmap(
+    address: int,
+    nbytes: int,
+    protection: int,
+    flags: int,
+    fd: int = -1,
+    start: int = 0,
+    library: ctypes.CDLL = _quick,
+) -> int:
+    result = library.mmap(address or None, nbytes, protection, flags, fd, start)
     if result is None or result == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
     return int(result)
+
+
+def _for_unmapping(nbytes: int) -> ctypes.CDLL:
+    """Whose call unmaps so many bytes of which pages may be mapped: large ones take long."""
+    return _quick if nbytes < _KEPT_GIL_BYTES else _libc
 
 
 def _munmap(address: int, nbytes: int, pid: int) -> None:
@@ -114,7 +127,7 @@ class AddressRange:
     def unmap(self, offset: int, nbytes: int) -> None:
         """Turn addresses into reserved ones again, whatever files are mapped there."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        _mmap(self.address + offset, nbytes, _PROT_NONE, flags)
+        _mmap(self.address + offset, nbytes, _PROT_NONE, flags, library=_for_unmapping(nbytes))
         _quick.madvise(self.address + offset, nbytes, mmap.MADV_DONTFORK)
 
     def buffer(self, offset: int, nbytes: int) -> pa.Buffer:
@@ -184,7 +197,7 @@ class FileMapping:
             return
         if self.address:
             _live.pop(self.address, None)  # first: once unmapped, the address is anybody's
-            library = _quick if self._touched_bytes < _KEPT_GIL_BYTES else _libc
+            library = _for_unmapping(self._touched_bytes)
             address, self.address = self.address, 0
             library.munmap(address, self.nbytes)
         if self._on_unmap is not None:

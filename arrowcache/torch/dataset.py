@@ -25,6 +25,7 @@ from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.descriptor import Descriptor, Made, Rows, failure
 from arrowcache.torch.loader import to_tensor
 from arrowcache.torch.sampler import EpochBatchSampler
+from arrowcache.units import require_function
 
 Transform = Callable[[dict[str, Any]], Any]
 
@@ -62,11 +63,8 @@ class CacheDataset(Dataset[dict[str, Any]]):
         transform: Transform | None = None,
     ) -> None:
         self._store = store_of(cache)
-        self._names = tuple(self._store.settings.schema.select(columns))
-        if not self._names:
-            raise ValueError("columns is empty: name at least one, or None for all")
-        if transform is not None and not callable(transform):
-            raise TypeError(f"transform must be a function or None, not {transform!r}")
+        self._names = self._store.settings.schema.select(columns, least=1)
+        require_function(transform, "transform")
         self._transform = transform
 
     def __getitems__(self, indices: Sequence[int]) -> Any:

@@ -36,7 +36,7 @@ from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.dataset import Transform, tensors_of
 from arrowcache.torch.distributed import rank_of_process
 from arrowcache.torch.numbers import EpochNumbers, Turn
-from arrowcache.units import parse_count, parse_seconds
+from arrowcache.units import parse_count, parse_seconds, require_function
 
 _FORMAT = "arrowcache.iterable"
 _POLL_SECONDS = 0.005
@@ -112,12 +112,9 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     ) -> None:
         self._store = store_of(cache)
         settings = self._store.settings
-        self._names = tuple(settings.schema.select(columns))
-        if not self._names:
-            raise ValueError("columns is empty: name at least one, or None for all")
-        for name, function in (("transform", transform), ("where", where)):
-            if function is not None and not callable(function):
-                raise TypeError(f"{name} must be a function or None, not {function!r}")
+        self._names = settings.schema.select(columns, least=1)
+        require_function(transform, "transform")
+        require_function(where, "where")
         self._terms = terms_of(
             settings,
             self._names,
@@ -248,7 +245,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         assert epoch is not None  # nobody cancels it
         try:
             self._place = place = place._replace(plan=epoch.plan)
-            in_order = epoch.plan.shuffle in ("window", None)
+            in_order = epoch.plan.is_in_order
             for step in range(turn.worker + place.made * turn.workers, epoch.order.steps, turn.workers):
                 if in_order:
                     epoch.snapshot.release_oldest(epoch.order.segments_span(step).start)

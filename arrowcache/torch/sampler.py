@@ -28,7 +28,7 @@ from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.descriptor import Rows
 from arrowcache.torch.distributed import rank_of_process
 from arrowcache.torch.snapshots import Sending
-from arrowcache.units import parse_count, parse_seconds
+from arrowcache.units import parse_count, parse_seconds, require_function
 
 _DRAWN_ROWS = 4096  # row ids are computed for so many at once
 
@@ -81,8 +81,7 @@ class EpochBatchSampler(Sampler[list[int]]):
             wait_rows=wait_rows,
             window_bytes=window_bytes,
         )
-        if where is not None and not callable(where):
-            raise TypeError(f"where must be a function or None, not {where!r}")
+        require_function(where, "where")
         self._where = where
         self._timeout = parse_seconds(timeout, "timeout")
         self._ranks = rank, world_size, run_id
@@ -243,7 +242,7 @@ class EpochRows(Iterator[list[int]]):
 
 
 def _rows_of(sending: Sending, epoch: Epoch, batch_size: int) -> Iterator[Rows]:
-    order, in_order = epoch.order, epoch.plan.shuffle in ("window", None)
+    order, in_order = epoch.order, epoch.plan.is_in_order
     size = max(1, _DRAWN_ROWS // batch_size)
     for first in range(0, order.steps, size):
         last = min(first + size, order.steps)

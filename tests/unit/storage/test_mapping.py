@@ -9,6 +9,7 @@ import signal
 import pytest
 from helpers import in_child, wait_until
 
+from arrowcache.storage import mapping
 from arrowcache.storage.mapping import AddressRange, FileMapping, open_file
 
 PAGE = 4096
@@ -69,6 +70,16 @@ def test_a_file_that_does_not_fit_or_is_empty_is_refused(file, tmp_path):
     with pytest.raises(OSError):
         FileMapping(link)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_unmapping_much_lets_go_of_the_gil(monkeypatch):
+    """Of a finished epoch's segments it takes long; all other threads stood still meanwhile."""
+    area, called = AddressRange(16 << 20), []
+    without_gil = mapping._libc.mmap
+    monkeypatch.setattr(mapping._libc, "mmap", lambda *call: called.append(call[1]) or without_gil(*call))
+    area.unmap(0, PAGE)
+    area.unmap(0, 16 << 20)
+    assert called == [16 << 20]
 
 
 def test_a_range_lives_as_long_as_a_buffer_over_it(file):

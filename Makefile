@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 EXTRAS := dev
 ENV := .envs/newest
 RUN := $(ENV)/bin/python
-BENCH := gather loader ingest gil startup segments views threads epochs window shuffle memory device
+BENCH := gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers device
 
 # Nothing of the shell's own Python may reach the environments.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME

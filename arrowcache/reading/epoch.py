@@ -49,6 +49,7 @@ class Epoch:
     order: Order
     delivered: int = 0  # steps
     is_cold: bool = False  # some of it had to be read from the disk
+    was_resumed: bool = False
 
     def rest(self) -> Plan:
         """What was not delivered yet."""
@@ -84,18 +85,24 @@ class Epochs:
     ) -> None:
         self._store, self._where, self._terms = store, where, terms
         self._timeout_seconds = timeout_seconds
-        self._agreement = None if membership is None else Agreement(store, membership)
-        alone = Share(membership.rank, membership.world_size) if membership else Share()
-        self._share = share or alone
+        self._agreement: Agreement | None = None
+        self.join(membership, share)
         self._meter = meter
         self._resumed: Plan | None = None
         self._missing = "skip"
         self._lost_ahead: int | None = None  # an epoch of the ranks that this one cannot read
         self._rows_seen = 0
-        self.step_rows = terms.batch_size * self._share.world_size  # of all ranks
-        self._needed_rows = max(terms.wait_rows, self.step_rows if terms.drop_last else 1)
         self.next = 0  # the number of the next epoch
         self.progress: Epoch | None = None  # the one of which batches are delivered, or were last
+
+    def join(self, membership: Membership | None, share: Share | None = None) -> None:
+        """Be this rank, as of the constructor, from the next epoch on; none is in progress."""
+        self.close()
+        self._agreement = None if membership is None else Agreement(self._store, membership)
+        alone = Share(membership.rank, membership.world_size) if membership else Share()
+        self._share = share or alone
+        self.step_rows = self._terms.batch_size * self._share.world_size  # of all ranks
+        self._needed_rows = max(self._terms.wait_rows, self.step_rows if self._terms.drop_last else 1)
 
     def require(self, plan: Plan) -> None:
         """Make sure that all is there of what remains of a planned epoch.
@@ -186,6 +193,13 @@ class Epochs:
         snapshot = self._agreed(number, 0, self._try_take, ahead=True)
         return None if snapshot is None else self._epoch(number, snapshot, None)
 
+    def take_back(self, epoch: Epoch) -> None:
+        """Nobody asked for a batch of an epoch that was begun: so the next one is that epoch."""
+        if epoch is self.progress:
+            self.next = epoch.plan.epoch
+            self._resumed = epoch.plan if epoch.was_resumed else None
+            self._meter.take_back_epoch()
+
     def came_to(self, epoch: Epoch) -> None:
         """The first batch of an epoch that was begun ahead is delivered."""
         if self._agreement is not None:
@@ -226,7 +240,7 @@ class Epochs:
             if self._agreement is not None:
                 self._agreement.release(number)
             raise
-        return Epoch(plan, snapshot, order)
+        return Epoch(plan, snapshot, order, was_resumed=resumed is not None)
 
     def settle(self) -> bool:
         """An epoch gave up segments: so may the ranks' agreement on it, if all have joined.

@@ -36,6 +36,7 @@ class EpochIterator:
     Args:
         stream, pipeline: where batches come from.
         epochs: told which one is delivered.
+        first: the one that it begins with.
         meter, run: told what was delivered, the waiting, and when the run ends.
         timeout_seconds: how long a step waits; None: for ever.
         finish: the last touch of each batch, by the loader, which so lives as long as this.
@@ -46,15 +47,18 @@ class EpochIterator:
         stream: Stream,
         pipeline: Pipeline,
         epochs: Epochs,
+        first: Epoch,
         meter: Meter,
         run: object,
         timeout_seconds: float | None,
         finish: Callable[[Batch], Batch],
     ) -> None:
         self._stream, self._pipeline = stream, pipeline
-        self._epochs, self._meter, self._run = epochs, meter, run
+        self._epochs, self._first = epochs, first
+        self._meter, self._run = meter, run
         self._timeout_seconds, self._finish = timeout_seconds, finish
         self._because: str | None = None  # it was cut short, which its consumer must know
+        self._was_asked = False
         self.has_stopped = False
 
     def __iter__(self) -> EpochIterator:
@@ -82,7 +86,8 @@ class EpochIterator:
         return batch
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The consumer waits inside."""
+        """The consumer, who asks for a batch, waits inside."""
+        self._was_asked = True
         return self._meter.waiting()
 
     def take(self, timeout_seconds: float | None) -> Made | None:
@@ -125,6 +130,8 @@ class EpochIterator:
         """`close`, and if there is a reason, its consumer gets that in place of a StopIteration."""
         if not self._stream.ended:
             self._because = because
+            if not self._was_asked:
+                self._epochs.take_back(self._first)
         self._meter.end_run(self._run)
         self._pipeline.end(self._stream)  # once more, where Ctrl-C cut the first time short
 

@@ -126,7 +126,9 @@ class Loader:
         self._timeout = parse_seconds(timeout, "timeout")
         if self._timeout == 0:
             raise ValueError("timeout=0 leaves no time for any batch: give seconds > 0, or None")
-        ranks = membership(rank, world_size, run_id)
+        self._given, self._run_id = (rank, world_size), run_id
+        self._rank = self._find_rank()
+        ranks = membership(*self._rank, run_id)
         require_step(self._terms, ranks)
         self._meter = Meter(self._workers, shuffle)
         self._epochs = Epochs(self._store, where, self._terms, self._timeout, ranks, self._meter)
@@ -150,6 +152,7 @@ class Loader:
     def __iter__(self) -> Batches:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.
 
+        One whose iterator is dropped before its first `next` was never begun: the next is that epoch.
         Blocks: until `wait_rows` rows are published.
         Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `load_state_dict`.
         """
@@ -279,6 +282,19 @@ class Loader:
         """What the consumer gets; loaders for a device put their own iterator around an epoch's."""
         return epoch
 
+    def _find_rank(self) -> tuple[int | None, int | None]:
+        """Rank and world size; loaders for a framework may find others before each epoch."""
+        return self._given
+
+    def _join(self) -> None:
+        """Be the rank that is found now, from the epoch on that begins."""
+        found = self._find_rank()
+        if found not in (self._rank, (None, None)):
+            ranks = membership(*found, self._run_id)
+            require_step(self._terms, ranks)
+            self._epochs.join(ranks)
+            self._rank = found
+
     def _begin(self, *, endless: bool) -> Batches:
         if self._closed:
             raise ValueError(_CLOSED)
@@ -287,6 +303,7 @@ class Loader:
             self._meter.after_fork()
             self._assembly.after_fork()
         self._end_current("a newer one began")
+        self._join()
         if self._threads is None:
             making = self._assembly
             readahead = ReadAhead(self._store, self._where, self._epochs.settle, making.drop)
@@ -309,7 +326,7 @@ class Loader:
             raise
         feed = Feed(self._epochs, self._assembly, pipeline, readahead, self._meter, epoch, endless=endless)
         iterator = EpochIterator(
-            feed.stream, pipeline, self._epochs, self._meter, run, self._timeout, self._finish
+            feed.stream, pipeline, self._epochs, epoch, self._meter, run, self._timeout, self._finish
         )
         self._current = weakref.ref(iterator)
         feed.begin()
@@ -317,14 +334,14 @@ class Loader:
 
     def _is_over(self, epoch: Epoch) -> bool:
         """Whether an epoch was delivered to its end, and its consumer knows."""
-        iterator = self._iterator()
+        iterator = self._delivering()
         return epoch.is_delivered and (iterator is None or iterator.has_stopped)
 
-    def _iterator(self) -> EpochIterator | None:
+    def _delivering(self) -> EpochIterator | None:  # Lightning sets what is named `_iterator` to None
         return None if self._current is None else self._current()
 
     def _end_current(self, because: str | None = None) -> None:
-        iterator = self._iterator()
+        iterator = self._delivering()
         if iterator is not None:
             iterator.end(because)
 

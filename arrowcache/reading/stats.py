@@ -171,6 +171,10 @@ class Meter:
         with self._lock:
             self.epochs += 1
 
+    def take_back_epoch(self) -> None:
+        with self._lock:
+            self.epochs -= 1
+
     def begin_run(self, run: object) -> None:
         """The consumer is inside an epoch from now on, or several; `run` tells it from others."""
         with self._lock:

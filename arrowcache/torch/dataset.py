@@ -97,7 +97,10 @@ class CacheDataset(Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         """There is none: a TypeError, which says what to do instead."""
-        raise TypeError(f"a CacheDataset has no length: {_WAY_OUT}")
+        raise TypeError(
+            f"a CacheDataset has no length: {_WAY_OUT}; in Lightning's distributed training pass "
+            "Trainer(use_distributed_sampler=False), too: an EpochBatchSampler has its rank already"
+        )
 
     def __bool__(self) -> bool:
         return True

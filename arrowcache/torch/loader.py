@@ -25,8 +25,8 @@ class Loader(NumpyLoader):
     """Batches as `dict[str, torch.Tensor]`: each `for` is an epoch over a new snapshot.
 
     Arguments, epochs, waiting and errors are those of `arrowcache.Loader`; `transform` is called
-    with NumPy arrays, in the background thread. Where torch.distributed is initialized, rank and
-    world_size are its, unless given. Tensors are (batch_size, *shape).
+    with NumPy arrays, in the background thread. Where torch.distributed is initialized when an epoch
+    begins, rank and world_size are its, unless given. Tensors are (batch_size, *shape).
 
     Args:
         device: None: tensors are on the CPU and share memory with the ring's buffers. Else such as "cuda":
@@ -68,7 +68,6 @@ class Loader(NumpyLoader):
     ) -> None:
         if device is not None:
             self._prefetcher = DevicePrefetcher((), device)
-        rank, world_size = rank_of_process(rank, world_size)
         super().__init__(
             cache,
             batch_size,
@@ -100,6 +99,9 @@ class Loader(NumpyLoader):
         super().close()
         if self._prefetcher is not None:
             self._prefetcher.close()
+
+    def _find_rank(self) -> tuple[int | None, int | None]:
+        return rank_of_process(*self._given)  # Lightning initializes torch.distributed in `fit`
 
     def _hand_out(self, epoch: EpochIterator) -> Batches:
         if self._prefetcher is None:

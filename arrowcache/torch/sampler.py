@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError: no such cache.
         LoaderTimeoutError: of the first `next` of an epoch, if rows were not there in time.
+        ValueError: of `iter`, in a DataLoader that Accelerate prepared for several processes.
     """
 
     def __init__(
@@ -68,6 +71,11 @@ class EpochBatchSampler(Sampler[list[int]]):
         timeout: float | None = 60.0,
         window_bytes: int | str | None = None,
     ) -> None:
+        if isinstance(cache, Sampler):  # what Lightning does, in `predict` for one
+            raise TypeError(
+                f"an EpochBatchSampler cannot be made around a {type(cache).__name__}: give Lightning an "
+                "arrowcache.torch.Loader, which it leaves as it is"
+            )
         self._store = store_of(cache)
         settings = self._store.settings
         self._terms = terms_of(
@@ -124,6 +132,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> EpochRows:
         """The next epoch, which begins with the first `next`: that blocks until `wait_rows` are there."""
+        _refuse_shard(sys._getframe(1))
         self._iterators += 1
         return EpochRows(self, self._iterators)
 
@@ -239,6 +248,20 @@ class EpochRows(Iterator[list[int]]):
             raise
         self._epoch, self._rows = epoch, _rows_of(self._sending, epoch, sampler.batch_size)
         sampler._current = weakref.ref(self)
+
+
+def _refuse_shard(caller: FrameType) -> None:
+    """Accelerate's BatchSamplerShard drops the batches of other ranks, and an epoch has only this rank's.
+
+    Nothing but who iterates tells: the batches that it keeps pass as they are.
+    """
+    module, function = caller.f_globals.get("__name__"), caller.f_code.co_name
+    if module == "accelerate.data_loader" and function.startswith("_iter_with_"):
+        raise ValueError(
+            "Accelerate's prepare() would divide the batches among its processes, and they are of one rank "
+            "already: leave the DataLoader out of prepare(), and move its batches with "
+            "DevicePrefetcher(loader, accelerator.device)"
+        )
 
 
 def _rows_of(sending: Sending, epoch: Epoch, batch_size: int) -> Iterator[Rows]:

@@ -282,6 +282,27 @@ def test_what_it_yields_is_what_was_appended(tmp_path):
     assert not batch["image"].requires_grad
 
 
+def test_the_rank_of_torch_distributed_is_the_one_at_the_beginning_of_an_epoch(cache, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with Loader(cache, 8) as one, Loader(cache, 8) as other, Loader(cache, 8, rank=0, world_size=1) as alone:
+        assert len(ids(one)) == len(ids(other)) == 160
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        rows = []
+        for rank, loader in enumerate([one, other]):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            rows.append(iter(loader))
+            publish(cache, 1)
+        rows = [ids(batches) for batches in rows]
+        assert len(rows[0]) == len(rows[1]) == 80
+        assert sorted(rows[0] + rows[1]) == list(range(160))
+        assert len(ids(alone)) == 192
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+        assert len(ids(other)) == 96, "it does not turn to the rows of others"
+    assert cache.stats().leased_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("transform", "message"),
     [

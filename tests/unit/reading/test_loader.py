@@ -614,7 +614,7 @@ def test_values_of_no_fixed_width_count_in_how_much_is_prefetched(tmp_path, monk
     with Loader(cache, 16, prefetch=2) as loader:
         most = 0
         for _ in loader:
-            stream = loader._iterator()._stream
+            stream = loader._delivering()._stream
             wait_until(lambda s=stream: s.exhausted or len(s.ready) >= s.wanted, "the producer to rest")
             most = max(most, len(stream.ready))
         assert most <= 2 * 4, "two groups of 1 MiB, not of the 128 bytes that labels take"

@@ -241,6 +241,26 @@ def test_a_loaded_state_is_what_state_dict_returns_until_the_next_for(cache):
             assert resumed.steps is None
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_an_iterator_that_is_dropped_before_its_first_batch_began_no_epoch(cache, device):
+    with TorchLoader(cache, 7, seed=3, device=device) as loader:
+        rows = ids_of(loader)
+        iter(loader).close()
+        batches = iter(loader)
+        before = ids_of(next(batches) for _ in range(3))
+        state = loader.state_dict()
+    with TorchLoader(cache, 7, seed=3, device=device) as loader:
+        loader.load_state_dict(state)
+        iter(loader)  # as Lightning does, to see whether it is iterable
+        append_rows(cache, range(ROWS, 2 * ROWS))
+        after = ids_of(loader)
+        assert loader.stats().epochs == 1
+        assert len(set(before + after)) == len(before + after) == len(rows)
+        iter(loader)
+        assert len(ids_of(loader)) == 2 * ROWS // 7 * 7
+        assert loader.state_dict()["epoch"] == 3
+
+
 def test_of_two_loads_in_a_row_the_second_counts(cache):
     with loader_of(cache) as loader:
         whole = ids_of(loader)

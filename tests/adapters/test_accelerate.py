@@ -1,0 +1,169 @@
+"""Hugging Face Accelerate: real training with our loaders, in one process and in two over gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from helpers import ids_of, make_cache, publish
+from processes import Child
+
+pytest.importorskip("accelerate", reason="Accelerate is not installed")
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.utils.data import DataLoader
+
+import arrowcache as ac
+from arrowcache.torch import CacheDataset, DevicePrefetcher, EpochBatchSampler, Loader, dataloader
+
+SECONDS = 90.0
+ROWS = 64
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Accelerate's state is one a process."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Four segments of 16 rows, ids 0 to 63."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+    return cache
+
+
+def train(accelerator, batches, model, optimizer):
+    """One epoch; the ids it saw."""
+    seen = []
+    for batch in batches:
+        optimizer.zero_grad()
+        accelerator.backward(model(batch["image"].flatten(1)).square().mean())
+        optimizer.step()
+        seen += batch["id"].tolist()
+    return seen
+
+
+def prepared(accelerator, *more):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(256, 1)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9), *more)
+
+
+def test_a_loader_trains_with_a_prepared_model_while_the_cache_grows(cache):
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = prepared(accelerator)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with Loader(cache, 4, device=accelerator.device) as loader:
+        for epoch in range(3):
+            ids = train(accelerator, loader, model, optimizer)
+            assert sorted(ids) == list(range(ROWS + 16 * epoch))
+            publish(cache, 1)
+    assert not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert cache.stats().leased_bytes == 0
+
+
+def test_prepare_leaves_a_loader_as_it_is(cache):
+    with Loader(cache, 4) as loader:
+        *_, same = prepared(Accelerator(cpu=True), loader)
+        assert same is loader
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_in_one_process_a_dataloader_may_be_prepared(cache, num_workers):
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches = prepared(accelerator, dataloader(cache, 4, num_workers=num_workers))
+    assert sorted(train(accelerator, batches, model, optimizer)) == list(range(ROWS))
+    publish(cache, 1)
+    assert sorted(train(accelerator, batches, model, optimizer)) == list(range(ROWS + 16))
+    del batches
+    accelerator.free_memory()
+    assert cache.stats().leased_bytes == 0
+
+
+def test_save_state_keeps_a_registered_loader_to_the_batch(cache, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with Loader(cache, 4) as loader:
+        accelerator.register_for_checkpointing(loader)
+        batches = iter(loader)
+        seen = ids_of(next(batches) for _ in range(5))
+        accelerator.save_state(tmp_path / "state")
+    accelerator = Accelerator(cpu=True)
+    with Loader(cache, 4) as loader:
+        accelerator.register_for_checkpointing(loader)
+        accelerator.load_state(tmp_path / "state")
+        assert sorted(seen + ids_of(loader)) == list(range(ROWS))
+        assert sorted(ids_of(loader)) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"even_batches": False}])
+def test_a_shard_of_our_sampler_is_refused_before_it_drops_batches(cache, options):
+    shard = BatchSamplerShard(EpochBatchSampler(cache, 4), 2, 0, **options)
+    with pytest.raises(ValueError, match=r"leave the DataLoader out of prepare\(\)"):
+        next(iter(shard))
+
+
+def as_rank(folder, rank, port):
+    """Of one of two ranks: the ids of each epoch by each way to read, and what prepare() does."""
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        os.environ[name] = str(value)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    cache = ac.Cache.open(folder / "cache")
+    early = Loader(cache, 4)  # made before torch.distributed is initialized
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    model, optimizer = prepared(accelerator)
+    late = Loader(cache, 4, device=accelerator.device)
+    stock = dataloader(cache, 4, num_workers=0)
+    with early, late:
+        seen = []
+        for batches in (early, late, stock, DevicePrefetcher(stock, accelerator.device)):
+            seen.append([])
+            for _ in range(2):
+                seen[-1].append(train(accelerator, batches, model, optimizer))
+                accelerator.wait_for_everyone()  # nobody reads: the cache grows
+                if accelerator.is_main_process:
+                    publish(cache, 1)
+                accelerator.wait_for_everyone()
+        refused = []
+        own = DataLoader(CacheDataset(cache), batch_sampler=EpochBatchSampler(cache, 4))
+        for batches in (stock, own):
+            try:
+                ids_of(accelerator.prepare(batches))
+            except ValueError as error:
+                refused.append(str(error))
+        accelerator.wait_for_everyone()
+    cache.close()
+    torch.distributed.destroy_process_group()
+    return seen, refused
+
+
+@pytest.mark.slow
+def test_two_processes_read_disjoint_rows_and_a_dataloader_prepared_there_is_refused(cache, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = [Child(as_rank, tmp_path, rank, port) for rank in range(2)]
+    try:
+        (one, refused), (other, refused_there) = [child.result(SECONDS) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    rows = ROWS
+    for ways in zip(one, other, strict=True):
+        for mine, theirs in zip(*ways, strict=True):
+            assert len(mine) == len(theirs) == rows // 2
+            assert sorted(mine + theirs) == list(range(rows))
+            rows += 16
+    assert len(refused) == len(refused_there) == 2
+    assert all("leave the DataLoader out of prepare()" in text for text in refused + refused_there)
+    assert cache.stats().leased_bytes == 0
+    assert cache.verify() == []

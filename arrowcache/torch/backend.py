@@ -143,14 +143,14 @@ class Host:
         into.copy_(source)
 
 
-def backend_of(device: str | int | torch.device) -> Backend:
+def backend_of(device: str | int | torch.device | None) -> Backend:
     """The backend of a device; without an index, of the current one of its kind.
 
     Raises: ValueError: there is no such device here.
     """
     try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        found = torch.device(device)  # type: ignore[arg-type]  # None is a TypeError of its own
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device={device!r} is no device: use one such as {_devices()}") from error
     if found.type == "cpu":
         return Host()

@@ -23,8 +23,8 @@ from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.descriptor import Descriptor, Made, Rows, failure
-from arrowcache.torch.loader import to_tensor
 from arrowcache.torch.sampler import EpochBatchSampler
+from arrowcache.torch.tensors import to_tensor
 from arrowcache.units import require_function
 
 Transform = Callable[[dict[str, Any]], Any]

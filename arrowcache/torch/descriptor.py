@@ -25,8 +25,8 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.torch import snapshots
-from arrowcache.torch.loader import to_tensor
 from arrowcache.torch.snapshots import SnapshotName
+from arrowcache.torch.tensors import to_tensor
 
 
 class Rows(list[int]):

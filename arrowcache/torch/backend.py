@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from arrowcache.reading.output import page_aligned
+
 #: A stream or an event of a backend: opaque, compared and hashed as a whole.
 Stream = Any
 Event = Any
@@ -134,7 +136,7 @@ class Host:
         pass
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return torch.from_numpy(page_aligned(nbytes))
 
     def can_read(self, source: torch.Tensor) -> bool:  # noqa: ARG002
         return True

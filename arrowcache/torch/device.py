@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.copier import Copier
@@ -160,6 +162,10 @@ class DevicePrefetcher:
     def devices(self) -> list[torch.device]:
         """Where batches go."""
         return [backend.device for backend in self._backends]
+
+    def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """(nbytes,) on the host, pinned: arrays over it go to the (first) device without another copy."""
+        return self._backends[0].host_memory(nbytes).numpy()
 
     def stats(self) -> PrefetcherStats:
         """What was handed over so far, and the memory in use for it."""

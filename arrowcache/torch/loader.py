@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from arrowcache.reading.assembly import Batch
+from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.storage.layout import SegmentInfo
@@ -26,7 +26,9 @@ class Loader(NumpyLoader):
     Args:
         device: None: tensors are on the CPU and share memory with the ring's buffers. Else such as "cuda":
             a thread copies the next two batches there while this one trains, as `DevicePrefetcher` does;
-            a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it.
+            a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it. Rows are
+            gathered into pinned memory, from which the device copies them itself; what is made
+            elsewhere (views, by transforms, in worker processes) is copied into such first.
 
     Keeping a tensor is safe: nothing overwrites it while it or a view of it lives.
     Raises: as `arrowcache.Loader`; ValueError: a device that does not exist here.
@@ -85,6 +87,8 @@ class Loader(NumpyLoader):
             timeout=timeout,
             window_bytes=window_bytes,
         )
+        if self._prefetcher is not None and isinstance(self._assembly, Assembly):
+            self._assembly.gather_into(self._prefetcher.host_memory)
 
     def device_stats(self) -> PrefetcherStats | None:
         """What the copies to the device took so far; None without a device."""

@@ -85,7 +85,9 @@ class DevicePrefetcher:
     Tensors are ready for the stream that is current when they are handed over; work on another one
     has to wait for that, and that for it before the batch is let go: `Tensor.record_stream` has no
     effect on them. They cannot be resized in place.
-    On the CPU batches are copied, too, so that they are safe to keep, whatever the source does.
+    On the CPU batches are copied, too, so that they are safe to keep, whatever the source does. Elsewhere
+    pinned tensors are copied from where they are, while the source goes on: it must not write into them
+    again.
 
     Only one iteration is in progress: a newer one ends it with a RuntimeError in its consumer.
     Raises: ValueError, TypeError: a device that does not exist, a depth that does not fit.

@@ -12,7 +12,7 @@ from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.delivery import DeviceEpoch
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
-from arrowcache.torch.distributed import rank_of_process
+from arrowcache.torch.distributed import Ranks
 from arrowcache.torch.tensors import to_tensor
 
 
@@ -65,7 +65,7 @@ class Loader(NumpyLoader):
     ) -> None:
         if device is not None:
             self._prefetcher = DevicePrefetcher((), device)
-        rank, world_size = rank_of_process(rank, world_size)
+        rank, world_size, run_id = Ranks(rank, world_size, run_id).now()
         super().__init__(
             cache,
             batch_size,

@@ -175,6 +175,52 @@ def test_a_transform_may_return_anything_and_sees_numpy(cache):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["none", "identity"])
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_collate_function_of_the_users_own_gets_the_batch(cache, workers, kind, batched):
+    def loader(collate):
+        sampler = EpochBatchSampler(cache, 16, seed=1)
+        options = {"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}
+        dataset = CacheDataset(cache, transform=identity_of_kind(kind))
+        return DataLoader(dataset, num_workers=workers, collate_fn=collate, **options)
+
+    def changed(batch):
+        assert "id" in batch
+        assert "nosuch" not in batch
+        assert len(batch) == 2
+        assert [*batch] == [*batch.keys()] == [*dict(batch)]
+        assert len([*batch.values()]) == 2
+        return batch["image"].mean(), {name: 2 * column for name, column in batch.items()}
+
+    def looked_into(batch):
+        assert batch["id"].dtype == torch.int64
+        return batch
+
+    with Loader(cache, 16, seed=1) as own:
+        expected = list(own)
+    for collate in (lambda batch: batch, looked_into):
+        found = list(loader(collate))
+        for batch in found:
+            assert isinstance(batch, dict)
+            check(batch)
+        assert ids_of(found) == ids_of(expected)
+        no_lease_is_left(cache)
+    for (mean, doubled), batch in zip(loader(changed), expected, strict=True):
+        assert mean == batch["image"].mean()
+        assert torch.equal(doubled["id"], 2 * batch["id"])
+    no_lease_is_left(cache)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_function_for_batches_that_are_no_dicts_is_told_what_to_do(cache, workers):
+    dataset = CacheDataset(cache, transform=lambda batch: (batch["id"], 3))
+    sampler = EpochBatchSampler(cache, 16)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=lambda pair: pair[1])
+    with pytest.raises(TypeError, match="this transform returned none"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["none", "identity"])
 def test_after_an_early_break_the_next_epoch_is_whole_and_new(cache, workers, kind):
     loader = dataloader(cache, 8, workers, transform=identity_of_kind(kind))
     for steps in (1, 3):
@@ -319,7 +365,7 @@ def test_a_dataloader_that_shuffles_or_samples_by_itself_is_told_what_to_do(cach
             next(iter(DataLoader(dataset, num_workers=workers, **options)))
     with pytest.raises(TypeError, match="EpochBatchSampler"):
         next(iter(DataLoader(dataset, sampler=EpochBatchSampler(cache, 4))))  # batch_size=1
-    with pytest.raises(TypeError, match="collate_fn"):
+    with pytest.raises(TypeError, match=r"collate_fn cannot be given.*pass transform="):
         dataloader(cache, 16, 0, collate_fn=list)
     no_lease_is_left(cache)
 

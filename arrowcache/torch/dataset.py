@@ -156,7 +156,8 @@ def dataloader(
     """A stock DataLoader over a cache: each `for` is an epoch over a new snapshot.
 
     The snapshot is leased until the epoch's last batch has arrived. After a `break` it is until the
-    iterator is dropped; a DataLoader with persistent workers keeps that until the next `for`.
+    iterator is dropped; a DataLoader with persistent workers, the default here, keeps that until the next
+    `for`, and tells nobody of the `break`: `loader.batch_sampler.close()` ends the epoch at once.
 
     Args:
         cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and
@@ -165,7 +166,7 @@ def dataloader(
         timeout: seconds that an epoch waits for rows; None: for ever.
         options: further ones of DataLoader, such as pin_memory, prefetch_factor,
             multiprocessing_context, worker_init_fn, persistent_workers.
-    Returns: a `torch.utils.data.DataLoader`; its `batch_sampler` has `set_epoch`.
+    Returns: a `torch.utils.data.DataLoader`; its `batch_sampler` has `set_epoch` and `close`.
     Raises: TypeError: an option that this sets itself. ValueError: an argument that does not fit.
     """
     if "collate_fn" in options:

@@ -76,7 +76,8 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 
     Each iteration is the next epoch over a new snapshot, which the workers take together when the
     first batch is asked for. An epoch is resumed by as many workers as it began with: each has a state
-    of its own, of its own steps. Batches are of the types that `arrowcache.torch.Loader` yields. Arguments
+    of its own, of its own steps. After a `break`, workers that live on (persistent_workers) keep what they
+    lease until the next `for`. Batches are of the types that `arrowcache.torch.Loader` yields. Arguments
     are those of `arrowcache.Loader`; `transform` runs in the worker, gets `dict[str, ndarray]`, and
     may return anything; arrays in the dict that it returns become tensors.
 

@@ -126,6 +126,16 @@ class EpochBatchSampler(Sampler[list[int]]):
         self._iterators += 1
         return EpochRows(self, self._iterators)
 
+    def close(self) -> None:
+        """End the epoch in progress: its lease goes, and no more batches are drawn. Idempotent.
+
+        For a `break` out of a DataLoader whose persistent workers keep its iterator: without this, the
+        next `for` ends the epoch. The sampler can be iterated anew.
+        """
+        current = None if self._current is None else self._current()
+        if current is not None:
+            current.close()
+
     def __repr__(self) -> str:
         terms = self._terms
         return (

@@ -234,6 +234,20 @@ def test_after_an_early_break_the_next_epoch_is_whole_and_new(cache, workers, ki
     no_lease_is_left(cache)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["none", "identity"])
+def test_closing_the_sampler_after_a_break_ends_the_lease_though_workers_live(cache, workers, kind):
+    loader = dataloader(cache, 8, workers, transform=identity_of_kind(kind))
+    loader.batch_sampler.close()
+    for _ in range(3):
+        check(next(iter(loader)))  # as a `break` after it: the loader keeps its iterator
+        loader.batch_sampler.close()
+        loader.batch_sampler.close()
+        no_lease_is_left(cache)
+    assert len(loader) == 20
+    assert sorted(ids_of(loader)) == list(range(160))
+
+
 @pytest.mark.parametrize("kind", ["none", "identity"])
 def test_dropping_a_dataloader_in_the_middle_leaves_no_lease(cache, kind):
     sampler = EpochBatchSampler(cache, 16)  # lives on

@@ -25,7 +25,7 @@ from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.descriptor import Descriptor, Made, Rows, failure, made
 from arrowcache.torch.sampler import EpochBatchSampler
 from arrowcache.torch.tensors import to_tensor
-from arrowcache.units import require_function
+from arrowcache.units import parse_count, require_function
 
 Transform = Callable[[dict[str, Any]], Any]
 
@@ -107,7 +107,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
         return True
 
     def __reduce__(self) -> tuple[Callable[..., CacheDataset], tuple[Any, ...]]:
-        transform = None if self._transform is None else cloudpickle.dumps(self._transform)
+        transform = None if self._transform is None else packed(self._transform)
         return _opened, (str(self._store.folder.path), self._names, transform)
 
     def __repr__(self) -> str:
@@ -175,6 +175,7 @@ def dataloader(
         )
     if taken := [name for name in _OURS if name in options]:
         raise TypeError(f"{taken} cannot be given beside ours: {_WAY_OUT}")
+    num_workers = parse_count(num_workers, "num_workers", least=0)
     sampler = EpochBatchSampler(
         cache,
         batch_size,
@@ -205,6 +206,21 @@ def tensors_of(result: Any, schema: Mapping[str, FieldType]) -> Any:
         else default_convert(values)  # type: ignore[no-untyped-call]
         for name, values in result.items()
     }
+
+
+def packed(functions: object) -> bytes:
+    """A user's functions for a worker.
+
+    Raises: TypeError: they cannot be pickled.
+    """
+    try:
+        found: bytes = cloudpickle.dumps(functions)
+    except Exception as error:
+        raise TypeError(
+            f"transform or where cannot be pickled for a worker process ({error}): open files and "
+            "connections in its first call, not before, or pass multiprocessing_context='fork'"
+        ) from error
+    return found
 
 
 def _opened(path: str, names: tuple[str, ...], transform: bytes | None) -> CacheDataset:

@@ -33,7 +33,7 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.torch.dataset import Transform, tensors_of
+from arrowcache.torch.dataset import Transform, packed, tensors_of
 from arrowcache.torch.distributed import Ranks
 from arrowcache.torch.numbers import EpochNumbers, Turn
 from arrowcache.units import parse_count, parse_seconds, require_function
@@ -202,8 +202,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         del attributes["_store"], attributes["_numbers"]
         attributes |= {"_epochs": None, "_place": None}
         attributes["_ranks"] = self._ranks.now()
-        settings = cloudpickle.dumps(attributes)
-        return _opened, (str(self._store.folder.path), settings, self._numbers.table)
+        return _opened, (str(self._store.folder.path), packed(attributes), self._numbers.table)
 
     def __repr__(self) -> str:
         return f"<CacheIterableDataset of {self._store.folder.path}: batch_size={self._terms.batch_size}>"

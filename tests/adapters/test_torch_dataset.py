@@ -6,6 +6,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import threading
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
@@ -20,7 +21,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import arrowcache as ac
-from arrowcache.torch import CacheDataset, EpochBatchSampler, Loader, dataloader
+from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
 from arrowcache.torch.descriptor import Descriptor
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
@@ -406,6 +407,25 @@ def test_wrong_arguments_fail_in_the_constructor(cache, tmp_path):
         CacheDataset(cache, transform=3)
     with pytest.raises(FileNotFoundError):
         dataloader(tmp_path / "nosuch")
+
+
+def test_a_number_of_workers_that_is_none_fails_at_once(cache):
+    for wrong, error in ((1.5, TypeError), ("2", TypeError), (True, ValueError), (-1, ValueError)):
+        with pytest.raises(error, match="num_workers"):
+            dataloader(cache, 16, wrong)
+
+
+def test_what_cannot_be_pickled_for_a_worker_is_told_so(cache):
+    def locked(batch, lock=threading.Lock()):  # noqa: B008  # one that is there before the worker
+        return batch
+
+    for dataset in (
+        CacheDataset(cache, transform=locked),
+        CacheIterableDataset(cache, transform=locked),
+        CacheIterableDataset(cache, where=locked),
+    ):
+        with pytest.raises(TypeError, match="in its first call, not before"):
+            pickle.dumps(dataset)
 
 
 def test_an_error_in_a_transform_reaches_the_consumer_and_the_next_epoch_is_whole(cache):

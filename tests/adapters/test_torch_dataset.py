@@ -9,6 +9,7 @@ import sys
 import threading
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import arrowcache as ac
+import arrowcache.torch.dataset
 from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
 from arrowcache.torch.descriptor import Descriptor
 
@@ -55,6 +57,12 @@ def no_lease_is_left(cache) -> None:
     gc.collect()
     wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
     assert cache.verify() == []
+
+
+@pytest.fixture
+def in_a_worker(monkeypatch):
+    """Datasets answer as they do in a DataLoader's worker."""
+    monkeypatch.setattr(arrowcache.torch.dataset, "get_worker_info", lambda: SimpleNamespace(id=0))
 
 
 def through_a_queue(thing):
@@ -444,7 +452,7 @@ def test_an_error_in_a_transform_reaches_the_consumer_and_the_next_epoch_is_whol
         no_lease_is_left(cache)
 
 
-def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread(tmp_path):
+def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread(tmp_path, in_a_worker):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 10)
     rows = list(itertools.islice(EpochBatchSampler(cache, 16), 3))
@@ -452,7 +460,7 @@ def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread
     dataset = CacheDataset(cache)
     batch = through_a_queue(dataset.__getitems__(rows[0]))  # the segments are still there: read anew
     check(batch)
-    assert batch["id"].tolist() == dataset[rows[0]]["id"].tolist()
+    assert batch["id"].tolist() == dataset[rows[0]].make()["id"].tolist()
     cache.evict("1MiB")
     answer = through_a_queue(dataset.__getitems__(rows[1]))
     assert isinstance(answer, ExceptionWrapper)
@@ -541,12 +549,14 @@ def test_a_program_that_ends_in_the_middle_of_epochs_ends_in_silence(cache, rais
 # what travels
 
 
-def test_a_batch_travels_as_row_ids(cache):
+def test_a_batch_travels_as_row_ids(cache, in_a_worker):
     rows = next(iter(EpochBatchSampler(cache, 16)))
     assert list(rows) == rows.ids.tolist()
     assert len(rows) == 16
     dataset = CacheDataset(cache)
-    assert len(ForkingPickler.dumps(dataset.__getitems__(rows))) < 1500  # a row alone has 1032 bytes
+    answer = dataset.__getitems__(rows)
+    assert type(answer) is Descriptor
+    assert len(ForkingPickler.dumps(answer)) < 1500  # a row alone has 1032 bytes
     again = through_a_queue(rows)
     assert again == rows
     assert again.snapshot.seqs().tolist() == list(range(10))

@@ -118,6 +118,7 @@ class FakeDevice:
         self.calls.append("host_memory")
         memory = torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
         self.pin(memory)
+        weakref.finalize(memory.untyped_storage(), self.pinned.remove, self.pinned[-1])
         return memory
 
     def can_read(self, source: torch.Tensor) -> bool:

@@ -86,6 +86,11 @@ class Assembly:
         self._group = GroupSize(usual, largest) if self._viewer is None else GroupSize(_VIEWS, _VIEWS)
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
 
+    def gather_into(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
+        """Have batches gathered into memory that this gives, as of `Ring`, before any is made."""
+        self._new_ring = partial(self._new_ring, allocate=allocate)
+        self.ring = self._new_ring()
+
     def after_fork(self) -> None:
         """In a child: another thread may have been at the ring, and will never be done."""
         self.ring = self._new_ring()

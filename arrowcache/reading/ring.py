@@ -21,7 +21,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,7 @@ class Ring:
         batch_size: rows of a batch.
         in_flight: groups that are begun before the first of them is delivered.
         group_bytes: of the largest group; it has at least one batch.
+        allocate: gives (nbytes,) uint8, such as memory that a device reads by itself.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class Ring:
         batch_size: int,
         in_flight: int = 1,
         group_bytes: int = _LARGEST_GROUP_BYTES,
+        allocate: Callable[[int], NDArray[np.uint8]] = page_aligned,
     ) -> None:
         self._columns = {name: _Column(shape, dtype) for name, (shape, dtype) in columns.items()}
         self._batch_size = batch_size
         batch_bytes = batch_size * sum(column.row_bytes for column in self._columns.values())
         self.usual_group = max(1, min(USUAL_GROUP_BYTES, group_bytes) // max(1, batch_bytes))
         self.largest_group = max(1, group_bytes // max(1, batch_bytes))
+        self._allocate = allocate
         self._many_buffers = _MANY_BUFFERS + 2 * in_flight
         self.allocated_bytes = 0
         self.growths = 0  # buffers that were allocated
@@ -124,9 +127,10 @@ class Ring:
             self.allocated_bytes -= buffer.memory.nbytes
         if not self.is_hoarded:
             nbytes = self.largest_group * self._batch_size * column.row_bytes
+        buffer = _Buffer(self._allocate(nbytes))
         self.allocated_bytes += nbytes
         self.growths += 1
-        return _Buffer(page_aligned(nbytes))
+        return buffer
 
     @property
     def is_hoarded(self) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from arrowcache.reading.output import page_aligned
+
 #: A stream or an event of a backend: opaque, compared and hashed as a whole.
 Stream = Any
 Event = Any
@@ -134,7 +136,7 @@ class Host:
         pass
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return torch.from_numpy(page_aligned(nbytes))
 
     def can_read(self, source: torch.Tensor) -> bool:  # noqa: ARG002
         return True
@@ -143,14 +145,14 @@ class Host:
         into.copy_(source)
 
 
-def backend_of(device: str | int | torch.device) -> Backend:
+def backend_of(device: str | int | torch.device | None) -> Backend:
     """The backend of a device; without an index, of the current one of its kind.
 
     Raises: ValueError: there is no such device here.
     """
     try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        found = torch.device(device)  # type: ignore[arg-type]  # None is a TypeError of its own
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device={device!r} is no device: use one such as {_devices()}") from error
     if found.type == "cpu":
         return Host()

@@ -22,10 +22,10 @@ from arrowcache.arrow.schema import FieldType
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.torch.descriptor import Descriptor, Made, Rows, failure
-from arrowcache.torch.loader import to_tensor
+from arrowcache.torch.descriptor import Descriptor, Made, Rows, failure, made
 from arrowcache.torch.sampler import EpochBatchSampler
-from arrowcache.units import require_function
+from arrowcache.torch.tensors import to_tensor
+from arrowcache.units import parse_count, require_function
 
 Transform = Callable[[dict[str, Any]], Any]
 
@@ -35,7 +35,7 @@ _WAY_OUT = (
     "batch_sampler=EpochBatchSampler(cache, batch_size, shuffle='rows')) without batch_size, shuffle, "
     "sampler and drop_last"
 )
-_OURS = ("batch_sampler", "dataset", "sampler", "collate_fn")
+_OURS = ("batch_sampler", "dataset", "sampler")
 
 
 class CacheDataset(Dataset[dict[str, Any]]):
@@ -45,6 +45,9 @@ class CacheDataset(Dataset[dict[str, Any]]):
     types that `arrowcache.torch.Loader` yields: copies, which are not overwritten while they live.
     With no transform the gather runs where a worker's answer is received: in the consumer's thread,
     or with `pin_memory=True` in torch's pin-memory thread; workers then only save the drawing of row ids.
+    No collate_fn is needed: a transform does more. One all the same gets the batch as a dict, or in a
+    worker without a transform as something like one, which is gathered there when it is looked into; what
+    it makes of that does not tell of its arrival, so segments are leased until the epoch's iterator ends.
 
     Args:
         cache: a Cache, or the path of one.
@@ -72,17 +75,17 @@ class CacheDataset(Dataset[dict[str, Any]]):
 
         Args:
             indices: the `Rows` that an EpochBatchSampler yielded.
-        Returns: a descriptor or a made batch, which torch's default_collate turns into the batch.
+        Returns: the batch, or in a worker what becomes it on its arrival; torch's default_collate knows it.
         Raises: TypeError: other indices.
         """
         rows = self._checked(indices)
-        if self._transform is None:
-            return Descriptor(rows, self._names)
         worker = get_worker_info()
         if worker is None:
-            return Made(rows, self._transformed(rows))
+            return made(rows, self._make(rows))
+        if self._transform is None:
+            return Descriptor(rows, self._names)
         try:
-            return Made(rows, self._transformed(rows))
+            return made(rows, self._make(rows))
         except Exception:  # noqa: BLE001  # travels as torch's own do, and counts as delivered
             return Made(rows, failure(f"in DataLoader worker process {worker.id}"))
 
@@ -92,8 +95,9 @@ class CacheDataset(Dataset[dict[str, Any]]):
         Args:
             index: as of `__getitems__`, and so are the errors.
         """
-        answer = self.__getitems__(index)
-        return answer if get_worker_info() is not None else answer.make()
+        if get_worker_info() is not None:
+            return self.__getitems__(index)
+        return self._make(self._checked(index))
 
     def __len__(self) -> int:
         """There is none: a TypeError, which says what to do instead."""
@@ -106,7 +110,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
         return True
 
     def __reduce__(self) -> tuple[Callable[..., CacheDataset], tuple[Any, ...]]:
-        transform = None if self._transform is None else cloudpickle.dumps(self._transform)
+        transform = None if self._transform is None else packed(self._transform)
         return _opened, (str(self._store.folder.path), self._names, transform)
 
     def __repr__(self) -> str:
@@ -122,9 +126,14 @@ class CacheDataset(Dataset[dict[str, Any]]):
             )
         raise TypeError(f"a CacheDataset was asked for {_short(indices)}: {_WAY_OUT}")
 
-    def _transformed(self, rows: Rows) -> Any:
-        assert self._transform is not None
-        return tensors_of(self._transform(rows.read(self._names)), self._store.settings.schema)
+    def _make(self, rows: Rows) -> Any:
+        if self._transform is None:
+            return Descriptor(rows, self._names).make()
+        try:
+            result = self._transform(rows.read(self._names))
+            return tensors_of(result, self._store.settings.schema)
+        finally:
+            rows.delivered()  # which a worker cannot say
 
 
 def dataloader(
@@ -150,7 +159,8 @@ def dataloader(
     """A stock DataLoader over a cache: each `for` is an epoch over a new snapshot.
 
     The snapshot is leased until the epoch's last batch has arrived. After a `break` it is until the
-    iterator is dropped; a DataLoader with persistent workers keeps that until the next `for`.
+    iterator is dropped; a DataLoader with persistent workers, the default here, keeps that until the next
+    `for`, and tells nobody of the `break`: `loader.batch_sampler.close()` ends the epoch at once.
 
     Args:
         cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and
@@ -159,11 +169,16 @@ def dataloader(
         timeout: seconds that an epoch waits for rows; None: for ever.
         options: further ones of DataLoader, such as pin_memory, prefetch_factor,
             multiprocessing_context, worker_init_fn, persistent_workers.
-    Returns: a `torch.utils.data.DataLoader`; its `batch_sampler` has `set_epoch`.
+    Returns: a `torch.utils.data.DataLoader`; its `batch_sampler` has `set_epoch` and `close`.
     Raises: TypeError: an option that this sets itself. ValueError: an argument that does not fit.
     """
+    if "collate_fn" in options:
+        raise TypeError(
+            "collate_fn cannot be given: batches are made already; pass transform=, which gets them"
+        )
     if taken := [name for name in _OURS if name in options]:
         raise TypeError(f"{taken} cannot be given beside ours: {_WAY_OUT}")
+    num_workers = parse_count(num_workers, "num_workers", least=0)
     sampler = EpochBatchSampler(
         cache,
         batch_size,
@@ -184,16 +199,31 @@ def dataloader(
     return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
 
 
-def tensors_of(made: Any, schema: Mapping[str, FieldType]) -> Any:
+def tensors_of(result: Any, schema: Mapping[str, FieldType]) -> Any:
     """What a transform returned, with tensors in place of arrays."""
-    if type(made) is not dict:
-        return default_convert(made)  # type: ignore[no-untyped-call]
+    if type(result) is not dict:
+        return default_convert(result)  # type: ignore[no-untyped-call]
     return {
         name: to_tensor(values, schema.get(name))
         if isinstance(values, np.ndarray | Values)
         else default_convert(values)  # type: ignore[no-untyped-call]
-        for name, values in made.items()
+        for name, values in result.items()
     }
+
+
+def packed(functions: object) -> bytes:
+    """A user's functions for a worker.
+
+    Raises: TypeError: they cannot be pickled.
+    """
+    try:
+        found: bytes = cloudpickle.dumps(functions)
+    except Exception as error:
+        raise TypeError(
+            f"transform or where cannot be pickled for a worker process ({error}): open files and "
+            "connections in its first call, not before, or pass multiprocessing_context='fork'"
+        ) from error
+    return found
 
 
 def _opened(path: str, names: tuple[str, ...], transform: bytes | None) -> CacheDataset:

@@ -5,17 +5,20 @@
 
 `Rows` name a snapshot and the rows of one batch. A worker without a transform answers with a
 `Descriptor`: unpickling it, in the process that receives it, is the gather. A worker with one
-answers with `Made`: what the transform returned, of which tensors travel through shared memory, and
-which tells on its arrival that the batch was delivered.
+answers with `Batch`, or `Made` where the transform returned no dict: what it returned, of which tensors
+travel through shared memory, and which tells on its arrival that the batch was delivered. Without
+workers a batch is made at once.
 
 Guarantees: no sample's bytes pass a pipe; unpickling never raises an Exception, which would kill
 torch's pin-memory thread, but returns its ExceptionWrapper, which torch raises in the consumer;
-torch's default_collate takes both as they are, and gathers where no worker stands between.
+torch's default_collate and default_convert take all as they are; to a collate function of the user's
+a `Batch` is a dict, and a `Descriptor` is like one: it gathers when it is looked into, and travels as
+tensors then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
 import numpy as np
@@ -25,8 +28,8 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.torch import snapshots
-from arrowcache.torch.loader import to_tensor
 from arrowcache.torch.snapshots import SnapshotName
+from arrowcache.torch.tensors import to_tensor
 
 
 class Rows(list[int]):
@@ -66,52 +69,95 @@ class Rows(list[int]):
 
 
 class Descriptor:
-    """A batch that is still to be gathered; pickled here, it is unpickled as the batch."""
+    """A batch that is still to be gathered; pickled here, it is unpickled as the batch.
+
+    To be looked into as a dict, though no Mapping: default_convert would.
+    """
 
     def __init__(self, rows: Rows, columns: tuple[str, ...]) -> None:
         self._rows, self._columns = rows, columns
+        self._batch: dict[str, Any] | None = None
 
     def make(self) -> dict[str, Any]:
-        """Gather: name -> tensor, as `arrowcache.torch.Loader` yields them."""
-        try:
-            schema = snapshots.schema_of(self._rows.snapshot)
-            batch = self._rows.read(self._columns)
-            return {name: to_tensor(values, schema[name]) for name, values in batch.items()}
-        finally:
-            self._rows.delivered()
+        """Gather, once: name -> tensor, as `arrowcache.torch.Loader` yields them."""
+        if self._batch is None:
+            try:
+                schema = snapshots.schema_of(self._rows.snapshot)
+                batch = self._rows.read(self._columns)
+                self._batch = {name: to_tensor(values, schema[name]) for name, values in batch.items()}
+            finally:
+                self._rows.delivered()
+        return self._batch
+
+    def __getitem__(self, name: str | int) -> Any:
+        if name == 0:
+            return self  # default_collate looks at its first element
+        return self.make()[name]  # type: ignore[index]  # another number is a KeyError
 
     def __len__(self) -> int:
-        return 1
+        return len(self._columns)
 
-    def __getitem__(self, index: int) -> Descriptor:
-        if index:
-            raise IndexError(index)
-        return self  # default_collate looks at its first element
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.make())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def keys(self) -> KeysView[str]:
+        return self.make().keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self.make().values()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self.make().items()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self._batch is not None:
+            return Batch(self._rows, self._batch).__reduce__()
         return _gathered, (self._rows, self._columns)
 
 
-class Made:
-    """A batch that was made already; unpickled as its content."""
+class Batch(dict[str, Any]):
+    """A batch that was made already; unpickled as a plain dict."""
 
-    def __init__(self, rows: Rows, batch: object) -> None:
-        self._rows, self._batch = rows, batch
+    def __init__(self, rows: Rows, batch: dict[str, Any]) -> None:
+        super().__init__(batch)
+        self._rows = rows
 
-    def make(self) -> Any:
-        self._rows.delivered()
-        return self._batch
+    def __missing__(self, name: object) -> Batch:
+        if name == 0:
+            return self
+        raise KeyError(name)
 
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Made:
-        if index:
-            raise IndexError(index)
-        return self
+    def __copy__(self) -> Batch:
+        return Batch(self._rows, self)  # by default_convert, which fills it anew
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _received, (self._rows.snapshot.key, self._rows.step, self._batch)
+        return _received, (self._rows.snapshot.key, self._rows.step, dict(self))
+
+
+class Made:
+    """What a transform made that is no dict; unpickled as just that."""
+
+    def __init__(self, rows: Rows, result: object) -> None:
+        self.rows, self.result = rows, result
+
+    def __getitem__(self, index: int) -> Made:
+        if index == 0:
+            return self
+        raise TypeError(
+            "a collate_fn of your own gets batches that are dicts, and this transform returned none: "
+            "have it return a dict, or do that function's work"
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _received, (self.rows.snapshot.key, self.rows.step, self.result)
+
+
+def made(rows: Rows, result: Any) -> Batch | Made:
+    """A batch that was made here, for a collate function."""
+    return Batch(rows, result) if type(result) is dict else Made(rows, result)
 
 
 def failure(where: str) -> ExceptionWrapper:
@@ -135,9 +181,12 @@ def _received(key: str, step: int, batch: object) -> Any:
 
 
 def _collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG001
-    """In a worker pickling does the rest; without one it has to be done now."""
-    return batch if get_worker_info() is not None else batch.make()
+    """In a worker pickling does the rest; without one it is the consumer's."""
+    if get_worker_info() is not None:
+        return batch
+    return batch.result if isinstance(batch, Made) else dict(batch)
 
 
 default_collate_fn_map[Descriptor] = _collate
+default_collate_fn_map[Batch] = _collate
 default_collate_fn_map[Made] = _collate

@@ -26,15 +26,15 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.loader import require_step, terms_of
-from arrowcache.reading.membership import Membership, membership
+from arrowcache.reading.loader import terms_of
+from arrowcache.reading.membership import Membership
 from arrowcache.reading.order import Share
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.torch.dataset import Transform, tensors_of
-from arrowcache.torch.distributed import rank_of_process
+from arrowcache.torch.dataset import Transform, packed, tensors_of
+from arrowcache.torch.distributed import Ranks
 from arrowcache.torch.numbers import EpochNumbers, Turn
 from arrowcache.units import parse_count, parse_seconds, require_function
 
@@ -75,7 +75,9 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     """A cache as an iterable of batches: `DataLoader(CacheIterableDataset(cache, 64), batch_size=None)`.
 
     Each iteration is the next epoch over a new snapshot, which the workers take together when the
-    first batch is asked for. Batches are of the types that `arrowcache.torch.Loader` yields. Arguments
+    first batch is asked for. An epoch is resumed by as many workers as it began with: each has a state
+    of its own, of its own steps. After a `break`, workers that live on (persistent_workers) keep what they
+    lease until the next `for`. Batches are of the types that `arrowcache.torch.Loader` yields. Arguments
     are those of `arrowcache.Loader`; `transform` runs in the worker, gets `dict[str, ndarray]`, and
     may return anything; arrays in the dict that it returns become tensors.
 
@@ -128,9 +130,9 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         )
         self._transform, self._where = transform, where
         self._timeout = parse_seconds(timeout, "timeout")
-        self._ranks = rank, world_size, run_id
-        if rank is not None or world_size is not None:
-            require_step(self._terms, membership(rank, world_size, run_id))
+        self._ranks = Ranks(rank, world_size, run_id)
+        if self._ranks.are_given:
+            self._ranks.membership(self._terms)
         path = str(self._store.folder.path)
         self._ordinal = _made[path]  # tells datasets of one job apart, alike on all ranks
         _made[path] += 1
@@ -156,9 +158,10 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         resumed, self._resumed = self._resumed, None
         epochs = self._epochs_of(turn)
         if resumed is not None and resumed.workers != turn.workers and len(resumed.plan.seqs):
+            same = "num_workers=0 or 1" if resumed.workers == 1 else f"num_workers={resumed.workers}"
             raise ValueError(
-                f"the state is of {resumed.workers} workers, and there are {turn.workers}: "
-                f"resume with num_workers={resumed.workers}"
+                f"the state is of one of {resumed.workers} workers, whose steps are not those of one of "
+                f"{turn.workers}: resume with {same}; states of arrowcache.torch.Loader fit any number"
             )
         with self._store.locked():
             if resumed is None:
@@ -183,8 +186,8 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next iteration of this process go on where a state says, with equally many workers.
 
-        Raises: ValueError: no such state. The iteration raises MissingSegmentsError if segments of that
-            epoch have left the cache.
+        Raises: ValueError: no such state. The iteration raises ValueError if there are more or fewer
+            workers, MissingSegmentsError if segments of that epoch have left the cache.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of a CacheIterableDataset: pass what state_dict() returned")
@@ -198,9 +201,8 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         attributes = dict(self.__dict__)
         del attributes["_store"], attributes["_numbers"]
         attributes |= {"_epochs": None, "_place": None}
-        attributes["_ranks"] = (*rank_of_process(*self._ranks[:2]), self._ranks[2])
-        settings = cloudpickle.dumps(attributes)
-        return _opened, (str(self._store.folder.path), settings, self._numbers.table)
+        attributes["_ranks"] = self._ranks.now()
+        return _opened, (str(self._store.folder.path), packed(attributes), self._numbers.table)
 
     def __repr__(self) -> str:
         return f"<CacheIterableDataset of {self._store.folder.path}: batch_size={self._terms.batch_size}>"
@@ -215,9 +217,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         """Epochs of this process, as one worker of several."""
         key = (os.getpid(), turn.worker, turn.workers)
         if self._epochs is None or self._epochs_key != key:
-            rank, world_size, run_id = self._ranks
-            ranks = membership(*rank_of_process(rank, world_size), run_id)
-            require_step(self._terms, ranks)
+            ranks = self._ranks.now().membership(self._terms)
             share = Share(ranks.rank, ranks.world_size) if ranks else Share()
             self._epochs = Epochs(
                 self._store, self._where, self._terms, self._timeout,

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-import numpy as np
-import torch
-
-from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
-from arrowcache.reading.assembly import Batch
+from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.loader import Loader as NumpyLoader
-from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.delivery import DeviceEpoch
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
-from arrowcache.torch.distributed import rank_of_process
+from arrowcache.torch.distributed import Ranks
+from arrowcache.torch.tensors import to_tensor
 
 
 class Loader(NumpyLoader):
@@ -31,7 +26,9 @@ class Loader(NumpyLoader):
     Args:
         device: None: tensors are on the CPU and share memory with the ring's buffers. Else such as "cuda":
             a thread copies the next two batches there while this one trains, as `DevicePrefetcher` does;
-            a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it.
+            a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it. Rows are
+            gathered into pinned memory, from which the device copies them itself; what is made
+            elsewhere (views, by transforms, in worker processes) is copied into such first.
 
     Keeping a tensor is safe: nothing overwrites it while it or a view of it lives.
     Raises: as `arrowcache.Loader`; ValueError: a device that does not exist here.
@@ -89,6 +86,8 @@ class Loader(NumpyLoader):
             timeout=timeout,
             window_bytes=window_bytes,
         )
+        if self._prefetcher is not None and isinstance(self._assembly, Assembly):
+            self._assembly.gather_into(self._prefetcher.host_memory)
 
     def device_stats(self) -> PrefetcherStats | None:
         """What the copies to the device took so far; None without a device."""
@@ -101,7 +100,8 @@ class Loader(NumpyLoader):
             self._prefetcher.close()
 
     def _find_rank(self) -> tuple[int | None, int | None]:
-        return rank_of_process(*self._given)  # Lightning initializes torch.distributed in `fit`
+        now = Ranks(*self._given, self._run_id).now()  # Lightning initializes torch.distributed in `fit`
+        return now.rank, now.world_size
 
     def _hand_out(self, epoch: EpochIterator) -> Batches:
         if self._prefetcher is None:
@@ -123,29 +123,3 @@ class Loader(NumpyLoader):
             except TypeError as error:  # such as an array of Python objects
                 raise TypeError(f"column {name!r} cannot become a tensor: {error}") from None
         return tensors
-
-
-def to_tensor(values: Any, kind: FieldType | None) -> Any:
-    """A column of a batch as a tensor over the same memory; lists and tensors pass as they are.
-
-    What a tensor cannot be over, such as a reversed or a read-only array, is copied.
-
-    Args:
-        values: what a NumPy loader yields, or what a transform made of it.
-        kind: the column's type; None: a column that a transform added.
-    """
-    if isinstance(values, Values):
-        data = _dense(values.data, kind)
-        return torch.nested.nested_tensor_from_jagged(data, torch.from_numpy(values.offsets))
-    return _dense(values, kind) if isinstance(values, np.ndarray) else values
-
-
-def _dense(array: np.ndarray[Any, Any], kind: FieldType | None) -> torch.Tensor:
-    if isinstance(kind, Timestamp) and array.dtype.kind == "M":
-        array = array.view(np.int64)
-    if not array.flags.writeable or min(array.strides, default=0) < 0:
-        array = array.copy()
-    tensor = torch.from_numpy(array)
-    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16" and array.dtype == np.uint16:
-        return tensor.view(torch.bfloat16)
-    return tensor

@@ -20,15 +20,14 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.loader import require_step, terms_of
-from arrowcache.reading.membership import membership
+from arrowcache.reading.loader import terms_of
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.ring import Ring
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.descriptor import Rows
-from arrowcache.torch.distributed import rank_of_process
+from arrowcache.torch.distributed import Ranks
 from arrowcache.torch.snapshots import Sending
 from arrowcache.units import parse_count, parse_seconds, require_function
 
@@ -92,10 +91,10 @@ class EpochBatchSampler(Sampler[list[int]]):
         require_function(where, "where")
         self._where = where
         self._timeout = parse_seconds(timeout, "timeout")
-        self._ranks = rank, world_size, run_id
-        if rank is not None or world_size is not None:
-            require_step(self._terms, membership(rank, world_size, run_id))
-        self._made: tuple[tuple[int | None, int | None], Epochs] | None = None
+        self._ranks = Ranks(rank, world_size, run_id)
+        if self._ranks.are_given:
+            self._ranks.membership(self._terms)
+        self._made: tuple[Ranks, Epochs] | None = None
         self._rings: dict[tuple[str, ...], Ring] = {}
         self._iterators = 0
         self._current: weakref.ref[EpochRows] | None = None  # the epoch that began last
@@ -136,6 +135,16 @@ class EpochBatchSampler(Sampler[list[int]]):
         self._iterators += 1
         return EpochRows(self, self._iterators)
 
+    def close(self) -> None:
+        """End the epoch in progress: its lease goes, and no more batches are drawn. Idempotent.
+
+        For a `break` out of a DataLoader whose persistent workers keep its iterator: without this, the
+        next `for` ends the epoch. The sampler can be iterated anew.
+        """
+        current = None if self._current is None else self._current()
+        if current is not None:
+            current.close()
+
     def __repr__(self) -> str:
         terms = self._terms
         return (
@@ -146,11 +155,9 @@ class EpochBatchSampler(Sampler[list[int]]):
     @property
     def _epochs(self) -> Epochs:
         """Those of this process' rank: torch.distributed may be initialized after the sampler."""
-        rank, world_size, run_id = self._ranks
-        found = rank_of_process(rank, world_size)
+        found = self._ranks.now()
         if self._made is None or self._made[0] != found:
-            ranks = membership(*found, run_id)
-            require_step(self._terms, ranks)
+            ranks = found.membership(self._terms)
             epochs = Epochs(self._store, self._where, self._terms, self._timeout, ranks, Meter())
             epochs.next = 0 if self._made is None else self._made[1].next
             self._made = found, epochs

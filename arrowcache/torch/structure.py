@@ -70,6 +70,12 @@ def split(batch: Any, parts: int) -> list[Any]:
             raise ValueError(
                 f"a batch with a {type(leaf).__name__} cannot be split among devices: pass device="
             )
+        if isinstance(leaf, torch.Tensor) and not _has_rows(leaf):
+            kind = "nested" if leaf.is_nested else "sparse"
+            raise ValueError(
+                f"a batch with a {kind} tensor of layout {leaf.layout} cannot be split among devices: "
+                "make it dense (nested ones: contiguous and jagged), or pass device="
+            )
         if leaf.ndim:
             lengths.append(len(leaf))
         return leaf
@@ -97,11 +103,12 @@ def split(batch: Any, parts: int) -> list[Any]:
 
 
 def is_jagged(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no more than values and offsets."""
+    """Whether a tensor is no more than values and offsets, its rows one after another."""
     nested: Any = tensor  # torch's stubs do not know what only nested tensors have
     return bool(
         tensor.is_nested
         and tensor.layout == torch.jagged
+        and isinstance(tensor.shape[1], torch.SymInt)  # else it is transposed, and so are its values
         and nested.lengths() is None
         and not tensor.requires_grad
     )
@@ -124,6 +131,11 @@ def _replace_whole(batch: Any, change: Change, column: Change | None = None) -> 
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and not hasattr(batch, "to"):
         return _dataclass(batch, lambda inner: _replace_whole(inner, change, column))
     return replace_leaves(batch, change)
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    """Whether rows can be cut out of a tensor."""
+    return is_jagged(tensor) if tensor.is_nested else tensor.layout == torch.strided
 
 
 def _rows(leaf: Any, start: int, stop: int) -> Any:

@@ -32,7 +32,7 @@ def train(device: FakeDevice, copier: Copier, numbers: range, *, depth: int = 2,
     sent: deque = deque()
     todo = iter(numbers)
     batch = None
-    copier.begin()
+    copier.buffers.begin()
     for number in numbers:
         while len(sent) < depth and (following := next(todo, None)) is not None:
             source = make_batch(following)
@@ -41,7 +41,7 @@ def train(device: FakeDevice, copier: Copier, numbers: range, *, depth: int = 2,
                     device.pin(tensor)
             sent.append(copier.send(source))
             del source
-        copier.collect()
+        copier.buffers.collect()
         batch = copier.receive(sent.popleft())
         for name, tensor in make_batch(number).items():
             device.read(batch[name], tensor)
@@ -87,12 +87,12 @@ def test_one_stream_and_so_many_events_and_buffers_and_then_no_more(order):
     copier = Copier(device, 2)
     train(device, copier, range(20))
     before, memory_bytes = list(device.calls), device.memory_bytes
-    assert before.count("memory") == copier.allocations <= 2 * 4
+    assert before.count("memory") == copier.buffers.allocations <= 2 * 4
     assert before.count("host_memory") == 2
     for _ in range(50):
         train(device, copier, range(20))
     assert device.calls == before
-    assert device.memory_bytes == memory_bytes == copier.device_bytes
+    assert device.memory_bytes == memory_bytes == copier.buffers.nbytes
     assert len(device.streams) == 2
 
 
@@ -108,20 +108,20 @@ def test_pinned_sources_are_copied_from_where_they_are():
 def test_kept_tensors_keep_their_memory_and_no_other(order):
     device = FakeDevice(order)
     copier = Copier(device, 1)
-    copier.begin()
+    copier.buffers.begin()
     labels = []
     for number in range(30):
         sent = copier.send(make_batch(number))
-        copier.collect()
+        copier.buffers.collect()
         labels.append(copier.receive(sent)["label"][1:3])
     device.finish()
     assert all(label.tolist() == [number] * 2 for number, label in enumerate(labels))
-    assert copier.allocations <= 30 + 3  # images are reused
+    assert copier.buffers.allocations <= 30 + 3  # images are reused
     kept = labels[::10]
     labels.clear()
     gc.collect()
-    copier.collect()
-    assert copier.device_bytes <= 4 * 128 + 6 * 32
+    copier.buffers.collect()
+    assert copier.buffers.nbytes <= 4 * 128 + 6 * 32
     copier.close()
     device.finish()
     assert [label.tolist() for label in kept] == [[0, 0], [10, 10], [20, 20]]
@@ -135,10 +135,10 @@ def test_kept_tensors_keep_their_memory_and_no_other(order):
 def test_a_batch_kept_beyond_close_is_freed_after_the_stream_that_used_it(order):
     device = FakeDevice(order)
     copier = Copier(device, 1)
-    copier.begin()
+    copier.buffers.begin()
     other = device.compute_stream()
     sent = copier.send(make_batch(7))
-    copier.collect()
+    copier.buffers.collect()
     with device.on(other):
         batch = copier.receive(sent)
         copier.close()
@@ -156,22 +156,22 @@ def test_a_batch_kept_beyond_close_is_freed_after_the_stream_that_used_it(order)
 def test_larger_batches_make_room_and_smaller_ones_use_it(order):
     device = FakeDevice(order)
     copier = Copier(device, 2)
-    copier.begin()
+    copier.buffers.begin()
     sizes = [4, 4, 2, 4, 9, 4, 9, 8, 10, 9, 1, 10, 10, 10, 10]
     batch = None
     for number, rows in enumerate(sizes):
         sent = copier.send(make_batch(number, rows))
-        copier.collect()
+        copier.buffers.collect()
         batch = copier.receive(sent)
         for name, tensor in make_batch(number, rows).items():
             assert batch[name].shape == tensor.shape
             device.read(batch[name], tensor)
     del batch
     train(device, copier, range(3))  # two at a time
-    allocations = copier.allocations
+    allocations = copier.buffers.allocations
     for _ in range(20):
         train(device, copier, range(3))
-    assert copier.allocations == allocations
+    assert copier.buffers.allocations == allocations
     device.finish()
     copier.close()
     device.finish()
@@ -182,13 +182,13 @@ def test_larger_batches_make_room_and_smaller_ones_use_it(order):
 def test_a_batch_that_nobody_received_gives_all_back():
     device = FakeDevice()
     copier = Copier(device, 2)
-    copier.begin()
+    copier.buffers.begin()
     for _ in range(10):
         sent = [copier.send(make_batch(number)) for number in range(2)]
         for one in sent:
             copier.drop(one)
             copier.drop(one)
-    assert copier.allocations == 4
+    assert copier.buffers.allocations == 4
     train(device, copier, range(5))
     device.finish()
     assert device.errors == []
@@ -197,7 +197,7 @@ def test_a_batch_that_nobody_received_gives_all_back():
 def test_a_batch_that_fails_on_its_way_gives_all_back():
     device = FakeDevice()
     copier = Copier(device, 1)
-    copier.begin()
+    copier.buffers.begin()
 
     class Broken(FakeDevice):
         def copy(self, into, source, stream):
@@ -210,7 +210,7 @@ def test_a_batch_that_fails_on_its_way_gives_all_back():
         with pytest.raises(MemoryError):
             copier.send(make_batch(3))
     device.__class__ = FakeDevice
-    assert copier.allocations == 2
+    assert copier.buffers.allocations == 2
     train(device, copier, range(5), depth=1)
     device.finish()
     assert device.errors == []
@@ -224,7 +224,7 @@ class CopierMachine(RuleBasedStateMachine):
         self.device = FakeDevice()
         self.computes = [self.device.default, self.device.compute_stream()]
         self.copier = Copier(self.device, 2)
-        self.copier.begin()
+        self.copier.buffers.begin()
         self.sent: deque = deque()
         self.kept: list[tuple[torch.Tensor, torch.Tensor, object]] = []
         self.number = 0
@@ -243,7 +243,7 @@ class CopierMachine(RuleBasedStateMachine):
     @rule(stream=st.integers(0, 1))
     def receive(self, stream):
         with self.device.on(self.computes[stream]):
-            self.copier.collect()
+            self.copier.buffers.collect()
             sent, number, rows = self.sent.popleft()
             batch = self.copier.receive(sent)
             for name, tensor in make_batch(number, rows).items():
@@ -279,13 +279,13 @@ class CopierMachine(RuleBasedStateMachine):
     @rule(stream=st.integers(0, 1))
     def begin_anew(self, stream):
         with self.device.on(self.computes[stream]):
-            self.copier.collect()
-            self.copier.begin()
+            self.copier.buffers.collect()
+            self.copier.buffers.begin()
 
     @invariant()
     def nothing_was_read_that_should_not_be(self):
         assert self.device.errors == []
-        assert self.copier.device_bytes == self.device.memory_bytes
+        assert self.copier.buffers.nbytes == self.device.memory_bytes
 
     def teardown(self):
         while self.sent:

@@ -6,8 +6,10 @@ import itertools
 import pickle
 import subprocess
 import sys
+import threading
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import arrowcache as ac
-from arrowcache.torch import CacheDataset, EpochBatchSampler, Loader, dataloader
+import arrowcache.torch.dataset
+from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
 from arrowcache.torch.descriptor import Descriptor
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
@@ -54,6 +57,12 @@ def no_lease_is_left(cache) -> None:
     gc.collect()
     wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
     assert cache.verify() == []
+
+
+@pytest.fixture
+def in_a_worker(monkeypatch):
+    """Datasets answer as they do in a DataLoader's worker."""
+    monkeypatch.setattr(arrowcache.torch.dataset, "get_worker_info", lambda: SimpleNamespace(id=0))
 
 
 def through_a_queue(thing):
@@ -175,6 +184,52 @@ def test_a_transform_may_return_anything_and_sees_numpy(cache):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["none", "identity"])
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_collate_function_of_the_users_own_gets_the_batch(cache, workers, kind, batched):
+    def loader(collate):
+        sampler = EpochBatchSampler(cache, 16, seed=1)
+        options = {"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}
+        dataset = CacheDataset(cache, transform=identity_of_kind(kind))
+        return DataLoader(dataset, num_workers=workers, collate_fn=collate, **options)
+
+    def changed(batch):
+        assert "id" in batch
+        assert "nosuch" not in batch
+        assert len(batch) == 2
+        assert [*batch] == [*batch.keys()] == [*dict(batch)]
+        assert len([*batch.values()]) == 2
+        return batch["image"].mean(), {name: 2 * column for name, column in batch.items()}
+
+    def looked_into(batch):
+        assert batch["id"].dtype == torch.int64
+        return batch
+
+    with Loader(cache, 16, seed=1) as own:
+        expected = list(own)
+    for collate in (lambda batch: batch, looked_into):
+        found = list(loader(collate))
+        for batch in found:
+            assert isinstance(batch, dict)
+            check(batch)
+        assert ids_of(found) == ids_of(expected)
+        no_lease_is_left(cache)
+    for (mean, doubled), batch in zip(loader(changed), expected, strict=True):
+        assert mean == batch["image"].mean()
+        assert torch.equal(doubled["id"], 2 * batch["id"])
+    no_lease_is_left(cache)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_function_for_batches_that_are_no_dicts_is_told_what_to_do(cache, workers):
+    dataset = CacheDataset(cache, transform=lambda batch: (batch["id"], 3))
+    sampler = EpochBatchSampler(cache, 16)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=lambda pair: pair[1])
+    with pytest.raises(TypeError, match="this transform returned none"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["none", "identity"])
 def test_after_an_early_break_the_next_epoch_is_whole_and_new(cache, workers, kind):
     loader = dataloader(cache, 8, workers, transform=identity_of_kind(kind))
     for steps in (1, 3):
@@ -186,6 +241,20 @@ def test_after_an_early_break_the_next_epoch_is_whole_and_new(cache, workers, ki
         assert sorted(ids_of(loader)) == list(range(cache.stats().rows))
     del loader, batch
     no_lease_is_left(cache)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["none", "identity"])
+def test_closing_the_sampler_after_a_break_ends_the_lease_though_workers_live(cache, workers, kind):
+    loader = dataloader(cache, 8, workers, transform=identity_of_kind(kind))
+    loader.batch_sampler.close()
+    for _ in range(3):
+        check(next(iter(loader)))  # as a `break` after it: the loader keeps its iterator
+        loader.batch_sampler.close()
+        loader.batch_sampler.close()
+        no_lease_is_left(cache)
+    assert len(loader) == 20
+    assert sorted(ids_of(loader)) == list(range(160))
 
 
 @pytest.mark.parametrize("kind", ["none", "identity"])
@@ -319,7 +388,7 @@ def test_a_dataloader_that_shuffles_or_samples_by_itself_is_told_what_to_do(cach
             next(iter(DataLoader(dataset, num_workers=workers, **options)))
     with pytest.raises(TypeError, match="EpochBatchSampler"):
         next(iter(DataLoader(dataset, sampler=EpochBatchSampler(cache, 4))))  # batch_size=1
-    with pytest.raises(TypeError, match="collate_fn"):
+    with pytest.raises(TypeError, match=r"collate_fn cannot be given.*pass transform="):
         dataloader(cache, 16, 0, collate_fn=list)
     no_lease_is_left(cache)
 
@@ -348,6 +417,25 @@ def test_wrong_arguments_fail_in_the_constructor(cache, tmp_path):
         dataloader(tmp_path / "nosuch")
 
 
+def test_a_number_of_workers_that_is_none_fails_at_once(cache):
+    for wrong, error in ((1.5, TypeError), ("2", TypeError), (True, ValueError), (-1, ValueError)):
+        with pytest.raises(error, match="num_workers"):
+            dataloader(cache, 16, wrong)
+
+
+def test_what_cannot_be_pickled_for_a_worker_is_told_so(cache):
+    def locked(batch, lock=threading.Lock()):  # noqa: B008  # one that is there before the worker
+        return batch
+
+    for dataset in (
+        CacheDataset(cache, transform=locked),
+        CacheIterableDataset(cache, transform=locked),
+        CacheIterableDataset(cache, where=locked),
+    ):
+        with pytest.raises(TypeError, match="in its first call, not before"):
+            pickle.dumps(dataset)
+
+
 def test_an_error_in_a_transform_reaches_the_consumer_and_the_next_epoch_is_whole(cache):
     def transform(batch):
         if 77 in batch["id"]:
@@ -364,7 +452,7 @@ def test_an_error_in_a_transform_reaches_the_consumer_and_the_next_epoch_is_whol
         no_lease_is_left(cache)
 
 
-def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread(tmp_path):
+def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread(tmp_path, in_a_worker):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 10)
     rows = list(itertools.islice(EpochBatchSampler(cache, 16), 3))
@@ -372,7 +460,7 @@ def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread
     dataset = CacheDataset(cache)
     batch = through_a_queue(dataset.__getitems__(rows[0]))  # the segments are still there: read anew
     check(batch)
-    assert batch["id"].tolist() == dataset[rows[0]]["id"].tolist()
+    assert batch["id"].tolist() == dataset[rows[0]].make()["id"].tolist()
     cache.evict("1MiB")
     answer = through_a_queue(dataset.__getitems__(rows[1]))
     assert isinstance(answer, ExceptionWrapper)
@@ -461,12 +549,14 @@ def test_a_program_that_ends_in_the_middle_of_epochs_ends_in_silence(cache, rais
 # what travels
 
 
-def test_a_batch_travels_as_row_ids(cache):
+def test_a_batch_travels_as_row_ids(cache, in_a_worker):
     rows = next(iter(EpochBatchSampler(cache, 16)))
     assert list(rows) == rows.ids.tolist()
     assert len(rows) == 16
     dataset = CacheDataset(cache)
-    assert len(ForkingPickler.dumps(dataset.__getitems__(rows))) < 1500  # a row alone has 1032 bytes
+    answer = dataset.__getitems__(rows)
+    assert type(answer) is Descriptor
+    assert len(ForkingPickler.dumps(answer)) < 1500  # a row alone has 1032 bytes
     again = through_a_queue(rows)
     assert again == rows
     assert again.snapshot.seqs().tolist() == list(range(10))

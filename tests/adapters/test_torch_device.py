@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -346,7 +348,7 @@ def test_what_cannot_be_split_is_an_error_that_says_so(batch):
     prefetcher.close()
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "xpu", "meta", "nonsense", "mps", object()])
+@pytest.mark.parametrize("device", ["cuda:99", "xpu", "meta", "nonsense", "mps", 2**70, object()])
 def test_a_device_that_does_not_exist_fails_in_the_constructor(device):
     with pytest.raises(ValueError, match="'cpu'"):
         DevicePrefetcher([], device)
@@ -360,7 +362,9 @@ def test_a_device_that_does_not_exist_fails_in_the_constructor(device):
         ({}, ValueError),
         ({"device": "cpu", "devices": ["cpu"]}, ValueError),
         ({"devices": []}, ValueError),
-        ({"devices": "cpu"}, ValueError),
+        ({"devices": "cpu"}, TypeError),
+        ({"devices": torch.device("cpu")}, TypeError),
+        ({"devices": ["cpu", None]}, ValueError),
         ({"device": "cpu", "depth": 0}, ValueError),
         ({"device": "cpu", "depth": 2.5}, TypeError),
         ({"device": "cpu", "iterable": 3}, TypeError),
@@ -472,7 +476,7 @@ def test_close_ends_all_and_may_be_called_again():
 
 
 def test_close_does_not_wait_long_for_a_source_that_hangs(fakes, monkeypatch):
-    monkeypatch.setattr(arrowcache.torch.device, "_JOIN_SECONDS", 0.01)
+    monkeypatch.setattr(arrowcache.torch.device, "JOIN_SECONDS", 0.01)
     source = Source(wait_at=2)
     prefetcher = DevicePrefetcher(source, "fake")
     iterator = iter(prefetcher)
@@ -544,7 +548,7 @@ def test_the_interpreter_ends(way):
         "import sys, threading, torch\n"
         "from arrowcache.torch import DevicePrefetcher\n"
         "import arrowcache.torch.device as module\n"
-        "module._JOIN_SECONDS = 0.1\n"
+        "module.JOIN_SECONDS = 0.1\n"
         "def endless():\n    while True: yield {'x': torch.zeros(1000)}\n"
         "def hang():\n    threading.Event().wait(); yield\n"
         "prefetcher = DevicePrefetcher(endless(), 'cpu')\n" + EXITS[way]
@@ -571,3 +575,85 @@ def test_in_a_forked_child_it_says_what_to_do():
             os._exit(good)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
         check(next(iterator), 1)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (np.ma.MaskedArray([1.0, 2.0], [False, True]), "mask"),
+        (torch.empty(3, device="meta"), "has no values"),
+    ],
+)
+def test_what_would_lose_its_values_is_an_error_that_says_so(fakes, leaf, message):
+    for batch in (leaf, {"deep": [leaf]}):
+        with (
+            DevicePrefetcher([batch], "fake") as prefetcher,
+            pytest.raises(TypeError, match=message),
+        ):
+            next(iter(prefetcher))
+        with (
+            DevicePrefetcher([batch], devices=["fake 0"]) as prefetcher,
+            pytest.raises(TypeError, match=message),
+        ):
+            next(iter(prefetcher))
+
+
+def test_arrays_that_torch_cannot_lie_over_are_copied(fakes):
+    records = np.zeros(3, dtype=[("flag", "u1"), ("value", "f8")])
+    records["value"] = [1, 2, 3]
+    batch = {"foreign": np.arange(3).astype(">i4"), "unaligned": records["value"]}
+    with DevicePrefetcher([batch], "fake") as prefetcher:
+        (found,) = prefetcher
+    fakes["fake"].finish()
+    assert (found["foreign"].dtype, found["foreign"].tolist()) == (torch.int32, [0, 1, 2])
+    assert (found["unaligned"].dtype, found["unaligned"].tolist()) == (torch.float64, [1, 2, 3])
+
+
+def test_a_transposed_jagged_tensor_keeps_its_values():
+    rows = [torch.arange(6.0).view(2, 3), torch.ones(1, 3)]
+    turned = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with DevicePrefetcher([turned], "cpu") as prefetcher:
+        (found,) = prefetcher
+    for new, row in zip(found.unbind(), rows, strict=True):
+        assert torch.equal(new, row.T)
+
+
+def test_what_occurs_twice_in_a_batch_does_so_on_the_device(fakes):
+    tensor = torch.arange(4)
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    batch = {"x": tensor, "again": [tensor], "a": jagged, "b": 2 * jagged}
+    with DevicePrefetcher([batch], "fake") as prefetcher:
+        (found,) = prefetcher
+        assert prefetcher.stats().device_allocations == 4
+    fakes["fake"].finish()
+    assert found["again"][0] is found["x"]
+    total = found["a"] + found["b"]  # of one ragged shape: they share their offsets
+    assert [row.tolist() for row in total.unbind()] == [[[3.0] * 3] * 2, [[3.0] * 3]]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(4).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged).transpose(1, 2),
+        torch.nested.nested_tensor_from_jagged(
+            torch.ones(5, 2), torch.tensor([0, 3, 5]), lengths=torch.tensor([1, 2])
+        ),
+    ],
+)
+def test_tensors_without_rows_of_their_own_are_not_split(tensor):
+    with (
+        DevicePrefetcher([tensor], devices=["cpu", "cpu"]) as prefetcher,
+        pytest.raises(ValueError, match="cannot be split among devices"),
+    ):
+        next(iter(prefetcher))
+
+
+@pytest.mark.parametrize("again", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_it_is_not_pickled_or_copied(again):
+    with DevicePrefetcher(Source(), "cpu") as prefetcher:
+        iterator = iter(prefetcher)
+        for each in (prefetcher, iterator):
+            with pytest.raises(TypeError, match="cannot be pickled or copied"):
+                again(each)
+        check(next(iterator), 0)

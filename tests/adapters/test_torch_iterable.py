@@ -201,8 +201,11 @@ def test_states_that_do_not_fit_are_refused(cache):
         with pytest.raises(ValueError, match="state_dict"):
             dataset.load_state_dict(wrong)
     dataset.load_state_dict(state | {"workers": 3})
-    with pytest.raises(ValueError, match="num_workers=3"):
+    with pytest.raises(ValueError, match="resume with num_workers=3"):
         iter(dataset)
+    dataset.load_state_dict(state)
+    with pytest.raises(ValueError, match="resume with num_workers=0 or 1"):
+        next(iter(batches_of(dataset, 2)))
     dataset.load_state_dict(state)
     cache.evict("30kB")
     with pytest.raises(ac.MissingSegmentsError):

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch
 
 import arrowcache as ac
-from arrowcache.torch import Loader
+from arrowcache.torch import Loader, dataloader
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 
@@ -332,3 +332,24 @@ def test_a_transform_may_reverse_or_give_what_cannot_be_written(cache):
             assert torch.equal(batch["id"], expected["id"].flip(0))
             assert torch.equal(batch["fixed"], expected["id"])
             assert torch.equal(batch["image"], expected["image"].flip(1))
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_mask_is_not_lost_and_foreign_byte_order_is_read(cache, device):
+    def masked(batch):
+        return {"id": np.ma.MaskedArray(batch["id"], batch["id"] % 2 == 0)}
+
+    with (
+        Loader(cache, 16, transform=masked, device=device) as loader,
+        pytest.raises(TypeError, match=r"column 'id'.* no mask: pass its filled\(value\)"),
+    ):
+        next(iter(loader))
+    with pytest.raises(TypeError, match="no mask"):
+        next(iter(dataloader(cache, 16, 0, transform=masked)))
+
+    def foreign(batch):
+        return {"id": batch["id"], "foreign": batch["id"].astype(">i8")}
+
+    with Loader(cache, 16, transform=foreign, device=device) as loader:
+        for batch in loader:
+            assert torch.equal(batch["foreign"], batch["id"])

@@ -78,6 +78,45 @@ def test_on_a_fake_device_every_read_sees_its_batch(cache, fake):
     assert fake.memory_bytes == 0
 
 
+@pytest.mark.parametrize("order", ["none", "copy", "compute", "all", "random"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_device_copies_from_the_ring_which_is_not_used_again_before(cache, fake, order, workers):
+    fake.order = order
+    options = {"workers": workers, "worker_type": "thread"}
+    with Loader(cache, 16, device="fake", **options) as loader, Loader(cache, 16) as plain:
+        for _ in range(20):
+            for batch, expected in zip(loader, plain, strict=True):
+                for name, tensor in expected.items():
+                    fake.read(batch[name], tensor)
+        del batch
+        assert loader.device_stats().pinned_bytes == 0
+        assert fake.calls.count("host_memory") == loader.stats().ring_growths < 60
+    fake.finish()
+    assert fake.errors == []
+
+
+def test_the_fake_finds_a_ring_that_is_used_again_too_early(cache, fake):
+    fake.order, fake.deaf = "none", ("synchronize",)
+    with Loader(cache, 16, device="fake") as loader, Loader(cache, 16) as plain:
+        for batch, expected in zip(loader, plain, strict=True):
+            fake.read(batch["image"], expected["image"])
+    fake.finish()
+    assert fake.errors
+
+
+def test_what_was_made_elsewhere_is_staged(cache, fake):
+    def transform(batch):
+        return {"id": batch["id"], "half": batch["image"] / 2}
+
+    with Loader(cache, 16, device="fake", transform=transform) as loader, Loader(cache, 16) as plain:
+        for batch, expected in zip(loader, plain, strict=True):
+            fake.read(batch["id"], expected["id"])
+            fake.read(batch["half"], expected["image"] / 2)
+        assert loader.device_stats().pinned_bytes == 2 * batch["half"].nbytes
+    fake.finish()
+    assert fake.errors == []
+
+
 def test_all_kinds_of_columns(tmp_path):
     schema = {"text": ac.String(), "points": ac.Ragged("float32", (2,)), "at": ac.Tensor("int64")}
     cache = make_cache(tmp_path / "cache", schema)

@@ -1,0 +1,111 @@
+"""Tensors over host memory: what an array, a column or a leaf of a batch is to torch.
+
+Numbers keep their values, or are refused: what a tensor cannot be over (a reversed, read-only or
+unaligned array, one of foreign byte order) is copied; what it would lose (a mask) is a TypeError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
+from arrowcache.reading.values import Values
+
+
+def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """An array's numbers as a tensor, over the same memory if that is possible.
+
+    Raises: TypeError: torch has no such dtype, or the array is masked.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            "a masked array cannot become a tensor, which has no mask: pass its filled(value), "
+            "or its data and mask as two arrays"
+        )
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    width = max(1, array.itemsize)
+    if not array.flags.behaved or any(stride < 0 or stride % width for stride in array.strides):
+        array = array.copy()
+    return torch.from_numpy(array)
+
+
+def to_tensor(values: Any, kind: FieldType | None) -> Any:
+    """A column of a batch as a tensor over the same memory; lists and tensors pass as they are.
+
+    Args:
+        values: what a NumPy loader yields, or what a transform made of it.
+        kind: the column's type; None: a column that a transform added.
+    Raises: as `tensor_over`.
+    """
+    if isinstance(values, Values):
+        data = _dense(values.data, kind)
+        return torch.nested.nested_tensor_from_jagged(data, torch.from_numpy(values.offsets))
+    return _dense(values, kind) if isinstance(values, np.ndarray) else values
+
+
+def source_of(leaf: Any) -> torch.Tensor | None:
+    """A leaf of a batch as a plain host tensor, to be copied to a device byte by byte.
+
+    Returns: None: it is moved by a `to` of its own, or stays as it is.
+    Raises: TypeError: it has no values, or would lose some.
+    """
+    if isinstance(leaf, np.ndarray):
+        try:
+            return tensor_over(leaf)
+        except TypeError:  # text, dates, objects: they stay
+            if isinstance(leaf, np.ma.MaskedArray):
+                raise
+            return None
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        raise TypeError(
+            f"a meta tensor of shape {tuple(leaf.shape)} has no values that could be copied to a device: "
+            "make the batch on the CPU"
+        )
+    if (
+        type(leaf) is not torch.Tensor  # a subclass has more to it than its bytes
+        or leaf.device.type != "cpu"
+        or leaf.layout != torch.strided
+        or leaf.requires_grad
+        or leaf.is_nested
+        or leaf.is_quantized
+    ):
+        return None
+    return leaf
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one run of memory, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def strides_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a copy without holes: the tensor's own, where it has none."""
+    if is_dense(tensor):
+        return tensor.stride()
+    strides, step = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def _dense(array: np.ndarray[Any, Any], kind: FieldType | None) -> torch.Tensor:
+    if isinstance(kind, Timestamp) and array.dtype.kind == "M":
+        array = array.view(np.int64)
+    tensor = tensor_over(array)
+    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16" and array.dtype == np.uint16:
+        return tensor.view(torch.bfloat16)
+    return tensor

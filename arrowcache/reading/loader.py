@@ -81,6 +81,8 @@ class Loader:
         CacheFormatError: no such cache.
     """
 
+    _may_yield_views = True  # over the cache's files; loaders for a framework may not
+
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
@@ -139,7 +141,7 @@ class Loader:
             self._terms.batch_size,
             transform,
             with_ids=_flag(with_ids, "with_ids"),
-            views=shuffle in ("blocks", None),
+            views=self._may_yield_views and shuffle in ("blocks", None),
             workers=self._workers,
             prefetch=self._prefetch,
             meter=self._meter,

@@ -1,0 +1,94 @@
+"""Columns: what TensorFlow is given for each column of a batch, and how it travels.
+
+A column travels as one or two arrays, its parts, which a way into TensorFlow hands over as they are
+or as Arrow lists of them; `Column.assemble` makes of the parts' tensors what a user gets.
+
+    Tensor(dtype, shape)    (batch, *shape), of that dtype
+    Timestamp()             (batch,) int64, microseconds since 1970: TensorFlow has no dates
+    Ragged(dtype, inner)    tf.RaggedTensor, (batch, None, *inner), of values and row splits
+    String(), Binary()      (batch,) tf.string
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
+from arrowcache.errors import SchemaError
+
+_IDS = {"_seq": tf.int64, "_row": tf.int64, "_age_seconds": tf.float64}
+
+
+class Part(NamedTuple):
+    """One array of a column: its dtype in TensorFlow, and its shape, None where it varies."""
+
+    dtype: Any
+    shape: tuple[int | None, ...]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype.as_numpy_dtype)
+
+
+class Column(NamedTuple):
+    """One column of every batch: `spec` is what the user gets, `parts` what travels."""
+
+    name: str
+    spec: Any
+    parts: tuple[Part, ...]
+
+    def disassemble(self, values: Any) -> list[NDArray[Any]]:
+        """The parts of a batch's column, without a copy, except of text and bytes."""
+        if isinstance(values, list):
+            items = [item.encode(errors="surrogatepass") if isinstance(item, str) else item for item in values]
+            packed = np.empty(len(items), object)
+            packed[:] = items
+            return [packed]
+        if len(self.parts) == 2:
+            return [values.data.view(self.parts[0].numpy_dtype), values.offsets.astype(np.int64, copy=False)]
+        return [values.view(self.parts[0].numpy_dtype)]
+
+    def assemble(self, parts: Sequence[Any]) -> Any:
+        """What the user gets, of the parts' tensors; in a graph."""
+        if len(self.parts) == 2:
+            return tf.RaggedTensor.from_row_splits(*parts, validate=False)
+        return parts[0]
+
+
+def columns_of(schema: Schema, names: Sequence[str], rows: int | None, *, with_ids: bool) -> list[Column]:
+    """What each column of a batch of so many rows is; None: it varies.
+
+    Raises: SchemaError: TensorFlow cannot hold a column.
+    """
+    columns = []
+    for name in names:
+        try:
+            columns.append(_column(name, schema[name], rows))
+        except (TypeError, ValueError) as error:
+            raise SchemaError(
+                f"TensorFlow cannot hold column {name!r}, {schema[name]!r} ({error}): "
+                "leave it out with columns="
+            ) from error
+    if with_ids:
+        columns += [_plain(name, dtype, (rows,)) for name, dtype in _IDS.items()]
+    return columns
+
+
+def _column(name: str, kind: FieldType, rows: int | None) -> Column:
+    if isinstance(kind, Ragged):
+        dtype, inner = tf.as_dtype(kind.dtype), kind.inner_shape
+        spec = tf.RaggedTensorSpec((rows, None, *inner), dtype, ragged_rank=1, row_splits_dtype=tf.int64)
+        splits = None if rows is None else rows + 1
+        return Column(name, spec, (Part(dtype, (None, *inner)), Part(tf.int64, (splits,))))
+    if isinstance(kind, Tensor):
+        return _plain(name, tf.as_dtype(kind.dtype), (rows, *kind.shape))
+    return _plain(name, tf.int64 if isinstance(kind, Timestamp) else tf.string, (rows,))
+
+
+def _plain(name: str, dtype: Any, shape: tuple[int | None, ...]) -> Column:
+    return Column(name, tf.TensorSpec(shape, dtype), (Part(dtype, shape),))

@@ -24,6 +24,7 @@ goes on, it uses their memory again: what the child keeps of a batch it must cop
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
 import os
@@ -54,7 +55,9 @@ def anonymous_file() -> int:
     """A descriptor of an empty file without a name, which inherits to nobody by itself."""
     try:
         return os.memfd_create("arrowcache", os.MFD_CLOEXEC)
-    except OSError:  # an old kernel, or a sandbox
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # else: an old kernel, or a sandbox
         with tempfile.TemporaryFile(prefix="arrowcache-") as file:
             return os.dup(file.fileno())
 
@@ -215,10 +218,18 @@ class SharedRing:
             flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
             protection = mmap.PROT_READ | mmap.PROT_WRITE
             map_memory(self._words.ctypes.data, self._nbytes, protection, flags, self.fd)
+        self._lock = threading.Lock()  # another thread may have held it, in the middle of anything
+        self._returned, self._ready = deque(), {}
 
     def close(self) -> None:
-        """Give nothing out any more; what was handed out stays valid. Idempotent."""
+        """Give nothing out any more, keep no memory ready. What was handed out stays valid. Idempotent."""
         if self.fd >= 0:
+            with self._lock:
+                self._keep_bytes = 0
+                self._collect()
+                for block in [block for ready in self._ready.values() for block in ready]:
+                    self._strip(block)
+                self._ready = {}
             fd, self.fd = self.fd, -1
             os.close(fd)
 
@@ -253,15 +264,18 @@ class SharedRing:
                 continue
             self._blocks_in_use -= 1
             if self._ready_bytes + block.backed_bytes > self._keep_bytes:
-                with suppress(OSError):  # a file system that cannot: the memory stays
-                    self._memory.madvise(mmap.MADV_REMOVE, block.offset, block.backed_bytes)
-                    self.allocated_bytes -= block.backed_bytes
-                    block.backed_bytes = 0
+                self._strip(block)
             if block.backed_bytes:
                 self._ready_bytes += block.backed_bytes
                 self._ready.setdefault(block.nbytes, []).append(block)
             else:
                 self._bare.setdefault(block.nbytes, []).append(block)
+
+    def _strip(self, block: Block) -> None:
+        with suppress(OSError):  # a file system that cannot: the memory stays
+            self._memory.madvise(mmap.MADV_REMOVE, block.offset, block.backed_bytes)
+            self.allocated_bytes -= block.backed_bytes
+            block.backed_bytes = 0
 
 
 _rings: weakref.WeakSet[SharedRing] = weakref.WeakSet()

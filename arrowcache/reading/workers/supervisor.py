@@ -16,6 +16,7 @@ a name: neither memory nor sockets nor locks.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -27,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,7 +40,7 @@ from arrowcache.reading.workers.launch import WorkerProcess
 from arrowcache.reading.workers.packing import Described, Pattern
 from arrowcache.reading.workers.parcel import unpack_error
 from arrowcache.reading.workers.request import Finished, Request
-from arrowcache.reading.workers.shared import STAGES_OF_WORKERS, SharedRing, Slot, bytes_of, file_of
+from arrowcache.reading.workers.shared import STAGES_OF_WORKERS, SharedRing, Slot, file_of
 
 _log = logging.getLogger("arrowcache")
 
@@ -62,6 +63,7 @@ class _Worker:
     asked: deque[Request] = field(default_factory=deque)
     is_ready: bool = False
     knows: int = 0  # version of the pattern
+    trouble: str = ""  # why it was ended here
 
 
 class Supervisor:
@@ -72,16 +74,21 @@ class Supervisor:
     """
 
     def __init__(self, size: int, plan: bytes, batch_size: int, usual_slots: int) -> None:
-        self.ring = SharedRing()
         self._size, self._batch_size, self._usual_slots = size, batch_size, usual_slots
         self._pid = os.getpid()
-        self._plan = file_of(plan)
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        with ExitStack() as owned:
+            self.ring = SharedRing()
+            owned.callback(self.ring.close)
+            self._plan = file_of(plan)
+            owned.callback(os.close, self._plan)
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            owned.callback(os.close, self._bell)
+            self._selector = owned.enter_context(selectors.DefaultSelector())
+            self._selector.register(self._bell, selectors.EVENT_READ, self._unring)
+            self._owned = owned.pop_all()  # here, or nothing was
         self._mutex = threading.Lock()
         self._maker = 0  # the thread that holds it to make a request
         self._errands: deque[Callable[[], None]] = deque()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ, self._unring)
         self._workers: list[_Worker] = []
         self._todo: deque[Request] = deque()  # in the order of their serials
         self._pattern: Pattern | None = None  # until the first batch is made, one request is out at a time
@@ -91,6 +98,8 @@ class Supervisor:
         self._deaths = 0  # in a row, while nothing was made
         self._failed_starts = 0  # in a row
         self._start_at = 0.0  # no process is started before
+        self._starting_since: float | None = None  # somebody waits, and no worker is ready; by perf_counter
+        self._start_seconds = 0.0  # that this took, until it was told of
         self._drops: deque[tuple[threading.Event, set[int]]] = deque()  # and pids that have not answered
         self._is_stopping = False
         self._failure: BaseException | None = None
@@ -129,6 +138,8 @@ class Supervisor:
                 self._fail(request, self._failure)
                 return future
             self._todo.append(request)
+            if self._starting_since is None and not any(worker.is_ready for worker in self._workers):
+                self._starting_since = time.perf_counter()
             self._maker = threading.get_ident()
             self._dispatch()
             is_short = len(self._workers) < self._size
@@ -155,7 +166,9 @@ class Supervisor:
     def in_progress(self) -> list[tuple[str, float]]:
         """What workers are at: the stage, and since when, by `time.perf_counter`."""
         progress = [self.ring.progress(number) for number in range(self._size)]
-        return [(STAGES_OF_WORKERS[word % 4], word // 4 / 1e9) for word in progress if word]
+        stages = [(STAGES_OF_WORKERS[word % 4], word // 4 / 1e9) for word in progress if word]
+        since = self._starting_since
+        return stages if since is None else [*stages, ("start", since)]
 
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in list(self._workers) if not worker.process.has_ended]
@@ -246,7 +259,7 @@ class Supervisor:
             try:
                 self._workers.append(self._start_one())
             except OSError as error:
-                self._note_death(f"could not be started ({error})", has_worked=False)
+                self._note_death(f"could not be started: {_named(error)}", has_worked=False)
 
     def _start_one(self) -> _Worker:
         number = min(set(range(self._size)) - {worker.number for worker in self._workers})
@@ -275,7 +288,7 @@ class Supervisor:
         worker.process.close()
         self.ring.set_progress(worker.number, 0)
         self._settle_drops()
-        how = worker.process.how_it_ended()
+        how = worker.trouble or worker.process.how_it_ended()
         if self._failure is not None:
             return
         if worker.asked and worker.is_ready:
@@ -287,8 +300,8 @@ class Supervisor:
                     first,
                     WorkerError(
                         f"step {first.step} of the epoch was given up: {first.deaths} worker processes "
-                        f"in a row died while they made it, the last one {how}; was it out of memory? lower "
-                        "workers or batch_size; pass workers=0 to see what the transform does in this process"
+                        f"in a row were lost while they made it; the last one {how}; lower workers or "
+                        "batch_size, or pass workers=0 to see what the transform does in this process"
                     ),
                 )
         for request in reversed(worker.asked):
@@ -303,9 +316,9 @@ class Supervisor:
         if self._failed_starts >= MOST_DEATHS and not any(worker.is_ready for worker in self._workers):
             self._give_up(
                 WorkerError(
-                    f"worker processes cannot start: {self._failed_starts} in a row died before they were "
-                    f"ready, the last one {how}; see what it wrote to stderr, or pass worker_type='thread' "
-                    "to do without"
+                    f"worker processes cannot start: {self._failed_starts} in a row were lost before they "
+                    f"were ready; the last one {how}; see what it wrote to stderr, or pass "
+                    "worker_type='thread' to do without"
                 )
             )
             return
@@ -322,6 +335,12 @@ class Supervisor:
                 self._reject(request, error)
         self._deaths = self._failed_starts = 0
         self._start_at = time.monotonic() + _BACKOFF_SECONDS
+        self._end_start()
+
+    def _end_start(self) -> None:
+        since, self._starting_since = self._starting_since, None
+        if since is not None:
+            self._start_seconds += time.perf_counter() - since
 
     # requests
 
@@ -370,20 +389,19 @@ class Supervisor:
             received = worker.process.channel.receive()
         except BlockingIOError:
             return False
+        except WorkerError as error:  # it may have been about anything
+            self._lose(worker, error)
+            return False
         if received is None:
             return False
-        message, files = received
-        try:
-            self._answered(worker, message, files)
-        finally:
-            for fd in files:
-                os.close(fd)
+        self._answered(worker, received[0])
         return True
 
-    def _answered(self, worker: _Worker, message: Message, files: list[int]) -> None:
+    def _answered(self, worker: _Worker, message: Message) -> None:
         say = message["say"]
         if say == "ready":
             worker.is_ready, self._failed_starts = True, 0
+            self._end_start()
         elif say == "dropped":
             if self._drops:
                 for _, waiting in self._drops:
@@ -392,7 +410,7 @@ class Supervisor:
                         break
                 self._settle_drops()
         elif say == "failed" and message["id"] is None:
-            self._give_up(unpack_error(bytes_of(files[0])))
+            self._give_up(unpack_error(message["error"]))
         elif say == "needs":
             self._grant(worker, message)
         else:
@@ -409,7 +427,7 @@ class Supervisor:
             if message["kept"]:
                 self._abandon_slots(request)
             if say == "failed":
-                self._fail(request, unpack_error(bytes_of(files[0])))
+                self._fail(request, unpack_error(message["error"]))
             else:
                 self._skip(request)
 
@@ -438,6 +456,7 @@ class Supervisor:
         columns = [Described.from_message(text) for text in message["columns"]]
         slot = request.slots.pop()
         self._give_back(request)
+        message["seconds"]["start"], self._start_seconds = self._start_seconds, 0.0
         if not request.future.done() and request.future.set_running_or_notify_cancel():
             request.future.set_result(Finished(message, columns, slot))
         else:
@@ -470,17 +489,30 @@ class Supervisor:
         request.slots.clear()
 
     def _send(self, worker: _Worker, message: Message, files: Sequence[int] = ()) -> bool:
+        """Whether it was sent; if not, the worker has ended, or is ended here."""
         try:
             worker.process.channel.send(message, files)
-        except BlockingIOError:  # it has read nothing for hundreds of messages
+        except (BrokenPipeError, ConnectionResetError):  # it has died: its watch tells
+            return False
+        except BlockingIOError:
+            worker.trouble = "was killed here, since it had read none of hundreds of messages"
             worker.process.kill()
             return False
-        except OSError:  # it has died: its watch tells
+        except OSError as error:
+            self._lose(worker, WorkerError(f"a worker process could not be told what to do: {_named(error)}"))
             return False
         return True
 
+    def _lose(self, worker: _Worker, error: WorkerError) -> None:
+        """A worker can no longer be told, or understood: what it was asked fails, and it ends."""
+        for request in worker.asked:
+            self._reject(request, error)
+        worker.trouble = f"was killed here: {error}"
+        worker.process.kill()
+
     def _shut_down(self) -> None:
         self._failure = self._failure or ValueError("the loader was closed")
+        self._end_start()
         for worker in self._workers:
             self._selector.unregister(worker.process.channel)
             worker.process.channel.close()
@@ -498,16 +530,20 @@ class Supervisor:
         self._workers = []
         self._settle_drops()
         self._todo.clear()
-        self._selector.close()
-        os.close(self._bell)
-        os.close(self._plan)
         if self._manifest >= 0:
             os.close(self._manifest)
-        self.ring.close()
+        self._owned.close()
 
 
 class _Unwanted(Exception):
     """Nobody waits for the batch any more."""
+
+
+def _named(error: OSError) -> str:
+    """What failed, and what to do."""
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS):
+        return f"{error}: raise the limit of open files (ulimit -n), or keep fewer open"
+    return str(error)
 
 
 def _nothing() -> None:

@@ -41,6 +41,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.errors import WorkerError
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.ring import Ring
 from arrowcache.reading.snapshot import Snapshot
@@ -51,7 +52,7 @@ from arrowcache.reading.workers.channel import Channel, Message
 from arrowcache.reading.workers.manifest import unpack_segments
 from arrowcache.reading.workers.packing import Described, Packed
 from arrowcache.reading.workers.parcel import pack_error, unpack_transform
-from arrowcache.reading.workers.shared import STAGES_OF_WORKERS, array_over, bytes_of, file_of, map_all
+from arrowcache.reading.workers.shared import STAGES_OF_WORKERS, array_over, bytes_of, map_all
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
@@ -93,7 +94,7 @@ def main(end: int, memory: int, plan: int, parent: int, number: int) -> None:
         maker = Maker(map_all(memory), json.loads(settings), transform, number)
     except BaseException as error:  # noqa: BLE001  # the main process raises it
         with suppress(BrokenPipeError, ConnectionResetError):  # the main process has gone
-            _tell(channel, {"say": "failed", "id": None, "kept": False}, error)
+            channel.send({"say": "failed", "id": None, "error": pack_error(error)})
         channel.close()
         return
     finally:
@@ -102,7 +103,10 @@ def main(end: int, memory: int, plan: int, parent: int, number: int) -> None:
     try:
         with suppress(BrokenPipeError, ConnectionResetError):  # the main process has gone
             channel.send({"say": "ready"})
-            _Session(channel, maker).serve()
+            try:
+                _Session(channel, maker).serve()
+            except WorkerError as error:  # whatever it was that could not be read
+                channel.send({"say": "failed", "id": None, "error": pack_error(error)})
     finally:
         maker.close()
         channel.close()
@@ -134,7 +138,8 @@ class _Session:
             answer = self._maker.make(request, self._slot_for)
         except BaseException as error:  # noqa: BLE001  # a transform may raise anything
             kept = self._maker.lose(error)
-            _tell(self._channel, {"say": "failed", "id": request["id"], "kept": kept}, error)
+            failed = {"say": "failed", "id": request["id"], "kept": kept, "error": pack_error(error)}
+            self._channel.send(failed)
         else:
             self._channel.send(answer)
 
@@ -149,14 +154,6 @@ class _Session:
                 return None
             self._later.append(received)
         raise ConnectionResetError("the main process has gone")
-
-
-def _tell(channel: Channel, message: Message, error: BaseException) -> None:
-    fd = file_of(pack_error(error))
-    try:
-        channel.send(message, [fd])
-    finally:
-        os.close(fd)
 
 
 class Maker:

@@ -16,7 +16,7 @@ from processes import Script
 import arrowcache as ac
 from arrowcache.reading.workers import launch
 from arrowcache.reading.workers.channel import Channel
-from arrowcache.reading.workers.shared import file_of
+from arrowcache.reading.workers.memory import file_of
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.workers.memory import array_over
 from arrowcache.reading.workers.packing import Described, Packed
-from arrowcache.reading.workers.shared import STAGES_OF_WORKERS, array_over
+from arrowcache.reading.workers.shared import STAGES_OF_WORKERS
 
 Places = Mapping[str, Sequence[tuple[int, int]]]  # name -> (offset, bytes) of each array
 

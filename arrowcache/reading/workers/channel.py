@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from arrowcache.errors import WorkerError
-from arrowcache.reading.workers.shared import bytes_of, file_of
+from arrowcache.reading.workers.memory import bytes_of, file_of
 
 _INLINE_BYTES = 32 << 10  # a longer message travels as a file, so that sending never waits for the reader
 _INLINE, _IN_FILE = b"I", b"F"

@@ -30,9 +30,9 @@ from arrowcache.reading.workers import packing
 from arrowcache.reading.workers.bench import Bench, Places, has_room
 from arrowcache.reading.workers.channel import Message
 from arrowcache.reading.workers.manifest import unpack_segments
+from arrowcache.reading.workers.memory import bytes_of
 from arrowcache.reading.workers.packing import Described
 from arrowcache.reading.workers.parcel import unpack_transform
-from arrowcache.reading.workers.shared import bytes_of
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease

@@ -35,11 +35,12 @@ from arrowcache.reading.workers.channel import Message
 from arrowcache.reading.workers.desk import Desk
 from arrowcache.reading.workers.loop import Loop
 from arrowcache.reading.workers.member import Member, explained
+from arrowcache.reading.workers.memory import file_of
 from arrowcache.reading.workers.packing import Described
 from arrowcache.reading.workers.parcel import unpack_error
 from arrowcache.reading.workers.request import Finished, Request
 from arrowcache.reading.workers.restarts import MOST_LOSSES, Restarts
-from arrowcache.reading.workers.shared import STAGES_OF_WORKERS, SharedRing, file_of
+from arrowcache.reading.workers.shared import STAGES_OF_WORKERS, SharedRing
 
 _log = logging.getLogger("arrowcache")
 

@@ -28,8 +28,8 @@ from contextlib import closing, suppress
 from arrowcache.reading.workers.bench import Bench, Places
 from arrowcache.reading.workers.channel import Channel, Message
 from arrowcache.reading.workers.maker import Maker
+from arrowcache.reading.workers.memory import bytes_of, map_all
 from arrowcache.reading.workers.parcel import pack_error
-from arrowcache.reading.workers.shared import bytes_of, map_all
 
 _PR_SET_PDEATHSIG = 1
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from arrowcache.reading.workers.channel import Channel
 from arrowcache.reading.workers.manifest import pack_segments, unpack_segments
-from arrowcache.reading.workers.shared import SharedRing, Slot, array_over, bytes_of, file_of, map_all
+from arrowcache.reading.workers.memory import array_over, bytes_of, file_of, map_all
+from arrowcache.reading.workers.shared import SharedRing, Slot
 from arrowcache.storage.layout import SegmentInfo
 
 PAGE = 4096

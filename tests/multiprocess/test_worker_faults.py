@@ -8,13 +8,14 @@ import os
 import threading
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from helpers import ids_of, make_cache, publish, wait_until
+from helpers import ids_of, in_child, make_cache, publish, wait_until
 from processes import Script
 
 import arrowcache as ac
-from arrowcache.reading.workers import launch
+from arrowcache.reading.workers import launch, supervisor
 from arrowcache.reading.workers.channel import Channel
 from arrowcache.reading.workers.memory import file_of
 
@@ -223,3 +224,55 @@ def test_what_a_closed_loader_had_is_gone_with_its_last_reference(cache, workers
         wait_until(lambda: made_by() is None, "what made its batches to be gone")
     finally:
         gc.enable()
+
+
+def open_files():
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return [os.readlink(link) for link in links if os.path.lexists(link)]
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_keeps_no_descriptor_of_its_parents_workers(cache):
+    gc.collect()
+    before = sum("[event" in name or "[pidfd" in name or "socket:" in name for name in open_files())
+    with loader_of(cache) as loader:
+        epoch = iter(loader)
+        next(epoch)
+
+        def child():
+            now = [name for name in open_files() if "[event" in name or "[pidfd" in name or "socket:" in name]
+            assert len(now) == before, now
+
+        with in_child(child):
+            pass
+        assert len(list(epoch)) == 19
+
+
+def test_a_transform_may_fork_and_have_both_come_back(cache):
+    """The second one answered, too, and took requests that were for the first."""
+
+    def transform(batch):
+        import time
+
+        pid = os.fork()
+        if pid:
+            assert os.waitpid(pid, 0)[1] == 0
+        else:
+            time.sleep(0.01)
+        return batch
+
+    with loader_of(cache, workers=1, shuffle=None, transform=transform) as loader:
+        for _ in range(2):
+            assert ids_of(loader) == list(range(320))
+
+
+def test_workers_that_are_starting_are_ended_at_once(cache, tmp_path, monkeypatch):
+    started = tmp_path / "started"
+    blocked = f"import os, signal, time; open({str(started)!r}, 'w').close(); time.sleep(3600)"
+    monkeypatch.setattr(launch, "_START", blocked)
+    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 3600.0)
+    with loader_of(cache) as loader:
+        epoch = iter(loader)
+        wait_until(started.exists, "a worker to start")
+    assert list(epoch) == []
+    assert loader._assembly.crew.pids == []

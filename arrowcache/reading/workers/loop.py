@@ -66,7 +66,7 @@ class Loop:
         return threading.get_ident() in (self._thread.ident, self._holder)
 
     def leave(self, errand: Callable[[], None]) -> None:
-        """Have something done soon; it may be forgotten in a forked child, and at the end."""
+        """Have something done soon, or never: after the end, and in a forked child."""
         self._errands.append(errand)
         self.wake()
 
@@ -94,14 +94,11 @@ class Loop:
             self._thread.join(_JOIN_SECONDS)
 
     def close(self) -> None:
-        """Give up the descriptors; of the thread, or where it never ran."""
+        """Give up the descriptors: at the end, where the thread never ran, and in a forked child."""
         self._selector.close()
         os.close(self._bell)
-        del self._turn, self._last  # a cycle
-
-    def forget_in_child(self) -> None:
-        """A forked child has no such thread, and nobody to do errands."""
         self._errands = deque()
+        del self._turn, self._last  # a cycle
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as its children do, until they ignore it

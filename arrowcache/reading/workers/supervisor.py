@@ -154,11 +154,11 @@ class Supervisor:
             self._loop.stop()
 
     def forget_in_child(self) -> None:
-        """A forked child has neither the thread nor the processes, and must keep no socket open."""
+        """A forked child has neither the thread nor the processes, and must keep nothing of them open."""
         for member in self._members:
             member.process.forget()
         self._members = []
-        self._loop.forget_in_child()
+        self._close_files()
 
     # called in the thread, or while the loop is held
 
@@ -352,7 +352,7 @@ class Supervisor:
             member.process.channel.close()
         deadline = time.monotonic() + _GRACE_SECONDS
         for member in self._members:
-            if not member.process.wait(deadline - time.monotonic()):
+            if not (member.is_ready and member.process.wait(deadline - time.monotonic())):
                 member.process.kill()
         for member in self._members:
             member.process.end()
@@ -363,8 +363,12 @@ class Supervisor:
             request.reject(self._failure)
         self._desk.reject_all(self._failure)
         self._settle_drops()
+        self._close_files()
+
+    def _close_files(self) -> None:
         if self._manifest >= 0:
             os.close(self._manifest)
+            self._manifest = -1
         self._owned.close()
 
 

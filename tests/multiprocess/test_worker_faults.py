@@ -276,3 +276,37 @@ def test_workers_that_are_starting_are_ended_at_once(cache, tmp_path, monkeypatc
         wait_until(started.exists, "a worker to start")
     assert list(epoch) == []
     assert loader._assembly.crew.pids == []
+
+
+def test_a_transform_that_closes_the_workers_connection_is_not_told_of_memory(cache):
+    def transform(batch):
+        import time
+
+        os.closerange(3, 200)
+        time.sleep(3600)
+
+    with loader_of(cache, transform=transform) as loader:
+        with pytest.raises(ac.WorkerError, match="closed its connection") as caught:
+            next(iter(loader))
+        assert "out-of-memory" not in str(caught.value)
+
+
+def test_a_transform_that_writes_into_the_workers_connection_ends_no_loader(cache, tmp_path):
+    """It ended the thread that has the workers, and so every epoch to come."""
+    written = tmp_path / "written"
+
+    def transform(batch):
+        import stat
+
+        if not written.exists():
+            written.touch()
+            for fd in range(3, 64):
+                with suppress(OSError):
+                    if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                        os.write(fd, b"Igarbage")
+        return batch
+
+    with loader_of(cache, transform=transform) as loader:
+        with pytest.raises(ac.WorkerError, match="is no message"):
+            list(loader)
+        assert sorted(ids_of(loader)) == list(range(320))

@@ -17,6 +17,9 @@ from arrowcache.reading.workers.launch import WorkerProcess
 from arrowcache.reading.workers.packing import Pattern
 from arrowcache.reading.workers.request import Request
 
+_DYING_SECONDS = 1.0
+_MEDDLING = "a transform must leave alone descriptors that are not its own"
+
 
 class Member:
     """A worker process.
@@ -71,7 +74,12 @@ class Member:
         except WorkerError as error:  # it may have been about anything
             self._lose(error)
             raise EOFError from error
+        except ValueError as error:
+            self._lose(WorkerError(f"a worker process said what is no message ({error}): {_MEDDLING}"))
+            raise EOFError from error
         if received is None:
+            if not self.process.wait(_DYING_SECONDS):  # else it closed its files as it died
+                self._end(f"it closed its connection: {_MEDDLING}")
             raise EOFError
         message, files = received
         for fd in files:  # of a later version, perhaps

@@ -233,8 +233,8 @@ class Supervisor:
                 first.reject(
                     WorkerError(
                         f"step {first.step} of the epoch was given up: {first.deaths} worker processes "
-                        f"in a row were lost while they made it; the last one {how}; lower workers or "
-                        "batch_size, or pass workers=0 to see what the transform does in this process"
+                        f"in a row were lost while they made it; the last one {how}; see what it wrote to "
+                        "stderr, lower workers or batch_size, or pass workers=0 to see the transform at work"
                     )
                 )
         self._note_loss(how, was_ready=member.is_ready)

@@ -221,10 +221,8 @@ class Pipeline:
             if failure is not None:
                 raise failure
         finally:
-            for futures, _ in begun:
-                for future in futures:
-                    future.cancel()
-            del failure  # its traceback has this frame
+            _cancel(begun)
+            del failure, jobs  # a traceback has this frame, and each job may have the error
 
     def _start(self, part: Callable[[], Future[Any] | None]) -> Future[Any]:
         if self._crew is not None:
@@ -245,8 +243,12 @@ class Pipeline:
             self._changed.wait_for(lambda: self._is_over(stream) or all(f.done() for f in futures))
             if self._is_over(stream):
                 return False
-        for future in futures:
-            future.result()
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            del future, futures, job  # they have the error, whose traceback has this frame
+            raise
         for batches in job.finish():
             with self._changed:
                 if self._is_over(stream):
@@ -272,6 +274,12 @@ def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
         f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
         "raise timeout, or look at loader.stats().advice"
     )
+
+
+def _cancel(begun: deque[tuple[list[Future[Any]], Job]]) -> None:
+    while begun:
+        for future in begun.popleft()[0]:
+            future.cancel()
 
 
 def _nothing() -> None:

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
     from arrowcache.reading.pipeline import Made
 
-STAGES = ("samplers", "store", "gather", "transform")
+STAGES = ("samplers", "store", "gather", "transform", "start")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
 _HAND_OVER_SECONDS = 1e-3  # a shorter wait is no stall: so long may handing a batch over take
 
 _ADVICE = {
     "none": "no batch was delivered yet, or waited for",
     "consumer": "the training step is the limit: the loader waits for it",
+    "start": "worker processes took so long to start, once a loader: keep it for all epochs",
     "samplers": "too few rows are published: add sampler workers, or lower wait_rows or batch_size",
 }
 
@@ -45,8 +46,9 @@ class LoaderStats:
 
     `bottleneck` is what to speed up: "consumer" (the training step: the loader waits for it),
     "samplers" (too few rows), "store" (the disk, and cache.lock), "gather" (memory; of views, mapping
-    them) or "transform"; "none" before a batch was delivered or waited for. `advice` says it in
-    words. The seconds behind it are those that the loader's threads, all together, spent on each.
+    them), "transform" or "start" (of worker processes, once a loader); "none" before a batch was
+    delivered or waited for. `advice` says it in words. The seconds behind it are those that the loader's
+    threads and processes, all together, spent on each; of "start", while no process was ready.
 
     `age_seconds` is how old delivered rows were on average, since they were published (of at most
     64 rows of each batch). `ring_bytes` is the memory for batches, `ring_growths` how often a
@@ -68,6 +70,7 @@ class LoaderStats:
     store_seconds: float
     gather_seconds: float
     transform_seconds: float
+    start_seconds: float
     age_seconds: float
     ring_bytes: int
     ring_growths: int
@@ -226,6 +229,7 @@ class Meter:
                 store_seconds=stages["store"],
                 gather_seconds=stages["gather"],
                 transform_seconds=stages["transform"],
+                start_seconds=stages["start"],
                 age_seconds=self._age_row_seconds / self.rows if self.rows else 0.0,
                 ring_bytes=ring_bytes,
                 ring_growths=ring_growths,

@@ -89,6 +89,7 @@ class Lease:
 
     def close(self) -> None:
         """The owner is done; what it mapped must be unmapped before. Idempotent; shares go on."""
+        self.on_contention = None  # it may know the owner: a cycle
         self._end(None)
 
     def _end(self, whose: list[int] | None) -> None:

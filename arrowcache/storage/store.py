@@ -289,8 +289,9 @@ class Store:
     def _end_idle_leases(self, listed: list[SegmentInfo]) -> None:
         """Have readers of this process that are between two epochs let go of the oldest segment."""
         for lease in own_leases(self.folder.lease_lock, listed[0].seq) if listed else ():
-            if lease.on_contention is not None:
-                lease.on_contention()
+            let_go = lease.on_contention
+            if let_go is not None:
+                let_go()
 
     def _retire(self, listed: list[SegmentInfo], excess: int) -> list[tuple[Path, SegmentInfo]]:
         """Move victims out of segments/, each under its exclusive lock byte; under cache.lock.

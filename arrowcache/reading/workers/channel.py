@@ -6,6 +6,7 @@ boundaries are kept, the end of the other process is an end of file. No sample e
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -13,7 +14,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from arrowcache.reading.workers.shared import bytes_of, file_of
+from arrowcache.errors import WorkerError
+from arrowcache.reading.workers.memory import bytes_of, file_of
 
 _INLINE_BYTES = 32 << 10  # a longer message travels as a file, so that sending never waits for the reader
 _INLINE, _IN_FILE = b"I", b"F"
@@ -42,12 +44,18 @@ class Channel:
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
         """Send a message and descriptors, which stay the caller's too.
 
-        Raises: OSError: the other process is gone. BlockingIOError: it has not read for long.
+        Raises: BrokenPipeError, ConnectionResetError: the other process is gone. BlockingIOError: it has
+            not read for long. OSError: it cannot be sent now, such as for want of a descriptor.
         """
         data = json.dumps(message).encode()
         if len(data) <= _INLINE_BYTES:
-            socket.send_fds(self._socket, [_INLINE + data], list(files))
-            return
+            try:
+                socket.send_fds(self._socket, [_INLINE + data], list(files))
+            except OSError as error:
+                if error.errno != errno.EMSGSIZE:  # of a socket whose buffer is a small one
+                    raise
+            else:
+                return
         fd = file_of(data)
         try:
             socket.send_fds(self._socket, [_IN_FILE], [fd, *files])
@@ -57,10 +65,11 @@ class Channel:
     def receive(self) -> tuple[Message, list[int]] | None:
         """The next message and its files, which the caller closes; None: the other process is gone.
 
-        Raises: BlockingIOError: there is none, of an end that never blocks.
+        Raises: BlockingIOError: there is none, of an end that never blocks. WorkerError: this process has no
+            descriptor left for its files; the message is lost.
         """
         try:
-            data, extra, _, _ = self._socket.recvmsg(  # socket.recv_fds of Python 3.11 takes no flags
+            data, extra, flags, _ = self._socket.recvmsg(  # socket.recv_fds of Python 3.11 takes no flags
                 _INLINE_BYTES + 1, socket.CMSG_LEN(_MOST_FILES * _FILE.size), socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError:  # it died with messages unread
@@ -68,6 +77,13 @@ class Channel:
         if not data:
             return None
         files = [fd for _, _, fds in extra for (fd,) in _FILE.iter_unpack(fds)]
+        if flags & socket.MSG_CTRUNC:
+            for fd in files:
+                os.close(fd)
+            raise WorkerError(
+                f"process {os.getpid()} has no file descriptor left for what it was sent: raise the limit of "
+                "open files (ulimit -n), or keep fewer open"
+            )
         if data[:1] == _IN_FILE:
             fd = files.pop(0)
             try:

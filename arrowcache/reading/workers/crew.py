@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.workers.manifest import pack_segments
+from arrowcache.reading.workers.memory import file_of
 from arrowcache.reading.workers.request import Finished
-from arrowcache.reading.workers.shared import file_of
 from arrowcache.reading.workers.supervisor import DEPTH, Supervisor
 from arrowcache.storage.layout import SegmentInfo
 

@@ -95,12 +95,14 @@ class WorkerProcess:
         self._process.returncode = 0  # nobody warns of it
 
     def how_it_ended(self) -> str:
-        """For messages."""
+        """For messages: what came of it."""
         code = self._process.returncode
         if code is None:
-            return "(it does not end)"
+            return "was killed and does not end"
+        if code == -signal.SIGKILL:
+            return "was killed by signal 9 (SIGKILL), as the kernel's out-of-memory killer does"
         if code < 0:
-            with suppress(ValueError):
-                return f"by signal {-code} ({signal.Signals(-code).name})"
-            return f"by signal {-code}"
-        return f"with exit code {code}"
+            with suppress(ValueError):  # a real-time signal
+                return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            return f"was killed by signal {-code}"
+        return f"ended with exit code {code}"

@@ -6,6 +6,7 @@ defines), so a worker needs nothing of the main program but its importable modul
 
 from __future__ import annotations
 
+import base64
 import pickle
 import traceback
 from collections.abc import Callable
@@ -53,8 +54,8 @@ def unpack_transform(packed: bytes) -> Callable[..., Any]:
     return transform
 
 
-def pack_error(error: BaseException) -> bytes:
-    """An exception with its traceback; as text alone where it cannot be pickled."""
+def pack_error(error: BaseException) -> str:
+    """An exception with its traceback, for a message; as text alone where it cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     try:
         packed = cloudpickle.dumps(error)
@@ -62,12 +63,12 @@ def pack_error(error: BaseException) -> bytes:
             packed = None
     except Exception:  # noqa: BLE001  # an exception may be anything, and hold anything
         packed = None
-    return pickle.dumps((text, packed))
+    return base64.b64encode(pickle.dumps((text, packed))).decode()
 
 
-def unpack_error(packed: bytes) -> BaseException:
+def unpack_error(packed: str) -> BaseException:
     """What to raise in the main process: the exception itself, its worker's traceback as its cause."""
-    text, inner = pickle.loads(packed)
+    text, inner = pickle.loads(base64.b64decode(packed))
     error: BaseException | None = None
     if inner is not None:
         try:

@@ -28,7 +28,6 @@ import math
 import mmap
 import os
 import resource
-import tempfile
 import threading
 import weakref
 from collections import deque
@@ -40,6 +39,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.workers.memory import anonymous_file, array_over, map_all
 from arrowcache.storage.mapping import _MAP_FIXED as MAP_FIXED
 from arrowcache.storage.mapping import _MAP_NORESERVE as MAP_NORESERVE
 from arrowcache.storage.mapping import PAGE_BYTES
@@ -48,43 +48,6 @@ from arrowcache.units import format_bytes
 
 STAGES_OF_WORKERS = ("", "gather", "transform")
 _MOST_BYTES, _LEAST_BYTES = 1 << 40, 1 << 28  # of addresses, not of memory
-
-
-def anonymous_file() -> int:
-    """A descriptor of an empty file without a name, which inherits to nobody by itself."""
-    try:
-        return os.memfd_create("arrowcache", os.MFD_CLOEXEC)
-    except OSError:  # an old kernel, or a sandbox
-        with tempfile.TemporaryFile(prefix="arrowcache-") as file:
-            return os.dup(file.fileno())
-
-
-def file_of(data: bytes) -> int:
-    """An anonymous file with these bytes; the caller closes it."""
-    fd = anonymous_file()
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    return fd
-
-
-def bytes_of(fd: int) -> bytes:
-    """What a file holds, whoever else reads it; leaves it open."""
-    pieces, nbytes = [], 0
-    while piece := os.pread(fd, 1 << 24, nbytes):
-        pieces.append(piece)
-        nbytes += len(piece)
-    return b"".join(pieces)
-
-
-def map_all(fd: int) -> mmap.mmap:
-    """Map a whole shared file, for reading and writing."""
-    return mmap.mmap(fd, os.fstat(fd).st_size)
-
-
-def array_over(memory: mmap.mmap, offset: int, dtype: Any, shape: Sequence[int]) -> NDArray[Any]:
-    """An array over a part of a mapping; it keeps nothing from being used again."""
-    return np.ndarray(tuple(shape), np.dtype(dtype), buffer=memory, offset=offset)
 
 
 @dataclass(slots=True, eq=False)
@@ -215,10 +178,18 @@ class SharedRing:
             flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
             protection = mmap.PROT_READ | mmap.PROT_WRITE
             map_memory(self._words.ctypes.data, self._nbytes, protection, flags, self.fd)
+        self._lock = threading.Lock()  # another thread may have held it, in the middle of anything
+        self._returned, self._ready = deque(), {}
 
     def close(self) -> None:
-        """Give nothing out any more; what was handed out stays valid. Idempotent."""
+        """Give nothing out any more, keep no memory ready. What was handed out stays valid. Idempotent."""
         if self.fd >= 0:
+            with self._lock:
+                self._keep_bytes = 0
+                self._collect()
+                for block in [block for ready in self._ready.values() for block in ready]:
+                    self._strip(block)
+                self._ready = {}
             fd, self.fd = self.fd, -1
             os.close(fd)
 
@@ -253,15 +224,18 @@ class SharedRing:
                 continue
             self._blocks_in_use -= 1
             if self._ready_bytes + block.backed_bytes > self._keep_bytes:
-                with suppress(OSError):  # a file system that cannot: the memory stays
-                    self._memory.madvise(mmap.MADV_REMOVE, block.offset, block.backed_bytes)
-                    self.allocated_bytes -= block.backed_bytes
-                    block.backed_bytes = 0
+                self._strip(block)
             if block.backed_bytes:
                 self._ready_bytes += block.backed_bytes
                 self._ready.setdefault(block.nbytes, []).append(block)
             else:
                 self._bare.setdefault(block.nbytes, []).append(block)
+
+    def _strip(self, block: Block) -> None:
+        with suppress(OSError):  # a file system that cannot: the memory stays
+            self._memory.madvise(mmap.MADV_REMOVE, block.offset, block.backed_bytes)
+            self.allocated_bytes -= block.backed_bytes
+            block.backed_bytes = 0
 
 
 _rings: weakref.WeakSet[SharedRing] = weakref.WeakSet()

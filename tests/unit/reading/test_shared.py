@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from arrowcache.reading.workers.channel import Channel
 from arrowcache.reading.workers.manifest import pack_segments, unpack_segments
-from arrowcache.reading.workers.shared import SharedRing, Slot, array_over, bytes_of, file_of, map_all
+from arrowcache.reading.workers.memory import array_over, bytes_of, file_of, map_all
+from arrowcache.reading.workers.shared import SharedRing, Slot
 from arrowcache.storage.layout import SegmentInfo
 
 PAGE = 4096
@@ -101,6 +102,17 @@ def test_columns_are_freed_separately_and_arrays_outlive_the_ring(ring):
     assert ring.allocated_bytes < 64 * PAGE
     ring.close()
     assert (label == 5).all()
+
+
+def test_a_closed_ring_keeps_no_memory_but_what_is_lent(ring):
+    ring.keep(1 << 30)
+    kept = [filled(ring, number) for number in range(20)]
+    del kept[1:]
+    file = os.dup(ring.fd)
+    ring.close()
+    assert os.fstat(file).st_blocks * 512 <= 2 * PAGE
+    assert (kept[0] == 0).all()
+    os.close(file)
 
 
 def test_what_is_abandoned_is_never_used_again(ring):

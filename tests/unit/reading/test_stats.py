@@ -89,7 +89,7 @@ def test_a_stage_counts_what_passes_in_it_even_if_it_fails(clock):
         with pytest.raises(KeyError):
             work()
     meter.leave({"samplers": 0.5})
-    assert meter.seconds == {"samplers": 0.5, "store": 0.0, "gather": 0.0, "transform": 4.0}
+    assert {stage: s for stage, s in meter.seconds.items() if s} == {"samplers": 0.5, "transform": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -273,6 +273,7 @@ def test_a_forked_child_does_not_count_what_the_parents_threads_had_in_progress(
         ("store", "shuffle='window'"),
         ("gather", "worker_type='thread'"),
         ("transform", "workers=2"),
+        ("start", "worker processes"),
     ],
 )
 def test_every_bottleneck_has_an_advice_which_its_text_shows(bottleneck, words):

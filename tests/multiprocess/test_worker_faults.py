@@ -1,0 +1,312 @@
+"""Worker processes short of what the kernel gives: descriptors, buffers, memory; and what the error says."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from helpers import ids_of, in_child, make_cache, publish, wait_until
+from processes import Script
+
+import arrowcache as ac
+from arrowcache.reading.workers import launch, supervisor
+from arrowcache.reading.workers.channel import Channel
+from arrowcache.reading.workers.memory import file_of
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Twenty segments of 16 rows, ids 0 to 319."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 20)
+    return cache
+
+
+def loader_of(cache, workers=2, **options):
+    return ac.Loader(cache, 16, workers=workers, timeout=20.0, **options)
+
+
+def refuse(monkeypatch, code, do, when=lambda message: True):
+    """Sending messages of one kind fails from now on."""
+    send = Channel.send
+
+    def sending(self, message, files=()):
+        if message.get("do") == do and when(message):
+            raise OSError(code, os.strerror(code))
+        send(self, message, files)
+
+    monkeypatch.setattr(Channel, "send", sending)
+
+
+@pytest.mark.parametrize("do", ["make", "put", "begin"])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOBUFS, errno.ETOOMANYREFS])
+def test_a_message_that_cannot_be_sent_is_an_error_that_says_why(cache, monkeypatch, do, code):
+    """It hung: whatever failed was taken for a worker that had died."""
+    refuse(monkeypatch, code, do)
+    hint = "ulimit -n" if code != errno.ENOBUFS else ""
+    with loader_of(cache) as loader:
+        with pytest.raises(ac.WorkerError, match=f"{os.strerror(code)}.*{hint}"):
+            next(iter(loader))
+        monkeypatch.undo()
+        assert sorted(ids_of(loader)) == list(range(320))
+
+
+def test_one_message_that_cannot_be_sent_is_an_error_in_its_place(cache, monkeypatch):
+    with loader_of(cache, shuffle=None, transform=dict) as loader:
+        expected = [batch["id"].tolist() for batch in loader]
+        sent = []
+        refuse(monkeypatch, errno.ENOBUFS, "make", lambda message: sent.append(message) or len(sent) == 9)
+        made = []
+        with pytest.raises(ac.WorkerError, match="No buffer space"):
+            made += [batch["id"].tolist() for batch in loader]
+        assert made == expected[: len(made)]
+        assert sorted(ids_of(loader)) == list(range(320))
+
+
+def test_files_that_were_cut_off_are_an_error_that_says_so(monkeypatch):
+    """It was an IndexError, in the process that was out of descriptors."""
+    import resource
+
+    ours, theirs = Channel.pair()
+    other = Channel(theirs)
+    fd = file_of(b"content")
+    before = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for message in ({"do": "begin"}, {"text": "x" * 40_000}):
+        other.send(message, [fd, fd, fd])
+        held = [os.dup(fd)]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 2, hard))
+            with pytest.raises(ac.WorkerError, match="raise the limit of open files"):
+                ours.receive()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for number in held:
+                os.close(number)
+        assert len(os.listdir("/proc/self/fd")) == before, "what did arrive was closed"
+    os.close(fd)
+    ours.close()
+    other.close()
+
+
+def test_a_message_that_is_too_large_for_the_socket_goes_as_a_file():
+    import socket
+
+    ours, theirs = Channel.pair()
+    ours._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    other = Channel(theirs)
+    ours.send({"text": "x" * 20_000})
+    assert other.receive() == ({"text": "x" * 20_000}, [])
+    ours.close()
+    other.close()
+
+
+def test_a_transform_that_opens_files_until_none_is_left_is_told_so(cache):
+    def transform(batch):
+        kept = transform.__dict__.setdefault("kept", [])
+        while True:
+            kept.append(os.open(os.devnull, os.O_RDONLY))
+
+    with loader_of(cache, transform=transform) as loader, pytest.raises(OSError, match="Too many open files"):
+        next(iter(loader))
+
+
+def test_a_worker_without_a_descriptor_left_for_the_next_epoch_dies_of_no_index_error(cache, capfd):
+    def transform(batch):
+        import resource
+
+        kept = transform.__dict__.setdefault("kept", [])
+        if not kept:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            try:
+                while True:
+                    kept.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                pass
+        return batch
+
+    with loader_of(cache, workers=1, transform=transform) as loader:
+        for _ in range(3):
+            with suppress(ac.WorkerError):  # or a new process makes the batch
+                next(iter(loader))
+    assert capfd.readouterr().err == ""
+
+
+def test_workers_that_are_killed_while_they_start_may_be_short_of_memory(cache, monkeypatch):
+    monkeypatch.setattr(launch, "_START", "import os; os.kill(os.getpid(), 9)")
+    words = r"cannot start: .*signal 9 \(SIGKILL\).*out-of-memory"
+    with loader_of(cache) as loader, pytest.raises(ac.WorkerError, match=words):
+        next(iter(loader))
+    monkeypatch.setattr(launch, "_START", "import os; os.kill(os.getpid(), 11)")
+    with loader_of(cache) as loader:
+        with pytest.raises(ac.WorkerError, match=r"cannot start: .*signal 11 \(SIGSEGV\)") as caught:
+            next(iter(loader))
+        assert "out-of-memory" not in str(caught.value)
+
+
+def test_the_start_of_workers_is_blamed_on_nothing_else(cache, tmp_path, monkeypatch):
+    go_on = tmp_path / "go on"
+    waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
+    monkeypatch.setattr(launch, "_START", waiting + launch._START)
+    with loader_of(cache) as loader:
+        epoch, made = iter(loader), []
+        consumer = threading.Thread(target=lambda: made.append(next(epoch)))
+        consumer.start()
+        wait_until(lambda: loader.stats().start_seconds > 0.1, "the start to be counted while it lasts")
+        assert loader.stats().bottleneck == "start"
+        go_on.touch()
+        consumer.join()
+        assert loader.stats().start_seconds > 0.1
+        list(epoch)
+        once = loader.stats().start_seconds
+        assert sorted(ids_of(loader)) == list(range(320))
+        assert loader.stats().start_seconds == once
+
+
+@pytest.mark.parametrize("spare", [0, 3, 5, 7, 9, 11, 13, 30])
+def test_a_loader_that_finds_few_descriptors_fails_or_works_and_leaves_none(cache, spare):
+    code = """
+        import os, resource, sys, time
+        import arrowcache as ac
+
+        spare = int(sys.argv[2])
+        held = ac.Cache.open(sys.argv[1])
+        with ac.Loader(held, 16) as plain:
+            list(plain)
+        del plain
+        before = len(os.listdir("/proc/self/fd"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + spare, hard))
+        try:
+            with ac.Loader(held, 16, workers=2, timeout=20.0) as loader:
+                print(len(list(loader)), flush=True)
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        loader = None
+        deadline = time.monotonic() + 20
+        while len(os.listdir("/proc/self/fd")) != before and time.monotonic() < deadline:
+            time.sleep(0.01)  # until its threads are gone
+        print(len(os.listdir("/proc/self/fd")) - before, flush=True)
+        with ac.Loader(held, 16, workers=2) as loader:
+            print(len(list(loader)), flush=True)
+    """
+    with Script(code, cache.path, spare) as script:
+        outcome = script.line()
+        assert outcome == "20" or "open files" in outcome, outcome
+        assert "TimeoutError" not in outcome
+        assert script.line() == "0"
+        assert script.line() == "20"
+        assert script.end() == (0, "")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("fail", [None, lambda batch: 1 / 0])
+def test_what_a_closed_loader_had_is_gone_with_its_last_reference(cache, workers, fail):
+    """It took the garbage collector to find it: a loader's memory stayed until that came by."""
+    gc.collect()
+    gc.disable()
+    try:
+        with loader_of(cache, workers, transform=fail) as loader:
+            if fail is None:
+                assert len(list(loader)) == 20
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    list(loader)
+        made_by = weakref.ref(loader._assembly)
+        del loader
+        wait_until(lambda: made_by() is None, "what made its batches to be gone")
+    finally:
+        gc.enable()
+
+
+def open_files():
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return [os.readlink(link) for link in links if os.path.lexists(link)]
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_keeps_no_descriptor_of_its_parents_workers(cache):
+    gc.collect()
+    before = sum("[event" in name or "[pidfd" in name or "socket:" in name for name in open_files())
+    with loader_of(cache) as loader:
+        epoch = iter(loader)
+        next(epoch)
+
+        def child():
+            now = [name for name in open_files() if "[event" in name or "[pidfd" in name or "socket:" in name]
+            assert len(now) == before, now
+
+        with in_child(child):
+            pass
+        assert len(list(epoch)) == 19
+
+
+def test_a_transform_may_fork_and_have_both_come_back(cache):
+    """The second one answered, too, and took requests that were for the first."""
+
+    def transform(batch):
+        import time
+
+        pid = os.fork()
+        if pid:
+            assert os.waitpid(pid, 0)[1] == 0
+        else:
+            time.sleep(0.01)
+        return batch
+
+    with loader_of(cache, workers=1, shuffle=None, transform=transform) as loader:
+        for _ in range(2):
+            assert ids_of(loader) == list(range(320))
+
+
+def test_workers_that_are_starting_are_ended_at_once(cache, tmp_path, monkeypatch):
+    started = tmp_path / "started"
+    blocked = f"import os, signal, time; open({str(started)!r}, 'w').close(); time.sleep(3600)"
+    monkeypatch.setattr(launch, "_START", blocked)
+    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 3600.0)
+    with loader_of(cache) as loader:
+        epoch = iter(loader)
+        wait_until(started.exists, "a worker to start")
+    assert list(epoch) == []
+    assert loader._assembly.crew.pids == []
+
+
+def test_a_transform_that_closes_the_workers_connection_is_not_told_of_memory(cache):
+    def transform(batch):
+        import time
+
+        os.closerange(3, 200)
+        time.sleep(3600)
+
+    with loader_of(cache, transform=transform) as loader:
+        with pytest.raises(ac.WorkerError, match="closed its connection") as caught:
+            next(iter(loader))
+        assert "out-of-memory" not in str(caught.value)
+
+
+def test_a_transform_that_writes_into_the_workers_connection_ends_no_loader(cache, tmp_path):
+    """It ended the thread that has the workers, and so every epoch to come."""
+    written = tmp_path / "written"
+
+    def transform(batch):
+        import stat
+
+        if not written.exists():
+            written.touch()
+            for fd in range(3, 64):
+                with suppress(OSError):
+                    if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                        os.write(fd, b"Igarbage")
+        return batch
+
+    with loader_of(cache, transform=transform) as loader:
+        with pytest.raises(ac.WorkerError, match="is no message"):
+            list(loader)
+        assert sorted(ids_of(loader)) == list(range(320))

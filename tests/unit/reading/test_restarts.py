@@ -1,0 +1,34 @@
+"""When a lost worker process is replaced."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from arrowcache.reading.workers.restarts import MOST_LOSSES, Restarts
+
+
+def lose(restarts, now, was_ready=True, others_are_ready=False):
+    return restarts.lost(now, was_ready=was_ready, others_are_ready=others_are_ready)
+
+
+def test_the_first_loss_is_made_good_at_once_and_each_further_one_after_twice_the_pause():
+    restarts, pauses = Restarts(), []
+    for _ in range(40):
+        assert not lose(restarts, 0.0)
+        pauses.append(restarts.not_before)
+    assert pauses[0] == 0.0
+    assert all(later == min(2 * sooner, pauses[-1]) for sooner, later in pairwise(pauses[1:]))
+    assert pauses[-1] == 5.0
+    restarts.made()
+    assert not lose(restarts, 200.0)
+    assert restarts.not_before == 200.0
+
+
+def test_it_gives_up_after_a_few_that_never_got_ready_unless_others_did():
+    restarts = Restarts()
+    assert [lose(restarts, 0.0, was_ready=False) for _ in range(MOST_LOSSES)] == [False, False, True]
+    restarts.begin_anew(7.0)
+    assert restarts.not_before > 7.0
+    assert [lose(restarts, 0.0, was_ready=False, others_are_ready=True) for _ in range(9)] == [False] * 9
+    restarts.started()
+    assert not lose(restarts, 0.0, was_ready=False)

@@ -25,7 +25,7 @@ from arrowcache.reading.pipeline import Job, Made
 from arrowcache.reading.ring import USUAL_GROUP_BYTES, Group, GroupSize, Ring
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter, Reading
-from arrowcache.reading.values import Column, Values
+from arrowcache.reading.values import Column, Values, column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.storage.store import Store
 
@@ -278,12 +278,12 @@ class Assembly:
     ) -> Made:
         """Add the columns that are gathered batch by batch, and where rows come from."""
         batch: Batch = columns
-        nbytes = sum(map(_nbytes, columns.values()))
+        nbytes = sum(map(column_bytes, columns.values()))
         copied_bytes = nbytes if copied else 0
         if len(columns) < len(self._names):
             others = tuple(name for name in self._names if name not in columns)
             values = epoch.snapshot.gather_into(ids, others, {})
-            more = sum(map(_nbytes, values.values()))
+            more = sum(map(column_bytes, values.values()))
             nbytes, copied_bytes = nbytes + more, copied_bytes + more
             batch = {name: columns[name] if name in columns else values[name] for name in self._names}
         if self._with_ids:
@@ -333,12 +333,3 @@ def _rows_of(column: Column, rows: slice) -> Column:
         return column[rows]
     ends = column.offsets[rows.start : rows.stop + 1]
     return Values(column.data[ends[0] : ends[-1]], ends - ends[0])
-
-
-def _nbytes(values: Column) -> int:
-    """Bytes of one column of a batch."""
-    if isinstance(values, Values):
-        return values.data.nbytes
-    if isinstance(values, np.ndarray):
-        return values.nbytes
-    return sum(map(len, values))

@@ -31,6 +31,15 @@ class Values(NamedTuple):
 Column = NDArray[Any] | list[Any] | Values
 
 
+def column_bytes(values: Column) -> int:
+    """Bytes of one column of a batch."""
+    if isinstance(values, Values):
+        return values.data.nbytes
+    if isinstance(values, np.ndarray):
+        return values.nbytes
+    return sum(map(len, values))
+
+
 def to_column(kind: object, values: Values) -> Column:
     """What a user gets of a column of this type: text as str, binary as bytes, ragged as it is.
 

@@ -1,9 +1,9 @@
 """Arrow: batches go into TensorFlow as Arrow files in memory, which tensorflow-io's C++ code reads.
 
 A frame is such a file: an Arrow IPC file of a few record batches, each of them one row: a batch, in which
-every part of a column is a list, or a text. Python makes a frame and names its address; from there on no Python
-runs until all of the frame has been read. So beside a busy thread the GIL is asked for once a frame,
-not once a batch.
+every part of a column is a list, or a text. Python makes a frame and names its address; from there on no
+Python runs until all of the frame has been read. So beside a busy thread the GIL is asked for once a
+frame, not once a batch.
 
 A frame is read to its end before the next one is asked for (`flat_map`), and its memory is used again
 then. It is never given back while the dataset lives: a reader that is late finds other
@@ -27,6 +27,7 @@ from tensorflow.python.data.ops import dataset_ops
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.loader import Loader
 from arrowcache.reading.output import page_aligned
+from arrowcache.reading.values import column_bytes
 from arrowcache.tensorflow.columns import Column, Part
 
 _FRAME_BYTES = 32 << 20
@@ -34,14 +35,10 @@ _HEADER_BYTES = 4096  # and as many for each column: more than Arrow's headers t
 _WIRE = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}  # by bytes of an element; the op reads them
 
 
-class MissingReader(Exception):
-    """tensorflow-io is not there, or was built for another TensorFlow."""
-
-
 def find_reader() -> Callable[..., Any]:
     """tensorflow-io's op.
 
-    Raises: MissingReader: in one sentence.
+    Raises: ImportError: it is missing, or was built for another TensorFlow.
     """
     together = "tensorflow-io 0.37.1 and TensorFlow 2.16 go together: install these, or pass backend='native'"
     try:
@@ -49,11 +46,12 @@ def find_reader() -> Callable[..., Any]:
 
         read: Callable[..., Any] = core_ops.io_arrow_zero_copy_dataset
     except ModuleNotFoundError:
-        raise MissingReader(f"backend='arrow' needs tensorflow-io, which is not installed; {together}") from None
-    except Exception as error:  # noqa: BLE001  # what a library of another version raises is anybody's guess
-        raise MissingReader(
-            f"tensorflow-io does not load into TensorFlow {tf.__version__} ({type(error).__name__}); {together}"
+        raise ImportError(
+            f"backend='arrow' needs tensorflow-io, which is not installed; {together}"
         ) from None
+    except Exception as error:  # noqa: BLE001  # what a library of another version raises is anybody's guess
+        text = f"tensorflow-io does not load into TensorFlow {tf.__version__} ({type(error).__name__})"
+        raise ImportError(f"{text}; {together}") from None
     return read
 
 
@@ -70,7 +68,7 @@ def arrow_dataset(loader: Loader, columns: Sequence[Column], read: Callable[...,
     def epoch() -> Iterator[tuple[np.uint64, np.int64]]:
         batches, size = iter(loader), 1  # the first batch of an epoch alone, for its latency
         while group := list(itertools.islice(batches, size)):
-            most = max(1, _FRAME_BYTES // max(1, sum(map(_nbytes, group[0].values()))))
+            most = max(1, _FRAME_BYTES // max(1, sum(map(column_bytes, group[0].values()))))
             yield frames.write(group)
             size = min(2 * size, most)
 
@@ -165,9 +163,3 @@ def _from_wire(part: Part, lists: Iterator[Any]) -> Any:
     elif part.dtype != flat.dtype:
         flat = tf.bitcast(flat, part.dtype)
     return tf.reshape(flat, [-1 if size is None else size for size in part.shape])
-
-
-def _nbytes(values: Any) -> int:
-    if isinstance(values, list):
-        return sum(map(len, values))
-    return int(values.data.nbytes)

@@ -45,7 +45,9 @@ class Column(NamedTuple):
     def disassemble(self, values: Any) -> list[NDArray[Any]]:
         """The parts of a batch's column, without a copy, except of text and bytes."""
         if isinstance(values, list):
-            items = [item.encode(errors="surrogatepass") if isinstance(item, str) else item for item in values]
+            items = [
+                item.encode(errors="surrogatepass") if isinstance(item, str) else item for item in values
+            ]
             packed = np.empty(len(items), object)
             packed[:] = items
             return [packed]

@@ -1,7 +1,8 @@
 """dataset: a cache as a `tf.data.Dataset`, each iteration of which is an epoch over a new snapshot.
 
-The rows are chosen, leased and gathered by `arrowcache.Loader`, ahead of TensorFlow and in a thread of
-its own; a backend brings its batches into TensorFlow. The loader lives as long as the dataset.
+`arrowcache.Loader` chooses, leases and gathers the rows, in a thread of its own, ahead of TensorFlow; a
+backend (native.py, arrow.py) brings its batches into TensorFlow. The loader lives as long as the dataset
+and what is made of it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import tensorflow as tf
 from arrowcache.reading.loader import Loader
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.tensorflow.arrow import MissingReader, arrow_dataset, find_reader
+from arrowcache.tensorflow.arrow import arrow_dataset, find_reader
 from arrowcache.tensorflow.columns import columns_of
 from arrowcache.tensorflow.native import native_dataset
+from arrowcache.units import parse_count
 
-BACKENDS = ("auto", "arrow", "native")
+_BACKENDS = ("auto", "arrow", "native")
+_MOST_PREFETCH = 1 << 16
 
 
 def dataset(
@@ -42,9 +45,37 @@ def dataset(
     window_bytes: int | str | None = None,
     prefetch: int = 2,
 ) -> Any:
-    """A tf.data.Dataset of dicts of tensors, (batch_size, *shape).
+    """Batches of a cache as dicts of tensors, for `model.fit(dataset, epochs=N)` or a loop of your own.
+
+    Each iteration is an epoch over a new snapshot, leased while it is read: until its end, or until the
+    iterator is dropped. Only one is in progress: a newer one ends it, with an error if it is asked on.
+    The number of batches is not known before an epoch begins, so the dataset has no length.
+
+    Tensors are (batch_size, *shape), copies, of the columns' dtypes; timestamps are int64 microseconds
+    since 1970, text and bytes tf.string, ragged columns tf.RaggedTensor. With `drop_remainder=False` the
+    first dimension is None.
+
+    Args:
+        cache, columns, shuffle, seed, where, with_ids, epoch_rows, wait_rows, window_bytes: as of
+            `arrowcache.Loader`.
+        drop_remainder: leave out a last batch of fewer rows.
+        rank, world_size, run_id: as of `arrowcache.Loader`: this process reads its part of the rows.
+            TensorFlow's own sharding is off, so say them also under tf.distribute.
+        backend: "native" hands over what was gathered, in any TensorFlow; "arrow" has tensorflow-io's C++
+            code read it, which asks for the GIL more seldom. "auto" is "native": the faster
+            one wherever both were measured. `dataset.options().dataset_name` says which it is.
+        timeout: seconds without rows or batches before an iteration fails; None: never.
+        prefetch: batches that TensorFlow keeps ready, beside those of the loader.
+    Raises: ValueError, TypeError: an argument that does not fit. SchemaError: a column that TensorFlow
+        cannot hold. ImportError: backend="arrow" without a tensorflow-io for this TensorFlow.
+        FileNotFoundError: no such cache. What goes wrong in an iteration, as no rows in time, is
+        a tf.errors.OpError that ends with our message.
     """
-    loader = _Loader(
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown: use one of {_BACKENDS}")
+    read = find_reader() if backend == "arrow" else None
+    prefetch = parse_count(prefetch, "prefetch", least=0, most=_MOST_PREFETCH)
+    loader = _CopyingLoader(
         cache,
         batch_size,
         columns=columns,
@@ -62,16 +93,17 @@ def dataset(
         window_bytes=window_bytes,
     )
     schema = store_of(cache).settings.schema
-    found = columns_of(schema, schema.select(columns), batch_size if drop_remainder else None, with_ids=with_ids)
-    if backend == "arrow":
-        batches = arrow_dataset(loader, found, find_reader())
-    else:
-        batches = native_dataset(loader, found)
+    found = columns_of(
+        schema, schema.select(columns), batch_size if drop_remainder else None, with_ids=with_ids
+    )
+    batches = native_dataset(loader, found) if read is None else arrow_dataset(loader, found, read)
     options = tf.data.Options()
+    options.dataset_name = "arrowcache-native" if read is None else "arrowcache-arrow"
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    options.dataset_name = f"arrowcache-{backend}"
     return batches.prefetch(prefetch).with_options(options)
 
 
-class _Loader(Loader):
+class _CopyingLoader(Loader):
+    """Its batches are never views of the cache's files, which TensorFlow may keep for long: see native.py."""
+
     _may_yield_views = False

@@ -25,6 +25,7 @@ from arrowcache.reading.assembly import Batch
 from arrowcache.reading.ring import Ring
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
+from arrowcache.reading.values import column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.reading.workers import packing
 from arrowcache.reading.workers.bench import Bench, Places, has_room
@@ -206,7 +207,7 @@ class Maker:
         if others:
             columns |= snapshot.gather_into(ids, others, {})
         batch: Batch = {name: columns[name] for name in self._names}
-        nbytes = sum(map(_nbytes, batch.values()))
+        nbytes = sum(map(column_bytes, batch.values()))
         if self._with_ids:
             batch |= snapshot.locate(ids)
         return batch, nbytes
@@ -233,9 +234,3 @@ class Maker:
                 memory.close()
         snapshot.gather_into(ids, self._fixed, arrays)
         return arrays
-
-
-def _nbytes(values: Any) -> int:
-    if isinstance(values, np.ndarray):
-        return values.nbytes
-    return int(values.data.nbytes) if hasattr(values, "offsets") else sum(map(len, values))

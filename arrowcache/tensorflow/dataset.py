@@ -73,6 +73,8 @@ def dataset(
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: use one of {_BACKENDS}")
+    if not isinstance(drop_remainder, bool):
+        raise TypeError(f"drop_remainder must be True or False, not {drop_remainder!r}")
     read = find_reader() if backend == "arrow" else None
     prefetch = parse_count(prefetch, "prefetch", least=0, most=_MOST_PREFETCH)
     loader = _CopyingLoader(

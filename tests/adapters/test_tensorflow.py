@@ -163,3 +163,188 @@ def test_a_dropped_iterator_leaves_no_lease(cache, backend):
     del iterator
     gc.collect()
     wait_until(lambda: cache.stats().leased_bytes == 0, "the lease is released")
+
+
+@every_backend
+def test_rows_are_shuffled_over_the_whole_epoch(cache, backend):
+    publish(cache, 160, 1600)
+    order = np.array(ids_of(dataset(cache, 16, backend=backend)))
+    assert sorted(order) == list(range(1600))
+    assert abs(np.corrcoef(order, np.arange(len(order)))[0, 1]) < 0.1
+    assert np.abs(np.diff(order)).mean() == pytest.approx(len(order) / 3, rel=0.1)
+
+
+@every_backend
+def test_epochs_differ_and_a_seed_repeats_them(cache, backend):
+    batches, again = dataset(cache, 16, backend=backend, seed=7), dataset(cache, 16, backend=backend, seed=7)
+    epochs = [ids_of(batches) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [ids_of(again) for _ in range(3)] == epochs
+
+
+@every_backend
+def test_what_is_kept_is_not_overwritten(cache, backend):
+    kept = list(dataset(cache, 16, backend=backend))
+    for batch in kept:
+        assert (batch["x"].numpy() == batch["id"].numpy()[:, None]).all()
+    assert sorted(ids_of(kept)) == list(range(160))
+
+
+@every_backend
+def test_ids_and_columns(cache, backend):
+    batch = next(iter(dataset(cache, 16, columns=["x"], with_ids=True, shuffle=None, backend=backend)))
+    assert list(batch) == ["x", "_seq", "_row", "_age_seconds"]
+    assert batch["_row"].numpy().tolist() == list(range(16))
+    assert (batch["_age_seconds"].numpy() >= 0).all()
+
+
+@every_backend
+def test_ranks_take_disjoint_rows(cache, backend):
+    ranks = [dataset(cache, 16, rank=rank, world_size=2, run_id="r", backend=backend) for rank in (0, 1)]
+    taken = [[], []]
+    iterators = [iter(batches) for batches in ranks]
+    for batches in zip(*iterators, strict=True):
+        for rank, batch in enumerate(batches):
+            taken[rank] += batch["id"].numpy().tolist()
+    assert len(taken[0]) == len(taken[1]) == 80
+    assert sorted(taken[0] + taken[1]) == list(range(160))
+
+
+def fit(batches, cache, **arguments):
+    """Have Keras fit while 32 rows more are published after each epoch. Returns: the ids that each saw."""
+    keras, epochs = tf.keras, []
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            epochs.append([])
+
+        def on_epoch_end(self, epoch, logs=None):
+            publish(cache, 160 + 32 * epoch, 192 + 32 * epoch)
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            epochs[-1] += data[1].numpy().astype(int).tolist()
+            return super().train_step(data)
+
+    model = Model([keras.layers.Input((16,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse", run_eagerly=True)
+    pairs = batches.map(lambda batch: (batch["x"], tf.cast(batch["id"], tf.float32)))
+    model.fit(pairs, callbacks=[Watch()], verbose=0, shuffle=False, **arguments)  # True is Keras' default
+    return epochs
+
+
+@every_backend
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")  # of any unknown length
+def test_each_epoch_of_keras_is_of_a_new_snapshot(cache, backend):
+    epochs = fit(dataset(cache, 16, backend=backend), cache, epochs=3)
+    assert sorted(epochs[0]) == list(range(160))
+    for number, epoch in enumerate(epochs[1:], 1):  # Keras ends them at the length of the first
+        assert len(set(epoch)) == len(epoch) >= 160
+        assert 160 <= max(epoch) < 160 + 32 * number
+
+
+@every_backend
+def test_keras_by_steps_sees_all_of_a_growing_cache(cache, backend):
+    epochs = fit(dataset(cache, 16, backend=backend).repeat(), cache, epochs=3, steps_per_epoch=12)
+    seen = [number for epoch in epochs for number in epoch]
+    assert len(seen) == 3 * 12 * 16
+    assert sorted(seen[:160]) == list(range(160))
+    assert set(range(192)) <= set(seen) <= set(range(224))
+
+
+@every_backend
+def test_a_loop_of_ones_own(cache, backend):
+    weights = tf.Variable(tf.zeros((16, 1)))
+
+    @tf.function
+    def epoch(batches):
+        rows = tf.constant(0)
+        for batch in batches:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((batch["x"] @ weights - 1.0) ** 2)
+            weights.assign_sub(1e-7 * tape.gradient(loss, weights))
+            rows += tf.shape(batch["x"])[0]
+        return rows
+
+    batches = dataset(cache, 16, backend=backend)
+    assert [int(epoch(batches)) for _ in range(2)] == [160, 160]
+    assert weights.numpy().any()
+
+
+@every_backend
+def test_under_a_distribution_strategy_each_row_comes_once(cache, backend):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    distributed = strategy.experimental_distribute_dataset(dataset(cache, 16, backend=backend))
+    assert sorted(ids_of(distributed)) == list(range(160))
+
+
+@every_backend
+def test_prefetching_to_a_device_changes_nothing(cache, backend):
+    batches = dataset(cache, 16, backend=backend)
+    batches = batches.apply(tf.data.experimental.prefetch_to_device("/CPU:0"))
+    assert sorted(ids_of(batches)) == list(range(160))
+
+
+@every_backend
+def test_an_exception_in_the_consumer_leaves_no_lease(cache, backend):
+    def consume():
+        for _ in dataset(cache, 16, backend=backend):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        consume()
+    gc.collect()
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease is released")
+
+
+@every_backend
+def test_a_newer_iteration_ends_the_one_before(cache, backend):
+    batches = dataset(cache, 4, backend=backend, prefetch=0)
+    older = iter(batches)
+    next(older)
+    assert sorted(ids_of(batches)) == list(range(160))
+    with pytest.raises(tf.errors.OpError, match="a newer one began"):
+        list(older)
+
+
+@every_backend
+def test_an_empty_cache_is_an_error_and_no_empty_epoch(tmp_path, backend):
+    schema = ac.Schema({"x": ac.Tensor("float32", (4,))})
+    with ac.Cache.create(tmp_path / "empty", schema, "1MiB", "16KiB") as empty:
+        batches = dataset(empty, 4, backend=backend, timeout=0.05)
+        with pytest.raises(tf.errors.OpError, match=r"for 4 rows in .* which has 0"):
+            list(batches)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"backend": "tfio"}, ValueError, "'auto', 'arrow', 'native'"),
+        ({"columns": ["y"]}, ValueError, "unknown column 'y'"),
+        ({"shuffle": True}, ValueError, "shuffle=True is unknown"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"prefetch": -1}, ValueError, "prefetch"),
+        ({"drop_remainder": 1}, TypeError, "drop_remainder"),
+        ({"rank": 0}, ValueError, "world_size"),
+    ],
+)
+def test_a_wrong_argument_fails_at_once(cache, arguments, error, words):
+    with pytest.raises(error, match=words):
+        dataset(cache, **arguments)
+
+
+def test_a_missing_cache_is_not_found(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        dataset(tmp_path / "nothing")
+
+
+@pytest.mark.skipif(not NO_READER, reason="tensorflow-io is there")
+def test_arrow_without_its_reader_says_what_goes_together(cache):
+    with pytest.raises(ImportError, match=r"tensorflow-io 0.37.1 and TensorFlow 2.16 go together"):
+        dataset(cache, backend="arrow")
+    assert dataset(cache).options().dataset_name == "arrowcache-native"
+
+
+@every_backend
+def test_the_name_of_a_dataset_says_which_backend_it_has(cache, backend):
+    assert dataset(cache, backend=backend).options().dataset_name == f"arrowcache-{backend}"

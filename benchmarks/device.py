@@ -2,11 +2,14 @@
 
 Question: seconds a step over max(copy alone, compute alone), at batches of 1, 32 and 256 MB, of
 `DevicePrefetcher` from ordinary and from pinned memory, against `.to(device)`, against
-`.to(device, non_blocking=True)` from pinned memory, and against torch's DataLoader with pin_memory.
+`.to(device, non_blocking=True)` from pinned memory, and against torch's DataLoader with pin_memory: without
+workers, where it pins in the consumer's thread, and with one, where a thread of its own does and /dev/shm
+has room for the batches.
 Host-to-device GB/s over a bare pinned copy. Whether `torch.cuda.memory_reserved` is flat over 50 epochs.
 Whether a profiler sees copies under the compute. Values are checked on the device.
-Method: compute is matrix products that take about as long as the copy of that batch; STEPS a turn, the
-device synchronized at its ends; cases take turns; medians. Sources yield ready batches, so that only
+Method: compute is matrix products that take about as long as the copy of that batch; STEPS a turn, so
+many that its first copy, which nothing can hide, is under a hundredth of it; the device synchronized
+at its ends; cases take turns; medians. Sources yield ready batches, so that only
 the way to the device is measured: nil is to be gained where a step is a few microseconds of launches.
 Run: `python -m benchmarks.device`, which says so and ends where there is no CUDA device.
 `--trace FILE` writes the profiler's trace. Results: benchmarks/RESULTS.md.
@@ -15,6 +18,7 @@ Run: `python -m benchmarks.device`, which says so and ends where there is no CUD
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +30,7 @@ from arrowcache.torch import DevicePrefetcher
 from benchmarks.measure import interleaved, machine
 
 MEGABYTES = (1, 32, 256)
-STEPS = {1: 200, 32: 60, 256: 20}
+STEPS = {1: 1000, 32: 200, 256: 120}
 REPEATS = 7
 EPOCHS = 50
 DISTINCT = 4  # batches, used in turn
@@ -56,11 +60,7 @@ def moved(batches: Iterable[torch.Tensor], *, non_blocking: bool) -> Iterator[to
         yield batch.to("cuda", non_blocking=non_blocking)
 
 
-def compute_for(seconds: float) -> Compute:
-    """Work of about so long, after a pass over the batch."""
-    matrix = torch.randn(2048, 2048, device="cuda") / 64
-    out = torch.empty_like(matrix)
-
+def seconds_a_product(matrix: torch.Tensor, out: torch.Tensor) -> float:
     def products(count: int) -> float:
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -70,7 +70,17 @@ def compute_for(seconds: float) -> Compute:
         return time.perf_counter() - started
 
     products(50)
-    one = statistics.median(products(50) for _ in range(5)) / 50
+    return statistics.median(products(50) for _ in range(5)) / 50
+
+
+def compute_for(seconds: float) -> Compute:
+    """Work of about so long, after a pass over the batch."""
+    for side in (2048, 1024, 512, 256):
+        matrix = torch.randn(side, side, device="cuda") / side**0.5
+        out = torch.empty_like(matrix)
+        one = seconds_a_product(matrix, out)
+        if 4 * one < seconds:
+            break
     count = max(1, round(seconds / one))
 
     def compute(batch: torch.Tensor) -> None:
@@ -103,6 +113,9 @@ def measure(megabytes: int) -> dict[str, float]:
         DevicePrefetcher(Ready(pinned, steps), "cuda"),
     )
     torchs: Any = torch.utils.data.DataLoader(Ready(plain, steps), batch_size=None, pin_memory=True)
+    with_worker: Any = torch.utils.data.DataLoader(
+        Ready(plain, steps), batch_size=None, pin_memory=True, num_workers=1, persistent_workers=True
+    )
     cases = {
         "copy alone": bare_copy,
         "compute alone": lambda: run((target for _ in range(steps)), compute),
@@ -111,9 +124,12 @@ def measure(megabytes: int) -> dict[str, float]:
         ".to(device)": lambda: run(moved(Ready(plain, steps), non_blocking=False), compute),
         ".to(non_blocking), pinned": lambda: run(moved(Ready(pinned, steps), non_blocking=True), compute),
         "DataLoader(pin_memory)": lambda: run(moved(torchs, non_blocking=True), compute),
+        "DataLoader(pin_memory, 1 worker)": lambda: run(moved(with_worker, non_blocking=True), compute),
         "prefetcher, pinned, no compute": lambda: run(ours_pinned, nothing),
         "prefetcher, no compute": lambda: run(ours, nothing),
     }
+    if shutil.disk_usage("/dev/shm").free < 2 * DISTINCT * megabytes * 1_000_000:
+        del cases["DataLoader(pin_memory, 1 worker)"]
     for case in cases.values():
         case()
     found = {name: seconds / steps for name, seconds in interleaved(cases, REPEATS).items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 import uuid
@@ -338,9 +339,9 @@ class Folder:
 
 
 def _listed(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            yield entry.name, entry
+    # Opened and read to its end in one call: a Ctrl-C between the two would leave the folder open.
+    for entry in list(itertools.chain.from_iterable(map(os.scandir, (folder,)))):
+        yield entry.name, entry
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:

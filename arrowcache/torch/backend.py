@@ -63,6 +63,10 @@ class Backend(Protocol):
 class Accelerator:
     """A device with streams of its own.
 
+    A thread's current device is number 0 until it says otherwise, and to go back to that wakes it up:
+    half a gigabyte of a device that may be another rank's. So `stream`, which goes back whatever it
+    takes, is only entered inside `device`, which leaves a sleeping device alone.
+
     Args:
         device: with an index.
     """
@@ -92,21 +96,21 @@ class Accelerator:
         event.synchronize()
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        with self._module.stream(stream):
+        with self._module.device(self.device), self._module.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
         memory.record_stream(stream)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        with self._module.device(self.device):  # or it would wake up device 0 to pin for it
+        with self._module.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def can_read(self, source: torch.Tensor) -> bool:
         return source.is_pinned()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        with self._module.stream(stream):
+        with self._module.device(self.device), self._module.stream(stream):
             into.copy_(source, non_blocking=True)
 
 

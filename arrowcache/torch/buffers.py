@@ -9,7 +9,8 @@ finalizer, and which stream is current there does not matter.
 Guarantees: the copy stream writes a buffer only after everything that was given to the consumer's stream
 while the last tensor over it lived: it waits for a mark, an event that is recorded there once the
 tensor is known to be dead (`collect`). Nobody waits for a buffer: where all are lent, one more is
-allocated, and counted.
+allocated, and counted. All that a leaf needs while nothing is kept are there from its first batch on,
+or the memory would grow epochs later, when host and device first drift so far apart.
 
 Memory belongs to the consumer's stream, as that of `tensor.to(device)` would: a batch that outlives
 this is freed like any other tensor. Nothing here calls `record_stream`, except for what is kept
@@ -77,7 +78,7 @@ class Buffers:
     Args:
         backend: the device.
         copy_stream: the one that writes.
-        spare: buffers of each leaf that are kept while nobody uses them.
+        spare: buffers of each leaf that are allocated at first, and kept while nobody uses them.
     """
 
     def __init__(self, backend: Backend, copy_stream: Stream, spare: int) -> None:
@@ -104,6 +105,8 @@ class Buffers:
             with self._lock:
                 buffer = column.free.popleft() if column.free else None
             if buffer is None:
+                if not column.largest_bytes:
+                    column.free.extend(self._allocate(column, nbytes) for _ in range(self._most_spare - 1))
                 return self._allocate(column, nbytes)
             if buffer.memory.nbytes >= nbytes:
                 for mark in buffer.marks:

@@ -50,7 +50,7 @@ class PrefetcherStats:
     `batches` and `bytes` are what was handed over, with all devices' parts of a step as one batch;
     `stall_seconds` the time that the consumer waited for it. `device_bytes` is the memory for batches
     on the devices that is reused, `device_allocations` how often a buffer was added to it: for each
-    leaf of a batch some `depth + 2`, then no more, unless batches are kept, or grow. `pinned_bytes`
+    leaf of a batch `depth + 2` at first, then no more, unless batches are kept, or grow. `pinned_bytes`
     is host memory for copying what was not pinned already.
     """
 
@@ -84,7 +84,9 @@ class DevicePrefetcher:
 
     Tensors are ready for the stream that is current when they are handed over; work on another one
     has to wait for that, and that for it before the batch is let go: `Tensor.record_stream` has no
-    effect on them. They cannot be resized in place.
+    effect on them. They cannot be resized in place. Capture a CUDA graph with
+    `capture_error_mode="thread_local"` while an iteration is in progress: its thread waits for copies
+    meanwhile, which the default forbids to all threads.
     On the CPU batches are copied, too, so that they are safe to keep, whatever the source does. Elsewhere
     pinned tensors are copied from where they are, while the source goes on: it must not write into them
     again.

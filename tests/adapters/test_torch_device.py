@@ -141,6 +141,20 @@ def test_batches_arrive_in_order_in_every_iteration_over_the_same_memory():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
+def test_all_memory_is_there_with_the_first_batch_whatever_the_timing(depth):
+    source = Source(30)
+    with DevicePrefetcher(source, "cpu", depth) as prefetcher:
+        for _ in prefetcher:  # slower than the source
+            wait_until(lambda: prefetcher._iteration.on_device == depth or source.closed, "the source")
+        late = prefetcher.stats()
+    with DevicePrefetcher(Source(1), "cpu", depth) as prefetcher:
+        (batch,) = prefetcher
+        assert prefetcher.stats().device_allocations == late.device_allocations == 2 * (depth + 2)
+        assert prefetcher.stats().device_bytes == late.device_bytes == (depth + 2) * (48 + 32)
+    del batch
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
 def test_on_a_fake_device_every_read_sees_its_batch(fakes, depth):
     with DevicePrefetcher(Source(), "fake", depth) as prefetcher:
         for _ in range(10):
@@ -624,7 +638,7 @@ def test_what_occurs_twice_in_a_batch_does_so_on_the_device(fakes):
     batch = {"x": tensor, "again": [tensor], "a": jagged, "b": 2 * jagged}
     with DevicePrefetcher([batch], "fake") as prefetcher:
         (found,) = prefetcher
-        assert prefetcher.stats().device_allocations == 4
+        assert prefetcher.stats().device_allocations == 4 * 4
     fakes["fake"].finish()
     assert found["again"][0] is found["x"]
     total = found["a"] + found["b"]  # of one ragged shape: they share their offsets

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers import make_cache, publish
@@ -11,6 +14,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 
+import arrowcache
 from arrowcache.torch import DevicePrefetcher, Loader
 
 pytestmark = [
@@ -93,6 +97,27 @@ def test_all_memory_comes_back():
     assert torch.cuda.memory_allocated() == before
 
 
+def test_copies_run_beside_the_compute():
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with DevicePrefetcher(list(source(20, pinned=True)), "cuda") as prefetcher:
+        for batch in prefetcher:
+            busy(batch["x"])
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=activities) as profile:
+            for batch in prefetcher:
+                busy(batch["x"])
+            torch.cuda.synchronize()
+    spans = [
+        ("HtoD" in event.name, event.time_range)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    copies = [span for is_copy, span in spans if is_copy]
+    kernels = [span for is_copy, span in spans if not is_copy]
+    assert len(copies) >= 20
+    assert any(copy.start < kernel.end and kernel.start < copy.end for copy in copies for kernel in kernels)
+
+
 def test_a_consumer_on_a_stream_of_its_own():
     stream, found = torch.cuda.Stream(), []
     with torch.cuda.stream(stream), DevicePrefetcher(source(40), "cuda") as prefetcher:
@@ -123,6 +148,24 @@ def test_devices_each_get_their_part():
             assert [part["x"].device for part in parts] == devices
             assert sum(len(part["x"]) for part in parts) == ROWS
             assert all((part["x"] == number).all() for part in parts)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices here")
+def test_no_other_device_wakes_up():
+    script = """
+import torch
+from arrowcache.torch import DevicePrefetcher
+
+last = torch.cuda.device_count() - 1
+batches = [torch.ones(1000), torch.ones(1000).numpy()]
+with DevicePrefetcher(batches * 5, f"cuda:{last}") as prefetcher:
+    for batch in prefetcher:
+        assert batch.sum().item() == 1000
+assert torch._C._cuda_hasPrimaryContext(last)
+assert not any(torch._C._cuda_hasPrimaryContext(index) for index in range(last))
+"""
+    root = Path(arrowcache.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=root, timeout=120)
 
 
 def test_a_loader_on_the_device(tmp_path):

@@ -51,6 +51,9 @@ def joined(batches: Any) -> list[int]:
 
 
 def files(cache: ac.Cache) -> list[str]:
+    """What some rank holds: the rest is debris, left where cache.lock could not be had soon."""
+    with cache.store.locked():
+        cache.store.folder.sweep()
     return os.listdir(cache.path / "ranks")
 
 

@@ -33,7 +33,6 @@ from arrowcache.reading.output import page_aligned
 USUAL_GROUP_BYTES = 8 << 20  # a few groups stay in the last-level cache until they are used
 _LARGEST_GROUP_BYTES = 64 << 20  # beside a busy thread: 0.75 of its speed kept with 32, 0.82 with 64
 _MANY_BUFFERS = 6  # and two for each group in flight: more than prefetching and one in hand need
-_SPARE_BUFFERS = 3  # being filled, being delivered, being let go
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +144,7 @@ class Ring:
             buffer.loans -= 1
             if not buffer.loans:
                 column.in_use -= 1
-                if len(column.free) < _SPARE_BUFFERS:
+                if len(column.free) + column.in_use < self._many_buffers:
                     column.free.append(buffer)
                 else:
                     self.allocated_bytes -= buffer.memory.nbytes

@@ -32,8 +32,8 @@ from arrowcache.reading.output import page_aligned
 
 USUAL_GROUP_BYTES = 8 << 20  # a few groups stay in the last-level cache until they are used
 _LARGEST_GROUP_BYTES = 64 << 20  # beside a busy thread: 0.75 of its speed kept with 32, 0.82 with 64
-_MANY_BUFFERS = 6  # and two for each group in flight: more than prefetching and one in hand need
 _SPARE_BUFFERS = 3  # being filled, being delivered, being let go
+_MANY_BUFFERS = 6  # and two for each group in flight: more than prefetching and one in hand need
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +64,7 @@ class _Column:
     lent: set[_Loan] = field(default_factory=set)
     returned: deque[_Loan] = field(default_factory=deque)
     in_use: int = 0
+    spare: int = _SPARE_BUFFERS  # that may lie free: as many as were in use at a time
 
     def lend(self, buffer: _Buffer, owner: object) -> None:
         """Keep a buffer in use until an object has died."""
@@ -115,6 +116,8 @@ class Ring:
                 self._collect(column)
                 buffer = self._find(column, rows * column.row_bytes)
                 column.in_use += 1
+                is_usual = column.in_use <= self._many_buffers
+                column.spare = max(column.spare, column.in_use) if is_usual else _SPARE_BUFFERS
                 column.lend(buffer, hold)
                 taken[name] = (column, buffer)
         return Group(taken, hold, rows, self._batch_size)
@@ -145,7 +148,7 @@ class Ring:
             buffer.loans -= 1
             if not buffer.loans:
                 column.in_use -= 1
-                if len(column.free) < _SPARE_BUFFERS:
+                if len(column.free) < column.spare:
                     column.free.append(buffer)
                 else:
                     self.allocated_bytes -= buffer.memory.nbytes

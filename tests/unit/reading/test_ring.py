@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -79,6 +80,21 @@ def test_a_consumer_that_keeps_everything_makes_the_ring_grow_and_letting_go_shr
     fill(ring, 0)
     fill(ring, 0)
     assert ring.allocated_bytes <= 5 * one
+
+
+def test_as_many_batches_as_an_epoch_has_at_a_time_come_back_to_the_next_without_new_memory():
+    ring = Ring(COLUMNS, 4, in_flight=4, group_bytes=1)
+
+    def epoch():
+        kept = deque(maxlen=8)  # being filled, ready, and in hand
+        for _ in range(20):
+            kept.append(fill(ring, 0))
+
+    epoch()
+    growths = ring.growths
+    for _ in range(5):
+        epoch()
+    assert ring.growths == growths
 
 
 def test_keeping_every_label_keeps_no_image():

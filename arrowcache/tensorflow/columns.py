@@ -32,7 +32,8 @@ class Part(NamedTuple):
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.dtype.as_numpy_dtype)
+        dtype: np.dtype[Any] = np.dtype(self.dtype.as_numpy_dtype)
+        return dtype
 
 
 class Column(NamedTuple):

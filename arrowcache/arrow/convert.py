@@ -106,6 +106,8 @@ def exact_values(name: str, kind: Tensor | Ragged, array: NDArray[Any]) -> NDArr
     """
     if kind.dtype == "bfloat16":
         return _bfloat16_bits(name, array, array.dtype.name, is_python=True)
+    if array.dtype == kind.numpy_dtype:
+        return array
     cast = _cast_exactly(array, kind.numpy_dtype)
     if cast is None:
         raise SchemaError(f"field {name!r}: expected {kind.dtype}, and {_shorten(array)} is not exactly that")

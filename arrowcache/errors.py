@@ -38,7 +38,7 @@ class CorruptSegmentError(ArrowCacheError):
 
 
 class SamplerError(ArrowCacheError):
-    """A sampler failed, more often than it may."""
+    """A sampler failed, more often than it may, or a file to be imported is damaged."""
 
 
 class MissingSegmentsError(ArrowCacheError, LookupError):

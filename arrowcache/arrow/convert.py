@@ -18,6 +18,7 @@ from arrowcache.arrow.schema import (
     Binary,
     FieldType,
     FixedType,
+    Ragged,
     String,
     Tensor,
     Timestamp,
@@ -97,6 +98,22 @@ def variable_row(name: str, kind: VariableType, value: object) -> tuple[memoryvi
     return flat.data, len(array) * kind.elements
 
 
+def exact_values(name: str, kind: Tensor | Ragged, array: NDArray[Any]) -> NDArray[Any]:
+    """Convert real numbers by their values, as those of Python: what they came in has this dtype alone.
+
+    Returns: the same shape, in kind.numpy_dtype.
+    Raises: SchemaError: one of them is not exactly of the column's dtype.
+    """
+    if kind.dtype == "bfloat16":
+        return _bfloat16_bits(name, array, array.dtype.name, is_python=True)
+    if array.dtype == kind.numpy_dtype:
+        return array
+    cast = _cast_exactly(array, kind.numpy_dtype)
+    if cast is None:
+        raise SchemaError(f"field {name!r}: expected {kind.dtype}, and {_shorten(array)} is not exactly that")
+    return cast
+
+
 def count_rows(name: str, values: Any) -> int:
     """How many samples a leading axis holds.
 
@@ -144,10 +161,9 @@ def _exact(name: str, dtype: str, target: np.dtype[Any], value: object) -> NDArr
         return array.astype(target, copy=False)  # a foreign byte order has the same name
     if source != "bfloat16" and is_python:
         if (array.dtype.kind != "c" or target.kind == "c") and not _lost_digits(value, array):
-            with np.errstate(all="ignore"):
-                cast = array.astype(target, casting="unsafe")
-                if _is_exact(array, cast):
-                    return cast
+            cast = _cast_exactly(array, target)
+            if cast is not None:
+                return cast
         raise SchemaError(
             f"field {name!r}: expected {dtype}, and {_shorten(value)} is not exactly one: "
             f"round it yourself with np.asarray(value).astype({dtype!r})"
@@ -158,6 +174,13 @@ def _exact(name: str, dtype: str, target: np.dtype[Any], value: object) -> NDArr
         f"field {name!r}: expected {dtype}, got {source}, which {dtype} cannot hold exactly: "
         f"write .astype({dtype!r}) if that is meant"
     )
+
+
+def _cast_exactly(array: NDArray[Any], target: np.dtype[Any]) -> NDArray[Any] | None:
+    """The same values in another dtype; None: it does not have all of them."""
+    with np.errstate(all="ignore"):
+        cast = array.astype(target, casting="unsafe")
+        return cast if _is_exact(array, cast) else None
 
 
 def _is_exact(array: NDArray[Any], cast: NDArray[Any]) -> bool:

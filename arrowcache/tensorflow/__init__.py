@@ -1,5 +1,7 @@
 """TensorFlow: the same cache as a `tf.data.Dataset`. Importing this package imports tensorflow."""
 
 from arrowcache.tensorflow.dataset import dataset
+from arrowcache.tensorflow.examples import example_parser
+from arrowcache.tensorflow.tfrecord import from_tfrecords, to_tfrecords
 
-__all__ = ["dataset"]
+__all__ = ["dataset", "example_parser", "from_tfrecords", "to_tfrecords"]

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 
 from arrowcache.reading.workers.channel import Channel
@@ -27,15 +28,27 @@ _REAP_SECONDS = 5.0
 
 
 class WorkerProcess:
-    """A process that runs `worker.main`. Owns the process, our end of its channel, and what tells its end.
+    """A process that runs `worker.main`, or what `start` says.
+
+    Owns the process, our end of its channel, and what tells its end.
 
     Args:
         memory, plan: descriptors of the shared file, and of what to do.
         number: which of the workers it is.
+        start: Python code that takes the same words as `_START`.
+        environment: what it has beside, or instead of, this process' variables.
     Raises: OSError: no process, or no descriptor, can be had.
     """
 
-    def __init__(self, memory: int, plan: int, number: int) -> None:
+    def __init__(
+        self,
+        memory: int,
+        plan: int,
+        number: int,
+        *,
+        start: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.channel, theirs = Channel.pair()
         path = [entry or os.getcwd() for entry in sys.path]
         fds = (theirs.fileno(), memory, plan)
@@ -44,10 +57,10 @@ class WorkerProcess:
         words = [json.dumps(path), *map(str, fds), str(os.getpid()), str(number)]
         try:
             self._process = subprocess.Popen(
-                [executable, *flags, "-c", _START, *words],
+                [executable, *flags, "-c", start or _START, *words],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
-                env=dict.fromkeys(_THREADS, "1") | os.environ,  # unless the user says otherwise
+                env={**dict.fromkeys(_THREADS, "1"), **os.environ, **(environment or {})},
             )
         except BaseException:
             self.channel.close()

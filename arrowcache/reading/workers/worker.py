@@ -42,10 +42,7 @@ def main(end: int, memory: int, plan: int, parent: int, number: int) -> None:
         parent: the main process.
         number: which of the workers this is.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked to be told
+    if not tie_to(parent):
         return
     with suppress(OSError, RuntimeError, ValueError):  # no stderr
         faulthandler.enable()
@@ -60,6 +57,14 @@ def main(end: int, memory: int, plan: int, parent: int, number: int) -> None:
             raise
         except BaseException as error:  # noqa: BLE001  # the main process raises it
             channel.send({"say": "lost", "error": pack_error(error)})
+
+
+def tie_to(parent: int) -> bool:
+    """Leave Ctrl-C to the main process, and die when it does; False: it died before we asked to be told."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 def _work(channel: Channel, memory: int, plan: int, number: int) -> None:

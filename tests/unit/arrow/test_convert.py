@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import arrowcache as ac
-from arrowcache.arrow.convert import count_rows, fixed_rows, variable_row
+from arrowcache.arrow.convert import count_rows, exact_values, fixed_rows, variable_row
 from arrowcache.arrow.schema import DTYPES
 
 NUMPY_DTYPES = [name for name in DTYPES if name != "bfloat16"]
@@ -43,6 +43,22 @@ def test_an_array_of_the_columns_dtype_is_stored_bit_for_bit(data, dtype):
     values = data.draw(hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, max_side=4)))
     stored = one(ac.Tensor(dtype, values.shape), values)
     assert stored.tobytes() == values.tobytes()
+
+
+@given(st.sampled_from(["int64", "float32"]), st.sampled_from(NUMPY_DTYPES), st.data())
+def test_values_are_converted_exactly_whatever_numbers_carry_them(carrier, dtype, data):
+    values = data.draw(hnp.arrays(carrier, 3))
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept = values.astype(dtype).tolist()
+    try:
+        stored = exact_values("x", ac.Tensor(dtype, (3,)), values)
+    except ac.SchemaError:
+        assert kept != values.tolist()
+    else:
+        assert stored.dtype == np.dtype(dtype)
+        for got, value in zip(stored.tolist(), values.tolist(), strict=True):
+            assert got == value or (got != got and value != value)
 
 
 @given(st.data(), st.sampled_from(NUMPY_DTYPES), st.sampled_from(NUMPY_DTYPES))

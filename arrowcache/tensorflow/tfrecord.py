@@ -1,0 +1,173 @@
+"""TFRecord: a cache's samples into TFRecord files, and such files into a cache.
+
+For whoever has a pipeline of TFRecords: to move, or to compare. Files out are those of one
+snapshot, one a segment; files in are read by processes (intake.py), each record once. What a sample is as a
+tf.train.Example stands in examples.py. Framing and checksums are TensorFlow's.
+
+Guarantees: a file under its name is complete, and was not there before; a value comes back as it was.
+Must never: overwrite a file, round a value, leave a record out without an error, or leave a process behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.errors import SchemaError
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.tensorflow.examples import encode_rows
+from arrowcache.tensorflow.intake import Intake
+from arrowcache.tensorflow.records import COMPRESSIONS
+from arrowcache.units import parse_count
+
+_MOST_WORKERS = 256
+
+
+def to_tfrecords(
+    cache: HasStore | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    columns: Sequence[str] | None = None,
+    compression: str | None = None,
+) -> list[Path]:
+    """Write what a cache holds as TFRecord files, one a segment, named `<seq>.tfrecord`.
+
+    It is one snapshot of everything, also of the oldest segments that an epoch would leave to the samplers.
+    A segment's lease ends when its file is complete.
+
+    Each sample is a tf.train.Example, of a feature a column: scalar integers, bool and timestamps
+    (microseconds since 1970) as an int64_list, text and bytes as a bytes_list, all else as its
+    little-endian bytes in a bytes_list. `example_parser` reads them in tf.data.
+
+    Args:
+        folder: a new or empty one.
+        columns: which; None for all.
+        compression: "GZIP", "ZLIB" or None.
+    Returns: the files, oldest segment first; none of an empty cache.
+    Blocks: while it is written. After an error complete files stay.
+    Raises: FileExistsError: the folder holds something. CorruptSegmentError: a damaged segment, which
+        was quarantined. tf.errors.OpError: a file cannot be written. ValueError: an unknown column.
+    """
+    store, folder = store_of(cache), Path(folder)
+    schema = store.settings.schema
+    names = schema.select(columns, least=1)
+    _require_compression(compression)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise FileExistsError(
+            errno.EEXIST, "the folder holds files already: give a new or an empty one", str(folder)
+        )
+    written = []
+    with Snapshot.take(store, headroom=False) as snapshot:
+        start = 0
+        for count, segment in enumerate(snapshot.segments, start=1):
+            values = snapshot.gather(np.arange(start, start + segment.rows), names)
+            path = folder / f"{segment.seq:020d}.tfrecord"
+            part = path.with_suffix(".part")
+            try:
+                with tf.io.TFRecordWriter(str(part), options=compression) as writer:
+                    for example in encode_rows(schema, values, segment.rows):
+                        writer.write(example)
+                part.rename(path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+            written.append(path)
+            start += segment.rows
+            snapshot.release_oldest(count)
+    return written
+
+
+def from_tfrecords(
+    files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    schema: Schema | Mapping[str, FieldType],
+    cache: HasStore | str | os.PathLike[str],
+    *,
+    workers: int = 2,
+    compression: str | None = None,
+    progress: bool | None = None,
+) -> int:
+    """Bring TFRecord files into a cache, in worker processes: every record once, in full segments.
+
+    Each record is a tf.train.Example with a feature of each field's name; others are left out. Numbers
+    may be little-endian bytes, as `to_tfrecords` writes them, or an int64_list or float_list of as many
+    values, in C order; they are converted where that is exact, and floats never to integers. Timestamps
+    are microseconds since 1970. Text and bytes are one value of a bytes_list.
+
+    A worker reads whole files, in the order given, and its last segment alone is not full. So many
+    files keep all workers busy, and one file keeps one. A cache of less capacity than the files hold
+    keeps the newest samples, and evicts those that came before them.
+
+    Args:
+        files: a path, a glob pattern, or several of them, on anything that tf.io.gfile reads. A file
+            that is named twice is read once.
+        schema: that of the cache.
+        workers: processes; at most as many as files are started.
+        compression: of the files: "GZIP", "ZLIB" or None.
+        progress: show a bar; None: if stderr is a terminal.
+    Returns: how many rows were imported.
+    Blocks: until all is published; while the cache's oldest segments are leased it waits for room.
+    Raises: FileNotFoundError, IsADirectoryError: before a process starts. SchemaError: another
+        schema than the cache's; a feature is missing or does not fit. SamplerError: a damaged
+        file. WorkerError: a worker was killed. These name the file and the record, numbered from 0, and how
+        many rows were published before, which stay. CacheFullError: no room, which only this very process
+        could make. ValueError: an argument that does not fit, a row larger than a segment.
+    """
+    store = store_of(cache)
+    schema = schema if isinstance(schema, Schema) else Schema(schema)
+    if dict(schema) != dict(store.settings.schema):
+        raise SchemaError(
+            f"{store.folder.path} has another schema: {store.settings.schema!r}, not {schema!r}"
+        )
+    _require_compression(compression)
+    workers = parse_count(workers, "workers", most=_MOST_WORKERS)
+    shares = _shares(_find(files), workers)
+    import tqdm  # as in sampling/pool.py
+
+    disable = None if progress is None else not progress
+    with tqdm.tqdm(desc="importing", unit=" rows", disable=disable) as bar:
+        return Intake(store, shares, compression, lambda rows: bar.update(rows - bar.n)).run()
+
+
+def _require_compression(compression: object) -> None:
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"compression={compression!r} is unknown: use one of {COMPRESSIONS}")
+
+
+def _find(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
+    """The files that paths and patterns name, each once."""
+    found: dict[str, None] = {}
+    for given in [files] if isinstance(files, str | os.PathLike) else files:
+        path = os.fspath(given)
+        paths = [path] if tf.io.gfile.exists(path) else sorted(tf.io.gfile.glob(path))
+        if not paths:
+            raise FileNotFoundError(errno.ENOENT, "no such file, and no file matches", path)
+        found |= dict.fromkeys(path if "://" in path else os.path.abspath(path) for path in paths)
+    if not found:
+        raise ValueError("files is empty: name at least one")
+    for path in found:
+        if tf.io.gfile.isdir(path):
+            raise IsADirectoryError(
+                errno.EISDIR, f"a folder: name its files, such as {path}/*.tfrecord", path
+            )
+    return list(found)
+
+
+def _shares(files: Sequence[str], workers: int) -> list[list[str]]:
+    """Divide files among workers, as evenly by their bytes as the largest first allows."""
+    sizes = {path: tf.io.gfile.stat(path).length for path in files}
+    loads = [(0, number) for number in range(min(workers, len(files)))]
+    owners = {}
+    for path in sorted(files, key=lambda path: -sizes[path]):
+        load, owner = heapq.heappop(loads)
+        owners[path] = owner
+        heapq.heappush(loads, (load + max(1, sizes[path]), owner))
+    return [[path for path in files if owners[path] == number] for number in range(len(loads))]

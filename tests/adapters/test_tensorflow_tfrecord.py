@@ -1,0 +1,555 @@
+"""`to_tfrecords`, `example_parser`, `from_tfrecords`: each value and record, or an error that says where."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import tensorflow as tf
+from helpers import wait_until
+from processes import Script, session_processes
+
+import arrowcache as ac
+from arrowcache.storage.store import Cancelled
+from arrowcache.tensorflow import dataset, example_parser, from_tfrecords, to_tfrecords
+from arrowcache.tensorflow.intake import Intake, take_in
+
+DTYPES = [
+    "bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+]  # fmt: skip
+SCHEMA = ac.Schema(
+    {"id": ac.Tensor("int64")}
+    | {f"scalar_{dtype}": ac.Tensor(dtype) for dtype in DTYPES}
+    | {f"tensor_{dtype}": ac.Tensor(dtype, (3, 5)) for dtype in DTYPES}
+    | {f"ragged_{dtype}": ac.Ragged(dtype) for dtype in DTYPES}
+    | {"boxes": ac.Ragged("float32", (4,)), "name": ac.String(), "data": ac.Binary(), "when": ac.Timestamp()}
+)
+SMALL = ac.Schema({"id": ac.Tensor("int64"), "x": ac.Tensor("float32", (2, 3)), "text": ac.String()})
+
+
+def bits(rng, dtype, shape):
+    """Any bits, so that extremes and NaN are among them; bfloat16 as bits, as a cache reads it."""
+    kind = ac.Tensor(dtype).numpy_dtype
+    raw = rng.bytes(int(np.prod(shape)) * kind.itemsize)
+    array = np.frombuffer(raw, np.uint8) & 1 if dtype == "bool" else np.frombuffer(raw, kind)
+    return array.astype(kind, copy=False).reshape(shape)
+
+
+def sample(number):
+    rng = np.random.default_rng(number)
+    row = {"id": number, "name": "ä\0" * (number % 4) + str(number), "data": rng.bytes(number % 7)}
+    row["when"] = np.datetime64(-5 + number, "us")
+    row["boxes"] = bits(rng, "float32", (number % 3, 4))
+    for dtype in DTYPES:
+        row[f"scalar_{dtype}"] = bits(rng, dtype, ())[()]
+        row[f"tensor_{dtype}"] = bits(rng, dtype, (3, 5))
+        row[f"ragged_{dtype}"] = bits(rng, dtype, (number % 4,))
+    return row
+
+
+@pytest.fixture
+def full(tmp_path):
+    """All types, in several segments."""
+    with ac.Cache.create(tmp_path / "full", SCHEMA, "64MiB", "32KiB") as cache:
+        with cache.writer() as writer:
+            for number in range(40):
+                writer.append(sample(number))
+        yield cache
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Empty, of SMALL, in segments of 16."""
+    with ac.Cache.create(tmp_path / "cache", SMALL, "1MiB", "16KiB", 16) as cache:
+        yield cache
+
+
+def create(path, schema, **options):
+    options = {"capacity": "64MiB", "segment_bytes": "32KiB"} | options
+    return ac.Cache.create(path, schema, **options)
+
+
+def rows_of(cache):
+    with cache.snapshot() as snapshot:
+        return snapshot.gather(np.arange(len(snapshot)))
+
+
+def same_bits(one, other):
+    for got, expected in zip(one, other, strict=True):
+        got, expected = np.asarray(got), np.asarray(expected)
+        assert (got.dtype, got.shape, got.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+
+
+def feature(value):
+    """What others write: text and bytes, integers, floats; arrays as lists of them."""
+    if isinstance(value, str | bytes):
+        value = value.encode() if isinstance(value, str) else value
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+    array = np.asarray(value).reshape(-1)
+    if array.dtype.kind == "f":
+        return tf.train.Feature(float_list=tf.train.FloatList(value=array))
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=array))
+
+
+def example(**fields):
+    features = {
+        name: value if isinstance(value, tf.train.Feature) else feature(value)
+        for name, value in fields.items()
+    }
+    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+
+
+def small(number, **fields):
+    return example(**({"id": number, "x": np.full(6, number, np.float32), "text": f"row {number}"} | fields))
+
+
+def write(path, records, compression=None):
+    with tf.io.TFRecordWriter(str(path), options=compression) as writer:
+        for record in records:
+            writer.write(record)
+    return path
+
+
+def bring(cache, *files, compression=None):
+    """What a worker does, in this process; returns what it was at."""
+    marks = np.zeros(4, np.int64)
+    plan = {"cache": str(cache.path), "files": list(map(str, files)), "compression": compression, "task": "t"}
+    take_in(plan, marks, lambda: False)
+    return marks
+
+
+def no_child_lives():
+    """None of this process' workers; and none is left unwaited for."""
+    tasks = f"/proc/{os.getpid()}/task"
+    children = [
+        pid for task in os.listdir(tasks) for pid in Path(tasks, task, "children").read_text().split()
+    ]
+    commands = [Path("/proc", pid, "cmdline").read_text() for pid in children]
+    return not [command for command in commands if "intake" in command or not command]
+
+
+# out
+
+
+@pytest.mark.parametrize("compression", [None, "GZIP", "ZLIB"])
+def test_every_type_comes_back_as_it_was_written(full, tmp_path, compression):
+    files = to_tfrecords(full, tmp_path / "out", compression=compression)
+    with full.snapshot() as snapshot:
+        assert [path.name for path in files] == [f"{s.seq:020d}.tfrecord" for s in snapshot.segments]
+    assert len(files) > 3
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(path.name for path in files)
+    with create(tmp_path / "back", SCHEMA) as back:
+        bring(back, *files, compression=compression)
+        got, expected = rows_of(back), rows_of(full)
+    assert got["id"].tolist() == list(range(40))
+    for name, column in expected.items():
+        if isinstance(column, list):
+            assert got[name] == column
+        else:
+            same_bits(got[name] if isinstance(column, tuple) else [got[name]],
+                      column if isinstance(column, tuple) else [column])  # fmt: skip
+
+
+def test_the_parser_gives_what_dataset_gives_for_a_row(full, tmp_path):
+    files = to_tfrecords(full, tmp_path / "out")
+    records = tf.data.TFRecordDataset(list(map(str, files))).map(example_parser(SCHEMA))
+    spec = dataset(full, 1, shuffle=None).element_spec
+    for name, tensor in records.element_spec.items():
+        assert tensor.dtype == spec[name].dtype
+        if isinstance(spec[name], tf.RaggedTensorSpec):
+            assert tensor.shape.as_list() == spec[name].shape.as_list()[1:]
+        else:
+            assert tensor.shape == spec[name].shape[1:]
+    count = 0
+    for record, batch in zip(records, dataset(full, 1, shuffle=None), strict=True):
+        assert list(record) == list(batch)
+        same_bits([tensor.numpy() for tensor in record.values()], [row[0].numpy() for row in batch.values()])
+        count += 1
+    assert count == 40
+
+
+def test_the_chosen_columns_are_written_and_parsed(full, tmp_path):
+    files = to_tfrecords(full, tmp_path / "out", columns=["id", "name"])
+    records = tf.data.TFRecordDataset([str(files[0])])
+    assert set(tf.train.Example.FromString(next(iter(records)).numpy()).features.feature) == {"id", "name"}
+    first = next(iter(records.map(example_parser(dict(SCHEMA), ["name"]))))
+    assert {name: tensor.numpy() for name, tensor in first.items()} == {"name": b"0"}
+    for choose in (
+        lambda c: to_tfrecords(full, tmp_path / "no", columns=c),
+        lambda c: example_parser(SCHEMA, c),
+    ):
+        with pytest.raises(ValueError, match="unknown column 'nam'"):
+            choose(["nam"])
+    assert not (tmp_path / "no").exists()
+
+
+def test_nothing_is_overwritten(full, tmp_path):
+    first = to_tfrecords(full, tmp_path / "out")[0]
+    before = first.read_bytes()
+    with pytest.raises(FileExistsError, match="new or an empty one"):
+        to_tfrecords(full, tmp_path / "out")
+    assert first.read_bytes() == before
+    with pytest.raises(ValueError, match="compression='gzip' is unknown"):
+        to_tfrecords(full, tmp_path / "other", compression="gzip")
+
+
+def test_a_file_that_fails_leaves_nothing_behind_and_no_lease(full, tmp_path, monkeypatch):
+    real, written = tf.io.TFRecordWriter.write, []
+
+    def failing(self, record):
+        written.append(record)
+        if len(written) == 30:
+            raise KeyboardInterrupt
+        real(self, record)
+
+    monkeypatch.setattr(tf.io.TFRecordWriter, "write", failing)
+    with pytest.raises(KeyboardInterrupt):
+        to_tfrecords(full, tmp_path / "out")
+    monkeypatch.undo()
+    names = sorted(os.listdir(tmp_path / "out"))
+    assert names
+    assert all(name.endswith(".tfrecord") for name in names)
+    assert len(list(tf.data.TFRecordDataset([str(tmp_path / "out" / name) for name in names]))) < 30
+    assert full.stats().leased_bytes == 0
+
+
+def test_all_of_a_full_cache_is_written_and_leases_end_file_by_file(cache, tmp_path, monkeypatch):
+    with cache.writer() as writer:
+        for number in range(3000):
+            writer.append(id=number, x=np.zeros((2, 3), np.float32), text=" " * 400)
+    rows, leased = cache.stats().rows, []
+    real = tf.io.TFRecordWriter.write
+
+    def write_and_look(self, record):
+        leased.append(cache.stats().leased_bytes)
+        real(self, record)
+
+    monkeypatch.setattr(tf.io.TFRecordWriter, "write", write_and_look)
+    assert rows < 3000, "it evicts"
+    with cache.snapshot() as snapshot:
+        assert len(snapshot) < rows
+    files = to_tfrecords(cache, tmp_path / "out")
+    parse = example_parser(SMALL, ["id"])
+    ids = [int(row["id"]) for row in tf.data.TFRecordDataset(list(map(str, files))).map(parse)]
+    assert ids == list(range(3000 - rows, 3000))
+    assert leased == sorted(leased, reverse=True)
+    assert leased[0] > 10 * leased[-1] > 0
+
+
+def test_an_empty_cache_makes_no_file(cache, tmp_path):
+    assert to_tfrecords(str(cache.path), tmp_path / "a" / "out") == []
+    assert os.listdir(tmp_path / "a" / "out") == []
+
+
+# in: what others wrote
+
+FOREIGN = [
+    (
+        ac.Tensor("float32", (2, 2)),
+        np.array([1, 2, 3, 4], np.float32),
+        np.array([[1, 2], [3, 4]], np.float32),
+    ),
+    (ac.Tensor("float64", (2,)), np.array([1.5, np.nan], np.float32), np.array([1.5, np.nan])),
+    (ac.Tensor("float16"), np.float32(0.25), np.float16(0.25)),
+    (ac.Tensor("bfloat16"), np.float32(1.0), np.uint16(0x3F80)),
+    (ac.Tensor("bfloat16", (2,)), [1, -2], np.array([0x3F80, 0xC000], np.uint16)),
+    (ac.Tensor("complex64"), np.float32(2), np.complex64(2)),
+    (ac.Tensor("uint8", (3,)), [0, 7, 255], np.array([0, 7, 255], np.uint8)),
+    (ac.Tensor("bool", (2,)), [0, 1], np.array([False, True])),
+    (ac.Tensor("uint64"), 2**63 - 1, np.uint64(2**63 - 1)),
+    (ac.Tensor("float32"), 2**24, np.float32(2**24)),
+    (ac.Tensor("int16", (2,)), b"\x01\x00\xff\xff", np.array([1, -1], np.int16)),
+    (ac.Ragged("int32", (2,)), [1, 2, 3, 4], np.array([[1, 2], [3, 4]], np.int32)),
+    (ac.Ragged("float32"), feature(np.zeros(0, np.float32)), np.zeros(0, np.float32)),
+    (ac.Ragged("uint8"), b"abc", np.frombuffer(b"abc", np.uint8)),
+    (ac.Timestamp(), 17, np.datetime64(17, "us")),
+    (ac.String(), "ä", "ä"),
+    (ac.Binary(), b"\xff\x00", b"\xff\x00"),
+]
+
+
+def test_what_others_wrote_is_converted_exactly(tmp_path):
+    schema = ac.Schema({f"f{n}": kind for n, (kind, _, _) in enumerate(FOREIGN)})
+    record = example(**{f"f{n}": value for n, (_, value, _) in enumerate(FOREIGN)}, more="left out")
+    with create(tmp_path / "cache", schema) as cache:
+        bring(cache, write(tmp_path / "a", [record, record]))
+        rows = rows_of(cache)
+    for n, (kind, _, expected) in enumerate(FOREIGN):
+        got = rows[f"f{n}"]
+        if isinstance(kind, ac.Ragged):
+            assert got.offsets.tolist() == [0, len(expected), 2 * len(expected)]
+            got = [got.data[: len(expected)], got.data[len(expected) :]]
+        if isinstance(kind, ac.String | ac.Binary):
+            assert got == [expected] * 2
+        else:
+            same_bits(list(got), [expected] * 2)
+
+
+TWO_TEXTS = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"a", b"b"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        (ac.Tensor("int64"), np.float32(1.5), "got a float_list, and floats do not become integers"),
+        (ac.Tensor("int64"), np.float32(1), "got a float_list"),
+        (ac.Timestamp(), np.float32(1), "got a float_list"),
+        (ac.Tensor("uint8"), 256, "expected uint8, and array.256. is not exactly that"),
+        (ac.Tensor("uint64"), -1, "expected uint64"),
+        (ac.Tensor("bool"), 2, "expected bool"),
+        (ac.Tensor("float32"), 2**24 + 1, "expected float32"),
+        (ac.Tensor("float64"), 2**53 + 1, "expected float64"),
+        (ac.Tensor("float16"), np.float32(0.1), "expected float16"),
+        (ac.Tensor("bfloat16"), np.float32(0.1), "expected bfloat16"),
+        (ac.Tensor("float32", (2, 2)), np.zeros(3, np.float32), "so 4 values, got 3"),
+        (ac.Tensor("float32"), np.zeros(0, np.float32), "so 1 values, got 0"),
+        (ac.Tensor("float32", (2, 2)), b"1" * 15, "so 16 bytes, got 15.*such as JPEG, is a Binary"),
+        (ac.Tensor("bool", (2,)), b"\x01\x02", "bytes other than 0 and 1"),
+        (ac.Tensor("uint8"), TWO_TEXTS, "one bytes value, got 2 in a bytes_list"),
+        (ac.Ragged("int32", (2,)), [1, 2, 3], "a multiple of 2 values, got 3"),
+        (ac.Ragged("int32", (2,)), b"1" * 12, "a multiple of 8 bytes, got 12"),
+        (ac.Timestamp(), b"1234", "so 8 bytes, got 4"),
+        (ac.Timestamp(), [1, 2], "so 1 values, got 2"),
+        (ac.String(), b"\xff", "not UTF-8.*declare it Binary"),
+        (ac.String(), 1, "one bytes value, got 1 in a int64_list"),
+        (ac.Binary(), TWO_TEXTS, "one bytes value, got 2"),
+        (ac.Binary(), tf.train.Feature(), "its feature is empty"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_names_field_file_and_record(tmp_path, kind, value, words):
+    with create(tmp_path / "cache", {"f": kind}) as cache:
+        path = write(tmp_path / "a", [example(f=value)])
+        with pytest.raises(ac.SchemaError, match=rf"{path}, record 0: field 'f': .*{words}"):
+            bring(cache, path)
+        assert cache.stats().segments == 0
+
+
+def test_a_missing_feature_and_what_is_no_example_are_errors(cache, tmp_path):
+    path = write(tmp_path / "a", [small(0), example(id=1, text="x")])
+    with pytest.raises(
+        ac.SchemaError, match=rf"{path}, record 1: field 'x': .* no such feature, .*'id', 'text'"
+    ):
+        bring(cache, path)
+    path = write(tmp_path / "b", [small(0), small(1), b"\xff\xff"])
+    with pytest.raises(ac.SchemaError, match=rf"{path}, record 2: these 2 bytes are no tf.train.Example"):
+        bring(cache, path)
+
+
+def test_a_row_larger_than_a_segment_is_an_error(cache, tmp_path):
+    path = write(tmp_path / "a", [small(0), small(1, text="x" * 20_000)])
+    with pytest.raises(
+        ValueError, match=rf"{path}, record 1: a row needs a segment of .*larger segment_bytes"
+    ):
+        bring(cache, path)
+
+
+# in: damaged files
+
+
+@pytest.mark.parametrize("compression", [None, "GZIP", "ZLIB"])
+def test_a_file_that_was_cut_off_anywhere_is_an_error(cache, tmp_path, compression):
+    """TensorFlow takes one that ends in a record's length, or between compressed blocks, for complete."""
+    data = write(tmp_path / "a", map(small, range(3)), compression).read_bytes()
+    first = struct.unpack("<Q", data[:8])[0] + 16 if compression is None else 0
+    part = tmp_path / "part"
+    whole = {first * n for n in range(4)} if first else {len(data)}
+    cuts = range(len(data)) if first == 0 else [*range(15), *range(first - 1, first + 15), len(data) - 1]
+    for cut in cuts:
+        if cut in whole:
+            continue
+        part.write_bytes(data[:cut])
+        record = min(2, cut // first) if first else r"\d"
+        with pytest.raises(
+            ac.SamplerError, match=rf"{part}, record {record}: cannot be read .*get the file anew"
+        ):
+            bring(cache, part, compression=compression)
+    assert cache.stats().segments == 0
+
+
+def test_a_wrong_checksum_is_an_error(cache, tmp_path):
+    path = write(tmp_path / "a", map(small, range(5)))
+    data = bytearray(path.read_bytes())
+    size = struct.unpack("<Q", data[:8])[0] + 16
+    data[3 * size + 40] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ac.SamplerError, match=f"{path}, record 3: .*corrupted record"):
+        bring(cache, path)
+
+
+@pytest.mark.parametrize(("written", "said"), [(None, "GZIP"), ("GZIP", None), (None, "ZLIB")])
+def test_another_compression_is_an_error_that_says_so(cache, tmp_path, written, said):
+    path = write(tmp_path / "a", map(small, range(5)), written)
+    with pytest.raises(
+        ac.SamplerError, match=f"record 0: cannot be read with compression={said!r}.*or say which"
+    ):
+        bring(cache, path, compression=said)
+
+
+@pytest.mark.parametrize("compression", [None, "GZIP"])
+def test_empty_and_joined_files_are_complete(cache, tmp_path, compression):
+    one = write(tmp_path / "a", map(small, range(3)), compression).read_bytes()
+    empty = write(tmp_path / "empty", [], compression)
+    (tmp_path / "joined").write_bytes(one + one)
+    marks = bring(cache, empty, tmp_path / "joined", empty, compression=compression)
+    assert marks.tolist() == [2, 0, 6, 0]
+    assert rows_of(cache)["id"].tolist() == [0, 1, 2] * 2
+
+
+def test_segments_are_full_across_files_also_of_rows_that_differ_in_length(cache, tmp_path):
+    files = [write(tmp_path / str(n), [small(3 * n + i) for i in range(3)]) for n in range(11)]
+    bring(cache, *files)
+    assert [s.rows for s in cache.store.segments()] == [16, 16, 1]
+    with create(tmp_path / "long", SMALL, segment_bytes="16KiB") as long:
+        bring(long, write(tmp_path / "l", [small(n, text="x" * (n % 3 * 1000)) for n in range(60)]))
+        with create(tmp_path / "written", SMALL, segment_bytes="16KiB") as written:
+            with written.writer() as writer:
+                for n in range(60):
+                    writer.append(id=n, x=np.full((2, 3), n, np.float32), text="x" * (n % 3 * 1000))
+            assert [s.rows for s in long.store.segments()] == [s.rows for s in written.store.segments()]
+
+
+def test_a_worker_that_was_given_up_publishes_nothing(cache, tmp_path):
+    path = write(tmp_path / "a", map(small, range(40)))
+    plan = {"cache": str(cache.path), "files": [str(path)], "compression": None, "task": "t"}
+    with pytest.raises(Cancelled):
+        take_in(plan, np.zeros(4, np.int64), lambda: True)
+    assert cache.stats().segments == 0
+
+
+# in: with processes
+
+
+def test_each_record_of_several_files_comes_once_whatever_names_them(cache, tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for n in range(7):
+        write(folder / f"{n}.tfrecord", [small(100 * n + i) for i in range(10 * n)])
+    given = [str(folder / "*.tfrecord"), folder / "3.tfrecord", os.path.relpath(folder / "4.tfrecord")]
+    assert from_tfrecords(given, dict(SMALL), str(cache.path), progress=False) == 210
+    rows = rows_of(cache)
+    expected = [100 * n + i for n in range(7) for i in range(10 * n)]
+    assert sorted(rows["id"].tolist()) == expected
+    np.testing.assert_array_equal(rows["x"], np.repeat(rows["id"], 6).reshape(-1, 2, 3))
+    assert rows["text"] == [f"row {number}" for number in rows["id"]]
+    assert sum(s.rows < 16 for s in cache.store.segments()) <= 2, "only the last of each worker"
+    assert cache.verify() == []
+    assert no_child_lives()
+
+
+def test_an_error_says_how_many_rows_were_published_before(cache, tmp_path):
+    good = write(tmp_path / "a", map(small, range(160)))
+    bad = write(tmp_path / "b", [small(n, **({"x": b""} if n == 40 else {})) for n in range(50)])
+    words = rf"{bad}, record 40: field 'x': .*got 0.* 192 rows were published before and stay.*new one"
+    with pytest.raises(ac.SchemaError, match=words) as caught:
+        from_tfrecords([good, bad], SMALL, cache, workers=1)
+    assert "in examples" not in str(caught.value)
+    assert cache.stats().rows == 192
+    assert len(rows_of(cache)["id"]) > 0
+    assert no_child_lives()
+
+
+@pytest.fixture
+def no_room(cache):
+    """A full cache, leased in whole by this process."""
+    with cache.writer() as writer:
+        for number in range(1500):
+            writer.append(id=number, x=np.zeros((2, 3), np.float32), text=" " * 400)
+    with ac.Cache.open(cache.path).snapshot() as snapshot:
+        yield snapshot
+
+
+def long_file(path):
+    return write(path, [small(number, text=" " * 400) for number in range(1000)])
+
+
+def test_a_killed_worker_is_an_error_that_says_where_it_was(cache, no_room, tmp_path, monkeypatch):
+    first = cache.stats().next_seq
+    killed = []
+
+    def kill(self):
+        if self._marks[1][3] and not killed:  # it waits for room, so what it is at is known
+            killed.append(int(self._marks[1][1]))
+            os.kill(self._processes[1].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Intake, "_end_rings", kill)
+    files = [long_file(tmp_path / "a"), long_file(tmp_path / "b")]
+    with pytest.raises(ac.WorkerError) as caught:
+        from_tfrecords(files, SMALL, cache)
+    text = str(caught.value)
+    rows = sum(segment.rows for segment in cache.store.segments() if segment.seq >= first)
+    assert text.startswith(f"{files[1]}, record {killed[0]}: process "), text
+    assert killed[0] > 0
+    assert "SIGKILL" in text
+    assert rows > 0, "what was not leased made room"
+    assert f" {rows} rows were published before and stay" in text
+    assert no_child_lives()
+
+
+def test_waiting_for_the_room_that_this_very_process_holds_is_an_error(cache, no_room, tmp_path):
+    with pytest.raises(
+        ac.CacheFullError, match=r"this very process reads.*rows were published before and stay"
+    ):
+        from_tfrecords(long_file(tmp_path / "a"), SMALL, cache)
+    assert no_child_lives()
+
+
+IMPORT = """
+import json, sys
+import arrowcache as ac
+from arrowcache.tensorflow import from_tfrecords
+cache = ac.Cache.open(sys.argv[1])
+print("begun", flush=True)
+from_tfrecords(json.loads(sys.argv[2]), cache.schema, cache, progress=False)
+"""
+
+
+@pytest.mark.parametrize("end", ["ctrl-c", "kill"])
+def test_no_process_outlives_the_main_one(cache, no_room, tmp_path, end):
+    files = [str(long_file(tmp_path / "a")), str(long_file(tmp_path / "b"))]
+    with Script(IMPORT, cache.path, json.dumps(files)) as script:
+        assert script.line() == "begun"
+        wait_until(lambda: cache.stats().waiting_writers == 2, "both workers wait for room")
+        if end == "kill":
+            script.kill()
+            wait_until(lambda: session_processes(script.pid) == [], "the workers have ended")
+        else:
+            script.signal_group(signal.SIGINT)
+            code, errors = script.end()
+            assert code == -signal.SIGINT
+            assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+            assert errors.count("Traceback") == 1, errors
+            assert script.processes() == []
+    assert cache.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "error", "words"),
+    [
+        ("missing.tfrecord", {}, FileNotFoundError, "missing.tfrecord"),
+        (["a", "*.none"], {}, FileNotFoundError, r"\*.none"),
+        (".", {}, IsADirectoryError, r"\*.tfrecord"),
+        ([], {}, ValueError, "files is empty"),
+        ("a", {"workers": 0}, ValueError, "workers=0"),
+        ("a", {"compression": "LZ4"}, ValueError, "compression='LZ4'"),
+        ("a", {"schema": {"id": ac.Tensor("int32")}}, ac.SchemaError, "another schema"),
+    ],
+)
+def test_a_wrong_argument_fails_before_a_process_starts(
+    cache, tmp_path, monkeypatch, files, options, error, words
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Intake, "_launch", lambda self, number: pytest.fail("a process was started"))
+    write(tmp_path / "a", [small(0)])
+    arguments = {"files": files, "schema": SMALL, "cache": cache} | options
+    with pytest.raises(error, match=words):
+        from_tfrecords(**arguments)

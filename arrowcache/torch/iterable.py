@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.errors import LoaderTimeoutError
+from arrowcache.pickling import unpickled
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.loader import terms_of
 from arrowcache.reading.membership import Membership
@@ -318,6 +318,6 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 def _opened(path: str, settings: bytes, table: torch.Tensor) -> CacheIterableDataset:
     dataset = CacheIterableDataset.__new__(CacheIterableDataset)
     dataset._store = store_of(path)
-    dataset.__dict__.update(cloudpickle.loads(settings))
+    dataset.__dict__.update(unpickled(settings))
     dataset._numbers = EpochNumbers(table)
     return dataset

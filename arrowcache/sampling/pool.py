@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from arrowcache.errors import SamplerError
+from arrowcache.pickling import pickled
 from arrowcache.sampling.task import Done, Sampler, Task, run
 from arrowcache.storage.layout import TASK_NAME
 from arrowcache.storage.locks import LockFile
@@ -128,7 +127,7 @@ class SamplerPool:
         segments = None if segments is None else parse_count(segments, "segments")
         retries = parse_count(retries, "retries", least=0)
         try:
-            pickled = cloudpickle.dumps(sample)
+            packed = pickled(sample)
         except Exception as error:
             raise TypeError(
                 f"the sampler {sample!r} cannot be pickled ({error}): "
@@ -139,7 +138,7 @@ class SamplerPool:
         self._segments = segments
         self._reported = 0  # failures that were raised already
         dispatcher = _Dispatcher(
-            self._state, store, pickled, workers, seed, name, executor, segments, retries, progress
+            self._state, store, packed, workers, seed, name, executor, segments, retries, progress
         )
         self._thread = threading.Thread(target=dispatcher.run, name="arrowcache-pool", daemon=True)
         self._shut_down = weakref.finalize(self, _shut_down, self._state, self._thread)

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.errors import SamplerError
+from arrowcache.pickling import unpickled
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
@@ -77,7 +77,7 @@ class _Worker:
 
     def __init__(self, task: Task) -> None:
         self.key = (task.cache, task.sampler)
-        self.sampler: Sampler = cloudpickle.loads(task.sampler)
+        self.sampler: Sampler = unpickled(task.sampler)
         self.store: Store = open_store(Path(task.cache), check="structure")
         settings = self.store.settings
         self.builder = SegmentBuilder(settings.schema, settings.full_rows, settings.segment_bytes)

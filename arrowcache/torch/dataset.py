@@ -14,11 +14,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_info
 
 from arrowcache.arrow.schema import FieldType
+from arrowcache.pickling import pickled, unpickled
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
@@ -160,7 +160,8 @@ def dataloader(
 
     The snapshot is leased until the epoch's last batch has arrived. After a `break` it is until the
     iterator is dropped; a DataLoader with persistent workers, the default here, keeps that until the next
-    `for`, and tells nobody of the `break`: `loader.batch_sampler.close()` ends the epoch at once.
+    `for`, and tells nobody of the `break`: `loader.batch_sampler.close()` ends the epoch at once; workers with
+    a transform let go of what they lease themselves when nothing was asked of them for a second.
 
     Args:
         cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and
@@ -217,17 +218,16 @@ def packed(functions: object) -> bytes:
     Raises: TypeError: they cannot be pickled.
     """
     try:
-        found: bytes = cloudpickle.dumps(functions)
+        return pickled(functions)
     except Exception as error:
         raise TypeError(
             f"transform or where cannot be pickled for a worker process ({error}): open files and "
             "connections in its first call, not before, or pass multiprocessing_context='fork'"
         ) from error
-    return found
 
 
 def _opened(path: str, names: tuple[str, ...], transform: bytes | None) -> CacheDataset:
-    return CacheDataset(path, names, None if transform is None else cloudpickle.loads(transform))
+    return CacheDataset(path, names, None if transform is None else unpickled(transform))
 
 
 def _short(value: object) -> str:

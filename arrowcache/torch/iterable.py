@@ -15,16 +15,17 @@ import itertools
 import os
 import time
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.errors import LoaderTimeoutError
+from arrowcache.pickling import unpickled
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.loader import terms_of
 from arrowcache.reading.membership import Membership
@@ -71,15 +72,38 @@ class _Place(NamedTuple):
     workers: int
 
 
+class _Pass(Iterator[dict[str, Any]]):
+    """The batches of one iteration. Dropping it ends the epoch.
+
+    Args:
+        batches: yields once when the epoch has begun, then the batches.
+    """
+
+    def __init__(self, batches: Iterator[dict[str, Any]]) -> None:
+        self._batches = batches
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Begin the epoch, if it has not: the first `next` does. Blocks, Raises: as that."""
+        if not self._has_begun:
+            self._has_begun = True
+            next(self._batches)
+
+    def __next__(self) -> dict[str, Any]:
+        self.begin()
+        return next(self._batches)
+
+
 class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     """A cache as an iterable of batches: `DataLoader(CacheIterableDataset(cache, 64), batch_size=None)`.
 
     Each iteration is the next epoch over a new snapshot, which the workers take together when the
-    first batch is asked for. An epoch is resumed by as many workers as it began with: each has a state
-    of its own, of its own steps. After a `break`, workers that live on (persistent_workers) keep what they
-    lease until the next `for`. Batches are of the types that `arrowcache.torch.Loader` yields. Arguments
-    are those of `arrowcache.Loader`; `transform` runs in the worker, gets `dict[str, ndarray]`, and
-    may return anything; arrays in the dict that it returns become tensors.
+    first batch is asked for; with StatefulDataLoader that is within `iter`. An epoch is resumed by as many
+    workers as it began with: each has a state of its own, of its own steps. After a `break`, workers that
+    live on (persistent_workers) keep what they lease until the next `for`. Batches are of the types that
+    `arrowcache.torch.Loader` yields. Arguments are those of `arrowcache.Loader`; `transform` runs in the
+    worker, gets `dict[str, ndarray]`, and may return anything; arrays in the dict that it returns become
+    tensors.
 
     Args:
         cache: a Cache, or the path of one.
@@ -141,6 +165,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._iterations = 0
         self._place: _Place | None = None
         self._resumed: _Place | None = None
+        self._pass: weakref.ref[_Pass] | None = None  # the last one
         self._epochs: Epochs | None = None  # of this process
         self._epochs_key = (0, 0, 0)
 
@@ -170,13 +195,19 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
                 place = resumed
                 self._numbers.raise_to(place.plan.epoch + 1)
         self._place = place
-        return self._batches(epochs, turn, place)
+        batches = _Pass(self._batches(epochs, turn, place))
+        self._pass = weakref.ref(batches)
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator of this process is: plain ints, strings and lists.
 
-        For StatefulDataLoader, which asks each worker. It counts what this process has made.
+        For StatefulDataLoader, which asks each worker. It counts what this process has made. A worker begins
+        its epoch before it answers: until it is asked again, its batches are of the snapshot in this state.
         """
+        current = None if self._pass is None else self._pass()
+        if current is not None and self._place and not len(self._place.plan.seqs) and get_worker_info():
+            current.begin()
         place = self._place or self._resumed
         if place is None:
             return {"format": _FORMAT, "plan": None, "made": 0, "workers": 1}
@@ -191,16 +222,20 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of a CacheIterableDataset: pass what state_dict() returned")
-        self._place = self._resumed = None
-        if state["plan"] is not None:
-            made = parse_count(state["made"], "made", least=0)
-            workers = parse_count(state["workers"], "workers")
-            self._resumed = _Place(Plan.from_state(state["plan"]), made, workers)
+        resumed = None
+        try:
+            if state["plan"] is not None:
+                made = parse_count(state["made"], "made", least=0)
+                workers = parse_count(state["workers"], "workers")
+                resumed = _Place(Plan.from_state(state["plan"]), made, workers)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the state is damaged: {error!r}") from None
+        self._place, self._resumed = None, resumed
 
     def __reduce__(self) -> tuple[Callable[..., CacheIterableDataset], tuple[Any, ...]]:
         attributes = dict(self.__dict__)
         del attributes["_store"], attributes["_numbers"]
-        attributes |= {"_epochs": None, "_place": None}
+        attributes |= {"_epochs": None, "_place": None, "_pass": None}
         attributes["_ranks"] = self._ranks.now()
         return _opened, (str(self._store.folder.path), packed(attributes), self._numbers.table)
 
@@ -246,6 +281,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         try:
             self._place = place = place._replace(plan=epoch.plan)
             in_order = epoch.plan.is_in_order
+            yield {}
             for step in range(turn.worker + place.made * turn.workers, epoch.order.steps, turn.workers):
                 if in_order:
                     epoch.snapshot.release_oldest(epoch.order.segments_span(step).start)
@@ -282,6 +318,6 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 def _opened(path: str, settings: bytes, table: torch.Tensor) -> CacheIterableDataset:
     dataset = CacheIterableDataset.__new__(CacheIterableDataset)
     dataset._store = store_of(path)
-    dataset.__dict__.update(cloudpickle.loads(settings))
+    dataset.__dict__.update(unpickled(settings))
     dataset._numbers = EpochNumbers(table)
     return dataset

@@ -178,6 +178,7 @@ class EpochRows(Iterator[list[int]]):
         self._rows: Iterator[Rows] = iter(())
         self._yielded = 0
         self._has_stopped = False
+        self._told_before: dict[str, Any] = {}  # the state before the epoch began
 
     @property
     def steps(self) -> int | None:
@@ -208,9 +209,14 @@ class EpochRows(Iterator[list[int]]):
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """What of this epoch was not yielded yet, as of `arrowcache.Loader.state_dict`."""
+        """What of this epoch was not yielded yet, as of `arrowcache.Loader.state_dict`.
+
+        One that was asked for before the epoch began is completed when it begins: StatefulDataLoader counts
+        from that one until it asks again, after `snapshot_every_n_steps`, and those are steps of this epoch.
+        """
         if self._epoch is None:
-            return self._sampler._epochs.planned().to_state()
+            self._told_before.update(self._sampler._epochs.planned().to_state())
+            return self._told_before
         epoch = self._epoch
         return epoch.plan.at(epoch.order.position_after(self._yielded)).to_state()
 
@@ -254,6 +260,7 @@ class EpochRows(Iterator[list[int]]):
             epochs.ended(epoch)
             raise
         self._epoch, self._rows = epoch, _rows_of(self._sending, epoch, sampler.batch_size)
+        self._told_before.update(epoch.plan.to_state())
         sampler._current = weakref.ref(self)
 
 

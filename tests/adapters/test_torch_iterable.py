@@ -200,6 +200,9 @@ def test_states_that_do_not_fit_are_refused(cache):
     for wrong in ({}, None, {"format": "other"}):
         with pytest.raises(ValueError, match="state_dict"):
             dataset.load_state_dict(wrong)
+    for damaged in ({"format": state["format"]}, state | {"made": "1"}, state | {"workers": 0}):
+        with pytest.raises(ValueError, match=r"damaged|workers=0"):
+            dataset.load_state_dict(damaged)
     dataset.load_state_dict(state | {"workers": 3})
     with pytest.raises(ValueError, match="resume with num_workers=3"):
         iter(dataset)
@@ -238,6 +241,34 @@ def test_a_stateful_dataloader_resumes(cache, workers, taken):
     resumed = make()
     resumed.load_state_dict(state)
     assert ids_of(resumed) == (rest or following)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("taken", [0, 1, 3, 9])
+def test_what_was_delivered_before_the_first_state_of_all_workers_is_of_the_resumed_epoch(cache, taken):
+    """Steps that StatefulDataLoader counts from the beginning, as its workers told it before any batch."""
+    pytest.importorskip("torchdata", reason="torchdata is not installed: StatefulDataLoader cannot be tried")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make():
+        return StatefulDataLoader(
+            CacheIterableDataset(cache, 8, seed=2),
+            batch_size=None,
+            num_workers=2,
+            snapshot_every_n_steps=5,
+        )
+
+    loader = make()
+    iterator = iter(loader)
+    head = ids_of(itertools.islice(iterator, taken))
+    state = loader.state_dict()
+    rest = ids_of(iterator)
+    del iterator, loader
+    publish(cache, 6)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert ids_of(resumed) == rest
+    assert sorted(head + rest) == list(range(160))
 
 
 # numbers

@@ -23,7 +23,7 @@ LAYERS = {  # an import may only point to a lower number
     "sampling": 3, "reading": 3,
     "storage": 2,
     "arrow": 1,
-    "errors": 0, "units": 0,
+    "errors": 0, "pickling": 0, "units": 0,
 }  # fmt: skip
 STANDARD_LIBRARY_ONLY = ("errors", "units")
 FRAMEWORKS = {

@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -772,6 +774,47 @@ def test_a_script_without_a_main_guard_works(cache):
     with Script(code, cache.path) as script:
         assert script.line() == str(3 * sum(range(320)))
         assert script.end() == (0, "")
+
+
+RANKS = """
+import multiprocessing
+import sys
+import arrowcache as ac
+
+factor = 1
+
+class Times:
+    def __call__(self, batch):
+        return {"x": batch["id"] * factor}
+
+def sample(rng):
+    yield {"id": 7, "image": rng.random((16, 16), dtype="float32")}
+
+def rank(path):
+    global factor
+    factor = 3
+    with ac.Loader(path, 16, workers=1, transform=Times()) as loader:
+        print(sum(int(batch["x"].sum()) for batch in loader), flush=True)
+    with ac.SamplerPool(path, sample, workers=1, segments=1) as pool:
+        pool.wait(timeout=60)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[2]).Process(target=rank, args=sys.argv[1:2])
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_what_a_script_defines_works_in_processes_that_it_started(cache, tmp_path, method):
+    script = tmp_path / "script.py"
+    script.write_text(RANKS)
+    done = subprocess.run(
+        [sys.executable, str(script), str(cache.path), method],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(3 * sum(range(320))), "0"], done.stderr
 
 
 def by_value(function):

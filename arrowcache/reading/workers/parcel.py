@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 
 from arrowcache.errors import WorkerError
+from arrowcache.pickling import pickled, unpickled
 
 
 class WorkerTraceback(Exception):
@@ -30,13 +31,12 @@ def pack_transform(transform: Callable[..., Any]) -> bytes:
     Raises: TypeError: it cannot be pickled.
     """
     try:
-        packed: bytes = cloudpickle.dumps(transform)
+        return pickled(transform)
     except Exception as error:
         raise TypeError(
             f"the transform {transform!r} cannot be pickled ({error}): open files and connections in its "
             "first call, not before, or pass worker_type='thread'"
         ) from error
-    return packed
 
 
 def unpack_transform(packed: bytes) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def unpack_transform(packed: bytes) -> Callable[..., Any]:
     Raises: WorkerError: what it needs cannot be imported there.
     """
     try:
-        transform: Callable[..., Any] = cloudpickle.loads(packed)
+        transform: Callable[..., Any] = unpickled(packed)
     except Exception as error:
         raise WorkerError(
             f"the transform cannot be loaded in a worker process ({type(error).__name__}: {error}): define "

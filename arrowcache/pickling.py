@@ -1,0 +1,59 @@
+"""Pickling: a user's functions on their way to other processes. Never a sample.
+
+By value where the other process could not import them: lambdas, closures, and what the main script or
+a notebook defines, with the globals that it has by then. That goes for the script also in a process that
+multiprocessing started, as `torch.multiprocessing.spawn` starts ranks: the script has another name there.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import cloudpickle
+
+_SCRIPTS = ("__main__", "__mp_main__")  # the latter in processes that multiprocessing started
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Notes the script's classes that it meets."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.classes: list[type] = []
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, type) and thing.__module__ in _SCRIPTS:
+            self.classes.append(thing)
+        return super().reducer_override(thing)
+
+
+def pickled(functions: object) -> bytes:
+    """A user's functions, for `unpickled`.
+
+    Raises: what they raise that cannot be pickled: any Exception.
+    """
+    script = sys.modules.get("__mp_main__")
+    if (
+        script is not None and script.__name__ == "__mp_main__"
+    ):  # and only there
+        cloudpickle.register_pickle_by_value(script)
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump((functions, pickler.classes))  # in this order: the list is filled meanwhile
+    return file.getvalue()
+
+
+def unpickled(data: bytes) -> Any:
+    """The inverse, in another process, where the script's classes become these ones.
+
+    Else what a function makes of one could not be sent back by the class' name: it would be another class.
+    Raises: what fails: any Exception.
+    """
+    functions, classes = cloudpickle.loads(data)
+    for each in classes:
+        script, name = sys.modules.get(each.__module__), each.__qualname__
+        if script is not None and name.isidentifier() and isinstance(getattr(script, name, each), type):
+            setattr(script, name, each)
+    return functions

@@ -35,9 +35,7 @@ def pickled(functions: object) -> bytes:
     Raises: what they raise that cannot be pickled: any Exception.
     """
     script = sys.modules.get("__mp_main__")
-    if (
-        script is not None and script.__name__ == "__mp_main__"
-    ):  # and only there
+    if script is not None and script.__name__ == "__mp_main__":  # and only there
         cloudpickle.register_pickle_by_value(script)
     file = io.BytesIO()
     pickler = _Pickler(file)

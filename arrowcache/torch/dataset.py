@@ -160,8 +160,8 @@ def dataloader(
 
     The snapshot is leased until the epoch's last batch has arrived. After a `break` it is until the
     iterator is dropped; a DataLoader with persistent workers, the default here, keeps that until the next
-    `for`, and tells nobody of the `break`: `loader.batch_sampler.close()` ends the epoch at once; workers with
-    a transform let go of what they lease themselves when nothing was asked of them for a second.
+    `for`, and tells nobody of the `break`: `loader.batch_sampler.close()` ends the epoch at once. Workers
+    with a transform let go of their own lease when nothing was asked of them for a second.
 
     Args:
         cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and

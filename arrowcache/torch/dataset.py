@@ -132,6 +132,8 @@ class CacheDataset(Dataset[dict[str, Any]]):
         try:
             result = self._transform(rows.read(self._names))
             return tensors_of(result, self._store.settings.schema)
+        except StopIteration as error:
+            raise RuntimeError("the transform raised StopIteration, which would end the epoch") from error
         finally:
             rows.delivered()  # which a worker cannot say
 

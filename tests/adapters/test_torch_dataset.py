@@ -507,6 +507,12 @@ print(cache.stats().leased_bytes)
 """
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch_as_if_complete(cache, workers):
+    with pytest.raises(RuntimeError, match="transform raised StopIteration"):
+        list(dataloader(cache, 16, workers, transform=lambda batch: next(iter(()))))
+
+
 def test_a_killed_worker_is_an_error_and_leaves_no_lease(cache):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(cache.path)],

@@ -31,6 +31,7 @@ from arrowcache.storage.store import Store
 _log = logging.getLogger("arrowcache")
 
 _PARKED_SECONDS = 1.0
+_JOIN_SECONDS = 5.0
 _LOOK_SECONDS = 0.25  # between two looks for new segments, and for delivered ones
 
 
@@ -153,7 +154,7 @@ class ReadAhead:
         self._also_drop()
 
     def close(self) -> None:
-        """End the thread, and let go of everything. Idempotent."""
+        """End the thread, waiting for what it does at most 5 s, and let go of everything. Idempotent."""
         if self._pid != os.getpid():
             return
         with self._changed:
@@ -161,7 +162,11 @@ class ReadAhead:
             self._epoch, self._wanted = None, range(0)
             self._todo.clear()
             self._changed.notify_all()
-        self.drop()
+        try:
+            if self._thread.is_alive() and threading.current_thread() is not self._thread:
+                self._thread.join(_JOIN_SECONDS)  # what it is closing is leased until it is done
+        finally:
+            self.drop()
 
     def _run(self) -> None:
         next_look = 0.0

@@ -295,6 +295,19 @@ def test_close_ends_the_thread_and_lets_go_of_everything(cache):
     assert next(epoch, None) is None
 
 
+def test_close_waits_for_what_its_thread_is_at(cache, ahead):
+    begun, go_on = threading.Event(), threading.Event()
+    ahead.soon(lambda: (begun.set(), go_on.wait(DEADLINE_SECONDS)))
+    assert begun.wait(DEADLINE_SECONDS)
+    closer = threading.Thread(target=ahead.close)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive(), "it may be closing a snapshot, which is leased until it is done"
+    go_on.set()
+    closer.join(DEADLINE_SECONDS)
+    assert not closer.is_alive()
+
+
 @pytest.mark.parametrize("state", ["in an epoch", "between epochs"])
 def test_a_loader_that_is_dropped_leaves_no_thread(cache, state):
     before = readahead_threads()

@@ -29,11 +29,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         return super().reducer_override(thing)
 
 
-def pickled(functions: object) -> bytes:
+def pickled(functions: object, what: str, instead: str = "") -> bytes:
     """A user's functions, for `unpickled`.
 
-    Raises: what they raise that cannot be pickled: any Exception.
+    Args:
+        what: names them, for messages, as `str.format` makes it of them: "the transform {!r}".
+        instead: another way out than to open things later, such as "pass workers=0".
+    Raises: TypeError: they cannot be pickled.
     """
+    try:
+        return _dumped(functions)
+    except Exception as error:
+        way_out = "open files and connections in its first call, not before"
+        if instead:
+            way_out += f", or {instead}"
+        raise TypeError(f"{what.format(functions)} cannot be pickled ({error}): {way_out}") from error
+
+
+def _dumped(functions: object) -> bytes:
     script = sys.modules.get("__mp_main__")
     if script is not None and script.__name__ == "__mp_main__":  # and only there
         cloudpickle.register_pickle_by_value(script)

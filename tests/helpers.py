@@ -21,6 +21,18 @@ DEADLINE_SECONDS = 20.0
 ROW = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("float32", (16, 16))})
 """A row's content is a function of its id: see `sample`."""
 
+DTYPES = [
+    "bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+]  # fmt: skip
+EVERY_TYPE = ac.Schema(
+    {"id": ac.Tensor("int64")}
+    | {f"scalar_{dtype}": ac.Tensor(dtype) for dtype in DTYPES}
+    | {f"tensor_{dtype}": ac.Tensor(dtype, (3, 5)) for dtype in DTYPES}
+    | {f"ragged_{dtype}": ac.Ragged(dtype) for dtype in DTYPES}
+    | {"boxes": ac.Ragged("float32", (4,)), "name": ac.String(), "data": ac.Binary(), "when": ac.Timestamp()}
+)
+
 
 def sample(number: int) -> dict[str, Any]:
     """The row of schema ROW whose id is `number`."""
@@ -114,6 +126,13 @@ def columns_of(schema: ac.Schema, rows: int, seed: int = 0) -> dict[str, Column]
         stored = item // variable_kind.elements if ragged else 1
         columns[name] = variable(values, stored)
     return columns
+
+
+def held_rank_files(cache: ac.Cache) -> list[str]:
+    """What some rank holds in ranks/; the rest is debris, left where cache.lock could not be had soon."""
+    with cache.store.locked():
+        cache.store.folder.sweep()
+    return sorted(os.listdir(cache.path / "ranks"))
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:

@@ -126,13 +126,7 @@ class SamplerPool:
             raise ValueError(f"name={name!r} must be letters, digits, '_', '.' or '-', at most 100")
         segments = None if segments is None else parse_count(segments, "segments")
         retries = parse_count(retries, "retries", least=0)
-        try:
-            packed = pickled(sample)
-        except Exception as error:
-            raise TypeError(
-                f"the sampler {sample!r} cannot be pickled ({error}): "
-                "open connections and files in its first call, not before"
-            ) from error
+        packed = pickled(sample, "the sampler {!r}")
         self._state = _State()
         self._started = time.monotonic()
         self._segments = segments

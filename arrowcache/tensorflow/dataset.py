@@ -13,9 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from arrowcache.arrow.schema import Schema
 from arrowcache.reading.loader import Loader
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import HasStore
 from arrowcache.tensorflow.arrow import arrow_dataset, find_reader
 from arrowcache.tensorflow.columns import columns_of
 from arrowcache.tensorflow.native import native_dataset
@@ -94,10 +95,8 @@ def dataset(
         wait_rows=wait_rows,
         window_bytes=window_bytes,
     )
-    schema = store_of(cache).settings.schema
-    found = columns_of(
-        schema, schema.select(columns), batch_size if drop_remainder else None, with_ids=with_ids
-    )
+    rows = batch_size if drop_remainder else None
+    found = columns_of(loader.schema, loader.schema.select(columns), rows, with_ids=with_ids)
     batches = native_dataset(loader, found) if read is None else arrow_dataset(loader, found, read)
     options = tf.data.Options()
     options.dataset_name = "arrowcache-native" if read is None else "arrowcache-arrow"
@@ -109,3 +108,7 @@ class _CopyingLoader(Loader):
     """Its batches are never views of the cache's files, which TensorFlow may keep for long: see native.py."""
 
     _may_yield_views = False
+
+    @property
+    def schema(self) -> Schema:
+        return self._store.settings.schema

@@ -219,13 +219,7 @@ def packed(functions: object) -> bytes:
 
     Raises: TypeError: they cannot be pickled.
     """
-    try:
-        return pickled(functions)
-    except Exception as error:
-        raise TypeError(
-            f"transform or where cannot be pickled for a worker process ({error}): open files and "
-            "connections in its first call, not before, or pass multiprocessing_context='fork'"
-        ) from error
+    return pickled(functions, "transform or where", "pass multiprocessing_context='fork'")
 
 
 def _opened(path: str, names: tuple[str, ...], transform: bytes | None) -> CacheDataset:

@@ -12,7 +12,7 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow as tf
-from helpers import wait_until
+from helpers import DTYPES, EVERY_TYPE, wait_until
 
 import arrowcache as ac
 from arrowcache.tensorflow import dataset
@@ -26,18 +26,6 @@ except ImportError as error:
 
 arrow = pytest.param("arrow", marks=pytest.mark.skipif(bool(NO_READER), reason=NO_READER))
 every_backend = pytest.mark.parametrize("backend", ["native", arrow])
-
-DTYPES = [
-    "bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-]  # fmt: skip
-SCHEMA = ac.Schema(
-    {"id": ac.Tensor("int64")}
-    | {f"scalar_{dtype}": ac.Tensor(dtype) for dtype in DTYPES}
-    | {f"tensor_{dtype}": ac.Tensor(dtype, (3, 5)) for dtype in DTYPES}
-    | {f"ragged_{dtype}": ac.Ragged(dtype) for dtype in DTYPES}
-    | {"boxes": ac.Ragged("float32", (4,)), "name": ac.String(), "data": ac.Binary(), "when": ac.Timestamp()}
-)
 
 
 def bits(rng, dtype, shape):
@@ -72,7 +60,7 @@ def rows():
 @pytest.fixture
 def full(tmp_path, rows):
     """All types, in several segments."""
-    with ac.Cache.create(tmp_path / "full", SCHEMA, "64MiB", "64KiB") as cache:
+    with ac.Cache.create(tmp_path / "full", EVERY_TYPE, "64MiB", "64KiB") as cache:
         with cache.writer() as writer:
             for row in rows.values():
                 writer.append(row)
@@ -125,7 +113,7 @@ def test_every_type_comes_out_as_it_was_written(full, rows, backend, drop_remain
         seen += numbers
         for name, column in batch.items():
             if name.startswith(("scalar_", "tensor_", "ragged_")):
-                assert column.dtype == tf.as_dtype(SCHEMA[name].dtype)
+                assert column.dtype == tf.as_dtype(EVERY_TYPE[name].dtype)
             for got, number in zip(values_of(column), numbers, strict=True):
                 np.testing.assert_array_equal(got, expected(rows[number][name]), err_msg=name)
     assert len(set(seen)) == len(seen) == (96 if drop_remainder else 100)

@@ -15,7 +15,7 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow as tf
-from helpers import wait_until
+from helpers import DTYPES, EVERY_TYPE, wait_until
 from processes import Script, session_processes
 
 import arrowcache as ac
@@ -23,17 +23,6 @@ from arrowcache.storage.store import Cancelled
 from arrowcache.tensorflow import dataset, example_parser, from_tfrecords, to_tfrecords
 from arrowcache.tensorflow.intake import Intake, take_in
 
-DTYPES = [
-    "bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-]  # fmt: skip
-SCHEMA = ac.Schema(
-    {"id": ac.Tensor("int64")}
-    | {f"scalar_{dtype}": ac.Tensor(dtype) for dtype in DTYPES}
-    | {f"tensor_{dtype}": ac.Tensor(dtype, (3, 5)) for dtype in DTYPES}
-    | {f"ragged_{dtype}": ac.Ragged(dtype) for dtype in DTYPES}
-    | {"boxes": ac.Ragged("float32", (4,)), "name": ac.String(), "data": ac.Binary(), "when": ac.Timestamp()}
-)
 SMALL = ac.Schema({"id": ac.Tensor("int64"), "x": ac.Tensor("float32", (2, 3)), "text": ac.String()})
 
 
@@ -60,7 +49,7 @@ def sample(number):
 @pytest.fixture
 def full(tmp_path):
     """All types, in several segments."""
-    with ac.Cache.create(tmp_path / "full", SCHEMA, "64MiB", "32KiB") as cache:
+    with ac.Cache.create(tmp_path / "full", EVERY_TYPE, "64MiB", "32KiB") as cache:
         with cache.writer() as writer:
             for number in range(40):
                 writer.append(sample(number))
@@ -148,7 +137,7 @@ def test_every_type_comes_back_as_it_was_written(full, tmp_path, compression):
         assert [path.name for path in files] == [f"{s.seq:020d}.tfrecord" for s in snapshot.segments]
     assert len(files) > 3
     assert sorted(os.listdir(tmp_path / "out")) == sorted(path.name for path in files)
-    with create(tmp_path / "back", SCHEMA) as back:
+    with create(tmp_path / "back", EVERY_TYPE) as back:
         bring(back, *files, compression=compression)
         got, expected = rows_of(back), rows_of(full)
     assert got["id"].tolist() == list(range(40))
@@ -162,7 +151,7 @@ def test_every_type_comes_back_as_it_was_written(full, tmp_path, compression):
 
 def test_the_parser_gives_what_dataset_gives_for_a_row(full, tmp_path):
     files = to_tfrecords(full, tmp_path / "out")
-    records = tf.data.TFRecordDataset(list(map(str, files))).map(example_parser(SCHEMA))
+    records = tf.data.TFRecordDataset(list(map(str, files))).map(example_parser(EVERY_TYPE))
     spec = dataset(full, 1, shuffle=None).element_spec
     for name, tensor in records.element_spec.items():
         assert tensor.dtype == spec[name].dtype
@@ -182,11 +171,11 @@ def test_the_chosen_columns_are_written_and_parsed(full, tmp_path):
     files = to_tfrecords(full, tmp_path / "out", columns=["id", "name"])
     records = tf.data.TFRecordDataset([str(files[0])])
     assert set(tf.train.Example.FromString(next(iter(records)).numpy()).features.feature) == {"id", "name"}
-    first = next(iter(records.map(example_parser(dict(SCHEMA), ["name"]))))
+    first = next(iter(records.map(example_parser(dict(EVERY_TYPE), ["name"]))))
     assert {name: tensor.numpy() for name, tensor in first.items()} == {"name": b"0"}
     for choose in (
         lambda c: to_tfrecords(full, tmp_path / "no", columns=c),
-        lambda c: example_parser(SCHEMA, c),
+        lambda c: example_parser(EVERY_TYPE, c),
     ):
         with pytest.raises(ValueError, match="unknown column 'nam'"):
             choose(["nam"])

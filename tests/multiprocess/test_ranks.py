@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_cache, publish, seqs, wait_until
+from helpers import held_rank_files, make_cache, publish, seqs, wait_until
 from helpers import sample as row
 from processes import Child
 
@@ -32,13 +32,6 @@ def cache(tmp_path):
 
 def files(cache: ac.Cache) -> list[str]:
     return sorted(os.listdir(cache.path / "ranks"))
-
-
-def swept_files(cache: ac.Cache) -> list[str]:
-    """What is left in ranks/ after a sweep: what some process holds."""
-    with cache.store.locked():
-        cache.store.folder.sweep()
-    return files(cache)
 
 
 def begin(agreement: Agreement, cache: ac.Cache, epoch: int = 0) -> Snapshot:
@@ -92,7 +85,7 @@ def test_four_processes_agree_on_every_epoch_while_a_writer_publishes(cache):
     assert len({tuple(segments) for segments, _ in read[0]}) > 1, "the cache stood still"
     for segments, total in read[0]:
         assert total == sum(sum(range(16 * seq, 16 * seq + 16)) for seq in segments)
-    assert swept_files(cache) == []
+    assert held_rank_files(cache) == []
     assert os.listdir(cache.path / "incoming") == []
     assert cache.stats().leased_bytes == 0
     assert cache.verify() == []
@@ -142,9 +135,9 @@ def test_a_slow_process_gets_what_the_first_one_read_though_that_ended_and_a_wri
         assert seqs(cache)[-1] > 20, "the cache is full"
         with Child(read_once, cache.path, 1) as second:
             assert second.result() == list(range(8))
-        assert len(swept_files(cache)) == 1, "two ranks are yet to come"
+        assert len(held_rank_files(cache)) == 1, "two ranks are yet to come"
         first.kill()
-    assert swept_files(cache) == []
+    assert held_rank_files(cache) == []
     overfill(cache)
     assert seqs(cache)[0] > 7
 
@@ -152,7 +145,7 @@ def test_a_slow_process_gets_what_the_first_one_read_though_that_ended_and_a_wri
 def test_the_winner_is_killed_before_the_others_join_and_they_agree_anew(cache, tmp_path):
     with Child(hold, cache.path, 0, tmp_path / "ready") as winner:
         wait_until((tmp_path / "ready").exists, "the first rank to begin")
-        assert len(swept_files(cache)) == 1
+        assert len(held_rank_files(cache)) == 1
         publish(cache, 2)
         winner.kill()
     assert len(files(cache)) == 1, "debris that nobody cleaned yet"
@@ -162,7 +155,7 @@ def test_the_winner_is_killed_before_the_others_join_and_they_agree_anew(cache, 
             stack.enter_context(Child(hold, cache.path, rank, ready[rank - 1]))
         wait_until(lambda: all(path.exists() and path.read_text() for path in ready), "the others to begin")
         assert {path.read_text() for path in ready} == {repr(list(range(10)))}
-        assert len(swept_files(cache)) == 1
+        assert len(held_rank_files(cache)) == 1
     assert len(files(cache)) == 1
     overfill(cache)  # seeks room, so it sweeps
     assert files(cache) == []
@@ -194,7 +187,7 @@ def test_ranks_are_killed_at_any_moment_and_the_rest_never_sees_two_snapshots(ca
             for path in alive:
                 wait_until(lambda path=path: path.exists() and path.read_text(), "the rest to begin")
             assert len({path.read_text() for path in alive}) == 1
-        assert swept_files(cache) == []
+        assert held_rank_files(cache) == []
         assert cache.stats().leased_bytes == 0
 
 
@@ -206,7 +199,7 @@ def test_a_worker_process_of_a_rank_changes_nothing_by_its_birth_and_death(cache
     assert leased > 0
     with Child(os.getpid, method=method) as child:
         child.result()
-    assert swept_files(cache) == name
+    assert held_rank_files(cache) == name
     assert cache.stats().leased_bytes == leased
     snapshot.close()
     agreement.close()

@@ -30,13 +30,7 @@ def pack_transform(transform: Callable[..., Any]) -> bytes:
 
     Raises: TypeError: it cannot be pickled.
     """
-    try:
-        return pickled(transform)
-    except Exception as error:
-        raise TypeError(
-            f"the transform {transform!r} cannot be pickled ({error}): open files and connections in its "
-            "first call, not before, or pass worker_type='thread'"
-        ) from error
+    return pickled(transform, "the transform {!r}", "pass worker_type='thread'")
 
 
 def unpack_transform(packed: bytes) -> Callable[..., Any]:

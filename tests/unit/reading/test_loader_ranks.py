@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, append_rows, ids_of, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, append_rows, held_rank_files, ids_of, make_cache, publish, wait_until
 from processes import Child
 
-import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.torch import Loader as TorchLoader
 
@@ -50,13 +48,6 @@ def joined(batches: Any) -> list[int]:
     return [number for batch in batches for number in batch]
 
 
-def files(cache: ac.Cache) -> list[str]:
-    """What some rank holds: the rest is debris, left where cache.lock could not be had soon."""
-    with cache.store.locked():
-        cache.store.folder.sweep()
-    return os.listdir(cache.path / "ranks")
-
-
 def one_by_one(loaders: list[Loader]) -> list[list[list[int]]]:
     """The next epoch of each rank, all begun before any goes on: rank, step -> ids."""
     epochs = [iter(loader) for loader in loaders]
@@ -79,7 +70,7 @@ def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, shuffle, world, w
                 whole = [batch["id"].tolist() for batch in alone]
                 assert [joined(step) for step in zip(*epochs, strict=True)] == whole
     close(loaders)
-    assert files(cache) == []
+    assert held_rank_files(cache) == []
     assert cache.stats().leased_bytes == 0
 
 
@@ -140,7 +131,7 @@ def test_a_rank_that_comes_late_gets_the_rows_that_the_first_has_finished_with(c
     assert max(first + second) < ROWS
     wait_until(lambda: cache.stats().leased_bytes == 0, "both to let go, though they are idle")
     assert cache.evict("1GB") > 0
-    assert files(cache) == []
+    assert held_rank_files(cache) == []
     close(loaders)
 
 
@@ -177,7 +168,7 @@ def test_repeat_agrees_on_every_epoch_while_a_writer_publishes(cache, shuffle):
         assert len(set(first + second)) == 2 * len(first)
     assert len(found[0][-1]) > len(found[0][0])
     close(loaders)
-    assert files(cache) == []
+    assert held_rank_files(cache) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -204,7 +195,7 @@ def test_after_a_break_of_repeat_the_ranks_agree_although_one_has_worked_further
         assert len(set(found)) == len(found)
         assert ahead.state_dict() == behind.state_dict()
     close([ahead, behind])
-    assert files(cache) == []
+    assert held_rank_files(cache) == []
 
 
 # resuming
@@ -296,7 +287,7 @@ def test_processes_share_every_epoch_while_the_cache_grows(cache, shuffle):
         assert len(steps) == 1
         found = [number for result in results for batch in result[epoch] for number in batch]
         assert len(set(found)) == len(found) >= 144
-    assert files(cache) == []
+    assert held_rank_files(cache) == []
     assert cache.stats().leased_bytes == 0
     assert cache.verify() == []
 
@@ -324,13 +315,13 @@ def test_processes_share_every_epoch_while_the_cache_grows(cache, shuffle):
 def test_wrong_ranks_fail_in_the_constructor(cache, options, error, words):
     with pytest.raises(error, match=words):
         Loader(cache, 16, **options)
-    assert files(cache) == []
+    assert held_rank_files(cache) == []
 
 
 def test_a_world_of_one_needs_no_run(cache):
     with Loader(cache, 16, rank=0, world_size=1) as loader:
         assert len(ids_of(loader)) == 144
-    assert files(cache) == []
+    assert held_rank_files(cache) == []
 
 
 @pytest.mark.parametrize(
@@ -344,11 +335,11 @@ def test_the_run_is_taken_from_the_environment(cache, monkeypatch, environment):
     first = iter(loaders[0])
     publish(cache, 2, first=200)
     second = iter(loaders[1])
-    assert len(files(cache)) == 1
+    assert len(held_rank_files(cache)) == 1
     found = ids_of(first) + ids_of(second)
     assert len(set(found)) == len(found) == 144, "they read one snapshot"
     close(loaders)
-    assert files(cache) == []
+    assert held_rank_files(cache) == []
 
 
 def test_ranks_that_differ_in_what_they_were_told_are_refused_with_the_difference(cache):
@@ -359,4 +350,4 @@ def test_ranks_that_differ_in_what_they_were_told_are_refused_with_the_differenc
         iter(second)
     assert len(ids_of(epoch)) == 72
     close([first, second])
-    assert files(cache) == []
+    assert held_rank_files(cache) == []

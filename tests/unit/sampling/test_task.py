@@ -119,7 +119,7 @@ def pool_of(tmp_path):
 
 def test_a_task_publishes_its_segment_once_however_often_it_runs(pool_of):
     cache, _ = pool_of
-    sampler = pickled(sampler_of(None))
+    sampler = pickled(sampler_of(None), "a sampler")
     first, again = (run(task(3, sampler=sampler, cache=str(cache.path))) for _ in range(2))
     assert published_ids(cache) == stream(0, 3, 16)
     # A worker may die between publishing and saying so: the second run counts as done, too.
@@ -132,7 +132,7 @@ def test_a_task_publishes_its_segment_once_however_often_it_runs(pool_of):
 def test_a_task_of_a_pool_that_ended_publishes_nothing(pool_of):
     cache, lock = pool_of
     lock.close()
-    done = run(task(3, sampler=pickled(sampler_of(None)), cache=str(cache.path)))
+    done = run(task(3, sampler=pickled(sampler_of(None), "a sampler"), cache=str(cache.path)))
     assert done.stopped
     assert done.rows == 0
     assert published_ids(cache) == []
@@ -152,7 +152,7 @@ def test_a_task_that_fails_tells_the_traceback_of_any_exception(pool_of):
         yield row(1)
         raise Peculiar(17, "no such scan")
 
-    done = run(task(sampler=pickled(sampler), cache=str(cache.path)))
+    done = run(task(sampler=pickled(sampler, "a sampler"), cache=str(cache.path)))
     assert "in sampler" in done.error
     assert done.error.rstrip().endswith("Peculiar: no such scan (17)")
     assert published_ids(cache) == []
@@ -169,7 +169,7 @@ def test_a_failed_task_leaves_nothing_to_the_next_one(pool_of):
         while True:
             yield row(int(rng.integers(1 << 20)))
 
-    packed = pickled(sampler)
+    packed = pickled(sampler, "a sampler")
     assert "connection reset" in run(task(sampler=packed, cache=str(cache.path))).error
     assert run(task(sampler=packed, cache=str(cache.path))).rows == 16
     assert published_ids(cache) == stream(0, 0, 16)
@@ -185,7 +185,7 @@ def test_tasks_in_threads_of_one_process_do_not_mix_their_samples(pool_of):
             time.sleep(0)  # let the other threads in
             yield row(int(rng.integers(1 << 20)))
 
-    packed = pickled(sampler)
+    packed = pickled(sampler, "a sampler")
     tasks = [task(number, sampler=packed, cache=str(cache.path)) for number in range(30)]
     with ThreadPoolExecutor(4) as executor:
         assert all(done.rows == 16 for done in executor.map(run, tasks))

@@ -4,11 +4,13 @@ General layout, from top to bottom; an import only points down:
 
     cache.py                 the public Cache
     torch/                   batches as PyTorch tensors (imports torch: `import arrowcache.torch`)
+    ray/                     samplers all over a cluster (imports ray: `import arrowcache.ray`)
     sampling/                samplers: user code that draws samples, on any executor
     reading/                 snapshots, orders, the arena, loaders: one pass over what is there
     storage/                 the folder: publish, evict, lease, recover
     arrow/                   schema <-> columns, segment <-> file
     errors.py, units.py      the exception tree; sizes in bytes
+    html.py, text.py         what displays are made of
 
 sampling and reading meet in storage and nowhere else.
 """
@@ -32,8 +34,10 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import LoaderStats
 from arrowcache.reading.values import Values
 from arrowcache.sampling.pool import PoolStats, SamplerPool
+from arrowcache.sampling.rows import Rows
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.store import CacheStats
+from arrowcache.storage.overview import CacheStats
+from arrowcache.storage.pace import Pace
 from arrowcache.storage.verification import Problem
 from arrowcache.storage.writer import Writer
 
@@ -52,9 +56,11 @@ __all__ = [
     "LoaderTimeoutError",
     "LockTimeoutError",
     "MissingSegmentsError",
+    "Pace",
     "PoolStats",
     "Problem",
     "Ragged",
+    "Rows",
     "SamplerError",
     "SamplerPool",
     "Schema",

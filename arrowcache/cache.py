@@ -8,23 +8,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from arrowcache.arrow import segment as segment_file
+from arrowcache import html
+from arrowcache.arrow import description
 from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.errors import ArrowCacheError
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.shortage import explaining
 from arrowcache.storage import verification
-from arrowcache.storage.layout import SegmentInfo, Settings
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.overview import CacheStats, Looks, Overview
+from arrowcache.storage.pace import Pace
 from arrowcache.storage.recovery import create_store, open_store
-from arrowcache.storage.store import CacheStats, Store, room_of_two
+from arrowcache.storage.sizing import require_pace, settings_of
+from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
 from arrowcache.storage.writer import Writer
-from arrowcache.units import format_bytes, parse_bytes, parse_count
+from arrowcache.text import printable
+from arrowcache.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from typing import Self
 
     import pyarrow.dataset
 
-_LEAST_SEGMENTS = 4
+_LOOK_SECONDS = 2.0  # that a display waits for cache.lock
 
 
 class Cache:
@@ -37,6 +44,7 @@ class Cache:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._closed = False
+        self._looks = Looks()
 
     @classmethod
     def create(
@@ -49,6 +57,7 @@ class Cache:
         headroom: float = 0.1,
         durable: bool = False,
         exist_ok: bool = False,
+        pace: Pace | None = None,
     ) -> Cache:
         """Make a cache in a new or empty folder (mode 0700).
 
@@ -60,17 +69,27 @@ class Cache:
             segment_rows: rows of a full segment; None: as many as segment_bytes allows.
             headroom: share of the capacity, in [0, 1), that snapshots leave unleased when the cache
                 is nearly full, so that samplers go on; at least two segments.
-            durable: sync each segment before it is published.
+            durable: sync each segment before it is published, and its name before publishing
+                returns, so that a power cut loses nothing that was published, and nothing needs to be
+                checked after one. Each publish waits for the disk: a writer has some third (segments of
+                1 MiB) to half (64 MiB) of its speed. Without, a power cut may lose or damage the
+                segments of the last seconds; what it damaged is found out, and quarantined, before a
+                row of it is read.
             exist_ok: open a cache that is there already; another capacity resizes it, its other
                 settings stay.
+            pace: how far training and sampling may run ahead of each other, see `set_pace`.
         Raises: ValueError: sizes that do not fit together. FileExistsError: a cache is there.
             CacheFormatError: the folder holds something else. SchemaError: exist_ok and another
             schema.
         """
         if not isinstance(schema, Schema):
             schema = Schema(schema)
-        settings = _settings(schema, capacity, segment_bytes, segment_rows, headroom, durable)
-        return cls(create_store(Path(path).absolute(), settings, exist_ok=exist_ok))
+        settings = settings_of(schema, capacity, segment_bytes, segment_rows, headroom, durable)
+        require_pace(pace, settings)
+        cache = cls(create_store(Path(path).absolute(), settings, exist_ok=exist_ok))
+        if pace is not None and pace != cache.pace:
+            cache.set_pace(pace)
+        return cache
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], check: str = "structure") -> Cache:
@@ -147,11 +166,28 @@ class Cache:
     def resize(self, capacity: int | str) -> None:
         """Change the capacity for all processes; what no longer fits is evicted.
 
-        Raises: ValueError: under four segments. CacheFullError: leased segments do not fit.
+        Raises: ValueError: under four segments, or what the pace's min_rows take. CacheFullError: leased
+            segments do not fit. Nothing is changed then.
         """
-        capacity_bytes = parse_bytes(capacity, "capacity")
-        _require_capacity(capacity_bytes, self.store.settings.segment_bytes)
-        self.store.resize(capacity_bytes)
+        self.store.resize(parse_bytes(capacity, "capacity"))
+
+    @property
+    def pace(self) -> Pace | None:
+        """How far training and sampling may run ahead of each other; None: as far as they like."""
+        with explaining(self.path):
+            self.store.refresh_settings()
+        return self.store.settings.pace
+
+    def set_pace(self, pace: Pace | None) -> None:
+        """Set the pace of all processes' loaders, samplers and writers, now; None: none.
+
+        Raises: TypeError: it is no Pace. ValueError: the cache never holds its min_rows.
+            LockTimeoutError, OSError: as of a publish.
+        """
+        with explaining(self.path):
+            self.store.refresh_settings()
+        require_pace(pace, self.store.settings)
+        self.store.set_pace(pace)
 
     def close(self) -> None:
         """Refuse further use through this object; open snapshots go on. Idempotent."""
@@ -166,54 +202,34 @@ class Cache:
         self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[str, str]]:
-        check = "bytes" if self._store.check_bytes else "structure"
-        return Cache.open, (str(self.path), check)
+        return Cache.open, (str(self.path), self._store.check)
 
     def __repr__(self) -> str:
         capacity = format_bytes(self._store.settings.capacity_bytes)
-        return f"<Cache {self.path}: {len(self.schema)} columns, capacity {capacity}>"
+        return f"<Cache {printable(self.path)}: {len(self.schema)} columns, capacity {capacity}>"
 
+    def __str__(self) -> str:
+        """What it holds now, in a few lines; what is wrong, in a sentence."""
+        head = f"Cache {printable(self.path)}"
+        seen = self._overview()
+        if isinstance(seen, str):
+            return f"{head}: {seen}"
+        return f"{head}\n{seen.as_text()}\n\n{self.schema}"
 
-def _settings(
-    schema: Schema,
-    capacity: int | str,
-    segment_bytes: int | str,
-    segment_rows: int | None,
-    headroom: float,
-    durable: bool,
-) -> Settings:
-    """Check that sizes fit together."""
-    capacity_bytes = parse_bytes(capacity, "capacity")
-    bound = parse_bytes(segment_bytes, "segment_bytes")
-    if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
-        raise ValueError(f"headroom={headroom!r} is a share of the capacity: give 0 <= headroom < 1")
-    rows = segment_file.max_rows(schema, bound)
-    if rows < 1:
-        needed = segment_file.encoded_bytes_bound(schema, 1)
-        raise ValueError(
-            f"a row needs a segment of {format_bytes(needed)}, and segment_bytes is "
-            f"{format_bytes(bound)}: raise segment_bytes"
-        )
-    if segment_rows is not None:
-        segment_rows = parse_count(segment_rows, "segment_rows")
-        if segment_rows > rows:
-            needed = segment_file.encoded_bytes_bound(schema, segment_rows)
-            raise ValueError(
-                f"{segment_rows} rows need segments of {format_bytes(needed)}, and segment_bytes is "
-                f"{format_bytes(bound)}: raise segment_bytes, or lower segment_rows to {rows}"
-            )
-        rows = segment_rows
-        if not schema.variable:
-            bound = segment_file.encoded_bytes_bound(schema, rows)
-    _require_capacity(capacity_bytes, bound)
-    return Settings(schema, capacity_bytes, bound, rows, float(headroom), bool(durable))
+    def _repr_html_(self) -> str:
+        seen = self._overview()
+        if isinstance(seen, str):
+            return html.card("Cache", str(self.path), html.note(seen))
+        return html.card("Cache", str(self.path), seen.as_html(), description.as_html(self.schema))
 
-
-def _require_capacity(capacity_bytes: int, segment_bytes: int) -> None:
-    least = max(_LEAST_SEGMENTS * segment_bytes, room_of_two(segment_bytes))
-    if capacity_bytes < least:
-        raise ValueError(
-            f"a capacity of {format_bytes(capacity_bytes)} is under {_LEAST_SEGMENTS} segments of "
-            f"{format_bytes(segment_bytes)}: raise capacity to {format_bytes(least)}, "
-            "or lower segment_bytes"
-        )
+    def _overview(self) -> Overview | str:
+        """What it holds now, or why that cannot be told: to look at a cache never raises, nor waits long."""
+        try:
+            store = self.store
+            store.segments()  # files that were not seen before are looked at without cache.lock
+            stats, segments, _ = store.survey(_LOOK_SECONDS)
+            return Overview.of(stats, segments, self._looks)
+        except FileNotFoundError:
+            return "its folder was moved or removed while in use"
+        except (OSError, ArrowCacheError, ValueError) as error:
+            return str(error)

@@ -55,3 +55,12 @@ class LoaderTimeoutError(ArrowCacheError, TimeoutError):
 
 class LockTimeoutError(ArrowCacheError, TimeoutError):
     """Another process held the cache's lock for too long."""
+
+
+def sentence_of(error: BaseException) -> str:
+    """What an error says to a person who needs no traceback: one line."""
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())

@@ -64,7 +64,7 @@ def parse_count(value: object, name: str, least: int = 1, most: int | None = MOS
     Raises: TypeError: not an int. ValueError: below `least`, above `most`, or a bool.
     """
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # see the except
+        number = as_int(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, not {value!r}") from None
     if isinstance(value, bool) or number < least:
@@ -74,6 +74,16 @@ def parse_count(value: object, name: str, least: int = 1, most: int | None = MOS
     return number
 
 
+def as_int(value: object) -> int:
+    """`operator.index`, which takes a bool, but not NumPy's: that would pass in NumPy 1, with a warning.
+
+    Raises: TypeError: not an int.
+    """
+    if str(getattr(value, "dtype", "")) == "bool":
+        raise TypeError(f"{value!r} is no int")
+    return operator.index(value)  # type: ignore[arg-type]  # it raises TypeError itself
+
+
 def format_bytes(nbytes: float) -> str:
     """Print a size with a binary unit: 67108864 -> "64.0 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -81,6 +91,30 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a time to two digits or so: 0.0314 -> "31 ms", 125 -> "2.1 min"; below zero is "0 s"."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "0 s"
+    for unit, factor in (("s", 60), ("min", 60), ("h", 48)):
+        if seconds < factor:
+            return f"{seconds:.1f} {unit}" if seconds < 10 else f"{seconds:.0f} {unit}"
+        seconds /= 24 if unit == "h" else factor
+    return f"{seconds:,.1f} d"
+
+
+def format_count(count: int, noun: str, nouns: str | None = None) -> str:
+    """Print a count with its noun: 1 -> "1 row", 92000 -> "92,000 rows"; `nouns` if "s" does not make it."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {nouns or noun + 's'}"
+
+
+def format_share(part: float, whole: float) -> str:
+    """Print a share in per cent; never 0 % of something, nor 100 % of less than all."""
+    share = 100 * part / whole if whole else 0.0
+    if 0 < share < 1:
+        return "<1 %"
+    return ">99 %" if 99 < share < 100 else f"{share:.0f} %"
 
 
 def require_function(function: object, name: str) -> None:

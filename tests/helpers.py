@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ import arrowcache as ac
 from arrowcache.arrow.segment import Column, VariableColumn, encode
 
 KIB = 1024
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0  # what fails waits so long; a loaded machine takes 25 s to start TensorFlow thrice
 
 ROW = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("float32", (16, 16))})
 """A row's content is a function of its id: see `sample`."""
@@ -38,6 +41,28 @@ def sample(number: int) -> dict[str, Any]:
     """The row of schema ROW whose id is `number`."""
     image = np.arange(256, dtype=np.float32).reshape(16, 16) + np.float32(number)
     return {"id": number, "image": image}
+
+
+@contextmanager
+def held_by_another_thread(*locks: Any) -> Iterator[None]:
+    """As a thread finds locks that another one has."""
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
+            is_held.set()
+            is_over.wait(DEADLINE_SECONDS)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait(DEADLINE_SECONDS)
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def make_cache(path: Path, schema: ac.Schema = ROW, **options: Any) -> ac.Cache:
@@ -177,3 +202,29 @@ def in_child(body: Callable[[], None]) -> Iterator[int]:
     finally:
         _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0, "the child failed: see its traceback"
+
+
+class CtrlC:
+    """A KeyboardInterrupt as this thread enters its n-th function of arrowcache or of threading's locks."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.where = ""
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> None:
+        function = frame.f_code
+        if self.where or not function.co_filename.endswith("threading.py"):
+            if self.where or "/arrowcache/" not in function.co_filename:
+                return
+        elif function.co_name == "_acquire_restore":  # of a lock in C it is none; threads start with others
+            return
+        if self._left == 0:
+            self.where = f"{function.co_filename}: {function.co_name}"
+            raise KeyboardInterrupt
+        self._left -= 1

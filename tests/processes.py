@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import pytest
 from helpers import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
 
 METHODS = ("spawn", "fork", "forkserver")
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["arrowcache", "pytest", "helpers", "processes"])
+_PRELOADED = ["arrowcache", "pytest", "helpers", "processes"]
+_SERVER.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Have a `Child` find these imported, too; before the first one is started."""
+    _SERVER.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 class Child:
@@ -102,14 +110,70 @@ def _run(function: bytes, sender: Connection, args: tuple[Any, ...]) -> None:
 _AS_IN_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 
-class Script:
-    """A user's script: a new interpreter, leader of a session of its own; a context manager that ends it."""
+_NAMESPACE = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
 
-    def __init__(self, code: str, *arguments: object) -> None:
+
+def small_disk(folder: object, size: str) -> list[str]:
+    """The beginning of a command which alone sees a tmpfs of this size there; skips where none can be."""
+    mount = f'mount -t tmpfs -o size={size} tmpfs "{folder}" && exec "$@"'
+    return _possible([*_NAMESPACE, "sh", "-c", mount, "sh"], "no tmpfs can be mounted here")
+
+
+def small_ext4(folder: object, size: str) -> list[str]:
+    """As `small_disk`, with a real file system; it goes with the command, and so does its loop device."""
+    image = f"{folder}.image"
+    made = f'truncate -s {size} "{image}" && mkfs.ext4 -q -F -m 0 "{image}"'
+    mount = f'{made} && mount -o loop "{image}" "{folder}" && exec "$@"'
+    return _possible([*_NAMESPACE, "sh", "-c", mount, "sh"], "no loop device can be mounted here")
+
+
+def private_mounts() -> list[str]:
+    """The beginning of a command whose mounts nobody else sees; skips where that cannot be."""
+    return _possible(_NAMESPACE, "nothing can be mounted here")
+
+
+_NOBODY = 65534
+_AS_NOBODY = (  # but able to read what the interpreter is made of
+    "setpriv", f"--reuid={_NOBODY}", "--clear-groups", "--inh-caps=-all,+dac_override",
+    "--ambient-caps=-all,+dac_override",
+)  # fmt: skip
+
+
+def limited_by_ulimit_u() -> tuple[list[str], tempfile.TemporaryDirectory[str]]:
+    """The beginning of a command to which the limit of processes applies, and a new folder for it.
+
+    Root has no such limit, so that it is another user; skips where it cannot be.
+    """
+    command = [] if os.geteuid() else _possible([*_AS_NOBODY], "nobody else can be had")
+    folder = tempfile.TemporaryDirectory(prefix="arrowcache-test-")
+    if command:
+        os.chown(folder.name, _NOBODY, -1)
+    return command, folder
+
+
+def _possible(command: list[str], otherwise: str) -> list[str]:
+    try:
+        tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
+        reason = tried.stderr.strip() if tried.returncode else ""
+    except FileNotFoundError as error:
+        reason = str(error)
+    if reason:
+        pytest.skip(f"{otherwise}: {reason}")
+    return command
+
+
+class Script:
+    """A user's script: a new interpreter, leader of a session of its own; a context manager that ends it.
+
+    Args:
+        within: the beginning of its command, such as that of a `small_disk`.
+    """
+
+    def __init__(self, code: str, *arguments: object, within: Sequence[str] = ()) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
         code = _AS_IN_A_TERMINAL + textwrap.dedent(code)
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
+            [*within, sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True, env={**os.environ, "PYTHONPATH": paths},
         )  # fmt: skip
@@ -121,6 +185,12 @@ class Script:
         text = self._process.stdout.readline()
         assert text, f"the script ended:\n{self._process.communicate()[1]}"
         return text.strip()
+
+    def say(self, text: str) -> None:
+        """A line of input for it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{text}\n")
+        self._process.stdin.flush()
 
     def end(self, timeout: float = DEADLINE_SECONDS) -> tuple[int, str]:
         """Wait for its end: (exit code, what it wrote to stderr)."""
@@ -163,11 +233,19 @@ def session_processes(session: int) -> list[str]:
         if not process.name.isdecimal():
             continue
         try:
-            stat = (process / "stat").read_text()
+            its_session = int(_stat(process)[3])
+            # A killed process is a zombie already when another of its threads is still closing its files.
+            states = (
+                [_stat(task)[0] for task in (process / "task").iterdir()] if its_session == session else []
+            )
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        state, _, _, its_session = stat.rpartition(")")[2].split()[:4]
-        if int(its_session) == session and state not in "ZX":
+        if any(state not in "ZX" for state in states):
             found.append(f"{process.name} {command}")
     return found
+
+
+def _stat(process: Path) -> list[str]:
+    """State, parent, group, session, ... of a process or thread in /proc."""
+    return (process / "stat").read_text().rpartition(")")[2].split()

@@ -2,7 +2,8 @@
 
 It owns one buffer a column, allocated once and reused for every segment; `encode()` refers to
 them, so what it returns is to be written before `clear()`. `convert` checks a whole sample
-before anything is taken: a bad one changes nothing.
+before anything is taken: a bad one changes nothing. `rows` alone says what is taken, and is set
+last: what an interrupted `take` or `clear` left behind is in no row.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class SegmentBuilder:
         self._row_bytes = segment.row_bytes(schema)
         self._fixed = {n: np.empty((full_rows, *t.shape), t.numpy_dtype) for n, t in schema.fixed.items()}
         self._offsets = {n: np.zeros(full_rows + 1, np.int32) for n in schema.variable}
+        self._element_bytes = {name: segment.element_bytes(kind) for name, kind in schema.variable.items()}
         self.clear()
 
     def clear(self) -> None:
         """Forget the rows; buffers of variable length are made anew, the others reused."""
         self.rows = 0
-        self._variable_bytes = 0
         self._data = {name: bytearray() for name in self._schema.variable}
 
     @property
@@ -115,32 +116,44 @@ class SegmentBuilder:
     def take(self, rows: Rows, start: int) -> int:
         """Copy rows[start:] in, as many as fit; returns how many, 0 when the segment is full."""
         count = min(rows.count - start, self._full_rows - self.rows)
+        used = self._used_bytes()
         if rows.variable:
             room = self._segment_bytes - self._empty_bytes - self._row_bytes * self.rows
+            variable_bytes = sum(used.values())
             added = np.cumsum(rows.variable_bytes[start : start + count])
-            used = added + self._row_bytes * np.arange(1, count + 1)
-            fits = (used <= room - self._variable_bytes) & (
-                added <= segment.MAX_ELEMENTS - self._variable_bytes
-            )
+            needed = added + self._row_bytes * np.arange(1, count + 1)
+            fits = (needed <= room - variable_bytes) & (added <= segment.MAX_ELEMENTS - variable_bytes)
             count = int(np.count_nonzero(fits))  # sizes only rise
         stop = self.rows + count
         for name, array in rows.fixed.items():
             self._fixed[name][self.rows : stop] = array[start : start + count]
         for name, values in rows.variable.items():
+            if len(self._data[name]) != used[name]:
+                self._data[name] = self._data[name][: used[name]]
             taken = values[start : start + count]
             for data, _ in taken:
-                self._data[name] += data
+                self._append(name, data)
             elements = np.fromiter((n for _, n in taken), np.int64, count)
             offsets = self._offsets[name]
             offsets[self.rows + 1 : stop + 1] = offsets[self.rows] + np.cumsum(elements)
-        if rows.variable:
-            self._variable_bytes += int(rows.variable_bytes[start : start + count].sum())
         self.rows = stop
         return count
 
     def encode(self) -> EncodedSegment:
         """The rows as a segment; it refers to this builder's memory until `clear()`."""
         columns: dict[str, Column] = {n: buffer[: self.rows] for n, buffer in self._fixed.items()}
-        for name, data in self._data.items():
-            columns[name] = VariableColumn(self._offsets[name][: self.rows + 1], data)
+        for name, used in self._used_bytes().items():
+            columns[name] = VariableColumn(
+                self._offsets[name][: self.rows + 1], memoryview(self._data[name])[:used]
+            )
         return segment.encode(self._schema, columns)
+
+    def _used_bytes(self) -> dict[str, int]:
+        """Of each variable-length column: bytes of the rows that are taken."""
+        return {name: int(self._offsets[name][self.rows]) * n for name, n in self._element_bytes.items()}
+
+    def _append(self, name: str, data: memoryview) -> None:
+        try:
+            self._data[name] += data
+        except BufferError:  # an encoded segment refers to it still: an error that somebody kept has it
+            self._data[name] = self._data[name] + data

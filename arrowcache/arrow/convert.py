@@ -8,6 +8,7 @@ representable. Nothing here copies more than it must: an array of the right dtyp
 from __future__ import annotations
 
 import datetime as dt
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def infer_type(name: str, value: object) -> FieldType:
         return Binary()
     if isinstance(value, dt.datetime | np.datetime64):
         return Timestamp()
-    array, dtype = _as_array(name, value)
+    array, dtype = as_array(name, value)
     try:
         return Tensor(dtype, array.shape)
     except ValueError as error:
@@ -98,6 +99,14 @@ def variable_row(name: str, kind: VariableType, value: object) -> tuple[memoryvi
     return flat.data, len(array) * kind.elements
 
 
+def require_value(name: str, kind: FieldType, value: object) -> None:
+    """Make sure that a field holds a value. Raises: SchemaError: names the field, and what came."""
+    if isinstance(kind, FixedType):
+        fixed_rows(name, kind, value, None)
+    else:
+        variable_row(name, kind, value)
+
+
 def exact_values(name: str, kind: Tensor | Ragged, array: NDArray[Any]) -> NDArray[Any]:
     """Convert real numbers by their values, as those of Python: what they came in has this dtype alone.
 
@@ -132,13 +141,19 @@ def count_rows(name: str, values: Any) -> int:
         ) from None
 
 
-def _as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
+def is_masked(value: object) -> bool:
+    """Whether this is a masked array. Asking does not import numpy.ma: a first batch would wait for it."""
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    return masked is not None and isinstance(value, masked)
+
+
+def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
     """Any array-like as ndarray, with its dtype's name; bfloat16 arrives as uint16 bits."""
     if hasattr(value, "detach"):  # torch: NumPy cannot take bfloat16, gradients or device memory
         value = value.detach().cpu()
         if str(value.dtype) == "torch.bfloat16":
             return _upper_half(value.float().numpy()), "bfloat16"
-    if isinstance(value, np.ma.MaskedArray):
+    if is_masked(value):
         raise SchemaError(f"field {name!r}: columns have no missing values: fill the masked array first")
     try:
         array = np.asarray(value)
@@ -153,7 +168,7 @@ def _as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
 
 def _exact(name: str, dtype: str, target: np.dtype[Any], value: object) -> NDArray[Any]:
     """Convert to the column's dtype without any loss."""
-    array, source = _as_array(name, value)
+    array, source = as_array(name, value)
     is_python = isinstance(value, bool | int | float | complex | Sequence)
     if dtype == "bfloat16":
         return _bfloat16_bits(name, array, source, is_python)

@@ -19,9 +19,9 @@ see the bits as uint16; PyTorch and TensorFlow see bfloat16. Every column is non
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -31,6 +31,8 @@ import numpy as np
 import pyarrow as pa
 
 from arrowcache.errors import SchemaError
+from arrowcache.html import card
+from arrowcache.units import as_int
 
 RESERVED_NAMES = ("_seq", "_row", "_age_seconds")
 METADATA_KEY = b"arrowcache"
@@ -66,7 +68,7 @@ def _shape(shape: object, what: str) -> tuple[int, ...]:
     try:
         if isinstance(shape, str):
             raise TypeError
-        sizes = tuple(operator.index(n) for n in shape)  # type: ignore[attr-defined]  # see the try
+        sizes = tuple(as_int(n) for n in shape)  # type: ignore[attr-defined]  # see the try
     except TypeError:
         raise ValueError(f"{what} {shape!r} must be a tuple of positive sizes") from None
     if any(n <= 0 for n in sizes):
@@ -251,6 +253,16 @@ class Schema(Mapping[str, FieldType]):
     def __repr__(self) -> str:
         return f"Schema({self._fields!r})"
 
+    def __str__(self) -> str:
+        from arrowcache.arrow.description import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from arrowcache.arrow.description import as_html
+
+        return card("Schema", "", as_html(self))
+
     @classmethod
     def infer(cls, sample: Mapping[str, Any]) -> Schema:
         """Derive the schema of one sample: arrays and tensors, numbers, str, bytes, datetimes.
@@ -304,9 +316,11 @@ class Schema(Mapping[str, FieldType]):
             for entry in described:  # type: ignore[attr-defined]  # any JSON: checked by the try
                 kind, name, arguments = entry["type"], entry["name"], dict(entry)
                 del arguments["type"], arguments["name"]
+                if name in fields or arguments.get("dtype", DTYPES[0]) not in DTYPES:
+                    raise ValueError(f"{name!r} is there twice, or of an unknown dtype")
                 fields[name] = _TYPES[kind](**arguments)
             return cls(fields)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise SchemaError(f"not a schema description: {error!r} in {described!r}") from error
 
     def select(self, columns: object, least: int = 0) -> tuple[str, ...]:
@@ -321,7 +335,9 @@ class Schema(Mapping[str, FieldType]):
         names: tuple[str, ...] = tuple(columns)
         for name in names:
             if name not in self._fields:
-                raise ValueError(f"unknown column {name!r}: the cache has {', '.join(self._fields)}")
+                near = difflib.get_close_matches(str(name), self._fields)
+                hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+                raise ValueError(f"unknown column {name!r}: {hint}the cache has {', '.join(self._fields)}")
         if len(set(names)) != len(names):
             raise ValueError(f"columns {names} names a column twice")
         if len(names) < least:

@@ -6,8 +6,9 @@ headers and the caller's own buffers), so its exact size is known before any of 
 `check_bytes` compares the xxh3 of each buffer with the one in the footer.
 
 What a reader may rely on after `read_structure`: magic, footer and schema are ours; there is
-one uncompressed record batch of the stated rows and no null; every buffer lies within the file
-and is long enough; offsets of tensors are uniform, those of variable-length columns rise.
+one uncompressed record batch of the stated rows and no null; the buffers lie within the file one
+after another up to the footer, as their rows need, so that none is elsewhere or shared; offsets of
+tensors are uniform, those of variable-length columns rise.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from arrowcache.arrow.header import footer_start, require_plain
 from arrowcache.arrow.schema import FixedType, Ragged, Schema, Tensor, VariableType
 from arrowcache.errors import CorruptSegmentError
 
@@ -33,6 +35,8 @@ _ALIGNMENT = 64  # a cache line, and more than any Arrow writer pads a buffer
 _PAGE_BYTES = 4096
 _MAGIC = b"ARROW1"
 _OFFSETS_A_PIECE = 1 << 16
+_END_OF_BATCHES_BYTES = 8  # what Arrow writes between the last record batch and the footer
+_AS_IT_IS = pa.ipc.IpcReadOptions(ensure_native_endian=False)  # another byte order is another schema
 
 
 class VariableColumn(NamedTuple):
@@ -128,6 +132,11 @@ def row_bytes(schema: Schema) -> int:
     return fixed + 4 * len(schema.variable)
 
 
+def element_bytes(kind: VariableType) -> int:
+    """Bytes of what a variable-length column's offsets count."""
+    return kind.item_bytes // kind.elements if isinstance(kind, Ragged) else 1
+
+
 def max_rows(schema: Schema, segment_bytes: int) -> int:
     """How many rows without variable-length data fit into a segment; 0: not even one does."""
     rows = (segment_bytes - _bytes_of_no_row(schema)) // row_bytes(schema)
@@ -146,14 +155,17 @@ def read_structure(file: pa.Buffer, schema: Schema, rows: int) -> Layout:
     if batch.num_rows != rows:
         raise CorruptSegmentError(f"holds {batch.num_rows} rows, its name says {rows}")
     fixed, variable = [], []
+    everywhere: list[tuple[int, int]] = []
     for number, (name, kind) in enumerate([*schema.fixed.items(), *schema.variable.items()]):
         spans = _spans(file, name, kind, batch.column(number))
+        everywhere += spans
         if isinstance(kind, VariableType):
             variable.append((spans[0][0], spans[1][0]))
             continue
         if kind.is_list and not _are_uniform(file, spans[0][0], rows, kind.elements):
             raise CorruptSegmentError(f"column {name!r} has offsets that are not uniform")
         fixed.append(spans[-1][0])
+    _require_packed(file, everywhere)
     return Layout(rows, tuple(fixed), tuple(variable))
 
 
@@ -173,7 +185,9 @@ def check_bytes(file: pa.Buffer, schema: Schema) -> None:
         raise CorruptSegmentError(f"footer has {len(stored)} checksums for {len(actual)} buffers")
     for expected, (name, found) in zip(stored, actual, strict=True):
         if expected != found:
-            raise CorruptSegmentError(f"bytes of column {name!r} changed: xxh3 {found}, not {expected}")
+            raise CorruptSegmentError(
+                f"bytes of column {name!r} changed: xxh3 {found}, not {expected[:16]!a}"
+            )
 
 
 def rewrite(file: pa.Buffer, schema: Schema) -> tuple[list[memoryview], bytes]:
@@ -221,7 +235,11 @@ def _open(file: pa.Buffer, schema: Schema) -> tuple[pa.RecordBatchFileReader, pa
     if file.size < 2 * len(_MAGIC) or file[:6].to_pybytes() != _MAGIC:
         raise CorruptSegmentError(f"not an Arrow IPC file ({file.size} bytes)")
     try:
-        reader = pa.ipc.open_file(file)
+        require_plain(memoryview(file))
+    except ValueError as error:
+        raise CorruptSegmentError(str(error)) from None
+    try:
+        reader = pa.ipc.open_file(file, options=_AS_IT_IS)
         if not reader.schema.equals(schema.arrow, check_metadata=True):
             raise CorruptSegmentError("has another schema than the cache")
         if reader.num_record_batches != 1:
@@ -290,7 +308,7 @@ def _spans(
     spans = [checked(present[0], 4 * (rows + 1))] if len(present) == 2 else []
     if isinstance(kind, VariableType):
         elements = _rising_end(file, spans[0][0], rows, kind, name)
-        size = elements * (kind.item_bytes // kind.elements if isinstance(kind, Ragged) else 1)
+        size = elements * element_bytes(kind)
     else:
         size = rows * kind.row_bytes
         elements = rows * kind.elements
@@ -298,6 +316,19 @@ def _spans(
     if children is not None and len(children) != elements:
         raise CorruptSegmentError(f"column {name!r} has {len(children)} elements, not what its rows need")
     return spans
+
+
+def _require_packed(file: pa.Buffer, spans: list[tuple[int, int]]) -> None:
+    """Make sure that buffers follow one another without a gap, the last one up to the file's footer.
+
+    So there is one place for each, and a header that says another one is damaged.
+    """
+    stop = footer_start(memoryview(file)) - _END_OF_BATCHES_BYTES
+    for start, size in reversed(spans):
+        if size:
+            if start + size + -size % 8 != stop:
+                raise CorruptSegmentError("has buffers that do not follow one another up to its footer")
+            stop = start
 
 
 def _rising_end(file: pa.Buffer, start: int, rows: int, kind: VariableType, name: str) -> int:

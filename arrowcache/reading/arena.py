@@ -14,7 +14,6 @@ finds no cell is read through an arena of one cell: slower, same result.
 
 from __future__ import annotations
 
-import errno
 import heapq
 import os
 import resource
@@ -30,19 +29,17 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.segment import Layout, widest_column
 from arrowcache.arrow.template import KnownLayouts
-from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.lane import Lane, Phase, choose_stride
 from arrowcache.reading.placement import Placement
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.mapping import AddressRange, most_mappings, open_file
 from arrowcache.storage.store import Store
-from arrowcache.storage.verification import check_file
+from arrowcache.storage.verification import check_file, unfit
 
 NO_CELL = -1
 _LEAST_CELLS = 4096  # a small cache may hold many short segments
 _MAX_RANGE_BYTES = 1 << 42  # 4 TiB of a 128 TiB address space
 _MOST_LANES = 4  # each costs a call when a segment is mapped
-_NOT_THE_FILES_FAULT = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _MAPPINGS_A_CELL = 2  # a segment and the hole behind it
 
 
@@ -126,6 +123,7 @@ class Arena:
             except OSError:  # RLIMIT_AS, or a crowded address space
                 cells //= 2
         self._free: list[int] = []
+        self._dirty: list[int] = []  # to be emptied before they are free
         self._unused = iter(range(cells))
         self._file_at = np.zeros(cells, np.int64)
         self._reserve = cells  # mappings that are left to segments, before lanes get any
@@ -139,7 +137,7 @@ class Arena:
         """The arena that all readers of a store share in this process."""
         with _arenas_lock:
             arena = _arenas.get(store)
-            if arena is None:
+            if arena is None or arena._range is None:  # there may be addresses now
                 arena = _arenas[store] = cls(weakref.proxy(store), _budget)
             return arena
 
@@ -172,10 +170,16 @@ class Arena:
                     claim, count, then = self._released[0]
                     if count > claim.released:
                         users, unused = self._without(claim.segments[claim.released : count])
+                        before = self._users, claim.released
                         self._users, claim.released = users, count
-                        self._unmap(unused)
+                        try:
+                            self._unmap(unused)
+                        except OSError:  # the process has too many mappings even to end one
+                            self._users, claim.released = before  # mapped implies leased: later, then
+                            return
                     then()
                     self._released.popleft()
+                self._clean()
 
     def _without(self, segments: Sequence[SegmentInfo]) -> tuple[dict[int, int], list[int]]:
         """Who uses what without one user of these segments, and which of them nobody uses then."""
@@ -265,11 +269,10 @@ class Arena:
         try:
             self._fill(number, segment, check_bytes)
         except BaseException as error:
-            self._unmap([segment.seq])
-            if isinstance(error, OSError) and error.errno in _NOT_THE_FILES_FAULT:
-                raise
-            if isinstance(error, OSError | ValueError):
-                raise CorruptSegmentError(f"cannot be mapped: {error}") from None
+            self._dirty.append(self._cells.pop(segment.seq))
+            self._clean()
+            if (reason := unfit(error)) is not None:
+                raise reason from None
             raise
         return number
 
@@ -332,20 +335,40 @@ class Arena:
         return number
 
     def _unmap(self, seqs: Iterable[int]) -> None:
-        """Unmap what is mapped of these; neighbouring cells in one go."""
-        numbers = sorted(self._cells.pop(seq) for seq in seqs if seq in self._cells)
+        """Unmap what is mapped of these; neighbouring cells in one go.
+
+        Raises: OSError: not all; the rest is as it was.
+        """
+        seq_of = {self._cells.pop(seq): seq for seq in seqs if seq in self._cells}
+        numbers = sorted(seq_of)
         first = 0
-        for last, number in enumerate(numbers, 1):
-            if last == len(numbers) or numbers[last] != number + 1:
-                self._empty(numbers[first], last - first)
-                first = last
+        try:
+            for last, number in enumerate(numbers, 1):
+                if last == len(numbers) or numbers[last] != number + 1:
+                    self._empty(numbers[first], last - first)
+                    first = last
+        except OSError:
+            self._cells |= {seq_of[number]: number for number in numbers[first:]}
+            raise
 
     def _empty(self, first: int, count: int) -> None:
         assert self._range is not None
+        for lane in self._lanes.values():
+            self._budget.give_back(lane.empty(first, count))
         self._range.unmap(first * self._stride, count * self._stride)
         for number in range(first, first + count):
             heapq.heappush(self._free, number)
-        self._budget.give_back(count + sum(lane.empty(first, count) for lane in self._lanes.values()))
+        self._budget.give_back(count)
+
+    def _clean(self) -> None:
+        """Empty cells in which mapping a segment failed."""
+        while self._dirty:
+            number = self._dirty.pop()
+            try:
+                self._empty(number, 1)
+            except OSError:
+                self._dirty.append(number)
+                return
 
     def _forget_in_child(self) -> None:
         """A forked child inherits no mapping and no lease."""
@@ -353,7 +376,8 @@ class Arena:
 
     def __del__(self) -> None:
         if hasattr(self, "_lanes"):
-            self._budget.give_back(len(self._cells) + sum(lane.mapped() for lane in self._lanes.values()))
+            cells = len(self._cells) + len(self._dirty)
+            self._budget.give_back(cells + sum(lane.mapped() for lane in self._lanes.values()))
 
 
 def _most_range_bytes() -> int:

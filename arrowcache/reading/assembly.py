@@ -82,14 +82,27 @@ class Assembly:
         else:  # only a batch that is no run is copied, by itself
             self._new_ring = partial(Ring, columns, batch_size, _VIEWS * in_flight, group_bytes=0)
         self.ring = self._new_ring()
-        usual, largest = self.ring.usual_group, self.ring.largest_group
+        usual, largest = self.ring.batches_of(USUAL_GROUP_BYTES), self.ring.largest_group
         self._group = GroupSize(usual, largest) if self._viewer is None else GroupSize(_VIEWS, _VIEWS)
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
 
-    def gather_into(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
-        """Have batches gathered into memory that this gives, as of `Ring`, before any is made."""
+    def gather_into(
+        self,
+        allocate: Callable[[int], NDArray[np.uint8]],
+        group_bytes: int = USUAL_GROUP_BYTES,
+        most: int | None = None,
+    ) -> None:
+        """Have batches gathered into memory that this gives, as of `Ring`, before any is made.
+
+        Args:
+            group_bytes: of a usual group.
+            most: batches of a group; None: as many as are of use.
+        """
         self._new_ring = partial(self._new_ring, allocate=allocate)
         self.ring = self._new_ring()
+        if self._viewer is None:
+            largest = min(self.ring.largest_group, most or self.ring.largest_group)
+            self._group = GroupSize(min(self.ring.batches_of(group_bytes), largest), largest)
 
     def after_fork(self) -> None:
         """In a child: another thread may have been at the ring, and will never be done."""

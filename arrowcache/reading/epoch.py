@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from arrowcache.errors import CorruptSegmentError, LoaderTimeoutError, MissingSegmentsError
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.order import Share, prepare_epoch
+from arrowcache.reading.pacing import Pacing
 from arrowcache.reading.plan import Order, Plan, Survivors
 from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
@@ -25,6 +27,7 @@ from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 
 _POLL_SECONDS = 0.02
+_ALL = slice(None)  # steps of an epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Terms:
     drop_last: bool
     window_bytes: int
     wait_rows: int
+    paced: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +51,10 @@ class Epoch:
     plan: Plan
     snapshot: Snapshot
     order: Order
-    delivered: int = 0  # steps
+    delivered: int = 0  # steps, of those that are made here
     is_cold: bool = False  # some of it had to be read from the disk
     was_resumed: bool = False
+    claimed_rows: int = 0  # of this rank: the pace counts them as served
 
     def rest(self) -> Plan:
         """What was not delivered yet."""
@@ -88,6 +93,7 @@ class Epochs:
         self._agreement: Agreement | None = None
         self.join(membership, share)
         self._meter = meter
+        self._pacing = Pacing(store, where, terms.epoch_rows, paced=terms.paced)
         self._resumed: Plan | None = None
         self._missing = "skip"
         self._lost_ahead: int | None = None  # an epoch of the ranks that this one cannot read
@@ -138,7 +144,7 @@ class Epochs:
         """
         terms, plan = self._terms, self._resumed
         if plan is None:
-            with Snapshot.take(self._store, self._where) as snapshot:
+            with Snapshot.take(self._store, self._pacing.where()) as snapshot:
                 plan = self._plan(self.next, snapshot)
         return max(1, plan.order(terms.batch_size, self._share, terms.drop_last).steps)
 
@@ -161,20 +167,25 @@ class Epochs:
         self,
         is_cancelled: Callable[[], bool] = lambda: False,
         before_waiting: Callable[[], None] = lambda: None,
+        made: slice = _ALL,
     ) -> Epoch | None:
         """Begin the next epoch: take its snapshot.
 
         Args:
             before_waiting: called when there is too little, so that nothing is leased meanwhile.
+            made: which of its steps are made here, where other processes make the rest of this share.
         Blocks: until enough rows are published.
         Returns: None: it was cancelled while it waited.
         Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
         """
         self._lost_ahead = None
-        epoch = self._begin(self.next, self._resumed, is_cancelled, before_waiting)
-        if epoch is not None:
-            self._resumed = None
-            self._come_to(epoch)
+        with ExitStack() as undo:
+            epoch = self._begin(self.next, self._resumed, undo, is_cancelled, before_waiting, made)
+            if epoch is not None:
+                undo.callback(self.take_back, epoch)
+                self._come_to(epoch)
+                self._resumed = None
+            undo.pop_all()
         return epoch
 
     def begin_after(
@@ -185,13 +196,20 @@ class Epochs:
         It changes nothing here: an epoch of which no batch is delivered was never begun.
         Blocks, Returns, Raises: as `begin`.
         """
-        return self._begin(previous.plan.epoch + 1, None, is_cancelled, before_waiting, ahead=True)
+        number = previous.plan.epoch + 1
+        with ExitStack() as undo:
+            epoch = self._begin(number, None, undo, is_cancelled, before_waiting, ahead=True)
+            undo.pop_all()
+        return epoch
 
     def try_begin_after(self, previous: Epoch) -> Epoch | None:
         """As `begin_after`, if there is enough for it now."""
         number = previous.plan.epoch + 1
-        snapshot = self._agreed(number, 0, self._try_take, ahead=True)
-        return None if snapshot is None else self._epoch(number, snapshot, None)
+        with ExitStack() as undo:
+            snapshot = self._take(number, undo, ahead=True)
+            epoch = None if snapshot is None else self._epoch(number, snapshot, None, undo)
+            undo.pop_all()
+        return epoch
 
     def take_back(self, epoch: Epoch) -> None:
         """Nobody asked for a batch of an epoch that was begun: so the next one is that epoch."""
@@ -212,35 +230,47 @@ class Epochs:
             self.next += 1
 
     def _come_to(self, epoch: Epoch) -> None:
+        self._meter.begin_epoch()
         self.next = epoch.plan.epoch + 1
         self.progress = epoch
-        self._meter.begin_epoch()
 
     def _begin(
         self,
         number: int,
         resumed: Plan | None,
+        undo: ExitStack,
         is_cancelled: Callable[[], bool],
         before_waiting: Callable[[], None],
+        made: slice = _ALL,
         *,
         ahead: bool = False,
     ) -> Epoch | None:
+        """What an error or Ctrl-C that comes before the epoch is handed out must undo is put on a stack."""
         if resumed is None:
-            snapshot = self._wait_for_rows(number, is_cancelled, before_waiting, ahead=ahead)
+            snapshot = self._wait_for_rows(number, undo, is_cancelled, before_waiting, ahead=ahead)
         else:
-            snapshot = self._agreed(number, resumed.position, lambda: self._retake(resumed))
-        return None if snapshot is None else self._epoch(number, snapshot, resumed)
+            snapshot = self._agreed(number, resumed.position, lambda: self._retake(resumed), undo)
+        return None if snapshot is None else self._epoch(number, snapshot, resumed, undo, made)
 
-    def _epoch(self, number: int, snapshot: Snapshot, resumed: Plan | None) -> Epoch:
+    def _epoch(
+        self, number: int, snapshot: Snapshot, resumed: Plan | None, undo: ExitStack, made: slice = _ALL
+    ) -> Epoch:
         plan = resumed or self._plan(number, snapshot)
-        try:
-            order = self._order(plan, snapshot.segments, self._missing)
-        except BaseException:
-            snapshot.close()
-            if self._agreement is not None:
-                self._agreement.release(number)
-            raise
-        return Epoch(plan, snapshot, order, was_resumed=resumed is not None)
+        order = self._order(plan, snapshot.segments, self._missing)
+        steps, batch_size = range(order.steps)[made], self._terms.batch_size
+        rows = len(steps) * batch_size
+        if self._share.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
+            rows -= max(0, order.steps * batch_size - (plan.stream_rows - plan.position))
+        self._pacing.add_served(rows, undo)
+        return Epoch(plan, snapshot, order, was_resumed=resumed is not None, claimed_rows=rows)
+
+    def give_back(self, epoch: Epoch) -> None:
+        """What an epoch has not delivered it never will: it was not served. Idempotent; never fails."""
+        rest = epoch.claimed_rows - epoch.delivered * self._terms.batch_size
+        if rest > 0:
+            epoch.claimed_rows -= rest
+            unread = not epoch.delivered and not epoch.was_resumed and self._agreement is None
+            self._pacing.give_back(rest, epoch.snapshot if unread else None)
 
     def settle(self) -> bool:
         """An epoch gave up segments: so may the ranks' agreement on it, if all have joined.
@@ -254,16 +284,31 @@ class Epochs:
         if self._agreement is not None:
             self._agreement.release(epoch.plan.epoch)
 
+    def drop(self, epoch: Epoch) -> None:
+        """An epoch was begun, and nobody reads it: let go of all that it has. Never fails."""
+        epoch.snapshot.close()
+        self.ended(epoch)
+        self.give_back(epoch)  # last: it may wait for cache.lock, and the process may be ending
+
     def close(self) -> None:
         if self._agreement is not None:
             self._agreement.close()
 
     def _agreed(
-        self, number: int, position: int, take: Callable[[], Snapshot | None], *, ahead: bool = False
+        self,
+        number: int,
+        position: int,
+        take: Callable[[], Snapshot | None],
+        undo: ExitStack,
+        *,
+        ahead: bool = False,
     ) -> Snapshot | None:
         """What `take` gives, or another rank of the same job has taken already."""
         if self._agreement is None:
-            return take()
+            snapshot = take()
+            if snapshot is not None:
+                undo.callback(snapshot.close)
+            return snapshot
         terms = {
             "batch_size": self._terms.batch_size,
             "shuffle": self._terms.shuffle,
@@ -274,13 +319,17 @@ class Epochs:
             "position": position,
         }
         try:
-            return self._agreement.snapshot(number, terms, take, ahead=ahead)
+            snapshot = self._agreement.snapshot(number, terms, take, ahead=ahead)
         except CorruptSegmentError:  # the other ranks, which read it, go on to the next one
             if ahead:
                 self._lost_ahead = number
             else:
                 self.next = number + 1
             raise
+        if snapshot is not None:
+            undo.callback(self._agreement.release, number)
+            undo.callback(snapshot.close)
+        return snapshot
 
     def _plan(self, number: int, snapshot: Snapshot) -> Plan:
         terms, rows = self._terms, snapshot.segment_rows
@@ -323,41 +372,74 @@ class Epochs:
     def _wait_for_rows(
         self,
         number: int,
+        undo: ExitStack,
         is_cancelled: Callable[[], bool],
         before_waiting: Callable[[], None],
         *,
         ahead: bool,
     ) -> Snapshot | None:
         """Take a snapshot of enough rows; leases nothing while there are too few."""
-        started = time.perf_counter()
-        while True:
-            with self._meter.stage("store"):
-                snapshot = self._agreed(number, 0, self._try_take, ahead=ahead)
-            if snapshot is not None:
-                return snapshot
-            before_waiting()
-            waited = time.perf_counter() - started
-            if self._timeout_seconds is not None and waited > self._timeout_seconds:
-                accepted = " that `where` accepts" if self._where else ""
-                raise LoaderTimeoutError(
-                    f"waited {self._timeout_seconds:g} s for {self._needed_rows} rows in "
-                    f"{self._store.folder.path}, which has {self._rows_seen}{accepted}: "
-                    "is a sampler running? lower wait_rows or batch_size, or raise timeout"
-                )
-            if is_cancelled():
-                return None
-            with self._meter.stage("samplers"):
-                time.sleep(_POLL_SECONDS)
+        started, signed = time.perf_counter(), False
+        with ExitStack() as waiting:
+            while True:
+                with self._meter.stage("store"):
+                    snapshot = self._take(number, undo, ahead=ahead)
+                if snapshot is not None:
+                    return snapshot
+                before_waiting()
+                waited = time.perf_counter() - started
+                if self._timeout_seconds is not None and waited > self._timeout_seconds:
+                    raise LoaderTimeoutError(self._why_late())
+                if is_cancelled():
+                    return None
+                if not signed:  # samplers, which may wait for training, see that it waits for them
+                    signed = True
+                    waiting.enter_context(self._store.usage.waiting())
+                with self._meter.stage("pace" if self._pacing.reason else "samplers"):
+                    time.sleep(_POLL_SECONDS)
 
-    def _try_take(self) -> Snapshot | None:
-        """An open snapshot of enough rows, mapped."""
-        snapshot = Snapshot.take(self._store, self._where)
+    def _why_late(self) -> str:
+        waited = f"waited {self._timeout_seconds:g} s for"
+        if self._pacing.reason:
+            return (
+                f"{waited} the pace of {self._store.folder.path}: {self._pacing.reason}. "
+                "Is a sampler running? set another pace with cache.set_pace(), or raise timeout"
+            )
+        accepted = " that `where` accepts" if self._where else ""
+        return (
+            f"{waited} {self._needed_rows} rows in {self._store.folder.path}, which has "
+            f"{self._rows_seen}{accepted}: is a sampler running? "
+            "lower wait_rows or batch_size, or raise timeout"
+        )
+
+    def _take(self, number: int, undo: ExitStack, *, ahead: bool) -> Snapshot | None:
+        """The snapshot of a new epoch, if there is enough for one; it counts once, for all ranks."""
+        own: Snapshot | None = None
+        with ExitStack() as claim:
+
+            def take() -> Snapshot | None:
+                nonlocal own
+                own = self._try_take(claim)
+                return own
+
+            agreed = self._agreed(number, 0, take, undo, ahead=ahead)
+            if agreed is own:  # else another rank was first
+                kept = claim.pop_all()
+                if self._agreement is None:  # else others may read it, whatever becomes of this rank
+                    undo.enter_context(kept)
+        return agreed
+
+    def _try_take(self, claim: ExitStack) -> Snapshot | None:
+        """An open snapshot of enough rows, mapped, as the pace allows; what it counts goes on the stack."""
+        if not self._pacing.may_begin():
+            return None
+        snapshot = Snapshot.take(self._store, self._pacing.where())
         enough = False
         try:
             self._rows_seen = len(snapshot)
             if self._rows_seen >= self._needed_rows:
                 self._rows_seen = snapshot.map_all()
-            enough = self._rows_seen >= self._needed_rows
+            enough = self._rows_seen >= self._needed_rows and self._pacing.claim(snapshot, claim)
         finally:  # Ctrl-C while it maps, too, leaves nothing leased
             if not enough:
                 snapshot.close()

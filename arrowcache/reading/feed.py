@@ -46,6 +46,7 @@ class Feed:
         self._pipeline, self._readahead, self._meter = pipeline, readahead, meter
         self._epoch = epoch  # the one being made
         self._upcoming: Epoch | None = None  # begun ahead
+        self._undelivered = [epoch]  # with batches that nobody may have got; those made so far
         self._endless = endless
         self.stream = Stream(self._jobs, self._let_go)
 
@@ -127,6 +128,7 @@ class Feed:
 
         def switch() -> None:
             self._epoch, self._upcoming = upcoming, None
+            self._undelivered = [each for each in self._undelivered if not each.is_delivered] + [upcoming]
 
         if not self._pipeline.unless_ended(self.stream, switch):
             if self._upcoming is not upcoming:  # else whoever ended the stream dropped it
@@ -144,8 +146,7 @@ class Feed:
 
     def _drop(self, epoch: Epoch) -> None:
         self._assembly.end(epoch)
-        epoch.snapshot.close()
-        self._epochs.ended(epoch)
+        self._epochs.drop(epoch)
 
     def _let_go(self) -> None:
         epoch, upcoming = self._epoch, self._upcoming
@@ -154,6 +155,8 @@ class Feed:
         self._assembly.end(epoch)
         self._readahead.park(epoch.snapshot)
         self._epochs.ended(epoch)
+        for each in self._undelivered:
+            self._epochs.give_back(each)
 
 
 def _nothing() -> None:

@@ -59,6 +59,7 @@ class EpochIterator:
         self._timeout_seconds, self._finish = timeout_seconds, finish
         self._because: str | None = None  # it was cut short, which its consumer must know
         self._was_asked = False
+        self._is_closed = False
         self.has_stopped = False
 
     def __iter__(self) -> EpochIterator:
@@ -134,6 +135,9 @@ class EpochIterator:
                 self._epochs.take_back(self._first)
         self._meter.end_run(self._run)
         self._pipeline.end(self._stream)  # once more, where Ctrl-C cut the first time short
+        self._is_closed = True
 
     def __del__(self) -> None:
-        self.close()
+        # The garbage collector may be in a thread that has a lock: one that is closed asks for none.
+        if not getattr(self, "_is_closed", True):  # nor one that Ctrl-C cut off before it was made
+            self.close()

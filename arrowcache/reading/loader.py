@@ -22,7 +22,8 @@ from arrowcache.reading.feed import Feed
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import Membership, membership
 from arrowcache.reading.order import SHUFFLES
-from arrowcache.reading.pipeline import Pipeline
+from arrowcache.reading.panel import Panel
+from arrowcache.reading.pipeline import Pipeline, Stream
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.readahead import ReadAhead, memory_bytes
 from arrowcache.reading.stats import LoaderStats, Meter
@@ -30,6 +31,7 @@ from arrowcache.reading.view import uncopied
 from arrowcache.reading.workers.remote import RemoteAssembly
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.store import once_unlocked
 from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds, require_function
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class Loader:
         wait_rows: an epoch waits until so many rows, and one full step, are published.
         timeout: seconds that an epoch waits for rows, and a step for its batch; None: for ever.
         window_bytes: of shuffle="window"; None: a quarter of the memory or of the capacity, the lesser.
+        paced: keep the cache's pace, and count what is served; False: neither, such as for validation.
 
     Batches are (batch_size, *shape) arrays over reused memory that nothing overwrites while any
     array over it lives, or views of mapped files, written to in private; text and bytes come as lists,
@@ -105,6 +108,7 @@ class Loader:
         wait_rows: int = 1,
         timeout: float | None = 60.0,
         window_bytes: int | str | None = None,
+        paced: bool = True,
     ) -> None:
         self._store = store_of(cache)
         settings = self._store.settings
@@ -121,6 +125,7 @@ class Loader:
             epoch_rows=epoch_rows,
             wait_rows=wait_rows,
             window_bytes=window_bytes,
+            paced=paced,
         )
         self._workers = _workers(workers, worker_type)
         self._prefetch = parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
@@ -148,6 +153,7 @@ class Loader:
         )
         self._threads: tuple[Pipeline, ReadAhead] | None = None
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
+        self._stream: Stream | None = None  # of that one
         self._closed = False
         self._epochs.prepare(0, self._store.segments())
 
@@ -205,7 +211,7 @@ class Loader:
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         if self._closed:
             raise ValueError(_CLOSED)
-        plan = Plan.from_state(state)
+        plan = Plan.from_state(state, self._store.settings.full_rows)
         if missing == "raise":
             self._epochs.require(plan)
         self._end_current("a state was loaded")
@@ -257,6 +263,7 @@ class Loader:
             readahead.close()
             self._threads = None
         self._epochs.close()
+        self._meter.show_on(None)
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +275,7 @@ class Loader:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            self.close()
+            once_unlocked(self.close)  # its threads, which that waits for, may want the cache's lock
 
     def __repr__(self) -> str:
         return (
@@ -302,35 +309,41 @@ class Loader:
             raise ValueError(_CLOSED)
         if self._threads is not None and self._threads[0].is_inherited():
             self._threads = self._current = None  # they stayed in the process that forked this one
-            self._meter.after_fork()
             self._assembly.after_fork()
         self._end_current("a newer one began")
         self._join()
         if self._threads is None:
             making = self._assembly
+            panel = Panel.open(self._store.folder.path, self._workers, self._terms.shuffle)
+            self._meter.show_on(panel, making.in_progress)
             readahead = ReadAhead(self._store, self._where, self._epochs.settle, making.drop)
-            self._threads = Pipeline(self._prefetch, making.threads, making.in_flight), readahead
+            self._threads = (
+                Pipeline(self._prefetch, making.threads, making.in_flight, self._meter.show),
+                readahead,
+            )
         pipeline, readahead = self._threads
         pipeline.start()
         readahead.start()
-        run = object()
+        run, epoch = object(), None
         try:
             self._meter.begin_run(run)
             with self._meter.waiting():
                 epoch = self._epochs.begin(lambda: self._closed, before_waiting=readahead.drop)
             if epoch is None or self._closed:  # by another thread
-                if epoch is not None:
-                    epoch.snapshot.close()
-                    self._epochs.ended(epoch)
                 raise ValueError(_CLOSED)
+            feed = Feed(
+                self._epochs, self._assembly, pipeline, readahead, self._meter, epoch, endless=endless
+            )
+            iterator = EpochIterator(
+                feed.stream, pipeline, self._epochs, epoch, self._meter, run, self._timeout, self._finish
+            )
         except BaseException:
             self._meter.end_run(run)
+            if epoch is not None:
+                self._epochs.take_back(epoch)
+                self._epochs.drop(epoch)
             raise
-        feed = Feed(self._epochs, self._assembly, pipeline, readahead, self._meter, epoch, endless=endless)
-        iterator = EpochIterator(
-            feed.stream, pipeline, self._epochs, epoch, self._meter, run, self._timeout, self._finish
-        )
-        self._current = weakref.ref(iterator)
+        self._stream, self._current = feed.stream, weakref.ref(iterator)
         feed.begin()
         return self._hand_out(iterator)
 
@@ -346,6 +359,9 @@ class Loader:
         iterator = self._delivering()
         if iterator is not None:
             iterator.end(because)
+        elif self._stream is not None and self._threads is not None:
+            self._threads[0].end(self._stream)  # where Ctrl-C came as its iterator was dropped
+        self._stream = None
 
 
 def terms_of(
@@ -359,6 +375,7 @@ def terms_of(
     epoch_rows: int | None,
     wait_rows: int,
     window_bytes: int | str | None,
+    paced: bool,
 ) -> Terms:
     """What a user asked of every epoch, checked; `names` are the columns of a batch.
 
@@ -376,6 +393,7 @@ def terms_of(
         drop_last=_flag(drop_last, "drop_last"),
         window_bytes=_window(window_bytes, settings.capacity_bytes),
         wait_rows=parse_count(wait_rows, "wait_rows"),
+        paced=_flag(paced, "paced"),
     )
 
 

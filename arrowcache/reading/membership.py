@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from dataclasses import dataclass
 
-from arrowcache.units import parse_count
+from arrowcache.units import as_int, parse_count
 
 _MOST_RANKS = 1 << 20  # a step of all of them is counted in 64 bits
 _NO_ELASTIC_RUN = "none"  # torchrun's TORCHELASTIC_RUN_ID where it was given no --rdzv-id
@@ -52,7 +51,7 @@ def membership(rank: int | None, world_size: int | None, run_id: str | None) -> 
 def _integer(value: int, name: str) -> int:
     if not isinstance(value, bool):
         try:
-            return operator.index(value)
+            return as_int(value)
         except TypeError:
             pass
     raise TypeError(f"{name} must be an int or None, not {value!r}")

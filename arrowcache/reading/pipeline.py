@@ -10,22 +10,27 @@ for a job that does not end.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arrowcache.errors import LoaderTimeoutError
+from arrowcache.shortage import start
 
 if TYPE_CHECKING:
     from arrowcache.reading.epoch import Epoch
 
 _JOIN_SECONDS = 5.0
 _GRACE_SECONDS = 0.25  # for a job that itself waits so long, and then says better what for
+_LOOK_SECONDS = 0.25  # between two calls of `while_waiting`
 _STOP = object()
 
 
@@ -87,11 +92,21 @@ class Pipeline:
             at once: a large group takes longer.
         workers: threads that run jobs; 0: the one that begins them does.
         in_flight: jobs that may be begun before the first of them is finished, if no thread here runs them.
+        while_waiting: called now and then by who waits for a batch.
     """
 
-    def __init__(self, prefetch: int, workers: int = 0, in_flight: int = 0) -> None:
+    def __init__(
+        self,
+        prefetch: int,
+        workers: int = 0,
+        in_flight: int = 0,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
         self._prefetch, self._in_flight = prefetch, workers or in_flight
-        self._changed = threading.Condition()  # reentrant: the garbage collector may end a stream anywhere
+        self._while_waiting = while_waiting
+        self._lock = threading.RLock()  # reentrant: the garbage collector may end a stream anywhere;
+        # taken by `with` itself: Ctrl-C can leave a condition's own locked
+        self._changed = threading.Condition(self._lock)
         self._streams: queue.SimpleQueue[Stream | object] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._closed = False
@@ -103,7 +118,7 @@ class Pipeline:
         threads = [self._thread] if self._crew is None else [self._thread, *self._crew.threads]
         for thread in threads:
             if thread.ident is None:
-                thread.start()
+                start(thread)
 
     def begin(self, stream: Stream) -> None:
         """Start making a stream's batches."""
@@ -117,18 +132,24 @@ class Pipeline:
         """
         if self.is_inherited():
             raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
-        with self._changed:
-            patience = None if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
-            if not stream.ready and not self._changed.wait_for(
-                lambda: stream.ready or stream.exhausted or stream.ended, patience
-            ):
+        patience = math.inf if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
+        deadline = time.monotonic() + patience
+        while True:
+            with self._lock:
+                if self._changed.wait_for(
+                    lambda: bool(stream.ready) or stream.exhausted or stream.ended,
+                    min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())),
+                ):
+                    if stream.ready:
+                        made = stream.ready.popleft()
+                        if len(stream.ready) == stream.wanted - 1:
+                            self._changed.notify_all()
+                        return made
+                    error, stream.error = stream.error, None
+                    break
+            if time.monotonic() >= deadline:
                 raise too_late(timeout_seconds)
-            if stream.ready:
-                made = stream.ready.popleft()
-                if len(stream.ready) == stream.wanted - 1:
-                    self._changed.notify_all()
-                return made
-            error, stream.error = stream.error, None
+            self._while_waiting()  # without the lock: whoever waits for it may hold what this needs
         try:
             if error is not None:
                 raise error
@@ -144,7 +165,7 @@ class Pipeline:
         if self.is_inherited():
             stream.ended = True
             return
-        with self._changed:
+        with self._lock:
             stream.ended, stream.error = True, None
             stream.ready.clear()
             self._changed.notify_all()
@@ -153,7 +174,7 @@ class Pipeline:
 
     def unless_ended(self, stream: Stream, action: Callable[[], None]) -> bool:
         """Do something that `stream.let_go` must not miss; False if the stream has ended."""
-        with self._changed:
+        with self._lock:
             if not self._is_over(stream):
                 action()
                 return True
@@ -163,7 +184,7 @@ class Pipeline:
         """End the threads, waiting for their current calls at most 5 s. Idempotent."""
         if self.is_inherited():
             return
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         self._streams.put(_STOP)
@@ -177,6 +198,7 @@ class Pipeline:
         return self._pid != os.getpid()
 
     def _run(self) -> None:
+        _wait_for_a_processor()
         while True:
             stream = self._streams.get()
             if not isinstance(stream, Stream):
@@ -186,7 +208,7 @@ class Pipeline:
                 self._produce(stream)
             except BaseException as error:  # noqa: BLE001  # whatever it is, the consumer gets it
                 failure = error
-            with self._changed:
+            with self._lock:
                 stream.exhausted = True
                 if not stream.ended:  # else its traceback would keep what was being made, views perhaps
                     stream.error = failure
@@ -239,7 +261,7 @@ class Pipeline:
         for future in futures:
             if not future.done():
                 future.add_done_callback(self._notify)
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._is_over(stream) or all(f.done() for f in futures))
             if self._is_over(stream):
                 return False
@@ -250,7 +272,7 @@ class Pipeline:
             del future, futures, job  # they have the error, whose traceback has this frame
             raise
         for batches in job.finish():
-            with self._changed:
+            with self._lock:
                 if self._is_over(stream):
                     return False
                 stream.ready.extend(batches)
@@ -264,7 +286,7 @@ class Pipeline:
         return True
 
     def _notify(self, _: Future[Any]) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
 
@@ -274,6 +296,18 @@ def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
         f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
         "raise timeout, or look at loader.stats().advice"
     )
+
+
+def _wait_for_a_processor() -> None:
+    """Have this thread, when it is woken, wait until a processor is free.
+
+    The consumer wakes it with each batch that it takes, and where samplers keep all processors busy the
+    kernel would often let it have the consumer's own, for a whole gather. What it starts, such as worker
+    processes or a transform's threads, does the same.
+    """
+    with suppress(OSError):  # a sandbox may forbid it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _cancel(begun: deque[tuple[list[Future[Any]], Job]]) -> None:
@@ -315,6 +349,7 @@ class _Crew:
             self._todo.put(None)
 
     def _run(self) -> None:
+        _wait_for_a_processor()
         while (todo := self._todo.get()) is not None:
             future, function = todo
             if future.set_running_or_notify_cancel():

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.order import SHUFFLES, EpochOrder, Share
-from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
 from arrowcache.units import MOST_COUNTED, parse_count
 
 _FORMAT, _VERSION = "arrowcache.loader", 1
@@ -121,10 +121,12 @@ class Plan:
         }
 
     @classmethod
-    def from_state(cls, state: object) -> Plan:
+    def from_state(cls, state: object, most_rows: int = MOST_COUNTED) -> Plan:
         """The inverse of `to_state`.
 
-        Raises: ValueError: it is no such state, or one of another version; says what is wrong.
+        Args:
+            most_rows: of a segment of the cache that is read: whoever resumes walks what rows are planned.
+        Raises: ValueError: it is no such state, or one of another version or cache; says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
@@ -134,12 +136,14 @@ class Plan:
                 "use the arrowcache that made it, or begin without it"
             )
         try:
-            if any(type(number) is not int for run in state["segments"] for number in run):
-                raise TypeError("segments that are no ints")
+            for run in state["segments"]:
+                if not isinstance(run, list | tuple) or [type(number) for number in run] != [int] * 3:
+                    raise TypeError(f"segments that are no runs of three ints: {run!r}")
             runs = np.array(state["segments"], np.int64).reshape(-1, 3)
             segments = sum(runs[:, 1].tolist())  # of Python's ints, which do not overflow
             rows = sum(count * rows for _, count, rows in runs.tolist())
-            if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED:
+            seq = max((first + count for first, count, _ in runs.tolist()), default=0)
+            if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED or seq > MOST_SEQ:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs = [np.arange(first, first + count) for first, count, _ in runs.tolist()]
             epoch_rows = state["epoch_rows"]
@@ -160,6 +164,11 @@ class Plan:
             raise ValueError(f"the state is damaged: shuffle={plan.shuffle!r}")
         if (plan.rows < 1).any() or (np.diff(plan.seqs, prepend=-1) < 1).any():
             raise ValueError("the state is damaged: its segments cannot be")
+        if (plan.rows > most_rows).any():
+            raise ValueError(
+                f"the state is of another cache: it has segments of {plan.rows.max()} rows, "
+                f"this one has {most_rows} at most"
+            )
         if plan.position > plan.stream_rows:
             raise ValueError(
                 f"the state is damaged: position={plan.position} of an epoch of {plan.stream_rows} rows"
@@ -171,8 +180,9 @@ class Survivors:
     """The rest of a planned epoch, over the segments that are still there. Batches come forward only.
 
     The planned order is walked, rows of segments that are gone are passed over, and what remains is
-    cut into full steps anew, so that all ranks have equally many. Counting them walks the rest of
-    the order once, in the constructor. `drop_last` as of EpochOrder; padding repeats the first rows.
+    cut into full steps anew, so that all ranks have equally many. Counting them walks what is left of
+    the order's first pass, and its last pass, in the constructor. `drop_last` as of EpochOrder; padding
+    repeats the first rows.
     """
 
     def __init__(
@@ -186,12 +196,13 @@ class Survivors:
         kept_rows = plan.rows * self._kept
         self._shift = np.cumsum(kept_rows) - kept_rows - self._starts[:-1]  # of row ids, to present ones
         self._step_rows = batch_size * share.world_size
-        self.rows = 0  # still to be delivered, by all ranks
+        self._kept_rows = int(kept_rows.sum())
+        self.rows = self._count()
         self._first = np.empty(0, np.int64)
-        for ids, _ in self._walk():
-            self.rows += len(ids)
-            if len(self._first) < self._step_rows:
-                self._first = np.concatenate([self._first, ids])[: self._step_rows]
+        for ids, _ in self._walk() if self.rows else ():
+            self._first = np.concatenate([self._first, ids])[: self._step_rows]
+            if len(self._first) == min(self.rows, self._step_rows):
+                break
         whole, rest = divmod(self.rows, self._step_rows)
         self.steps = whole if drop_last else whole + (rest > 0)
         self._source = self._walk()
@@ -254,10 +265,24 @@ class Survivors:
         self._positions.append(int(places[-1]) + 1 if len(places) else self._positions[-1])
         return ids
 
-    def _walk(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(present row ids, their positions in the planned stream) in pieces, from the plan's position on."""
-        for start in range(0, self._planned.steps, _CHUNK_STEPS_ROWS):
-            ids = self._planned.batches(start, start + _CHUNK_STEPS_ROWS)
+    def _count(self) -> int:
+        """Rows still to be delivered, by all ranks: only passes that are not whole are walked."""
+        rows, stop, begin = int(self._starts[-1]), self._plan.stream_rows, self._plan.position
+        if not self._kept_rows:
+            return 0
+        first_stop = min(stop, (begin // rows + 1) * rows)
+        whole = (stop - first_stop) // rows
+        parts = ((begin, first_stop), (first_stop + whole * rows, stop))
+        walked = sum(len(ids) for a, b in parts for ids, _ in self._walk(a - begin, b - begin))
+        return walked + whole * self._kept_rows
+
+    def _walk(
+        self, first: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """(present row ids, their positions in the planned stream) in pieces, of some of what is left."""
+        stop = self._planned.steps if stop is None else stop
+        for start in range(first, stop, _CHUNK_STEPS_ROWS):
+            ids = self._planned.batches(start, min(stop, start + _CHUNK_STEPS_ROWS))
             segments = self._starts.searchsorted(ids, side="right") - 1
             kept = self._kept[segments]
             places = np.flatnonzero(kept) + self._plan.position + start

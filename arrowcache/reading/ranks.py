@@ -36,11 +36,12 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from arrowcache.errors import CacheFormatError, CorruptSegmentError
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.shortage import explaining
 from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, SegmentInfo, Term, joiner_line, joiners, ranks_name
 from arrowcache.storage.lease import Lease
@@ -69,7 +70,8 @@ class Agreement:
     def __init__(self, store: Store, membership: Membership) -> None:
         self._store = store
         self._membership = membership
-        status = os.stat(store.folder.lease_lock)  # never written to, so its time tells reused inodes apart
+        with explaining(store.folder.path):
+            status = os.stat(store.folder.lease_lock)  # never written to: its time tells reused inodes apart
         key = (*file_identity(status), status.st_mtime_ns, membership.run, membership.rank)
         self._number = next(_numbers.setdefault(key, itertools.count()))
         self._begun: Counter[int] = Counter()
@@ -329,7 +331,8 @@ class _Held:
 
     def is_joined_by(self, count: int) -> bool:
         if self.joined < count:
-            self.joined = len(joiners(self._file.read()))
+            with suppress(OSError):  # asked again later
+                self.joined = len(joiners(self._file.read()))
         return self.joined >= count
 
     def unlease(self) -> None:

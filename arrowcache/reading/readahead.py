@@ -25,6 +25,7 @@ from pathlib import Path
 
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.shortage import start
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 
@@ -52,7 +53,8 @@ class ReadAhead:
         also_drop: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._where = store, where
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken by `with`: Ctrl-C can leave a condition's own locked
+        self._changed = threading.Condition(self._lock)
         self._epoch: Epoch | None = None
         self._wanted = range(0)  # segments of the epoch's snapshot
         self._todo: deque[int] = deque()  # those of them that are not warm
@@ -72,11 +74,11 @@ class ReadAhead:
     def start(self) -> None:
         """Start the thread; who does has this object at hand already, to close it. Idempotent."""
         if self._thread.ident is None:
-            self._thread.start()
+            start(self._thread)
 
     def follow(self, epoch: Epoch, *, in_order: bool) -> None:
         """An epoch begins. `in_order`: it reads segments one after another, as `reach` will tell."""
-        with self._changed:
+        with self._lock:
             rest, self._kept_until = self._kept.copy(), None
             segments = epoch.snapshot.segments
             self._touched &= {segment.seq for segment in segments}
@@ -88,31 +90,32 @@ class ReadAhead:
 
     def retire(self, snapshots: list[Snapshot]) -> None:
         """Close snapshots soon, in this thread: each of a dozen system calls may cost who asks 5 ms."""
-        with self._changed:
+        with self._lock:
             self._kept += [snapshot for snapshot in snapshots if snapshot not in self._kept]
         self.soon(partial(self._close_all, snapshots))
 
     def _close_all(self, snapshots: list[Snapshot]) -> None:
         for snapshot in snapshots:
             snapshot.close()
-        with self._changed:  # after they are closed: Ctrl-C loses none
+        with self._lock:  # after they are closed: Ctrl-C loses none
             self._kept = [snapshot for snapshot in self._kept if snapshot not in snapshots]
 
     def soon(self, errand: Callable[[], None]) -> None:
         """Do something else ahead, before all that is only to be warm."""
-        with self._changed:
-            self._errands.append(errand)
-            self._changed.notify_all()
+        with self._lock:
+            if not self._closed:
+                self._errands.append(errand)
+                self._changed.notify_all()
 
     def reach(self, segments: range) -> None:
         """The epoch in progress will read these segments of its snapshot next."""
-        with self._changed:
+        with self._lock:
             if self._epoch is not None and segments != self._wanted:
                 self._want(segments)
 
     def wait_for(self, segments: range, is_over: Callable[[], bool]) -> None:
         """Wait until these segments are warm: reading them sooner would be slower, off a cold disk."""
-        with self._changed:
+        with self._lock:
             epoch = self._epoch
             if epoch is None:
                 return
@@ -133,7 +136,7 @@ class ReadAhead:
         if self._pid != os.getpid():
             return
         snapshot.on_contention(self.drop)
-        with self._changed:
+        with self._lock:
             if snapshot in self._kept:
                 return
             self._epoch, self._wanted = None, range(0)
@@ -148,7 +151,7 @@ class ReadAhead:
 
     def drop(self) -> None:
         """Let go of every lease that is not the running epoch's."""
-        with self._changed:
+        with self._lock:
             rest = self._kept.copy()
         self._close_all(rest)
         self._also_drop()
@@ -157,10 +160,11 @@ class ReadAhead:
         """End the thread, waiting for what it does at most 5 s, and let go of everything. Idempotent."""
         if self._pid != os.getpid():
             return
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._epoch, self._wanted = None, range(0)
             self._todo.clear()
+            self._errands.clear()  # some know this object: a cycle
             self._changed.notify_all()
         try:
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -171,7 +175,7 @@ class ReadAhead:
     def _run(self) -> None:
         next_look = 0.0
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._todo and not self._errands and not self._closed:
                     is_idle = not self._epoch and not self._kept and self._is_settled
                     self._changed.wait(None if is_idle else _LOOK_SECONDS)
@@ -208,7 +212,7 @@ class ReadAhead:
         if self._in_order:
             passed = epoch.order.segments_span(epoch.delivered).start
             epoch.snapshot.release_oldest(passed)
-            with self._changed:
+            with self._lock:
                 self._touched -= {segment.seq for segment in epoch.snapshot.segments[self._passed : passed]}
                 self._passed = max(passed, self._passed)
 
@@ -216,7 +220,7 @@ class ReadAhead:
         if index + 1 in self._wanted:
             snapshot.announce(index + 1)
         snapshot.warm(index, lambda: index in self._wanted)
-        with self._changed:
+        with self._lock:
             self._touched.add(snapshot.segments[index].seq)
             self._changed.notify_all()
 
@@ -230,7 +234,7 @@ class ReadAhead:
             snapshot.close()
             return
         snapshot.on_contention(self.drop)
-        with self._changed:
+        with self._lock:
             mine = self._epoch is epoch and not self._closed
             if mine:
                 self._kept.append(snapshot)

@@ -99,14 +99,17 @@ class Ring:
     ) -> None:
         self._columns = {name: _Column(shape, dtype) for name, (shape, dtype) in columns.items()}
         self._batch_size = batch_size
-        batch_bytes = batch_size * sum(column.row_bytes for column in self._columns.values())
-        self.usual_group = max(1, min(USUAL_GROUP_BYTES, group_bytes) // max(1, batch_bytes))
-        self.largest_group = max(1, group_bytes // max(1, batch_bytes))
+        self._batch_bytes = max(1, batch_size * sum(column.row_bytes for column in self._columns.values()))
+        self.largest_group = max(1, group_bytes // self._batch_bytes)
         self._allocate = allocate
         self._many_buffers = _MANY_BUFFERS + 2 * in_flight
         self.allocated_bytes = 0
         self.growths = 0  # buffers that were allocated
         self._lock = threading.Lock()
+
+    def batches_of(self, nbytes: int) -> int:
+        """How many batches make a group of about so many bytes."""
+        return min(max(1, nbytes // self._batch_bytes), self.largest_group)
 
     def take(self, rows: int) -> Group:
         """Memory for `rows` rows, at most `largest_group` batches."""

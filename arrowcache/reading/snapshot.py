@@ -11,9 +11,12 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import os
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -21,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from arrowcache import html
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
 from arrowcache.errors import CorruptSegmentError
@@ -29,12 +33,13 @@ from arrowcache.reading.output import output_arrays
 from arrowcache.reading.placement import Placement
 from arrowcache.reading.values import Column, interleave, to_column
 from arrowcache.reading.view import Viewer, has_room
+from arrowcache.storage import timeline
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.mapping import FileMapping, populate, will_need
 from arrowcache.storage.store import Store
-from arrowcache.storage.verification import check_file, quarantine
-from arrowcache.units import parse_count
+from arrowcache.storage.verification import check_file, quarantine, unfit
+from arrowcache.units import format_bytes, format_count, parse_count
 
 if TYPE_CHECKING:
     from typing import Self
@@ -85,7 +90,12 @@ class Snapshot:
     ) -> Snapshot:
         """Lease what is published now, but for the headroom's oldest segments (unless told not to)."""
         segments, lease = store.lease(where, headroom=headroom)
-        return cls(store, segments, lease)
+        try:
+            return cls(store, segments, lease)
+        except BaseException:
+            if lease is not None:
+                lease.close()
+            raise
 
     def _set_segments(self, segments: Sequence[SegmentInfo], cells: NDArray[np.int64] | None = None) -> None:
         self._segments = tuple(segments)
@@ -191,6 +201,25 @@ class Snapshot:
         empty = pa.RecordBatch.from_arrays(columns_of_no_row, schema=schema.arrow)
         return pa.Table.from_batches([labelled(empty, schema).select(names)])
 
+    def record_batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """The rows of `table`, one record batch a segment, oldest first; each segment is mapped in its turn.
+
+        A record batch keeps its segment mapped and leased while it lives, also after `release_oldest`.
+        The mapping is sparse: `will_need` and `will_read_on` of mapping.py say what is to be read from the
+        disk otherwise than page by page.
+        """
+        names = self._store.settings.schema.select(columns)
+        self._begin_read()  # says so if it is closed
+        self._end_read()
+        return (self._read_batch(segment, names) for segment in self._segments)
+
+    def _read_batch(self, segment: SegmentInfo, names: tuple[str, ...]) -> pa.RecordBatch:
+        self._begin_read()
+        try:
+            return self._batch(segment, sparse=True).select(names)
+        finally:
+            self._end_read()
+
     def locate(self, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Where rows come from: `_seq`, `_row` (int64) and `_age_seconds` (float64) of each."""
         segments = self._starts.searchsorted(ids, side="right") - 1
@@ -273,7 +302,8 @@ class Snapshot:
             if view is None:
                 raise ValueError(
                     f"rows {start} to {stop - 1} cannot be a view: they lie in several segments (choose "
-                    "batch_rows to divide the segments' rows, or None), or too many views are alive"
+                    "batch_rows to divide the segments' rows, or None), or too many views are alive, or the "
+                    "process has no memory mapping or file descriptor left for one more (ulimit -n)"
                 )
             yield view
 
@@ -314,21 +344,41 @@ class Snapshot:
         try:
             damaged: list[int] = []
             self._map_some(range(len(self._segments)), damaged)
+            if damaged:
+                self._set_segments(
+                    [segment for index, segment in enumerate(self._segments) if index not in set(damaged)],
+                    np.delete(self._cells, damaged),
+                )
+                before, self._claim = self._claim, Claim(self._segments)
+                self._arena.acquire(self._claim)
+                self._arena.release(before, len(before.segments))
+        finally:
+            self._end_read()  # last: it lets go of the claim, where a writer has closed this meanwhile
+        return len(self)
+
+    def map_ahead(self) -> None:
+        """Map what can be, so that the folder is not needed any more; the rest tells when it is asked for."""
+        self._begin_read()
+        try:
+            with self._mapping:
+                for index in np.flatnonzero(self._cells == _NOT_MAPPED).tolist():
+                    segment = self._segments[index]
+                    with suppress(CorruptSegmentError, OSError):
+                        cell = self._arena.map(segment, check_bytes=segment.seq < self._suspect_below)
+                        self._cells[index] = _NOT_MAPPED if cell == NO_CELL else cell
+                self._publish_placement()
         finally:
             self._end_read()
-        if damaged:
-            self._set_segments(
-                [segment for index, segment in enumerate(self._segments) if index not in set(damaged)],
-                np.delete(self._cells, damaged),
-            )
-            before, self._claim = self._claim, Claim(self._segments)
-            self._arena.acquire(self._claim)
-            self._arena.release(before, len(before.segments))
-        return len(self)
 
     def close(self) -> None:
         """Unmap and unlease. Idempotent; a gather in another thread ends first, undisturbed."""
+        if self._pid != os.getpid():  # the lock may be held for ever
+            self._closed = True
+            self._let_go()
+            return
         with self._lock:
+            if self._lease is not None and not self._closed:
+                self._lease.is_ending = True
             self._closed = True
             is_idle = not self._readers
         if is_idle:
@@ -345,19 +395,48 @@ class Snapshot:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close()  # first: a warning may be an error
-            if self._lease is not None:
+            is_ours = self._pid == os.getpid()  # what a child inherits is not its to close
+            has_order = not sys.is_finalizing()  # else a loader's own may come before its loader
+            if self._lease is not None and is_ours and has_order:
                 warnings.warn("a snapshot was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self)} rows in {len(self._segments)} segments"
         return f"<Snapshot: {state}>"
 
+    def __str__(self) -> str:
+        if self._closed:
+            return "Snapshot: closed"
+        lines = [f"{name:<8} {value}" for name, value in self._facts()]
+        return "\n".join(["Snapshot", *lines])
+
+    def _repr_html_(self) -> str:
+        if self._closed:
+            return html.card("Snapshot", "closed")
+        parts = [html.facts(self._facts())]
+        if self._segments:
+            parts.append(timeline.as_html(self._segments, time.time()))
+        return html.card("Snapshot", f"of {self._store.folder.path}", *parts)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        segments, lease = self._segments, self._lease
+        contents = f"{format_count(len(self), 'row')} in {format_count(len(segments), 'segment')}"
+        if not segments:
+            return [("contents", contents)]
+        leased = [segment for segment in segments if lease is not None and lease.covers(segment.seq)]
+        nbytes = format_bytes(sum(segment.allocated_bytes for segment in leased))
+        return [
+            ("contents", f"{contents}, {format_bytes(self.nbytes)}"),
+            ("segments", timeline.span(segments, time.time())),
+            ("leased", f"{format_count(len(leased), 'segment')}, {nbytes}, by this process"),
+        ]
+
     def _begin_read(self) -> None:
+        if self._pid != os.getpid():  # first: the lock may be held for ever
+            raise ValueError("the snapshot belongs to the process that forked this one: take a new one")
         with self._lock:
             if self._closed:
                 raise ValueError("the snapshot is closed: take a new one with cache.snapshot()")
-            if self._pid != os.getpid():
-                raise ValueError("the snapshot belongs to the process that forked this one: take a new one")
             self._readers += 1
 
     def _end_read(self) -> None:
@@ -421,7 +500,7 @@ class Snapshot:
         """Quarantine a segment, which is no longer mapped here, and raise with its name."""
         if self._lease is not None:
             self._lease.give_up(segment.seq)
-        quarantine(self._store, segment, str(error))
+        quarantine(self._store, segment, error)
         raise CorruptSegmentError(f"segment {segment.name}: {error}") from None
 
     def _gather_from(
@@ -464,14 +543,17 @@ class Snapshot:
             for name in names
         }
 
-    def _batch(self, segment: SegmentInfo) -> pa.RecordBatch:
+    def _batch(self, segment: SegmentInfo, *, sparse: bool = False) -> pa.RecordBatch:
         schema = self._store.settings.schema
         assert self._lease is not None  # there is a segment
         end_lease = self._lease.share(segment.seq)
         try:
-            file = FileMapping(self._store.path_of(segment), on_unmap=end_lease).buffer()
-        except BaseException:
+            path, limit = self._store.path_of(segment), self._store.settings.segment_bytes
+            file = FileMapping(path, end_lease, limit=limit, sparse=sparse).buffer()
+        except BaseException as error:
             end_lease()
+            if (reason := unfit(error)) is not None:
+                self._condemn(segment, reason)
             raise
         try:
             check_file(file, self._store, segment, check_bytes=segment.seq < self._suspect_below)

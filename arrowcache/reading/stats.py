@@ -4,34 +4,42 @@
 is a few additions under a lock that nobody holds for longer, so it is always on; what must ask the
 kernel (memory) is asked when the user asks. What is in progress is noted when it begins, one entry
 a thread, and counts up to the moment of the question: a transform that hangs is seen while it does.
+What was counted is shown on the loader's panel, for other processes: each batch; how long things took when
+something is counted, but not more than ten times a second, and by a consumer now and then while it waits.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import resource
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arrowcache.units import format_bytes
+from arrowcache.reading import report
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from arrowcache.reading.panel import Counts, Panel
     from arrowcache.reading.pipeline import Made
 
-STAGES = ("samplers", "store", "gather", "transform", "start")
+STAGES = ("samplers", "pace", "store", "gather", "transform", "start")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
+_SHOW_SECONDS = 0.1
 _HAND_OVER_SECONDS = 1e-3  # a shorter wait is no stall: so long may handing a batch over take
 
 _ADVICE = {
     "none": "no batch was delivered yet, or waited for",
     "consumer": "the training step is the limit: the loader waits for it",
     "start": "worker processes took so long to start, once a loader: keep it for all epochs",
+    "pace": "the cache's pace holds training back: add sampler workers, or set another with cache.set_pace()",
     "samplers": "too few rows are published: add sampler workers, or lower wait_rows or batch_size",
 }
 
@@ -45,10 +53,11 @@ class LoaderStats:
     that the consumer waited, in `stalls` steps, for rows or for a batch.
 
     `bottleneck` is what to speed up: "consumer" (the training step: the loader waits for it),
-    "samplers" (too few rows), "store" (the disk, and cache.lock), "gather" (memory; of views, mapping
-    them), "transform" or "start" (of worker processes, once a loader); "none" before a batch was
-    delivered or waited for. `advice` says it in words. The seconds behind it are those that the loader's
-    threads and processes, all together, spent on each; of "start", while no process was ready.
+    "samplers" (too few rows), "pace" (the cache's: see `Pace`), "store" (the disk, and cache.lock),
+    "gather" (memory; of views, mapping them), "transform" or "start" (of worker processes, once a
+    loader); "none" before a batch was delivered or waited for. `advice` says it in words. The seconds
+    behind it are those that the loader's threads and processes, all together, spent on each; of "start",
+    while no process was ready.
 
     `age_seconds` is how old delivered rows were on average, since they were published (of at most
     64 rows of each batch). `ring_bytes` is the memory for batches, `ring_growths` how often a
@@ -67,6 +76,7 @@ class LoaderStats:
     stalls: int
     copied_bytes: int
     samplers_seconds: float
+    pace_seconds: float
     store_seconds: float
     gather_seconds: float
     transform_seconds: float
@@ -96,12 +106,10 @@ class LoaderStats:
         return _ADVICE[self.bottleneck]
 
     def __str__(self) -> str:
-        rate = format_bytes(int(self.bytes / self.seconds)) if self.seconds else "0 B"
-        return (
-            f"{self.batches} batches, {self.rows} rows, {format_bytes(self.bytes)} in {self.seconds:.1f} s "
-            f"({rate}/s), stalled {self.stall_seconds:.1f} s in {self.stalls} steps; "
-            f"bottleneck {self.bottleneck}: {self.advice}"
-        )
+        return report.as_text(self)
+
+    def _repr_html_(self) -> str:
+        return report.as_html(self)
 
 
 class Meter:
@@ -118,6 +126,47 @@ class Meter:
         self._stages: dict[int, tuple[str, float]] = {}
         self._waits: dict[int, float] = {}
         self._runs: dict[object, float] = {}
+        # When to show more on the panel. While a wait is shown on it, all that happens is, up to a delivery
+        self._panel: Panel | None = None
+        self._elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
+        self._due, self._shows_a_wait = math.inf, False
+        _meters.add(self)
+
+    def show_on(
+        self, panel: Panel | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
+    ) -> None:
+        """Show what is counted on a panel from now on; None: on none any more. The one before is closed.
+
+        Args:
+            elsewhere: what is in progress in other processes, as `stats` takes it.
+        """
+        with self._lock:
+            before, self._panel, self._elsewhere = self._panel, panel, elsewhere
+            self._due, self._shows_a_wait = math.inf, False
+        if before is not None:
+            before.close()
+        self.show()
+
+    def show(self) -> None:
+        """Bring the panel up to date."""
+        panel = self._panel
+        if panel is None or not panel.is_open:  # such as in a forked child
+            return
+        elsewhere = [*self._elsewhere()]
+        with self._lock:
+            at_it = [*self._stages.values(), *elsewhere]
+            times = {
+                name: (took, [since for stage, since in at_it if stage == name])
+                for name, took in self.seconds.items()
+            }
+            times["seconds"] = self.epoch_seconds, [*self._runs.values()]
+            times["stall"] = self.stall_seconds, [*self._waits.values()]
+            panel.show(self._counts(), times)
+            self._due = time.perf_counter() + _SHOW_SECONDS
+            self._shows_a_wait = self._shows_a_wait or bool(self._waits)
+
+    def _counts(self) -> Counts:
+        return self.epochs, self.batches, self.rows, self.nbytes, self.stalls
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -133,6 +182,8 @@ class Meter:
         started = time.perf_counter()
         with self._lock:
             self._stages[threading.get_ident()] = name, started
+        if started > self._due or self._shows_a_wait:
+            self.show()
         return started
 
     def leave(self, seconds: Mapping[str, float]) -> None:
@@ -152,6 +203,8 @@ class Meter:
         thread, started = threading.get_ident(), time.perf_counter()
         with self._lock:
             self._waits[thread] = started
+        if started > self._due:
+            self.show()
         try:
             yield
         finally:
@@ -160,6 +213,8 @@ class Meter:
                 self._waits.pop(thread, None)
                 self.stall_seconds += waited
                 self.stalls += waited > _HAND_OVER_SECONDS
+            if self._shows_a_wait:
+                self.show()
 
     def deliver(self, made: Made) -> None:
         """A batch went to the consumer."""
@@ -169,6 +224,11 @@ class Meter:
             self.nbytes += made.nbytes
             self.copied_bytes += made.copied
             self._age_row_seconds += (time.time() - made.published) * made.rows
+            if self._panel is not None:
+                self._panel.count(self._counts())
+        if self._shows_a_wait:
+            self._shows_a_wait = False
+            self.show()
 
     def begin_epoch(self) -> None:
         with self._lock:
@@ -182,17 +242,20 @@ class Meter:
         """The consumer is inside an epoch from now on, or several; `run` tells it from others."""
         with self._lock:
             self._runs[run] = time.perf_counter()
+            self._due = 0.0 if self._panel is not None else math.inf  # the wait that begins now may be long
 
     def end_run(self, run: object) -> None:
         """Count the time since it began. Idempotent."""
         with self._lock:
             if (started := self._runs.pop(run, None)) is not None:
                 self.epoch_seconds += time.perf_counter() - started
+        self.show()
 
     def after_fork(self) -> None:
         """In a child: what other threads had in progress, this lock perhaps, stayed with the parent."""
         self._lock = threading.RLock()
         self._stages, self._waits, self._runs = {}, {}, {}
+        self._panel, self._due, self._shows_a_wait = None, math.inf, False
 
     def stats(
         self, ring_bytes: int, ring_growths: int, elsewhere: Iterable[tuple[str, float]] = ()
@@ -209,12 +272,6 @@ class Meter:
             seconds = self.epoch_seconds + sum(now - started for started in self._runs.values())
             stall_seconds = self.stall_seconds + sum(waits)
             stalls = self.stalls + sum(waited > _HAND_OVER_SECONDS for waited in waits)
-            if not self.batches and not stalls:
-                bottleneck = "none"
-            elif stall_seconds < _NO_STALL * seconds:
-                bottleneck = "consumer" if self.batches else "none"
-            else:
-                bottleneck = max(stages, key=lambda name: stages[name])
             return LoaderStats(
                 epochs=self.epochs,
                 batches=self.batches,
@@ -222,10 +279,11 @@ class Meter:
                 bytes=self.nbytes,
                 seconds=seconds,
                 stall_seconds=stall_seconds,
-                bottleneck=bottleneck,
+                bottleneck=bottleneck_of(self.batches, stalls, seconds, stall_seconds, stages),
                 stalls=stalls,
                 copied_bytes=self.copied_bytes,
                 samplers_seconds=stages["samplers"],
+                pace_seconds=stages["pace"],
                 store_seconds=stages["store"],
                 gather_seconds=stages["gather"],
                 transform_seconds=stages["transform"],
@@ -238,6 +296,28 @@ class Meter:
                 workers=self._workers,
                 shuffle=self._shuffle,
             )
+
+
+def bottleneck_of(
+    batches: int, stalls: int, seconds: float, stall_seconds: float, stages: Mapping[str, float]
+) -> str:
+    """What held a loader up, as `LoaderStats` says it; `stages` are the seconds of each of STAGES."""
+    if not batches and not stalls:
+        return "none"
+    if stall_seconds < _NO_STALL * seconds:
+        return "consumer" if batches else "none"
+    return max(stages, key=lambda name: stages[name])
+
+
+_meters: weakref.WeakSet[Meter] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for meter in list(_meters):
+        meter.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Reading:

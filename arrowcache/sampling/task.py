@@ -12,6 +12,7 @@ the kernel drops whatever way the pool ends, and the task looks at it a few time
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
@@ -23,9 +24,12 @@ from typing import Any
 import numpy as np
 
 from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError
 from arrowcache.pickling import unpickled
-from arrowcache.storage.locks import LockFile
+from arrowcache.sampling.rows import Rows
+from arrowcache.shortage import explaining
+from arrowcache.storage.locks import LockFile, file_identity
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
@@ -39,7 +43,8 @@ _EMPTY_CALLS = 3  # of a sampler in a row, before the task fails
 class Task:
     """What a worker needs to know: plain values, pickled small.
 
-    `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks.
+    `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks; `tries`
+    those that failed before: Dask answers a call that equals an earlier one with what came of that.
     """
 
     cache: str
@@ -48,6 +53,7 @@ class Task:
     seed: int
     number: int
     token: int
+    tries: int = 0
 
     @property
     def task_name(self) -> str:
@@ -60,7 +66,8 @@ class Done:
     """What became of a task.
 
     `rows` is 0 if it was stopped or failed. `error` is the traceback of what it raised: as text,
-    because not every exception survives the way back to the pool's process.
+    because not every exception survives the way back to the pool's process. `refused`: that was a
+    PermissionError; a store that is asked again refuses again, and may lock the account in the end.
     """
 
     number: int
@@ -70,17 +77,46 @@ class Done:
     waiting_seconds: float
     stopped: bool = False
     error: str = ""
+    refused: bool = False
+
+
+def failure(task: Task, error: BaseException, seconds: float) -> Done:
+    """What is told of a task that raised."""
+    text = "".join(traceback.format_exception(error))
+    refused = isinstance(error, PermissionError)
+    return Done(task.number, 0, 0, seconds, 0.0, error=text, refused=refused)
 
 
 class _Worker:
     """What a worker keeps between tasks: the unpickled sampler, the open cache, the builder."""
 
     def __init__(self, task: Task) -> None:
-        self.key = (task.cache, task.sampler)
+        self._key = (task.cache, task.sampler)
         self.sampler: Sampler = unpickled(task.sampler)
         self.store: Store = open_store(Path(task.cache), check="structure")
-        settings = self.store.settings
-        self.builder = SegmentBuilder(settings.schema, settings.full_rows, settings.segment_bytes)
+        self._identity, self._form = self._identity_now(), _form(self.store)
+        self.builder = SegmentBuilder(*self._form)
+
+    def is_for(self, task: Task) -> bool:
+        """Whether a task's cache is still the one that is open: another may have its path by now."""
+        if (task.cache, task.sampler) != self._key:
+            return False
+        try:
+            with explaining(self.store.folder.path):
+                self.store.refresh_settings()
+                return self._identity_now() == self._identity and _form(self.store) == self._form
+        except FileNotFoundError:  # opening it anew mends it, or says why not
+            return False
+
+    def _identity_now(self) -> tuple[int, int, int]:
+        status = os.stat(self.store.folder.lease_lock)  # never written to: its time tells reused inodes apart
+        return *file_identity(status), status.st_mtime_ns
+
+
+def _form(store: Store) -> tuple[Schema, int, int]:
+    """What makes the form of a segment."""
+    settings = store.settings
+    return settings.schema, settings.full_rows, settings.segment_bytes
 
 
 _kept = threading.local()  # .worker: one a thread, since an executor may run tasks in threads
@@ -92,13 +128,12 @@ def run(task: Task) -> Done:
     try:
         return _run(task, started)
     except Exception as error:  # noqa: BLE001  # a sampler may raise anything
-        text = "".join(traceback.format_exception(error))
-        return Done(task.number, 0, 0, time.monotonic() - started, 0.0, error=text)
+        return failure(task, error, time.monotonic() - started)
 
 
 def _run(task: Task, started: float) -> Done:
     worker: _Worker | None = getattr(_kept, "worker", None)
-    if worker is None or worker.key != (task.cache, task.sampler):
+    if worker is None or not worker.is_for(task):
         worker = _kept.worker = _Worker(task)
     has_ended = _PoolWatch(worker.store, task)
     worker.builder.clear()
@@ -128,16 +163,17 @@ def draw(sampler: Sampler, task: Task, builder: SegmentBuilder, has_ended: Calla
         empty_calls += 1
         try:
             for sample in samples:
-                empty_calls = 0
                 if not isinstance(sample, Mapping):
                     raise SamplerError(
                         f"a sampler must yield mappings of field names to values, not {type(sample).__name__}"
                     )
                 if has_ended():
                     return False
-                rows = builder.convert(sample, many=False)
-                if not builder.take(rows, 0) or builder.is_full:
-                    return True  # a sample that no longer fits is dropped: the next task draws anew
+                rows = builder.convert(sample, many=isinstance(sample, Rows))
+                if rows.count:
+                    empty_calls = 0
+                if builder.take(rows, 0) < rows.count or builder.is_full:
+                    return True  # samples that no longer fit are dropped: the next task draws anew
         finally:
             close = getattr(samples, "close", None)
             if close is not None:
@@ -151,6 +187,7 @@ class _PoolWatch:
     """Tells, at little cost, whether the pool that sent a task has ended."""
 
     def __init__(self, store: Store, task: Task) -> None:
+        self._cache = store.folder.path
         self._path = store.folder.pools / task.pool
         self._token = task.token
         self._looked = 0.0
@@ -160,13 +197,16 @@ class _PoolWatch:
         now = time.monotonic()
         if not self._ended and now - self._looked > _LOOK_SECONDS:
             self._looked = now
-            try:
-                file = LockFile(self._path)
-            except OSError:  # the cache is gone
-                self._ended = True
-                return True
-            try:
-                self._ended = file.conflict(self._token, 1) is None
-            finally:
-                file.close()
+            with explaining(self._cache):
+                self._ended = self._is_over()
         return self._ended
+
+    def _is_over(self) -> bool:
+        try:
+            file = LockFile(self._path)
+        except FileNotFoundError:  # the cache is gone
+            return True
+        try:
+            return file.conflict(self._token, 1) is None
+        finally:
+            file.close()

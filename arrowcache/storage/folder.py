@@ -7,12 +7,13 @@ decision is made here: who calls holds cache.lock where the protocol asks for it
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import os
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from arrowcache.errors import CacheFormatError
@@ -23,16 +24,30 @@ from arrowcache.storage.locks import LockFile
 PART_SLACK_BYTES = 64 * 1024  # the file system's own bookkeeping for a file being written
 _PIECES_A_CALL = 512  # below IOV_MAX
 _BLOCK = 512  # what st_blocks counts
+_OWN = os.O_CLOEXEC | os.O_NOFOLLOW  # of our own files none is a link to elsewhere
+_NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL)  # a link, a socket, what `_read` finds
+_MOST_TASKS = 2**62
+_CLAIM_ATTEMPTS = 10
+_MOST_RANKS_BYTES = 64 << 20
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, which goes with FALLOC_FL_KEEP_SIZE
+_libc = ctypes.CDLL(None)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_MOST_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
 
 
 class Part:
-    """A half-written file in incoming/, locked by this writer: not debris while it is open."""
+    """A half-written file in incoming/, locked by this writer: not debris while it is open.
+
+    Raises: BlockingIOError: it was made without cache.lock, and swept at once.
+    """
+
+    _has_other_name = False  # its bytes are published, or may be
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = LockFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        if not self._file.try_exclusive():
-            raise OSError(errno.EAGAIN, "a new file is locked by somebody else", str(path))
+        if not self._file.try_exclusive() or not os.fstat(self._file.fd).st_nlink:
+            raise BlockingIOError(errno.EAGAIN, "a new file is locked by somebody else, or swept", str(path))
 
     def claim(self, nbytes: int) -> None:
         """Set the file's length, sparse: from now on it counts as so many bytes."""
@@ -55,8 +70,31 @@ class Part:
     def sync(self) -> None:
         os.fsync(self._file.fd)
 
+    def info(self, segment_name: str) -> SegmentInfo | None:
+        """What it is once it has this name."""
+        return _info(segment_name, os.fstat(self._file.fd))
+
+    def link(self, path: Path) -> None:
+        """Give the file another name; FileExistsError rather than replacing one."""
+        self._has_other_name = True
+        os.link(self.path, path)
+
+    def rename(self, path: Path) -> None:
+        """Give the file another name instead, replacing what has it."""
+        self._has_other_name = True
+        self.path.rename(path)
+
     def discard(self) -> None:
-        """Unlink the part's name, if it still has one, and let go of the lock. Idempotent."""
+        """Unlink the part's name, if it still has one, and let go of the lock. Idempotent.
+
+        What was not published is emptied first: bytes that are still open fill the disk, and without a
+        name nobody counts them.
+        """
+        try:
+            if not self._has_other_name and self._file.fd >= 0:
+                os.ftruncate(self._file.fd, 0)
+        except OSError:
+            pass  # they go as the file is closed
         try:
             self.path.unlink(missing_ok=True)
         except OSError:
@@ -81,7 +119,7 @@ class RanksFile:
             raise OSError(errno.EAGAIN, "it is being swept: cache.lock was not held", str(self._file.path))
 
     def read(self) -> bytes:
-        return os.pread(self._file.fd, os.fstat(self._file.fd).st_size, 0)
+        return os.pread(self._file.fd, min(os.fstat(self._file.fd).st_size, _MOST_RANKS_BYTES), 0)
 
     def append(self, line: bytes) -> None:
         """Write at the end; only under cache.lock."""
@@ -105,21 +143,41 @@ class Folder:
         self.pools = path / layout.POOLS
         self.cache_lock = path / layout.CACHE_LOCK
         self.lease_lock = path / layout.LEASE_LOCK
+        self.usage = path / layout.USAGE
 
     def create(self) -> None:
-        """Make the folder and all in it but cache.json; what exists already stays."""
+        """Make the folder and all in it but cache.json, synced; what exists already stays."""
+        new = [self.path, *itertools.takewhile(lambda parent: not parent.exists(), self.path.parents)]
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.chmod(0o700)
         self.complete()
+        for path in new:
+            with contextlib.suppress(PermissionError):  # of a parent that this user may not list
+                self.sync_folder(path.parent)
 
     def complete(self) -> None:
-        """Make what a copy of an existing cache may have lost: empty folders, lock files."""
+        """Make what a copy of an existing cache may have lost: empty folders, lock files, counts.
+
+        Raises: CacheFormatError: something else has the name of one, such as a link to elsewhere.
+        """
         for name in layout.FOLDERS:
-            if not (self.path / name).exists():
+            if not self._is_there(self.path / name, stat.S_ISDIR):
                 (self.path / name).mkdir(mode=0o700, exist_ok=True)
-        for lock in (self.cache_lock, self.lease_lock):
-            if not lock.exists():
-                lock.touch(mode=0o600)
+                (self.path / name).chmod(0o700)  # whatever the umask
+        for file in (self.cache_lock, self.lease_lock, self.usage):
+            if not self._is_there(file, stat.S_ISREG):
+                os.close(_created(file))
+
+    def _is_there(self, path: Path, is_right: Callable[[int], bool]) -> bool:
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError:
+            return False
+        if not is_right(mode):
+            raise CacheFormatError(
+                f"{path} is a {_what(mode)}: a cache's own files and folders are plain ones; remove it"
+            )
+        return True
 
     # settings and the lock's record
 
@@ -129,15 +187,21 @@ class Folder:
         Raises: FileNotFoundError: no such folder. CacheFormatError: not a cache, or of another format.
         """
         try:
-            text = (self.path / layout.CACHE_JSON).read_text()
+            text = _read(self.path / layout.CACHE_JSON, _MOST_SETTINGS_BYTES).decode()
         except FileNotFoundError:
             if not self.path.exists():
                 raise FileNotFoundError(
                     errno.ENOENT, "no cache here: make one with arrowcache.Cache.create", str(self.path)
                 ) from None
             raise CacheFormatError(f"{self.path} is not a cache: it has no cache.json") from None
-        except (NotADirectoryError, IsADirectoryError, UnicodeDecodeError) as error:
-            raise CacheFormatError(f"{self.path} is not a cache: {error}") from None
+        except NotADirectoryError:
+            raise CacheFormatError(f"{self.path} is not a cache: a cache is a folder") from None
+        except (IsADirectoryError, UnicodeDecodeError) as error:
+            raise CacheFormatError(f"{self.path} is not a cache: its cache.json is none: {error}") from None
+        except OSError as error:
+            if error.errno not in _NO_PLAIN_FILE:
+                raise
+            raise CacheFormatError(f"{self.path} is not a cache: its cache.json is no plain file") from None
         if known is not None and text == known.text:
             return known
         try:
@@ -151,18 +215,48 @@ class Folder:
         try:
             part.write([memoryview(settings.text.encode())])
             part.sync()
-            part.path.rename(self.path / layout.CACHE_JSON)
+            part.rename(self.path / layout.CACHE_JSON)
         finally:
             part.discard()
         self.sync_folder(self.path)
 
     def read_record(self) -> LockRecord:
-        return LockRecord.unpack(self.cache_lock.read_bytes())
+        return LockRecord.unpack(_read(self.cache_lock, LockRecord.nbytes))
 
     def write_record(self, record: LockRecord) -> None:
-        fd = os.open(self.cache_lock, os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(self.cache_lock, os.O_WRONLY | _OWN)
         try:
             os.pwrite(fd, record.pack(), 0)
+        finally:
+            os.close(fd)
+
+    def sync_record(self) -> None:
+        """Have the record outlast a power cut. Without, the last ones may be forgotten, none is torn."""
+        _sync(self.cache_lock, os.O_RDWR | _OWN)
+
+    # the counts of what was served
+
+    def read_usage(self, start: int, nbytes: int) -> bytes:
+        """Bytes of `usage`; fewer, where it ends before."""
+        fd = os.open(self.usage, os.O_RDONLY | os.O_NONBLOCK | _OWN)
+        try:
+            return os.pread(fd, nbytes, start)
+        finally:
+            os.close(fd)
+
+    def change_usage(self, start: int, nbytes: int, change: Callable[[bytes], bytes]) -> None:
+        """Replace bytes of `usage` by what `change` makes of those that are there; under cache.lock."""
+        fd = os.open(self.usage, os.O_RDWR | os.O_NONBLOCK | _OWN)
+        try:
+            os.pwrite(fd, change(os.pread(fd, nbytes, start)), start)
+        finally:
+            os.close(fd)
+
+    def free_usage(self, start: int, nbytes: int) -> None:
+        """Give the disk back the pages of a range, which reads as zeros then; not all file systems can."""
+        fd = os.open(self.usage, os.O_RDWR | os.O_NONBLOCK | _OWN)
+        try:
+            _libc.fallocate(fd, _PUNCH_HOLE, start, nbytes)
         finally:
             os.close(fd)
 
@@ -178,29 +272,30 @@ class Folder:
 
     def segment_info(self, name: str) -> SegmentInfo | None:
         """The segment of a name; None: it is gone, or not a regular file."""
-        parsed = layout.parse_segment_name(name)
         try:
-            status = os.lstat(f"{self._segments}/{name}")
+            return _info(name, os.lstat(f"{self._segments}/{name}"))
         except FileNotFoundError:
             return None
-        if parsed is None or not stat.S_ISREG(status.st_mode):
-            return None
-        return SegmentInfo(*parsed, status.st_size, status.st_blocks * _BLOCK, status.st_mtime)
 
     def quarantined_names(self) -> list[str]:
         """Segments in quarantine/, oldest first."""
-        return sorted(n for n in os.listdir(self.quarantine) if layout.parse_segment_name(n))
+        return sorted(name for name in _plain(self.quarantine) if layout.parse_segment_name(name))
 
     def quarantined_bytes(self) -> int:
         """Allocated bytes of quarantine/."""
         return sum(allocated for _, allocated, _ in _files(self.quarantine))
 
     def incoming_bytes(self) -> int:
-        """What everything in incoming/ takes or has claimed, with slack for each part."""
-        return sum(
-            max(allocated, length) + PART_SLACK_BYTES * name.endswith(layout.PART)
-            for name, allocated, length in _files(self.incoming)
-        )
+        """What everything in incoming/ takes or has claimed, with slack for each part.
+
+        What is being unlinked counts once, as long as it is there or the claim that stands for it.
+        """
+        nbytes: dict[str, int] = {}
+        for name, allocated, length in _files(self.incoming):
+            slack = PART_SLACK_BYTES if name.endswith(layout.PART) else 0
+            stem = name.partition(".")[0]
+            nbytes[stem] = max(nbytes.get(stem, 0), allocated + slack, length + slack)
+        return sum(nbytes.values())
 
     def other_bytes(self, foreign: Iterable[str]) -> int:
         """Allocated bytes of the folder but for segments and incoming files: what they cost too.
@@ -219,7 +314,7 @@ class Folder:
 
     def locked_incoming(self, suffix: str) -> int:
         """How many files of incoming/ with a suffix are locked by a living writer."""
-        names = [name for name, _ in _listed(self.incoming) if name.endswith(suffix)]
+        names = [name for name in _plain(self.incoming) if name.endswith(suffix)]
         return sum(not self._is_unlocked(self.incoming / name) for name in names)
 
     # publishing
@@ -233,36 +328,59 @@ class Folder:
 
     def link(self, part: Part, segment_name: str) -> None:
         """Make a part visible as a segment; FileExistsError rather than replacing one."""
-        os.link(part.path, self.segments / segment_name)
+        part.link(self.segments / segment_name)
 
     def sync_segments(self) -> None:
         self.sync_folder(self.segments)
 
     def sync_folder(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
     # leaving
 
     def retire(self, segment_name: str) -> Path:
         """Move a victim out of segments/; its bytes count until `remove`."""
-        retired = self.incoming / f"{uuid.uuid4().hex}{layout.PART}"
+        retired = self.incoming / f"{uuid.uuid4().hex}{layout.GONE}"
         os.rename(self.segments / segment_name, retired)
         return retired
 
     def remove(self, retired: Path) -> None:
-        """Unlink what `retire` moved, or debris; somebody else may have swept it already."""
+        """Unlink what `retire` moved, or debris, if it is still there; under cache.lock."""
         retired.unlink(missing_ok=True)
+
+    def remove_unlocked(self, retired: Path) -> None:
+        """As `remove`, without cache.lock: its bytes count until they are free.
+
+        Unlinking takes the name at once, and then for milliseconds frees what nobody counts any more. So
+        a claim of as many bytes, which takes none, counts meanwhile.
+        """
+        try:
+            claim = self._claim_to_free(retired.with_suffix(layout.FREED))
+        except OSError:  # no inode or descriptor is left: what is removed makes room
+            self.remove(retired)
+            return
+        try:
+            with contextlib.suppress(OSError):
+                claim.claim(os.stat(retired).st_blocks * _BLOCK)
+            self.remove(retired)
+        finally:
+            claim.discard()
+
+    def _claim_to_free(self, path: Path) -> Part:
+        """A part, made without cache.lock: a sweep that comes before it is locked takes it for debris."""
+        for _ in range(_CLAIM_ATTEMPTS):
+            try:
+                return Part(path)
+            except BlockingIOError:
+                pass
+        return Part(path)
 
     def sweep(self) -> int:
         """Unlink the debris of dead writers and ranks; returns how many files. Only under cache.lock."""
         debris = [
             folder / name
             for folder, ours in ((self.incoming, layout.INCOMING_NAME), (self.ranks, layout.RANKS_NAME))
-            for name, _ in _listed(folder)
+            for name in _plain(folder)
             if ours.fullmatch(name) and self._is_unlocked(folder / name)
         ]
         for path in debris:
@@ -270,27 +388,61 @@ class Folder:
         return len(debris)
 
     def isolate(self, segment_name: str, reason: str) -> None:
-        """Move a damaged segment to quarantine/ and write the reason beside it."""
-        os.rename(self.segments / segment_name, self.quarantine / segment_name)
-        (self.quarantine / f"{segment_name}{layout.REASON}").write_text(reason + "\n")
+        """Move a damaged segment to quarantine/ and write the reason beside it, if the disk has room."""
+        quarantined = self.quarantine / segment_name
+        quarantined.unlink(missing_ok=True)  # a rename to another name of the same file does nothing
+        os.rename(self.segments / segment_name, quarantined)
+        path = self.quarantine / f"{segment_name}{layout.REASON}"
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # rather than to write to where a link leads
+            fd = _created(path, os.O_EXCL)
+            try:
+                os.pwrite(fd, f"{reason}\n".encode(errors="backslashreplace"), 0)
+            finally:
+                os.close(fd)
+
+    def sync_isolated(self) -> None:
+        """Have what `isolate` moved stay moved; in this order it is never in neither folder."""
+        self.sync_folder(self.quarantine)
+        self.sync_folder(self.segments)
 
     def drop_quarantined(self, segment_name: str) -> None:
         """Unlink a quarantined segment; it goes last, so that no reason is left without one."""
-        (self.quarantine / f"{segment_name}{layout.REASON}").unlink(missing_ok=True)
+        with contextlib.suppress(IsADirectoryError):  # of somebody else's
+            (self.quarantine / f"{segment_name}{layout.REASON}").unlink(missing_ok=True)
         (self.quarantine / segment_name).unlink(missing_ok=True)
 
     # sampler pools
 
-    def claim_tasks(self, pool: str, count: int) -> int:
-        """Advance a pool's next task number by `count`; returns the first. Only under cache.lock."""
-        fd = os.open(self.pools / pool, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def has_pool(self, pool: str) -> bool:
+        """Whether any of its tasks was claimed before."""
+        return os.path.lexists(self.pools / pool)
+
+    def claim_tasks(self, pool: str, count: int, least: int = 0) -> int:
+        """Advance a pool's next task number by `count`; returns the first. Only under cache.lock.
+
+        Args:
+            least: a number that the first one is not below, whatever the file has lost.
+        Raises: CacheFormatError: a number that no pool ever had.
+        """
+        fd = _created(self.pools / pool)
         try:
             data = os.pread(fd, 8, 0)
-            first = int.from_bytes(data, "little") if len(data) == 8 else 0
+            first = max(least, int.from_bytes(data, "little") if len(data) == 8 else 0)
+            if first > _MOST_TASKS:
+                raise CacheFormatError(
+                    f"{self.pools / pool} is damaged: {first} tasks were never done; remove it, and take "
+                    "another seed or name for the pool"
+                )
             os.pwrite(fd, (first + count).to_bytes(8, "little"), 0)
         finally:
             os.close(fd)
         return first
+
+    def sync_tasks(self, pool: str) -> None:
+        """Have the claimed numbers outlast a power cut: the file, then its name."""
+        _sync(self.pools / pool, os.O_RDWR | _OWN)
+        self.sync_folder(self.pools)
 
     # ranks
 
@@ -312,7 +464,7 @@ class Folder:
             file = RanksFile(part.path)
             try:
                 file.hold()
-                os.link(part.path, self.ranks / name)
+                part.link(self.ranks / name)
             except BaseException:
                 file.close()
                 raise
@@ -338,10 +490,62 @@ class Folder:
             file.close()
 
 
+def _created(path: Path, flags: int = 0) -> int:
+    """Open a file of our own, made if it is not there: the descriptor. No link is followed."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | flags | _OWN, 0o600)
+    try:
+        if os.fstat(fd).st_mode & 0o600 != 0o600:  # a umask took it
+            os.fchmod(fd, 0o600)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _info(name: str, status: os.stat_result) -> SegmentInfo | None:
+    parsed = layout.parse_segment_name(name)
+    if parsed is None or not stat.S_ISREG(status.st_mode):
+        return None
+    return SegmentInfo(*parsed, status.st_size, status.st_blocks * _BLOCK, status.st_mtime)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _listed(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
     # Opened and read to its end in one call: a Ctrl-C between the two would leave the folder open.
     for entry in list(itertools.chain.from_iterable(map(os.scandir, (folder,)))):
         yield entry.name, entry
+
+
+def _plain(folder: Path) -> list[str]:
+    """Names of the plain files of one folder: no links, folders, pipes or sockets."""
+    return [name for name, entry in _listed(folder) if entry.is_file(follow_symlinks=False)]
+
+
+def _read(path: Path, most: int) -> bytes:
+    """A plain file's content, `most` bytes of it; waits for nobody, whatever has its name.
+
+    Raises: OSError: a link (ELOOP), a socket (ENXIO), a pipe or another thing (EINVAL).
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OWN)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        return os.pread(fd, min(status.st_size, most), 0)
+    finally:
+        os.close(fd)
+
+
+def _what(mode: int) -> str:
+    kinds = {stat.S_IFLNK: "link", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}
+    return kinds.get(stat.S_IFMT(mode), "socket or device")
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:

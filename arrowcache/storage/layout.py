@@ -4,7 +4,9 @@
   cache.json    format version, schema, capacity, segment bytes; replaced atomically
   segments/     <seq:020d>-<rows>-<task>.arrow: published, immutable; seq grows
   incoming/     <uuid>.part: being written, locked by its writer; <uuid>.wait: a writer that
-                waits for room, likewise. An unlocked file here is debris
+                waits for room, likewise; <uuid>.gone: evicted, about to be unlinked, and
+                <uuid>.freed: its bytes until the disk has them back, locked by who unlinks it.
+                An unlocked file here is debris
   quarantine/   segments that failed a check, each with <name>.reason beside it
   ranks/        <run>-<loader>-<epoch>, with .<n> where a job begins an epoch again: the snapshot
                 that its ranks on this node agreed on, share-locked by each of them while it needs
@@ -12,6 +14,7 @@
   pools/        <name>.<seed>: the next task number of a sampler pool
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
+  usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
 """
 
 from __future__ import annotations
@@ -27,17 +30,25 @@ from typing import Any
 import xxhash
 
 from arrowcache.arrow.schema import Schema
+from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import CacheFormatError, SchemaError
+from arrowcache.storage.pace import Pace
+from arrowcache.units import parse_count
 
 FORMAT_VERSION = 1
-CACHE_JSON, CACHE_LOCK, LEASE_LOCK = "cache.json", "cache.lock", "lease.lock"
+CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE = "cache.json", "cache.lock", "lease.lock", "usage"
 SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS = "segments", "incoming", "quarantine", "ranks", "pools"
 FOLDERS = (SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS)
-PART, WAIT, REASON = ".part", ".wait", ".reason"
+PART, WAIT, GONE, FREED, REASON = ".part", ".wait", ".gone", ".freed", ".reason"
 
 TASK_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,99}")
-INCOMING_NAME = re.compile(r"[0-9a-f]{32}\.(part|wait)")
+INCOMING_NAME = re.compile(r"[0-9a-f]{32}\.(part|wait|gone|freed)")
 RANKS_NAME = re.compile(r"[A-Za-z0-9_.]{0,40}-[0-9a-f]{16}-\d{1,20}-\d{1,20}(\.\d{1,20})?", re.ASCII)
+MOST_SEQ = 2**60  # lock bytes and counters end at 2**63; no publisher gets here
+_MOST_ROWS = 2**31 - 1  # of a segment: Arrow's offsets
+_MOST_BYTES = 2**62
+_MOST_AGREED = 1 << 20  # segments; what a file says is bounded before memory is taken for it
+_TASK_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _SEGMENT = re.compile(r"(\d{20})-([1-9]\d{0,18})-((?:[A-Za-z0-9_.-]{1,200})?)\.arrow", re.ASCII)
 
 
@@ -68,9 +79,24 @@ def segment_name(seq: int, rows: int, task: str) -> str:
 
 
 def parse_segment_name(name: str) -> tuple[int, int, str] | None:
-    """(seq, rows, task) of a segment's file name; None: not such a name."""
+    """(seq, rows, task) of a segment's file name; None: not such a name, or of numbers that none has."""
     match = _SEGMENT.fullmatch(name)
-    return (int(match[1]), int(match[2]), match[3]) if match else None
+    if match is None:
+        return None
+    seq, rows = int(match[1]), int(match[2])
+    return (seq, rows, match[3]) if seq < MOST_SEQ and rows <= _MOST_ROWS else None
+
+
+def tasks_listed(pool: str, segments: Iterable[SegmentInfo]) -> int:
+    """The lowest task number of a pool above all that these segments are of."""
+    names = [segment.task.rpartition(".") for segment in segments]
+    numbers = [int(number) for name, _, number in names if name == pool and _TASK_NUMBER.fullmatch(number)]
+    return max(numbers, default=-1) + 1
+
+
+def shown(name: str) -> str:
+    """A file's name, which may be anything, as one line of text that can be printed."""
+    return name if name.isprintable() else ascii(name)[1:-1]
 
 
 @dataclass(frozen=True)
@@ -83,6 +109,7 @@ class Settings:
     full_rows: int
     headroom: float
     durable: bool
+    pace: Pace | None = None
 
     @property
     def headroom_bytes(self) -> int:
@@ -95,25 +122,27 @@ class Settings:
     @cached_property
     def text(self) -> str:
         """The content of cache.json; `from_json` is the inverse."""
-        return json.dumps(
-            {
-                "format": "arrowcache",
-                "version": FORMAT_VERSION,
-                "schema": self.schema.to_json(),
-                "capacity_bytes": self.capacity_bytes,
-                "segment_bytes": self.segment_bytes,
-                "full_rows": self.full_rows,
-                "headroom": self.headroom,
-                "durable": self.durable,
-            },
-            indent=1,
-        )
+        record = {
+            "format": "arrowcache",
+            "version": FORMAT_VERSION,
+            "schema": self.schema.to_json(),
+            "capacity_bytes": self.capacity_bytes,
+            "segment_bytes": self.segment_bytes,
+            "full_rows": self.full_rows,
+            "headroom": self.headroom,
+            "durable": self.durable,
+        }
+        if self.pace is not None:
+            record["pace"] = self.pace.to_json()
+        return json.dumps(record | {"checksum": _checksum(record)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
         """Read cache.json.
 
-        Raises: CacheFormatError: not ours, or of another format version.
+        A text without a checksum, as the first versions wrote it, is taken as it is.
+
+        Raises: CacheFormatError: not ours, damaged, or of another format version.
         """
         try:
             record: dict[str, Any] = json.loads(text)
@@ -124,19 +153,36 @@ class Settings:
                     f"the cache has format version {record['version']}, this arrowcache reads "
                     f"{FORMAT_VERSION}: use the arrowcache that made it, or make a new cache"
                 )
+            checksum = record.pop("checksum", None)
+            if checksum is not None and checksum != _checksum(record):
+                raise ValueError("its checksum does not fit its content")
+            if unknown := set(record) - {"format", "version", *cls.__dataclass_fields__}:
+                raise ValueError(f"it has {', '.join(sorted(unknown))}")
             settings = cls(
                 Schema.from_json(record["schema"]),
-                int(record["capacity_bytes"]),
-                int(record["segment_bytes"]),
-                int(record["full_rows"]),
+                parse_count(record["capacity_bytes"], "capacity_bytes", -_MOST_BYTES, _MOST_BYTES),
+                parse_count(record["segment_bytes"], "segment_bytes", -_MOST_BYTES, _MOST_BYTES),
+                parse_count(record["full_rows"], "full_rows", -_MOST_BYTES, _MOST_ROWS),
                 float(record["headroom"]),
-                bool(record["durable"]),
+                record["durable"],
+                None if record.get("pace") is None else Pace.from_json(record["pace"]),
             )
             if min(settings.capacity_bytes, settings.segment_bytes, settings.full_rows) <= 0:
                 raise CacheFormatError("cache.json has a size that is not positive")
+            if settings.full_rows * row_bytes(settings.schema) > settings.segment_bytes:
+                raise ValueError(f"{settings.full_rows} rows do not fit a segment")
+            if not 0 <= settings.headroom < 1 or type(settings.durable) is not bool:
+                raise ValueError(f"headroom={settings.headroom}, durable={settings.durable!r}")
             return settings
-        except (KeyError, TypeError, ValueError, SchemaError, RecursionError) as error:
-            raise CacheFormatError(f"cache.json is damaged: {error!r}") from error
+        except (KeyError, TypeError, ValueError, OverflowError, SchemaError, RecursionError) as error:
+            raise CacheFormatError(
+                f"cache.json is damaged: {error!r}; put back a copy of it, or remove the folder and make "
+                "a new cache"
+            ) from error
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(record).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +199,53 @@ class LockRecord:
     boot_id: str = ""
 
     _STRUCT = struct.Struct("<QQ36s")
+    nbytes = _STRUCT.size
 
     def pack(self) -> bytes:
         return self._STRUCT.pack(self.next_seq, self.suspect_below, self.boot_id.encode())
 
     @classmethod
     def unpack(cls, data: bytes) -> LockRecord:
-        """Read a record; a short one (a new or damaged file) is all zero."""
+        """Read a record; a short one (a new file), or one of numbers that no cache has, is all zero."""
         next_seq, suspect, boot = cls._STRUCT.unpack(data.ljust(cls._STRUCT.size, b"\0")[: cls._STRUCT.size])
-        return cls(min(next_seq, 2**62), min(suspect, 2**62), boot.rstrip(b"\0").decode(errors="replace"))
+        if max(next_seq, suspect) > MOST_SEQ:
+            return cls()
+        return cls(next_seq, suspect, boot.rstrip(b"\0").decode(errors="replace"))
+
+
+USAGE_COUNTS = 4096  # where the counts of segments begin
+_MOST_TOTAL = 2**62  # of rows: more were never counted
+USAGE_SEQS = 2**40  # seqs so far apart have one place; they are never there together
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRecord:
+    """What `usage` begins with: totals since the cache was made.
+
+    `served_rows` are those of epochs, a row of two epochs twice; `unread_rows` those that were evicted
+    before any epoch read them; `paced_inserted_rows` and `paced_served_rows` what was inserted and served
+    when the pace was set.
+    """
+
+    inserted_rows: int = 0
+    served_rows: int = 0
+    evicted_segments: int = 0
+    evicted_rows: int = 0
+    unread_rows: int = 0
+    paced_inserted_rows: int = 0
+    paced_served_rows: int = 0
+
+    _STRUCT = struct.Struct("<7Q")
+    nbytes = _STRUCT.size
+
+    def pack(self) -> bytes:
+        return self._STRUCT.pack(*(min(getattr(self, name), _MOST_TOTAL) for name in self.__slots__))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> UsageRecord:
+        """Read a record; a short one, as of a new file, is all zero, and so is one that nobody counted."""
+        totals = cls._STRUCT.unpack(data.ljust(cls._STRUCT.size, b"\0")[: cls._STRUCT.size])
+        return cls() if max(totals) > _MOST_TOTAL else cls(*totals)
 
 
 Term = bool | int | float | str | None
@@ -238,6 +322,10 @@ def _to_runs(seqs: Iterable[int]) -> list[int]:
 def _from_runs(runs: Sequence[int]) -> list[int]:
     seqs: list[int] = []
     end = 0
+    if any(type(number) is not int or number < 0 for number in runs):
+        raise ValueError("runs that are no counts")
+    if sum(runs[1::2]) > _MOST_AGREED or sum(runs) > MOST_SEQ:
+        raise ValueError(f"runs of {sum(runs[1::2])} segments up to {sum(runs)}")
     for skipped, count in zip(runs[::2], runs[1::2], strict=True):
         seqs += range(end + skipped, end + skipped + count)
         end += skipped + count

@@ -8,8 +8,8 @@ by the kernel when the process dies.
 
 The owner gives up its oldest segments as it moves on (`narrow`). What maps a single segment for
 longer has a share of that segment (`share`): the lock always reaches from the oldest segment
-that anybody still needs to the newest. A share may end in the garbage collector, at any point
-of any thread, so ending one never waits for a lock.
+that anybody still needs to the newest. Both may come from the garbage collector, at any point
+of any thread, so giving something up never waits for a lock.
 """
 
 from __future__ import annotations
@@ -40,16 +40,25 @@ class Lease:
     #: lease, if nobody reads through it any more.
     on_contention: Callable[[], None] | None = None
 
+    #: The owner will close it as soon as what still reads through it is done: waiting for that helps.
+    is_ending = False
+
     def __init__(self, path: Path, first: int, last: int) -> None:
         self._file = LockFile(path)
         self._first, self._last = first, last  # what the kernel has locked
         self._owned_from: int | None = first  # what the owner needs; None: it is done
         self._shares: Counter[int] = Counter()  # by seq, for as long as it is in `_shared`
         self._shared: list[int] = []  # heap of seqs that had shares: the oldest is looked up
-        self._ended: deque[list[int] | None] = deque()  # shares, [seq]; None for the owner's
+        # what ended: a share, [seq]; the owner's need of all outside (first, last); None: its need of any
+        self._ended: deque[list[int] | tuple[int, int] | None] = deque()
         self._pid = os.getpid()
         self._given_up: set[int] = set()
         self._lock = threading.Lock()
+        try:
+            self._file.outlast_mappings()  # mapped implies leased, for a process that is killed, too
+        except BaseException:
+            self._file.close()
+            raise
         if not self._file.try_range(first, last - first + 1, exclusive=False):
             self._file.close()
             raise OSError(f"segments {first} to {last} are being evicted: cache.lock was not held")
@@ -58,21 +67,17 @@ class Lease:
     def covers(self, seq: int) -> bool:
         return self._file.fd >= 0 and self._first <= seq <= self._last and seq not in self._given_up
 
+    def stays(self, seq: int) -> bool:
+        """Whether it covers a segment, and is not about to be closed."""
+        return not self.is_ending and self.covers(seq)  # in this order: it may be closed meanwhile
+
     def narrow(self, first: int, last: int) -> None:
         """The owner needs nothing outside first..last any more; it cannot be had back."""
-        with self._lock:
-            if self._owned_from is not None:
-                self._owned_from = max(self._owned_from, first)
-            if last < self._last and self._file.fd >= 0 and not any(self._shares.values()):
-                self._file.unlock_range(last + 1, self._last - last)
-                self._last = last
-            self._unlock_oldest()
-        self._settle()
+        self._end((first, last))
 
     def give_up(self, seq: int) -> None:
         """Unlock one segment in the middle, because it turned out unreadable."""
-        if self.covers(seq):
-            self._file.unlock_range(seq, 1)
+        if self.covers(seq) and self._unlock(seq, 1):
             self._given_up.add(seq)
 
     def share(self, seq: int) -> Callable[[], None]:
@@ -89,10 +94,11 @@ class Lease:
 
     def close(self) -> None:
         """The owner is done; what it mapped must be unmapped before. Idempotent; shares go on."""
-        self.on_contention = None  # it may know the owner: a cycle
         self._end(None)
+        self.on_contention = None  # it may know the owner: a cycle
+        self.is_ending = False  # last: what is leased still is shared
 
-    def _end(self, whose: list[int] | None) -> None:
+    def _end(self, whose: list[int] | tuple[int, int] | None) -> None:
         self._ended.append(whose)
         self._settle()
 
@@ -107,11 +113,20 @@ class Lease:
                     whose = self._ended[0]
                     if whose is None:
                         self._owned_from = None
+                    elif isinstance(whose, tuple):
+                        self._narrow(*whose)
                     elif whose:  # not yet taken in: Ctrl-C may have it told twice
                         self._shares[whose[0]] -= 1
                         whose.clear()
                     self._ended.popleft()
                 self._unlock_oldest()
+
+    def _narrow(self, first: int, last: int) -> None:
+        if self._owned_from is not None:
+            self._owned_from = max(self._owned_from, first)
+        may_narrow = last < self._last and self._file.fd >= 0 and not any(self._shares.values())
+        if may_narrow and self._unlock(last + 1, self._last - last):
+            self._last = last
 
     def _unlock_oldest(self) -> None:
         """Unlock what lies before the oldest segment that is still needed; under `_lock`."""
@@ -122,9 +137,16 @@ class Lease:
         if oldest is None:
             self._file.close()
             _leases.pop(id(self), None)
-        elif oldest > self._first and self._file.fd >= 0:
-            self._file.unlock_range(self._first, oldest - self._first)
+        elif oldest > self._first and self._file.fd >= 0 and self._unlock(self._first, oldest - self._first):
             self._first = oldest
+
+    def _unlock(self, first: int, count: int) -> bool:
+        """Whether the kernel did, which needs memory to split a lock; if not, they stay leased longer."""
+        try:
+            self._file.unlock_range(first, count)
+        except OSError:
+            return False
+        return True
 
 
 def own_leases(path: Path, seq: int) -> list[Lease]:

@@ -15,16 +15,23 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import struct
+import threading
 import weakref
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from arrowcache.storage.processes import OpenFile, command, open_files
 
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37  # Linux; fcntl names them only from Python 3.9 on glibc
 _REFUSED = (errno.EAGAIN, errno.EACCES)
 
 _open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+_opening = threading.RLock()  # held until `_open_files` has what is opened: no fork comes in between
 
 
 def file_identity(status: os.stat_result) -> tuple[int, int]:
@@ -38,13 +45,23 @@ class LockFile:
     Never blocks: whoever must wait polls, with a deadline.
     """
 
-    fd = -1  # closed, or not opened yet
+    fd = -1  # closed, being closed, or not opened yet
+    is_closed = False  # all locks are dropped
+    _keeper = -1  # see `outlast_mappings`
 
     def __init__(self, path: Path, flags: int = os.O_RDWR) -> None:
         self.path = path
-        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-        self.identity = file_identity(os.fstat(self.fd))
-        _open_files.add(self)
+        with _opening:
+            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            _open_files.add(self)
+        try:
+            status = os.fstat(self.fd)
+            if flags & os.O_CREAT and status.st_mode & 0o600 != 0o600:  # a umask took it
+                os.fchmod(self.fd, 0o600)
+            self.identity = file_identity(status)
+        except BaseException:
+            self.close()
+            raise
 
     def try_exclusive(self) -> bool:
         """Take the whole file's flock, if nobody has it."""
@@ -67,6 +84,22 @@ class LockFile:
             raise
         return True
 
+    def outlast_mappings(self) -> None:
+        """Have the kernel drop the locks only after all mapped files are freed when this process dies.
+
+        A process that is killed lets go of the files it mapped and of those it has open in no order that
+        one could count on: Linux unmaps first, but frees what was unmapped last. So this description
+        is also put on its way through a socket, which never arrives: it goes a round later than
+        everything else, when the socket is freed. Costs a descriptor.
+
+        Raises: OSError: none is left.
+        """
+        with _opening:
+            sender, keeper = socket.socketpair()
+            with sender, keeper:
+                socket.send_fds(sender, [b"-"], [self.fd])
+                self._keeper = keeper.detach()
+
     def unlock_range(self, start: int, length: int) -> None:
         fcntl.fcntl(self.fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
 
@@ -80,19 +113,31 @@ class LockFile:
         return range(max(first, start), stop)
 
     def close(self) -> None:
+        """Drop the locks. Never fails: what was done under them is done. Idempotent."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             try:
                 _open_files.discard(self)
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile may still share it
-                fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+                with suppress(OSError):  # closing does as well, unless a child forked meanwhile shares it
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+                with suppress(OSError):
+                    fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
             finally:
                 os.close(fd)
+                self.is_closed = True
+                self._close_keeper()
 
     def _close_in_child(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+            self._close_keeper()
+            self.is_closed = True
+
+    def _close_keeper(self) -> None:
+        if self._keeper >= 0:
+            keeper, self._keeper = self._keeper, -1
+            os.close(keeper)
 
     def __del__(self) -> None:
         self.close()
@@ -102,9 +147,12 @@ def _after_fork_in_child() -> None:
     for file in list(_open_files):
         file._close_in_child()
     _open_files.clear()
+    _opening.release()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_after_fork_in_child
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,53 +178,43 @@ def flock_holders(path: Path) -> list[Holder]:
     for line in lines:
         fields = line.split()
         if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5] == wanted:
-            found.append(Holder(int(fields[4]), _command(fields[4]), range(0)))
+            found.append(Holder(int(fields[4]), command(int(fields[4])), range(0)))
     return found
 
 
-def range_holders(path: Path) -> list[Holder]:
-    """Who holds OFD locks on a file, from /proc/*/fdinfo: processes of other users stay unseen."""
+def range_holders(path: Path, files: Iterable[OpenFile] | None = None) -> list[Holder]:
+    """Who shares locks on ranges of a file, from /proc/*/fdinfo: processes of other users stay unseen.
+
+    An exclusive lock is an evictor's, for a moment.
+
+    Args:
+        files: what processes have open, where that is known; None: it is looked up.
+    """
     try:
         wanted = _lock_identity(os.stat(path))
     except OSError:
         return []
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            found += [
-                Holder(int(process.name), _command(process.name), locked)
-                for locked in _ranges_of(process, wanted)
-            ]
-    return found
+    return [
+        Holder(file.pid, command(file.pid), locked)
+        for file in (open_files() if files is None else files)
+        if os.path.basename(file.link) == path.name
+        for locked in _ranges_of(file, wanted)
+    ]
 
 
-def _ranges_of(process: Path, wanted: str) -> list[range]:
-    ranges = []
+def _ranges_of(file: OpenFile, wanted: str) -> list[range]:
     try:
-        infos = list((process / "fdinfo").iterdir())
-    except OSError:  # not ours to read, or gone meanwhile
+        lines = Path(f"/proc/{file.pid}/fdinfo/{file.fd}").read_text().splitlines()
+    except OSError:  # closed meanwhile
         return []
-    for info in infos:
-        try:
-            lines = info.read_text().splitlines()
-        except OSError:  # closed meanwhile: in our own case at least the one that listed them
-            continue
-        for line in lines:
-            if line.startswith("lock:") and "OFDLCK" in line and f" {wanted} " in line:
-                start, stop = line.split()[-2:]
-                ranges.append(range(int(start), 2**63 - 1 if stop == "EOF" else int(stop) + 1))
+    ranges = []
+    for line in lines:
+        if line.startswith("lock:") and "OFDLCK" in line and " READ " in line and f" {wanted} " in line:
+            start, stop = line.split()[-2:]
+            ranges.append(range(int(start), 2**63 - 1 if stop == "EOF" else int(stop) + 1))
     return ranges
 
 
 def _lock_identity(status: os.stat_result) -> str:
     device = status.st_dev
     return f"{os.major(device):02x}:{os.minor(device):02x}:{status.st_ino}"
-
-
-def _command(pid: str) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return "unknown"
-    text = " ".join(word for word in words if word)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -12,6 +12,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import ctypes
+import errno
 import mmap
 import os
 import time
@@ -21,12 +22,17 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from arrowcache.shortage import explained
+
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
 _AGAIN_SECONDS = 0.05
+_EHWPOISON = 133  # Linux; errno has no name for it
+_UNREADABLE = (errno.EFAULT, _EHWPOISON)  # what madvise says where a touch would be a SIGBUS
+_ANY_LENGTH = 2**63 - 1
 _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the GIL
 _quick = ctypes.PyDLL(None, use_errno=True)  # these keep it: handing it over takes longer than they do
@@ -51,7 +57,8 @@ def _mmap(
     result = library.mmap(address or None, nbytes, protection, flags, fd, start)
     if result is None or result == _FAILED:
         code = ctypes.get_errno()
-        raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
+        why = explained(OSError(code, os.strerror(code))).strerror
+        raise OSError(code, f"mmap of {nbytes} bytes: {why}")
     return int(result)
 
 
@@ -82,6 +89,12 @@ def will_need(address: int, nbytes: int) -> None:
     _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)
 
 
+def will_read_on(address: int, nbytes: int) -> None:
+    """Let a touch of a part of a sparse mapping read what is around it too, as ever."""
+    start = address // PAGE_BYTES * PAGE_BYTES
+    _quick.madvise(start, address + nbytes - start, mmap.MADV_NORMAL)
+
+
 def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
     """Open a file to be mapped: (descriptor, bytes); the caller closes it.
 
@@ -89,10 +102,28 @@ def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
     """
     fd = _open(path)
     nbytes = _quick.lseek(fd, 0, os.SEEK_END)
+    if nbytes < 0:
+        code = ctypes.get_errno()
+        _quick.close(fd)
+        raise OSError(code, os.strerror(code), os.fspath(path))
     if not 0 < nbytes <= limit:
         _quick.close(fd)
         raise ValueError(f"{os.path.basename(path)} has {nbytes} bytes, a segment has 1 to {limit}")
     return fd, nbytes
+
+
+def is_readable(address: int, nbytes: int) -> bool:
+    """Read mapped pages from the disk: False where touching them would end the process by SIGBUS.
+
+    Blocks while the disk reads.
+    """
+    start = address // PAGE_BYTES * PAGE_BYTES
+    for _ in range(2):  # what failed once may have been chance
+        if not _libc.madvise(start, address + nbytes - start, _MADV_POPULATE_READ):
+            return True
+        if ctypes.get_errno() not in _UNREADABLE:  # an older kernel, or no memory for page tables
+            return True
+    return False
 
 
 class AddressRange:
@@ -144,32 +175,44 @@ class FileMapping:
     Args:
         on_unmap: called once the file is unmapped: mapped implies leased, so the lease ends then.
             Twice, if Ctrl-C comes in between.
+        limit: of its bytes. A longer file is not mapped: there may not be as many addresses.
         nbytes: of the file, where the caller knows them; None: the kernel is asked.
         writable: what is written through it is seen through it alone, never in the file.
-    Raises: OSError: it cannot be opened or mapped, or is empty.
+        sparse: a touch reads its page alone from the disk, not megabytes around it; whoever needs more
+            says so by `will_need` or `will_read_on`.
+    Raises: OSError: it cannot be opened or mapped. ValueError: empty, or longer than `limit`.
     """
 
     address = 0  # nothing is mapped yet
+    _on_unmap: Callable[[], None] | None = None
 
     def __init__(
         self,
         path: Path | str,
         on_unmap: Callable[[], None] | None = None,
         *,
+        limit: int = _ANY_LENGTH,
         nbytes: int | None = None,
         writable: bool = False,
+        sparse: bool = False,
     ) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        fd = _open(path)
+        fd, self.nbytes = open_file(path, limit) if nbytes is None else (_open(path), nbytes)
+        self._pid, self._touched_bytes = os.getpid(), 0
         try:
-            self.nbytes = os.fstat(fd).st_size if nbytes is None else nbytes
-            address = _mmap(0, self.nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd)
+            # Its addresses first: what Ctrl-C has nobody remember is some of these, and no mapped file.
+            self.address = address = _reserve(self.nbytes)
+            _mmap(address, self.nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd)
+            _quick.madvise(address, self.nbytes, mmap.MADV_DONTFORK)
+            if sparse:
+                _quick.madvise(address, self.nbytes, mmap.MADV_RANDOM)
+            _live[address] = None
+            self._on_unmap = on_unmap
+        except BaseException:
+            self._unmap()
+            raise
         finally:
             _quick.close(fd)
-        _quick.madvise(address, self.nbytes, mmap.MADV_DONTFORK)
-        self._on_unmap, self._pid, self._touched_bytes = on_unmap, os.getpid(), 0
-        _live[address] = None
-        self.address = address
 
     def populate(self, start: int, nbytes: int) -> None:
         """`populate` for bytes of the file."""
@@ -204,16 +247,37 @@ class FileMapping:
             self._on_unmap()
 
 
+def _reserve(nbytes: int) -> int:
+    """Addresses for a file, without memory; from a huge page on, where it has one: see AddressRange."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    if nbytes < HUGE_PAGE:
+        return _mmap(0, nbytes, _PROT_NONE, flags)
+    reserved = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + HUGE_PAGE
+    start = _mmap(0, reserved, _PROT_NONE, flags)
+    before = -start % HUGE_PAGE
+    if before:
+        _quick.munmap(start, before)
+    _quick.munmap(start + reserved - (HUGE_PAGE - before), HUGE_PAGE - before)
+    return start + before
+
+
 def _interrupt_again() -> None:
     time.sleep(_AGAIN_SECONDS)  # until the finalizer has ended
     _thread.interrupt_main()
 
 
 def _open(path: str | os.PathLike[str]) -> int:
-    fd = int(_quick.open(os.fsencode(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe may have its name by now
+    # The time of its first reading is a change of the file's inode, which waits where the disk is busy.
+    fd = int(_quick.open(os.fsencode(path), flags | os.O_NOATIME))
+    if fd < 0 and ctypes.get_errno() == errno.EPERM:  # it is another user's
+        fd = int(_quick.open(os.fsencode(path), flags))
     if fd < 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), os.fspath(path))
+        why = os.strerror(code)
+        if code in (errno.EMFILE, errno.ENFILE):
+            why = str(explained(OSError(code, why)).strerror)
+        raise OSError(code, why, os.fspath(path))
     return fd
 
 

@@ -3,7 +3,10 @@
 After the death of a process there is nothing to do but to sweep unlocked parts. After a restart
 of the machine unsynced files may be full of zeros at full length; cache.lock's boot id tells,
 and every older segment counts as suspect: its bytes are checked before its first use in each
-process. A folder that is not a cache is refused, and nothing in it is touched.
+process. The counter may have fallen back, too, behind numbers of segments that were evicted: it
+leaps, so that a saved state never means a later segment. Of what had left, some may be back: it
+leaves again where it does not fit. A folder that is not a cache is refused, and nothing in it is
+touched.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from arrowcache.errors import CacheFormatError, SchemaError
+from arrowcache.shortage import explaining
 from arrowcache.storage import layout
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import Settings
@@ -24,6 +28,7 @@ from arrowcache.storage.store import Store
 CHECKS = ("structure", "bytes")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LEAP = 1_000_000  # more segments than anybody publishes before the kernel writes the counter to the disk
 
 
 class HasStore(Protocol):
@@ -57,7 +62,8 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
         folder.read_settings()  # or it is not ours, and nothing of it is touched
     elif path.exists() and (foreign := _foreign_files(path)):
         raise CacheFormatError(
-            f"{path} holds other files ({', '.join(foreign[:3])}): give an empty or a new folder"
+            f"{path} holds other files ({', '.join(map(layout.shown, foreign[:3]))}): "
+            "give an empty or a new folder"
         )
     else:
         folder.create()
@@ -66,6 +72,8 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
         with store.locked():  # of several processes that create at once, the first one's settings hold
             exists = (path / layout.CACHE_JSON).exists()
             if not exists:
+                folder.write_record(layout.LockRecord(boot_id=boot_id()))  # new, not lost
+                folder.sync_record()
                 folder.write_settings(settings)
         if not exists:
             recover(store)
@@ -89,16 +97,17 @@ def open_store(path: Path, *, check: str) -> Store:
     if check not in CHECKS:
         raise ValueError(f"check={check!r} is unknown: use {' or '.join(map(repr, CHECKS))}")
     folder = Folder(path)
-    store = Store(folder, folder.read_settings(), check_bytes=check == "bytes")
-    folder.complete()
-    require_working_locks(folder)
-    recover(store)
+    with explaining(path):
+        store = Store(folder, folder.read_settings(), check_bytes=check == "bytes")
+        folder.complete()
+        require_working_locks(folder)
+        recover(store)
     return store
 
 
 def _foreign_files(path: Path) -> list[str]:
     """What in a folder no cache put there; without cache.json ours is only a cache half made."""
-    ours = {layout.CACHE_JSON, layout.CACHE_LOCK, layout.LEASE_LOCK, *layout.FOLDERS}
+    ours = {layout.CACHE_JSON, layout.CACHE_LOCK, layout.LEASE_LOCK, layout.USAGE, *layout.FOLDERS}
     names = sorted(os.listdir(path))
     foreign = [name for name in names if name not in ours]
     inside = [
@@ -156,7 +165,10 @@ def recover(store: Store) -> None:
         record, boot = folder.read_record(), boot_id()
         names = [*folder.segment_names(), *folder.quarantined_names()]
         highest = max((layout.parse_segment_name(name) or (-1,))[0] for name in [*names, ""])
-        next_seq = max(record.next_seq, highest + 1)
-        suspect = record.suspect_below if record.boot_id == boot else next_seq
+        next_seq, suspect = max(record.next_seq, highest + 1), record.suspect_below
+        if record.boot_id != boot:
+            next_seq = suspect = min(next_seq + _LEAP, layout.MOST_SEQ)
+            store.evict_beyond_capacity()
         if (next_seq, suspect, boot) != (record.next_seq, record.suspect_below, record.boot_id):
             folder.write_record(layout.LockRecord(next_seq, suspect, boot))
+            folder.sync_record()  # once a restart: the next leap is from here at least

@@ -6,7 +6,8 @@ It owns the order of things: list, decide (eviction.py), lock, effect (folder.py
 - a segment appears whole, under a seq that no segment had before, or not at all;
 - a leased segment is not evicted, and no segment before an older one;
 - every wait has a deadline and names what it waits for.
-cache.lock is held for decisions and renames, never while data is written or unlinked.
+cache.lock is held for decisions, renames and the sweeping of debris, never while data is written; and while
+what leaves is unlinked only where room must be there when a call returns, as of `resize`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 import time
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,37 +27,36 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from arrowcache.arrow.segment import EncodedSegment
-from arrowcache.errors import CacheFullError, LockTimeoutError
+from arrowcache.errors import CacheFormatError, CacheFullError, LockTimeoutError
+from arrowcache.shortage import MORE_ROOM, explained, explaining
 from arrowcache.storage.eviction import choose_victims, skip_for_headroom
 from arrowcache.storage.folder import PART_SLACK_BYTES, Folder, Part
-from arrowcache.storage.layout import PART, WAIT, SegmentInfo, Settings, parse_segment_name, segment_name
+from arrowcache.storage.layout import (
+    CACHE_LOCK,
+    FREED,
+    MOST_SEQ,
+    PART,
+    WAIT,
+    SegmentInfo,
+    Settings,
+    parse_segment_name,
+    segment_name,
+)
 from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile, flock_holders, range_holders
+from arrowcache.storage.overview import CacheStats, Survey
+from arrowcache.storage.pace import Flow, Pace
+from arrowcache.storage.sizing import BOOKKEEPING_BYTES, require_capacity, room_of_two
+from arrowcache.storage.usage import Usage
 from arrowcache.units import format_bytes
 
 LOCK_TIMEOUT_SECONDS = 60.0
-BOOKKEEPING_BYTES = 64 * 1024  # kept free for cache.json, pools/, ranks/ and folder blocks
 _WARN_AFTER_SECONDS = 30.0
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK_FULL_ATTEMPTS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A cache at one moment. Bytes are allocated bytes, as `du` counts them."""
-
-    capacity_bytes: int
-    allocated_bytes: int
-    published_bytes: int
-    incoming_bytes: int
-    leased_bytes: int
-    segments: int
-    rows: int
-    oldest_seq: int | None
-    next_seq: int
-    quarantined: int
-    waiting_writers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +95,50 @@ class Cancelled(Exception):
 class _Blocked(Enum):
     """What keeps a segment from getting room."""
 
-    LEASED = "leased by other processes: waiting may help"
-    OWN_LEASE = "leased by this very process"
+    LEASED = "leased by other processes, or by a reader here that is ending: waiting may help"
+    PACE = "training is behind the cache's pace: waiting helps once it goes on"
+    OWN_LEASE = "leased by this very process, whose reader goes on"
     DISK_FULL = "the disk is full, whatever is evicted"
     TOO_LARGE = "larger than the capacity"
 
 
-def room_of_two(segment_bytes: int) -> int:
-    """What two writers need at once: less, and samplers would stand still beside an epoch."""
-    return 2 * (segment_bytes + PART_SLACK_BYTES) + BOOKKEEPING_BYTES
+_WORTH_WAITING = (_Blocked.LEASED, _Blocked.PACE)
+
+
+class _Here(threading.local):
+    """What each thread has of its own."""
+
+    #: It holds this cache.lock, or waits for it. Weak: one whose closing Ctrl-C cut short closes as it goes.
+    lock: Callable[[], LockFile | None] = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.errands: deque[Callable[[], None]] = deque()
+
+    @property
+    def is_locked(self) -> bool:
+        file = self.lock()
+        return file is not None and not file.is_closed
+
+
+_here = _Here()
+
+
+def once_unlocked(errand: Callable[[], None]) -> None:
+    """Do what takes cache.lock itself: at once, or as soon as this thread has let go of every one.
+
+    So a finalizer may, which the garbage collector calls at any point of any thread.
+    """
+    _here.errands.append(errand)
+    _do_errands()
+
+
+def _do_errands() -> None:
+    while not _here.is_locked:
+        try:
+            errand = _here.errands.popleft()  # not "if there is one": the collector may come in between
+        except IndexError:
+            return
+        errand()
 
 
 class Store:
@@ -110,49 +148,73 @@ class Store:
         self.folder = folder
         self.settings = settings
         self.check_bytes = check_bytes
+        self.usage = Usage(folder)
         self._listing = _Listing([], {}, [])  # replaced as a whole
+
+    @property
+    def check(self) -> str:
+        """What is checked when a segment is first mapped: by this a cache is opened alike elsewhere."""
+        return "bytes" if self.check_bytes else "structure"
 
     @contextmanager
     def locked(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
         """Hold cache.lock, polled until the deadline.
 
-        Raises: LockTimeoutError: names the holder. OSError: the folder is gone or read-only.
+        Raises: LockTimeoutError: names the holder. OSError: the folder is gone or read-only; this, and
+            what is done meanwhile, says what to do.
         """
-        try:
+        with explaining(self.folder.path):
+            before = _here.lock
             file = LockFile(self.folder.cache_lock)
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                errno.ENOENT, "the cache's folder was moved or removed while in use", str(self.folder.path)
-            ) from None
-        try:
-            deadline = time.monotonic() + timeout_seconds
-            pause = 0.0005
-            while not file.try_exclusive():
-                if time.monotonic() > deadline:
-                    holders = ", ".join(map(str, flock_holders(file.path))) or "an unseen process"
-                    raise LockTimeoutError(
-                        f"{file.path} was held for over {timeout_seconds:g} s by {holders}: "
-                        "continue it (kill -CONT) or end it"
-                    )
-                time.sleep(pause * random.uniform(0.5, 1))
-                pause = min(2 * pause, 0.02)
-            yield
-        finally:
-            file.close()
+            try:
+                _here.lock = weakref.ref(file)
+                self._wait_for(file, timeout_seconds)
+                yield
+            finally:
+                try:
+                    file.close()
+                finally:  # Ctrl-C may have come before it did anything
+                    file.close()
+                    _here.lock = before
+                _do_errands()
+
+    def _wait_for(self, file: LockFile, timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        pause = 0.0005
+        while not file.try_exclusive():
+            if time.monotonic() > deadline:
+                holders = ", ".join(map(str, flock_holders(file.path))) or "an unseen process"
+                raise LockTimeoutError(
+                    f"{file.path} was held for over {timeout_seconds:g} s by {holders}: "
+                    "continue it (kill -CONT) or end it"
+                )
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, 0.02)
 
     def segments(self) -> list[SegmentInfo]:
-        """What is published, oldest first. Without cache.lock it may be evicted at once."""
-        return list(self._list().segments.values())
+        """What is published, oldest first. Without cache.lock it may be evicted at once.
+
+        Raises: OSError: the folder is gone, or its disk failed; says what to do.
+        """
+        with explaining(self.folder.path):
+            return list(self._list().segments.values())
 
     def _list(self) -> _Listing:
         names, known = self.folder.names_in_segments(), self._listing
         if names == known.names:
             return known
-        segments, foreign, passing = {}, [], False
+        segments: dict[str, SegmentInfo] = {}
+        foreign, passing, last = [], False, None
         for name in sorted(names):
             info = known.segments.get(name) or self.folder.segment_info(name)
-            if info is not None:
-                segments[name] = info
+            if info is not None and last is not None and info.seq == last.seq:
+                # Only one is a segment, or their rows would be mixed up: the one that was there before.
+                kept, other = (info, last) if name in known.segments else (last, info)
+                del segments[last.name]
+                segments[kept.name] = last = kept
+                foreign.append(other.name)
+            elif info is not None:
+                segments[name] = last = info
             elif parse_segment_name(name) is None:
                 foreign.append(name)
             else:
@@ -160,19 +222,33 @@ class Store:
         self._listing = _Listing([] if passing else names, segments, foreign)
         return self._listing
 
+    def look_anew(self) -> None:
+        """Forget what was listed: something else may have the name of a segment by now."""
+        self._listing = _Listing([], {}, [])
+
     def path_of(self, segment: SegmentInfo) -> Path:
         return self.folder.segments / segment.name
 
     # publishing
 
-    def publish(self, segment: EncodedSegment, task: str = "", policy: RoomPolicy | None = None) -> Published:
+    def publish(
+        self,
+        segment: EncodedSegment,
+        task: str = "",
+        policy: RoomPolicy | None = None,
+        on_visible: Callable[[], None] = lambda: None,
+    ) -> Published:
         """Write a segment and make it visible.
 
-        Blocks: while the segment is written, and as `policy` says while there is no room.
+        Args:
+            on_visible: called as soon as it is: what is raised after that, as by Ctrl-C, is no reason to
+                publish its rows again. Quick; raises nothing.
+        Blocks: while the segment is written, and as `policy` says while there is no room. Where the disk is
+            full before the cache is, up to three of the oldest segments leave for room, with each call.
         Raises: CacheFullError, LockTimeoutError, Cancelled, OSError; nothing is left behind.
         """
         policy = policy or RoomPolicy()
-        for _ in range(_DISK_FULL_ATTEMPTS):
+        for left in reversed(range(_DISK_FULL_ATTEMPTS)):
             started = time.monotonic()
             part: Part | None = None
             try:
@@ -182,29 +258,44 @@ class Store:
                 part.write(segment.pieces)
                 if self.settings.durable:
                     part.sync()
-                info = self._link(part, segment.rows, task)
+                info = self._link(part, segment.rows, task, on_visible)
                 if self.settings.durable:
-                    self._sync_names()
+                    self._sync_names()  # after the bytes: a name that outlasts a power cut has them
                 return Published(info, waited)
             except OSError as error:
                 if error.errno not in _DISK_FULL:
-                    raise
+                    raise explained(error, self.folder.path) from None
             finally:
                 if part is not None:
                     part.discard()
-            self.evict(segment.nbytes)
+            if left:  # else it would go in vain
+                self.evict(segment.nbytes)
         raise CacheFullError(self._why(segment.nbytes, _Blocked.DISK_FULL, policy))
 
-    def _link(self, part: Part, rows: int, task: str) -> SegmentInfo | None:
+    def _link(self, part: Part, rows: int, task: str, on_visible: Callable[[], None]) -> SegmentInfo | None:
         with self.locked():
             if task and any(segment.task == task for segment in self.segments()):
                 return None
             record = self.folder.read_record()
+            if record.next_seq >= MOST_SEQ:
+                raise CacheFormatError(
+                    f"{self.folder.segments} has a segment of the last number there is, "
+                    f"{record.next_seq - 1}: remove it, and {CACHE_LOCK}"
+                )
             name = segment_name(record.next_seq, rows, task)
+            info = part.info(name)  # before readers see it: what fails later has its rows published again
             self.folder.write_record(replace(record, next_seq=record.next_seq + 1))
-            self.folder.link(part, name)
-            info = self.folder.segment_info(name)
+            try:
+                self.folder.link(part, name)
+            except OSError:
+                raise
+            except BaseException:  # Ctrl-C, before the call or after it
+                if os.path.lexists(self.folder.segments / name):
+                    on_visible()
+                raise
+            on_visible()
             part.discard()
+            self.usage.add_inserted(record.next_seq, rows)
         return info
 
     def _sync_names(self) -> None:
@@ -225,27 +316,28 @@ class Store:
                     outcome = self._try_claim(nbytes)
                     if outcome is _Blocked.OWN_LEASE and policy.in_background:
                         outcome = _Blocked.LEASED
-                    if sign is None and outcome is _Blocked.LEASED and policy.on_full == "wait":
+                    if sign is None and outcome in _WORTH_WAITING and policy.on_full == "wait":
                         sign = self.folder.new_wait()
                 if isinstance(outcome, Part):
                     return outcome
                 if isinstance(outcome, list):
                     for path in outcome:
-                        self.folder.remove(path)
+                        self.folder.remove_unlocked(path)
                     continue
                 if policy.is_cancelled():
                     raise Cancelled(f"a wait for {format_bytes(nbytes)} was cancelled")
                 waited = time.monotonic() - started
-                if policy.on_full == "raise" or outcome is not _Blocked.LEASED:
+                for_room = "" if outcome is _Blocked.PACE else " for room"
+                if policy.on_full == "raise" or outcome not in _WORTH_WAITING:
                     raise CacheFullError(self._why(nbytes, outcome, policy))
                 if policy.timeout_seconds is not None and waited >= policy.timeout_seconds:
                     raise CacheFullError(
-                        f"waited {waited:.1f} s for room: {self._why(nbytes, outcome, policy)}"
+                        f"waited {waited:.1f} s{for_room}: {self._why(nbytes, outcome, policy)}"
                     )
                 if waited > _WARN_AFTER_SECONDS and not warned:
                     warned = True
                     why = self._why(nbytes, outcome, policy)
-                    message = f"a writer has been waiting {waited:.0f} s for room: {why}"
+                    message = f"a writer has been waiting {waited:.0f} s{for_room}: {why}"
                     warnings.warn(message, RuntimeWarning, stacklevel=4)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.2)
@@ -262,6 +354,8 @@ class Store:
         folder = self.folder
         self.refresh_settings()
         listed = self.segments()
+        if self._why_paced(listed):
+            return _Blocked.PACE
         block = os.statvfs(folder.path).f_frsize
         needed = -(-nbytes // block) * block + PART_SLACK_BYTES + BOOKKEEPING_BYTES
         excess = self.allocated_bytes(listed) + needed - self.settings.capacity_bytes
@@ -282,8 +376,11 @@ class Store:
             return [path for path, _ in self._retire(listed, excess)]
         if listed and own_leases(folder.lease_lock, listed[0].seq):
             self._end_idle_leases(listed)
-            return _Blocked.OWN_LEASE if own_leases(folder.lease_lock, listed[0].seq) else []
-        nothing_will_leave = not listed and not folder.locked_incoming(PART)
+            left = own_leases(folder.lease_lock, listed[0].seq)
+            if any(lease.stays(listed[0].seq) for lease in left):
+                return _Blocked.OWN_LEASE
+            return _Blocked.LEASED if left else []
+        nothing_will_leave = not listed and not any(map(folder.locked_incoming, (PART, FREED)))
         return _Blocked.TOO_LARGE if nothing_will_leave else _Blocked.LEASED
 
     def _end_idle_leases(self, listed: list[SegmentInfo]) -> None:
@@ -303,9 +400,11 @@ class Store:
             victims = choose_victims(
                 listed, lambda segment: not file.try_range(segment.seq, 1, exclusive=True), excess
             )
-            return [(self.folder.retire(victim.name), victim) for victim in victims]
+            retired = [(self.folder.retire(victim.name), victim) for victim in victims]
         finally:
             file.close()
+        self.usage.add_evicted(victims)
+        return retired
 
     def allocated_bytes(self, listed: list[SegmentInfo]) -> int:
         """What the whole folder takes on the disk, half-written files included."""
@@ -319,13 +418,19 @@ class Store:
     def _why(self, nbytes: int, blocked: _Blocked, policy: RoomPolicy) -> str:
         """The fact, the numbers and the way out; asks /proc, so never under cache.lock."""
         listed = self.segments()
-        leased = self._leased(listed)
+        if blocked is _Blocked.PACE:
+            wait = "" if policy.on_full == "wait" else ", or pass on_full='wait'"
+            return (
+                f"{self._why_paced(listed) or 'training has just caught up'}: train on, or set another pace "
+                f"with cache.set_pace(){wait}"
+            )
+        leased = self.leased(listed)
         text = (
             f"segment needs {format_bytes(nbytes)}, {format_bytes(self._evictable_bytes(listed))} of "
             f"{format_bytes(self.settings.capacity_bytes)} can be freed"
         )
         if blocked is _Blocked.DISK_FULL:
-            return f"{text}, and the disk is full: free space on it, or cache.resize() to less"
+            return f"{text}, and the disk is full: {MORE_ROOM}"
         if blocked is _Blocked.TOO_LARGE:
             return f"{text}, and it never can be enough: raise the capacity with cache.resize()"
         if leased:
@@ -340,6 +445,31 @@ class Store:
             )
         wait = ", or pass on_full='wait'" if policy.on_full == "raise" else ""
         return f"{text}; raise capacity, or raise headroom{wait}"
+
+    # pace
+
+    def flow(self, listed: list[SegmentInfo]) -> Flow:
+        """What the pace goes by."""
+        usage = self.usage.record()
+        return Flow(
+            max(0, usage.inserted_rows - usage.paced_inserted_rows),
+            usage.served_rows - usage.paced_served_rows,
+            sum(segment.rows for segment in listed),
+        )
+
+    def set_pace(self, pace: Pace | None) -> None:
+        """Change the pace for all processes."""
+        with self.locked():
+            self.refresh_settings()
+            self.usage.begin_pace()  # first: who is killed in between leaves the pace that was
+            self.settings = replace(self.settings, pace=pace)
+            self.folder.write_settings(self.settings)
+
+    def _why_paced(self, listed: list[SegmentInfo]) -> str:
+        """Why writers wait for training; empty: they do not, as while a loader waits."""
+        pace = self.settings.pace
+        why = "" if pace is None else pace.keeps_sampler(self.flow(listed))
+        return "" if why and self.usage.a_loader_waits() else why
 
     # leasing and reading
 
@@ -356,8 +486,7 @@ class Store:
             self.refresh_settings()
             listed = self.segments()
             if headroom:
-                free = self.settings.capacity_bytes - self.allocated_bytes(listed)
-                wanted = max(self.settings.headroom_bytes, room_of_two(self.settings.segment_bytes))
+                free, wanted = self._free_and_headroom_bytes(self.allocated_bytes(listed))
                 listed = listed[skip_for_headroom(listed, free, wanted) :]
             if not listed:
                 return [], None
@@ -374,7 +503,24 @@ class Store:
             lease.narrow(listed[0].seq, listed[-1].seq)
         return listed, lease
 
+    def _free_and_headroom_bytes(self, allocated: int) -> tuple[int, int]:
+        """What may still be written, and what a snapshot leaves to samplers; a disk may hold less than the
+        capacity."""
+        status = os.statvfs(self.folder.path)
+        holds = min(self.settings.capacity_bytes, allocated + status.f_bavail * status.f_frsize)
+        headroom = self.settings.with_capacity(holds).headroom_bytes
+        return holds - allocated, max(headroom, room_of_two(self.settings.segment_bytes))
+
     # looking after it
+
+    def evict_beyond_capacity(self) -> None:
+        """Make what is there fit again, after a power cut brought back what had left; under cache.lock."""
+        self.refresh_settings()
+        self.drop_quarantined_beyond_capacity()
+        listed = self.segments()
+        excess = self.allocated_bytes(listed) - self.settings.capacity_bytes
+        for path, _ in self._retire(listed, excess):
+            self.folder.remove(path)
 
     def drop_quarantined_beyond_capacity(self) -> None:
         """Make sure that the reasons beside quarantined segments fit too; under cache.lock."""
@@ -416,16 +562,19 @@ class Store:
             self._end_idle_leases(listed)
             retired = self._retire(listed, nbytes)
         for path, _ in retired:
-            self.folder.remove(path)
+            self.folder.remove_unlocked(path)
         return sum(segment.allocated_bytes for _, segment in retired)
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the capacity, evicting what no longer fits.
 
-        Raises: CacheFullError: leased segments do not fit; nothing is changed then.
+        Raises: ValueError: it does not fit the other sizes. CacheFullError: leased segments do not fit.
+            Nothing is changed then.
         """
         with self.locked():
             self.refresh_settings()
+            settings = self.settings.with_capacity(capacity_bytes)
+            require_capacity(settings)
             listed = self.segments()
             self._end_idle_leases(listed)
             self.folder.sweep()
@@ -442,32 +591,53 @@ class Store:
                 excess = self.allocated_bytes(listed) + 2 * PART_SLACK_BYTES - capacity_bytes
             for path, _ in self._retire(listed, excess):
                 self.folder.remove(path)  # under the lock: when it is released, the capacity holds
-            self.settings = self.settings.with_capacity(capacity_bytes)
+            self.settings = settings
             self.folder.write_settings(self.settings)
 
     def _evictable_bytes(self, listed: list[SegmentInfo]) -> int:
-        leased = self._leased(listed)
+        leased = self.leased(listed)
         oldest_leased = leased[0].seq if leased else listed[-1].seq + 1 if listed else 0
         return sum(segment.allocated_bytes for segment in listed if segment.seq < oldest_leased)
 
     def stats(self) -> CacheStats:
-        """Count; takes cache.lock for as long as a listing takes."""
-        with self.locked():
+        """Count; takes cache.lock as `survey` does."""
+        return self.survey().stats
+
+    def survey(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Survey:
+        """What is there at one moment; takes cache.lock, but not while it asks about files it does not know.
+
+        Raises: LockTimeoutError, OSError: as `locked`.
+        """
+        self.segments()  # known before the lock is taken: who only looks keeps nobody waiting
+        with self.locked(timeout_seconds):
             self.refresh_settings()
             listed = self.segments()
-            return CacheStats(
+            leased = self.leased(listed)
+            usage = self.usage.record()
+            rows = np.array([segment.rows for segment in listed], np.int64)
+            served = self.usage.served(np.array([segment.seq for segment in listed], np.int64))
+            stats = CacheStats(
                 capacity_bytes=self.settings.capacity_bytes,
                 allocated_bytes=self.allocated_bytes(listed),
                 published_bytes=sum(segment.allocated_bytes for segment in listed),
                 incoming_bytes=self.folder.incoming_bytes(),
-                leased_bytes=sum(segment.allocated_bytes for segment in self._leased(listed)),
+                leased_bytes=sum(segment.allocated_bytes for segment in leased),
                 segments=len(listed),
-                rows=sum(segment.rows for segment in listed),
+                rows=int(rows.sum()),
                 oldest_seq=listed[0].seq if listed else None,
                 next_seq=self.folder.read_record().next_seq,
                 quarantined=len(self.folder.quarantined_names()),
                 waiting_writers=self.folder.locked_incoming(WAIT),
+                inserted_rows=usage.inserted_rows,
+                served_rows=usage.served_rows,
+                evicted_segments=usage.evicted_segments,
+                evicted_rows=usage.evicted_rows,
+                unread_rows=usage.unread_rows,
+                times_served=float(served @ rows / rows.sum()) if rows.size else 0.0,
+                most_times_served=int(served.max(initial=0)),
+                paced=self._why_paced(listed),
             )
+        return Survey(stats, listed, leased)
 
     def suspect_below(self) -> int:
         """Segments of a lower seq may have lost their bytes: check them before their first use."""
@@ -475,7 +645,7 @@ class Store:
             return 2**63 - 1
         return 0 if self.settings.durable else self.folder.read_record().suspect_below
 
-    def _leased(self, listed: list[SegmentInfo]) -> list[SegmentInfo]:
+    def leased(self, listed: list[SegmentInfo]) -> list[SegmentInfo]:
         """Which of the listed segments anybody leases: a few questions to the kernel, not one each."""
         if not listed:
             return []

@@ -2,11 +2,13 @@
 
 Structure is checked whenever a segment is first mapped, bytes by `verify`, by check="bytes" and
 after a restart of the machine. What fails moves to quarantine/, under its exclusive lock byte
-like an eviction, with the reason beside it; it is reported, and never read.
+like an eviction, with the reason beside it; it is reported, and never read. What cannot be opened
+or mapped, because of the disk or of rights, is reported and stays: it may be sound.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -19,9 +21,14 @@ from arrowcache.storage import layout
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.mapping import FileMapping
+from arrowcache.storage.mapping import FileMapping, is_readable
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes
+
+_OUT_OF_RESOURCES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_NO_SEGMENT = (  # the name is that of nothing, a link, a socket, a folder, an empty file, a pipe
+    errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EINVAL, errno.ESPIPE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,47 +42,95 @@ class Problem:
         return f"{self.name}: {self.reason}"
 
 
+class UnreadableSegmentError(CorruptSegmentError):
+    """A segment that cannot be read now, for a reason that is not in its file: it stays where it is."""
+
+
+def unfit(error: BaseException) -> CorruptSegmentError | None:
+    """What the failure to map a segment's file says of the segment.
+
+    Returns: None: nothing; this process has too little memory or too many files open.
+    """
+    code = getattr(error, "errno", None)
+    if isinstance(error, ValueError) or code in _NO_SEGMENT:
+        return CorruptSegmentError(f"cannot be mapped: {error}")
+    if not isinstance(error, OSError) or code in _OUT_OF_RESOURCES:
+        return None
+    return UnreadableSegmentError(f"its file cannot be read now: {error}")
+
+
 def check_file(
     file: pa.Buffer, store: Store, segment: SegmentInfo, *, check_bytes: bool
 ) -> segment_file.Layout:
     """Check a mapped segment's structure, and its bytes if asked; the caller holds a lease on it.
 
+    It is no longer than a segment may be: `open_file` and `FileMapping` see to that before they map it.
+
     Raises: CorruptSegmentError: what is wrong.
     """
+    if check_bytes and not is_readable(file.address, file.size):
+        raise CorruptSegmentError("the disk does not give its bytes (an I/O error: see dmesg)")
     layout_of_file = segment_file.read_structure(file, store.settings.schema, segment.rows)
     if check_bytes:
         segment_file.check_bytes(file, store.settings.schema)
     return layout_of_file
 
 
-def quarantine(store: Store, segment: SegmentInfo, reason: str) -> bool:
+def quarantine(store: Store, segment: SegmentInfo, error: CorruptSegmentError) -> bool:
     """Move a damaged segment out of sight, unless another reader still leases it; warns.
 
-    Nothing of it may be mapped here, and no lease of this process may cover it any more.
+    Nothing of it may be mapped here, and no lease of this process may cover it any more. One that
+    is only unreadable is warned of.
     Returns: whether it moved; if not, a later reader or `verify` finds it again.
     """
-    with store.locked():
-        file = LockFile(store.folder.lease_lock)
+    moved, action = False, "left out"
+    if not isinstance(error, UnreadableSegmentError):
         try:
-            free = file.try_range(segment.seq, 1, exclusive=True)
-            if free and os.path.lexists(store.path_of(segment)):
-                store.folder.isolate(segment.name, reason)
-                store.drop_quarantined_beyond_capacity()
+            moved, action = _isolate(store, segment, str(error))
+        except FileNotFoundError:
+            raise  # there is no cache any more
+        except OSError as why:  # such as a read-only disk: others can be read
+            action = f"left out, since it could not be quarantined ({why})"
+    warnings.warn(f"segment {segment.name} {action}: {error}", RuntimeWarning, stacklevel=2)
+    return moved
+
+
+def _isolate(store: Store, segment: SegmentInfo, reason: str) -> tuple[bool, str]:
+    """Whether it moved, and what became of it."""
+    folder = store.folder
+    with store.locked():
+        file = LockFile(folder.lease_lock)
+        try:
+            if not file.try_range(segment.seq, 1, exclusive=True):
+                return False, "left out, still leased by another reader"
+            if folder.segment_info(segment.name) is not None:
+                folder.isolate(segment.name, reason)
+                try:
+                    if store.settings.durable:  # nobody checks its bytes again after a power cut
+                        folder.sync_isolated()
+                    store.drop_quarantined_beyond_capacity()
+                except OSError as why:
+                    return True, f"quarantined in part ({why})"
+            elif os.path.lexists(store.path_of(segment)):
+                store.look_anew()
+                return False, "left out, since it is no plain file"
         finally:
             file.close()
-    action = "quarantined" if free else "left out, still leased by another reader"
-    warnings.warn(f"segment {segment.name} {action}: {reason}", RuntimeWarning, stacklevel=2)
-    return free
+    return True, "quarantined"
 
 
 def verify(store: Store, *, repair: bool) -> list[Problem]:
     """Check everything: each segment's structure and bytes, names, tasks, capacity, debris.
 
     Blocks: reads the whole cache, leasing one segment at a time, so nobody waits for it.
-    Returns: the problems, empty when all is well; damaged segments are quarantined if `repair`.
+    Returns: the problems, empty when all is well; damaged segments are quarantined if `repair`, those
+        that cannot be read for another reason stay.
+    Raises: OSError: this process has too little memory or too many files open; that is no damage.
     """
     folder = store.folder
     problems = []
+    store.look_anew()
+    store.segments()  # each file, without keeping anybody waiting
     with store.locked():
         store.refresh_settings()
         if repair:
@@ -85,30 +140,32 @@ def verify(store: Store, *, repair: bool) -> list[Problem]:
         allocated = store.allocated_bytes(listed)
         capacity = store.settings.capacity_bytes
         record = folder.read_record()
+        is_behind = bool(listed) and listed[-1].seq >= record.next_seq
+        if is_behind and repair:
+            folder.write_record(replace(record, next_seq=listed[-1].seq + 1))
         foreign = sorted(set(os.listdir(folder.segments)) - names)
-    problems += [Problem(f"{layout.SEGMENTS}/{name}", "not a segment's name or file") for name in foreign]
+    problems += [
+        Problem(f"{layout.SEGMENTS}/{layout.shown(name)}", "not a segment's name or file") for name in foreign
+    ]
     if allocated > capacity:
         excess = format_bytes(allocated - capacity)
         problems.append(Problem(".", f"allocated bytes exceed the capacity by {excess}"))
-    if listed and listed[-1].seq >= record.next_seq:
+    if is_behind:
         problems.append(Problem(layout.CACHE_LOCK, f"next seq {record.next_seq} is taken already"))
-        if repair:
-            with store.locked():
-                folder.write_record(replace(folder.read_record(), next_seq=listed[-1].seq + 1))
     tasks: dict[str, str] = {}
     for segment in listed:
         if segment.task and tasks.setdefault(segment.task, segment.name) != segment.name:
             problems.append(Problem(segment.name, f"repeats the task of {tasks[segment.task]}"))
-        if (problem := _verify_segment(store, segment)) is not None:
-            problems.append(problem)
+        if (error := _verify_segment(store, segment)) is not None:
+            problems.append(Problem(segment.name, str(error)))
             if repair:
-                quarantine(store, segment, problem.reason)
+                quarantine(store, segment, error)
     return problems
 
 
-def _verify_segment(store: Store, segment: SegmentInfo) -> Problem | None:
+def _verify_segment(store: Store, segment: SegmentInfo) -> CorruptSegmentError | None:
     with store.locked():
-        if not os.path.lexists(store.path_of(segment)):
+        if store.folder.segment_info(segment.name) is None:
             return None  # evicted meanwhile
         lease = Lease(store.folder.lease_lock, segment.seq, segment.seq)
     try:
@@ -117,10 +174,15 @@ def _verify_segment(store: Store, segment: SegmentInfo) -> Problem | None:
         lease.close()
 
 
-def _check_mapped(store: Store, segment: SegmentInfo) -> Problem | None:
+def _check_mapped(store: Store, segment: SegmentInfo) -> CorruptSegmentError | None:
     try:
-        file = FileMapping(store.path_of(segment)).buffer()
+        file = FileMapping(store.path_of(segment), limit=store.settings.segment_bytes).buffer()
         check_file(file, store, segment, check_bytes=True)
-    except (CorruptSegmentError, OSError) as error:
-        return Problem(segment.name, str(error))
+    except CorruptSegmentError as error:
+        return error.with_traceback(None)  # which has the mapping
+    except (OSError, ValueError) as error:
+        what = unfit(error)
+        if what is None:
+            raise
+        return what
     return None

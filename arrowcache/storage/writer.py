@@ -2,7 +2,7 @@
 
 Guarantees: an `append` that raises has not taken its sample, and nothing taken before is lost;
 a full segment is published at once, a part-filled one after `max_delay` seconds or at close.
-Must never: publish half a sample, or keep a thread that outlives `close()` or `abort()`.
+Must never: publish half a sample, or keep a thread that outlives `close()`, `abort()` or itself.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from arrowcache.arrow.builder import Rows, SegmentBuilder
-from arrowcache.errors import CacheFullError
+from arrowcache.errors import ArrowCacheError, CacheFullError
+from arrowcache.shortage import start
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 from arrowcache.units import parse_seconds
 
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 ON_FULL = ("wait", "raise")
+
+_UNPUBLISHED = (ArrowCacheError, OSError, MemoryError)  # what a publish raises: its rows are kept
 
 
 class Writer:
@@ -44,9 +50,10 @@ class Writer:
         self._policy = RoomPolicy(on_full, timeout, is_cancelled=self._aborted.is_set)
         self._max_delay = parse_seconds(max_delay, "max_delay")
         self._oldest_sample = 0.0  # monotonic time of the first sample in the builder
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
         self._closed = False
         self._flusher: threading.Thread | None = None
+        self._wake: SimpleQueue[object] = SimpleQueue()  # unlike a condition, whole wherever Ctrl-C comes
         self._pid = os.getpid()
 
     def append(self, sample: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
@@ -73,7 +80,7 @@ class Writer:
         """
         if self._is_inherited():
             return
-        with self._changed:
+        with self._lock:
             if not self._closed:
                 try:
                     self._publish(self._policy)
@@ -87,7 +94,7 @@ class Writer:
         if self._is_inherited():
             return
         self._aborted.set()
-        with self._changed:
+        with self._lock:
             self._builder.clear()
             self._end()
         self._join()
@@ -102,12 +109,12 @@ class Writer:
             self.close()
             return
         try:
-            with self._changed:
+            with self._lock:
                 rows = self._builder.rows
                 try:
                     if not self._closed:
                         self._publish(RoomPolicy("raise"))
-                except (CacheFullError, OSError) as why:
+                except _UNPUBLISHED as why:
                     message = f"{rows} samples were discarded as an exception passed: {why}"
                     warnings.warn(message, RuntimeWarning, stacklevel=2)
         finally:
@@ -115,6 +122,7 @@ class Writer:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self._builder.rows and not self._is_inherited():
+            self._closed = True  # else its thread could publish, meanwhile, what is said to be lost
             message = f"a writer with {self._builder.rows} unpublished samples was not closed"
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
@@ -124,9 +132,10 @@ class Writer:
     def _take(self, sample: Mapping[str, Any], *, many: bool) -> None:
         if self._is_inherited():
             raise ValueError("the writer belongs to the process that forked this one: make a new one here")
-        with self._changed:
+        with self._lock:
             self._require_open()
             rows = self._builder.convert(sample, many=many)
+            self._start_flusher()  # before a sample is taken: it may fail
             taken = 0
             try:
                 while taken < rows.count:
@@ -135,28 +144,31 @@ class Writer:
                 if many:
                     raise CacheFullError(f"{taken} of {rows.count} samples were taken: {error}") from error
                 raise
+            except OSError as error:
+                if many and taken and error.errno is not None:
+                    text = f"{taken} of {rows.count} samples were taken: {error.strerror}"
+                    raise OSError(error.errno, text, error.filename) from error
+                raise
             except Cancelled:
                 raise ValueError("the writer was aborted while this call waited for room") from None
             if self._builder.is_full:
                 try:
                     self._publish(RoomPolicy("raise"))
-                except (CacheFullError, OSError):
+                except _UNPUBLISHED:
                     pass  # every sample is taken: the next append or close waits, or reports it
 
     def _take_some(self, rows: Rows, start: int) -> int:
+        if self._builder.rows == 0:  # before one is taken: Ctrl-C may come after it
+            self._oldest_sample = time.monotonic()
+            self._wake_flusher()
         count = 0 if self._builder.is_full else self._builder.take(rows, start)
         if count == 0:
             self._publish(self._policy)
-            return 0
-        if self._builder.rows == count:
-            self._oldest_sample = time.monotonic()
-            self._start_flusher()
         return count
 
     def _publish(self, policy: RoomPolicy) -> None:
         if self._builder.rows:
-            self._store.publish(self._builder.encode(), policy=policy)
-            self._builder.clear()
+            self._store.publish(self._builder.encode(), policy=policy, on_visible=self._builder.clear)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -164,37 +176,58 @@ class Writer:
 
     def _end(self) -> None:
         self._closed = True
-        self._changed.notify_all()
+        self._wake_flusher()
 
     # max_delay
 
     def _start_flusher(self) -> None:
-        if self._max_delay is None:
-            return
-        if self._flusher is None:
-            self._flusher = threading.Thread(target=self._flush_loop, name="arrowcache-flush", daemon=True)
-            self._flusher.start()
-        self._changed.notify_all()
+        if self._max_delay is not None and self._flusher is None:
+            mine = weakref.ref(self, self._wake.put)
+            flusher = threading.Thread(
+                target=_flush, args=(mine, self._wake), name="arrowcache-flush", daemon=True
+            )
+            start(flusher)
+            self._flusher = flusher
 
-    def _flush_loop(self) -> None:
-        """Publish a part-filled segment once its first sample is `max_delay` old."""
+    def _wake_flusher(self) -> None:
+        if self._flusher is not None:  # else nobody empties the queue
+            self._wake.put(None)
+
+    def _flush_due(self) -> float | None:
+        """Publish a part-filled segment whose first sample is `max_delay` old.
+
+        Returns: seconds to the next look; None: none before a sample comes.
+        """
         assert self._max_delay is not None
-        with self._changed:
-            while not self._closed:
-                due = self._oldest_sample + self._max_delay - time.monotonic()
-                if self._builder.rows == 0:
-                    self._changed.wait()
-                elif due > 0:
-                    self._changed.wait(due)
-                else:
-                    try:
-                        self._publish(RoomPolicy("raise"))
-                    except (CacheFullError, OSError):
-                        self._changed.wait(max(self._max_delay, 0.1))  # append waits as it was told to
+        with self._lock:
+            if self._closed or self._builder.rows == 0:
+                return None
+            due = self._oldest_sample + self._max_delay - time.monotonic()
+            if due > 0:
+                return due
+            try:
+                self._publish(RoomPolicy("raise"))
+            except _UNPUBLISHED:
+                return max(self._max_delay, 0.1)  # append waits as it was told to
+            return None
 
     def _join(self) -> None:
         if self._flusher is not None and self._flusher is not threading.current_thread():
             self._flusher.join()
+
+
+def _flush(reference: weakref.ref[Writer], wake: SimpleQueue[object]) -> None:
+    """The thread of `max_delay`. It refers to no writer while it waits, and ends with one that is dropped."""
+    seconds: float | None = None
+    while True:
+        with suppress(Empty):
+            wake.get(timeout=seconds)
+        writer = reference()
+        if writer is None or writer._closed:
+            wake.put(None)  # for another one, which there is where Ctrl-C came as this one started
+            return
+        seconds = writer._flush_due()
+        del writer
 
 
 def _one_mapping(sample: Mapping[str, Any] | None, fields: dict[str, Any]) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from arrowcache.tensorflow.dataset import dataset
 from arrowcache.tensorflow.examples import example_parser
+from arrowcache.tensorflow.sampler import TFRecordFiles
 from arrowcache.tensorflow.tfrecord import from_tfrecords, to_tfrecords
 
-__all__ = ["dataset", "example_parser", "from_tfrecords", "to_tfrecords"]
+__all__ = ["TFRecordFiles", "dataset", "example_parser", "from_tfrecords", "to_tfrecords"]

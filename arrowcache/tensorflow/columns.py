@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
 from arrowcache.errors import SchemaError
 
+_MOST_DIMENSIONS = 254
 _IDS = {"_seq": tf.int64, "_row": tf.int64, "_age_seconds": tf.float64}
 
 
@@ -71,7 +72,10 @@ def columns_of(schema: Schema, names: Sequence[str], rows: int | None, *, with_i
     columns = []
     for name in names:
         try:
-            columns.append(_column(name, schema[name], rows))
+            column = _column(name, schema[name], rows)
+            if len(column.spec.shape) > _MOST_DIMENSIONS:
+                raise ValueError(f"{len(column.spec.shape)} dimensions, the most are {_MOST_DIMENSIONS}")
+            columns.append(column)
         except (TypeError, ValueError) as error:
             raise SchemaError(
                 f"TensorFlow cannot hold column {name!r}, {schema[name]!r} ({error}): "

@@ -14,16 +14,20 @@ from typing import Any
 import tensorflow as tf
 
 from arrowcache.arrow.schema import Schema
+from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.loader import Loader
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore
 from arrowcache.tensorflow.arrow import arrow_dataset, find_reader
 from arrowcache.tensorflow.columns import columns_of
+from arrowcache.tensorflow.frames import Rooms
 from arrowcache.tensorflow.native import native_dataset
 from arrowcache.units import parse_count
 
 _BACKENDS = ("auto", "arrow", "native")
 _MOST_PREFETCH = 1 << 16
+_MOST_BATCHES = 256  # of a frame
+_FRAME_BYTES = 32 << 20  # of the arrow backend: TensorFlow takes a millisecond for each frame
 
 
 def dataset(
@@ -44,6 +48,7 @@ def dataset(
     epoch_rows: int | None = None,
     wait_rows: int = 1,
     window_bytes: int | str | None = None,
+    paced: bool = True,
     prefetch: int = 2,
 ) -> Any:
     """Batches of a cache as dicts of tensors, for `model.fit(dataset, epochs=N)` or a loop of your own.
@@ -57,20 +62,23 @@ def dataset(
     first dimension is None.
 
     Args:
-        cache, columns, shuffle, seed, where, with_ids, epoch_rows, wait_rows, window_bytes: as of
+        cache, columns, shuffle, seed, where, with_ids, epoch_rows, wait_rows, window_bytes, paced: as of
             `arrowcache.Loader`.
         drop_remainder: leave out a last batch of fewer rows.
         rank, world_size, run_id: as of `arrowcache.Loader`: this process reads its part of the rows.
             TensorFlow's own sharding is off, so say them also under tf.distribute.
         backend: "native" hands over what was gathered, in any TensorFlow; "arrow" has tensorflow-io's C++
-            code read it, which asks for the GIL more seldom. "auto" is "native": the faster
-            one wherever both were measured. `dataset.options().dataset_name` says which it is.
-        timeout: seconds without rows or batches before an iteration fails; None: never.
+            code read it, which asks for the GIL more seldom. "auto" is "native": the faster one in all that
+            was measured (benchmarks/RESULTS.md), but for rows of 1 MiB by "window", where they are even.
+            The attribute `backend` of what is returned says which it is.
+        timeout: seconds without rows or batches before an iteration fails; None: never. Ctrl-C and the
+            end of a dropped iterator wait, as in all of tf.data, until TensorFlow has its next batch, or
+            for so long.
         prefetch: batches that TensorFlow keeps ready, beside those of the loader.
     Raises: ValueError, TypeError: an argument that does not fit. SchemaError: a column that TensorFlow
         cannot hold. ImportError: backend="arrow" without a tensorflow-io for this TensorFlow.
         FileNotFoundError: no such cache. What goes wrong in an iteration, as no rows in time, is
-        a tf.errors.OpError that ends with our message.
+        a tf.errors.OpError that has our message in its own.
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: use one of {_BACKENDS}")
@@ -94,20 +102,33 @@ def dataset(
         epoch_rows=epoch_rows,
         wait_rows=wait_rows,
         window_bytes=window_bytes,
+        paced=paced,
     )
     rows = batch_size if drop_remainder else None
     found = columns_of(loader.schema, loader.schema.select(columns), rows, with_ids=with_ids)
-    batches = native_dataset(loader, found) if read is None else arrow_dataset(loader, found, read)
+    if read is None:
+        batches = native_dataset(loader, found)
+    else:
+        rooms = Rooms()
+        loader.gather_into(rooms)
+        batches = arrow_dataset(loader, found, [*loader.schema.fixed], rooms, read)
     options = tf.data.Options()
-    options.dataset_name = "arrowcache-native" if read is None else "arrowcache-arrow"
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return batches.prefetch(prefetch).with_options(options)
+    batches = batches.prefetch(prefetch).with_options(options)
+    # not in the options, as dataset_name: almost every transformation would log an error
+    batches.backend = "native" if read is None else "arrow"
+    return batches
 
 
 class _CopyingLoader(Loader):
     """Its batches are never views of the cache's files, which TensorFlow may keep for long: see native.py."""
 
     _may_yield_views = False
+
+    def gather_into(self, rooms: Rooms) -> None:
+        """Have batches gathered into memory with room on both sides."""
+        assert isinstance(self._assembly, Assembly)  # its workers are threads
+        self._assembly.gather_into(rooms.allocate, _FRAME_BYTES, _MOST_BATCHES)
 
     @property
     def schema(self) -> Schema:

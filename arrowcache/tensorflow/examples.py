@@ -5,8 +5,8 @@
     everything else                      bytes_list of one: the little-endian bytes, in C order
 
 That is what `encode_rows` writes and `example_parser` reads. `decode` also takes what others wrote:
-numbers of a field as an int64_list or float_list. It must never round: a value is exactly what the
-column stores, or a SchemaError.
+numbers of a field as an int64_list or float_list, and an empty feature as a ragged field of no entries.
+It must never round: a value is exactly what the column stores, or a SchemaError.
 """
 
 from __future__ import annotations
@@ -127,9 +127,11 @@ def _tensor(kind: FieldType, value: Any) -> Any:
 def _value(name: str, kind: FieldType, feature: Any) -> Any:
     """A feature as what the builder takes without another conversion."""
     form = feature.WhichOneof("kind")
+    values = getattr(feature, form).value if form else ()
+    if isinstance(kind, Ragged) and not values:  # nothing has no dtype
+        return np.empty((0, *kind.inner_shape), kind.numpy_dtype)
     if form is None:
         raise SchemaError(f"field {name!r}: its feature is empty: neither bytes, floats nor integers")
-    values = getattr(feature, form).value
     if isinstance(kind, String | Binary):
         data = _only_item(name, kind, form, values)
         return _text(name, data) if isinstance(kind, String) else data

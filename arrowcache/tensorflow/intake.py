@@ -144,7 +144,9 @@ class Intake:
             return
         store.evict(0)  # readers of this process that are between two epochs let go
         listed = store.segments()
-        if listed and own_leases(store.folder.lease_lock, listed[0].seq):
+        if listed and any(
+            lease.stays(listed[0].seq) for lease in own_leases(store.folder.lease_lock, listed[0].seq)
+        ):
             raise CacheFullError(
                 "there is no room, and this very process reads the oldest segments, so waiting would not "
                 "end: close its snapshots or end its epoch, raise capacity, or raise headroom"

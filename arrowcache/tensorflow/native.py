@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.loader import Loader
 from arrowcache.tensorflow.columns import Column
+from arrowcache.tensorflow.source import source
 
 
 def native_dataset(loader: Loader, columns: Sequence[Column]) -> Any:
@@ -36,4 +37,4 @@ def native_dataset(loader: Loader, columns: Sequence[Column]) -> Any:
         return {column.name: column.assemble([next(rest) for _ in column.parts]) for column in columns}
 
     signature = tuple(tf.TensorSpec(part.shape, part.dtype) for column in columns for part in column.parts)
-    return tf.data.Dataset.from_generator(epoch, output_signature=signature).map(assemble)
+    return source(loader, epoch, signature).map(assemble)

@@ -59,7 +59,7 @@ def to_tfrecords(
     store, folder = store_of(cache), Path(folder)
     schema = store.settings.schema
     names = schema.select(columns, least=1)
-    _require_compression(compression)
+    require_compression(compression)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise FileExistsError(
@@ -100,7 +100,8 @@ def from_tfrecords(
     Each record is a tf.train.Example with a feature of each field's name; others are left out. Numbers
     may be little-endian bytes, as `to_tfrecords` writes them, or an int64_list or float_list of as many
     values, in C order; they are converted where that is exact, and floats never to integers. Timestamps
-    are microseconds since 1970. Text and bytes are one value of a bytes_list.
+    are microseconds since 1970. Text and bytes are one value of a bytes_list. A feature that is there but
+    empty is a ragged field of no entries.
 
     A worker reads whole files, in the order given, and its last segment alone is not full. So many
     files keep all workers busy, and one file keeps one. A cache of less capacity than the files hold
@@ -127,9 +128,9 @@ def from_tfrecords(
         raise SchemaError(
             f"{store.folder.path} has another schema: {store.settings.schema!r}, not {schema!r}"
         )
-    _require_compression(compression)
+    require_compression(compression)
     workers = parse_count(workers, "workers", most=_MOST_WORKERS)
-    shares = _shares(_find(files), workers)
+    shares = _shares(find_files(files), workers)
     import tqdm  # as in sampling/pool.py
 
     disable = None if progress is None else not progress
@@ -137,28 +138,33 @@ def from_tfrecords(
         return Intake(store, shares, compression, lambda rows: bar.update(rows - bar.n)).run()
 
 
-def _require_compression(compression: object) -> None:
+def require_compression(compression: object) -> None:
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression={compression!r} is unknown: use one of {COMPRESSIONS}")
 
 
-def _find(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
+def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
     """The files that paths and patterns name, each once."""
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
     for given in [files] if isinstance(files, str | os.PathLike) else files:
         path = os.fspath(given)
         paths = [path] if tf.io.gfile.exists(path) else sorted(tf.io.gfile.glob(path))
         if not paths:
             raise FileNotFoundError(errno.ENOENT, "no such file, and no file matches", path)
-        found |= dict.fromkeys(path if "://" in path else os.path.abspath(path) for path in paths)
+        for path in paths:
+            is_remote = "://" in path
+            found.setdefault(
+                path if is_remote else os.path.realpath(path),  # whatever links name it
+                path if is_remote else os.path.join(os.getcwd(), path),  # where workers look
+            )
     if not found:
         raise ValueError("files is empty: name at least one")
-    for path in found:
+    for path in found.values():
         if tf.io.gfile.isdir(path):
             raise IsADirectoryError(
                 errno.EISDIR, f"a folder: name its files, such as {path}/*.tfrecord", path
             )
-    return list(found)
+    return list(found.values())
 
 
 def _shares(files: Sequence[str], workers: int) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 No sample's bytes pass between processes where there is no transform: a worker answers with row ids,
 and the process that receives them gathers (descriptor.py). With a transform a worker maps the cache
-itself, gathers, transforms, and its tensors travel through torch's shared memory.
+itself, gathers, transforms, and its tensors travel in shared memory without a name (envelope.py).
 
 The dataset reads what an EpochBatchSampler has drawn, and nothing else: it has no rows of its own,
 since those of a rolling cache are others in each epoch. It pickles as its settings.
@@ -22,7 +22,9 @@ from arrowcache.pickling import pickled, unpickled
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.torch.descriptor import Descriptor, Made, Rows, failure, made
+from arrowcache.torch.descriptor import Descriptor, Made, Rows, made
+from arrowcache.torch.envelope import failure
+from arrowcache.torch.orphans import EndsWithItsParent
 from arrowcache.torch.sampler import EpochBatchSampler
 from arrowcache.torch.tensors import to_tensor
 from arrowcache.units import parse_count, require_function
@@ -156,6 +158,7 @@ def dataloader(
     wait_rows: int = 1,
     timeout: float | None = 60.0,
     window_bytes: int | str | None = None,
+    paced: bool = True,
     **options: Any,
 ) -> DataLoader[dict[str, Any]]:
     """A stock DataLoader over a cache: each `for` is an epoch over a new snapshot.
@@ -168,7 +171,8 @@ def dataloader(
     Args:
         cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and
             `EpochBatchSampler`.
-        num_workers: processes; 0: the consumer's thread does all. They live on between epochs.
+        num_workers: processes; 0: the consumer's thread does all. They live on between epochs, and end with
+            this process, also when it is killed.
         timeout: seconds that an epoch waits for rows; None: for ever.
         options: further ones of DataLoader, such as pin_memory, prefetch_factor,
             multiprocessing_context, worker_init_fn, persistent_workers.
@@ -196,8 +200,11 @@ def dataloader(
         wait_rows=wait_rows,
         timeout=timeout,
         window_bytes=window_bytes,
+        paced=paced,
     )
     options.setdefault("persistent_workers", num_workers > 0)
+    if num_workers:
+        options["worker_init_fn"] = EndsWithItsParent(options.get("worker_init_fn"))
     dataset = CacheDataset(cache, columns, transform)
     return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
 

@@ -28,6 +28,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.torch import snapshots
+from arrowcache.torch.envelope import failure, open_sealed, seal
 from arrowcache.torch.snapshots import SnapshotName
 from arrowcache.torch.tensors import to_tensor
 
@@ -134,7 +135,7 @@ class Batch(dict[str, Any]):
         return Batch(self._rows, self)  # by default_convert, which fills it anew
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _received, (self._rows.snapshot.key, self._rows.step, dict(self))
+        return _received, (self._rows.snapshot.key, self._rows.step, seal(dict(self)))
 
 
 class Made:
@@ -152,17 +153,12 @@ class Made:
         )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _received, (self.rows.snapshot.key, self.rows.step, self.result)
+        return _received, (self.rows.snapshot.key, self.rows.step, seal(self.result))
 
 
 def made(rows: Rows, result: Any) -> Batch | Made:
     """A batch that was made here, for a collate function."""
     return Batch(rows, result) if type(result) is dict else Made(rows, result)
-
-
-def failure(where: str) -> ExceptionWrapper:
-    """The exception that is being handled, as a value, which torch raises in the consumer."""
-    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
 def _gathered(rows: Rows, columns: tuple[str, ...]) -> Any:
@@ -172,12 +168,12 @@ def _gathered(rows: Rows, columns: tuple[str, ...]) -> Any:
         return failure("while a batch was gathered from its descriptor")
 
 
-def _received(key: str, step: int, batch: object) -> Any:
+def _received(key: str, step: int, sealed: bytes | ExceptionWrapper) -> Any:
     try:
         snapshots.delivered(key, step)
+        return open_sealed(sealed)
     except Exception:  # noqa: BLE001
         return failure("while a batch was received")
-    return batch
 
 
 def _collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG001

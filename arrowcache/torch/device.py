@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arrowcache.shortage import start
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.copier import Copier
 from arrowcache.torch.iteration import JOIN_SECONDS, Iteration
@@ -152,7 +153,7 @@ class DevicePrefetcher:
         iteration = Iteration(
             source, self._copiers, self._depth, interrupt, is_ours=is_ours, is_split=self._is_split
         )
-        iteration.thread.start()
+        start(iteration.thread)
         self._iteration = iteration
         if self._closed:  # by another thread meanwhile, which did not see it
             iteration.end()

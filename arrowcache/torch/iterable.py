@@ -5,7 +5,7 @@ snapshot through the cache's `ranks/`, as ranks do (reading/ranks.py): worker w 
 w, w + W, w + 2 W, ... of its rank's order. A DataLoader takes from its workers in turn, so it yields
 the very batches of `arrowcache.torch.Loader`, in their order, for any number of workers.
 
-Workers gather, and their tensors travel through torch's shared memory: `dataloader()` moves no
+Workers gather, and their tensors travel in shared memory without a name: `dataloader()` moves no
 sample's bytes between processes, and is several times faster where there is no transform.
 """
 
@@ -18,11 +18,13 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.pickling import unpickled
@@ -33,9 +35,10 @@ from arrowcache.reading.order import Share
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch.dataset import Transform, packed, tensors_of
 from arrowcache.torch.distributed import Ranks
+from arrowcache.torch.envelope import open_sealed, seal, sendable
 from arrowcache.torch.numbers import EpochNumbers, Turn
 from arrowcache.units import parse_count, parse_seconds, require_function
 
@@ -46,15 +49,32 @@ _made: Counter[str] = Counter()  # datasets, by the path of their cache
 
 
 class _Batch(dict[str, Any]):
-    """A batch that a DataLoader's default batch_size=1 leaves as it is; pickles as a plain dict."""
+    """A batch that a DataLoader's default batch_size=1 leaves as it is; unpickled as a plain dict."""
 
-    def __reduce__(self) -> tuple[Callable[..., dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self) if get_worker_info() is None else _Batch(self)  # default_convert fills it anew
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return open_sealed, (seal(dict(self)),)
+
+
+class _Made:
+    """What a transform made that is no dict, on its way out of a worker; unpickled as just that."""
+
+    def __init__(self, result: object) -> None:
+        self.result = result
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return open_sealed, (seal(self.result),)
+
+
+def _collate_made(results: Sequence[_Made], *, collate_fn_map: object = None) -> _Made:  # noqa: ARG001
+    return _Made(default_collate([each.result for each in results]))  # type: ignore[no-untyped-call]
 
 
 def _collate(batches: Sequence[_Batch], *, collate_fn_map: object = None) -> dict[str, Any]:  # noqa: ARG001
     if len(batches) == 1:
-        return dict(batches[0])
+        return copy(batches[0])
     raise ValueError(
         f"a CacheIterableDataset yields batches already, and the DataLoader was to put {len(batches)} of "
         "them into one: give the batch size to the dataset, and batch_size=None to the DataLoader"
@@ -62,6 +82,7 @@ def _collate(batches: Sequence[_Batch], *, collate_fn_map: object = None) -> dic
 
 
 default_collate_fn_map[_Batch] = _collate
+default_collate_fn_map[_Made] = _collate_made
 
 
 class _Place(NamedTuple):
@@ -90,8 +111,13 @@ class _Pass(Iterator[dict[str, Any]]):
             next(self._batches)
 
     def __next__(self) -> dict[str, Any]:
-        self.begin()
-        return next(self._batches)
+        try:
+            self.begin()
+            return next(self._batches)
+        except Exception as error:  # StopIteration, too
+            if get_worker_info() is None or (sent := sendable(error)) is error:
+                raise
+            raise sent from error
 
 
 class CacheIterableDataset(IterableDataset[dict[str, Any]]):
@@ -114,7 +140,8 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             begun it; None: for ever.
 
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError: no such cache.
-        LoaderTimeoutError: in an iteration. ValueError: a DataLoader that makes batches of batches.
+        LoaderTimeoutError: in an iteration. ValueError: a DataLoader that makes batches of batches, or has
+        more than 992 workers.
     """
 
     def __init__(
@@ -135,6 +162,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         wait_rows: int = 1,
         timeout: float | None = 60.0,
         window_bytes: int | str | None = None,
+        paced: bool = True,
     ) -> None:
         self._store = store_of(cache)
         settings = self._store.settings
@@ -151,6 +179,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             epoch_rows=epoch_rows,
             wait_rows=wait_rows,
             window_bytes=window_bytes,
+            paced=paced,
         )
         self._transform, self._where = transform, where
         self._timeout = parse_seconds(timeout, "timeout")
@@ -227,7 +256,8 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             if state["plan"] is not None:
                 made = parse_count(state["made"], "made", least=0)
                 workers = parse_count(state["workers"], "workers")
-                resumed = _Place(Plan.from_state(state["plan"]), made, workers)
+                plan = Plan.from_state(state["plan"], self._store.settings.full_rows)
+                resumed = _Place(plan, made, workers)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the state is damaged: {error!r}") from None
         self._place, self._resumed = None, resumed
@@ -237,7 +267,8 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         del attributes["_store"], attributes["_numbers"]
         attributes |= {"_epochs": None, "_place": None, "_pass": None}
         attributes["_ranks"] = self._ranks.now()
-        return _opened, (str(self._store.folder.path), packed(attributes), self._numbers.table)
+        store = self._store
+        return _opened, (str(store.folder.path), store.check, packed(attributes), self._numbers.table)
 
     def __repr__(self) -> str:
         return f"<CacheIterableDataset of {self._store.folder.path}: batch_size={self._terms.batch_size}>"
@@ -276,29 +307,34 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 
     def _batches(self, epochs: Epochs, turn: Turn, place: _Place) -> Iterator[dict[str, Any]]:
         epochs.resume(place.plan, "raise")
-        epoch = epochs.begin()
+        mine = slice(turn.worker + place.made * turn.workers, None, turn.workers)
+        epoch = epochs.begin(made=mine)
         assert epoch is not None  # nobody cancels it
         try:
             self._place = place = place._replace(plan=epoch.plan)
             in_order = epoch.plan.is_in_order
             yield {}
-            for step in range(turn.worker + place.made * turn.workers, epoch.order.steps, turn.workers):
+            for step in range(epoch.order.steps)[mine]:
                 if in_order:
                     epoch.snapshot.release_oldest(epoch.order.segments_span(step).start)
                     epochs.settle()
                 batch = self._make(epoch, step)
                 self._place = place = place._replace(made=place.made + 1)
+                epoch.delivered += 1
                 yield batch
         finally:
             epoch.snapshot.close()
             epochs.ended(epoch)
+            epochs.give_back(epoch)
         self._wait_for_others(epochs, epoch, turn)
 
-    def _make(self, epoch: Epoch, step: int) -> dict[str, Any]:
+    def _make(self, epoch: Epoch, step: int) -> Any:
         columns: Any = epoch.snapshot.gather(epoch.order.batches(step, step + 1), self._names)
         made = columns if self._transform is None else self._transform(columns)
         made = tensors_of(made, self._store.settings.schema)
-        return _Batch(made) if type(made) is dict else made
+        if type(made) is dict:
+            return _Batch(made)
+        return made if get_worker_info() is None else _Made(made)
 
     def _wait_for_others(self, epochs: Epochs, epoch: Epoch, turn: Turn) -> None:
         """Wait until all workers have begun this epoch: one that is slow to start finds its snapshot so."""
@@ -315,9 +351,9 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             time.sleep(_POLL_SECONDS)
 
 
-def _opened(path: str, settings: bytes, table: torch.Tensor) -> CacheIterableDataset:
+def _opened(path: str, check: str, settings: bytes, table: torch.Tensor) -> CacheIterableDataset:
     dataset = CacheIterableDataset.__new__(CacheIterableDataset)
-    dataset._store = store_of(path)
+    dataset._store = open_store(Path(path), check=check)
     dataset.__dict__.update(unpickled(settings))
     dataset._numbers = EpochNumbers(table)
     return dataset

@@ -61,6 +61,7 @@ class Loader(NumpyLoader):
         wait_rows: int = 1,
         timeout: float | None = 60.0,
         window_bytes: int | str | None = None,
+        paced: bool = True,
         device: Device | None = None,
     ) -> None:
         if device is not None:
@@ -85,6 +86,7 @@ class Loader(NumpyLoader):
             wait_rows=wait_rows,
             timeout=timeout,
             window_bytes=window_bytes,
+            paced=paced,
         )
         if self._prefetcher is not None and isinstance(self._assembly, Assembly):
             self._assembly.gather_into(self._prefetcher.host_memory)

@@ -4,6 +4,9 @@ An IterableDataset is copied to each worker, and the main process never learns t
 workers that live for one epoch would all begin with number 0, for ever. So the count lies in memory
 that a dataset shares with its copies. All workers of one pass give the same token; the first to come
 takes the next number, the others get the same. Whoever calls must hold cache.lock.
+
+The table is the next number, how many passes there were, and an entry for each of the last ones: token,
+number, and words with a bit for each worker that took the number.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from typing import NamedTuple
 import torch
 
 _PASSES = 64  # that are told apart at once
+_BITS, _WORDS = 62, 16  # of a word that are used, and words of an entry
+MOST_WORKERS = _BITS * _WORDS
 _MASK = (1 << 63) - 1
-_MOST_WORKERS = 62
 
 
 class Turn(NamedTuple):
@@ -39,7 +43,7 @@ class EpochNumbers:
 
     def __init__(self, table: torch.Tensor | None = None) -> None:
         if table is None:
-            table = torch.zeros(2 + 3 * _PASSES, dtype=torch.int64)
+            table = torch.zeros(2 + _PASSES * (2 + _WORDS), dtype=torch.int64)
         self.table = table if table.is_shared() else table.share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, number: int) -> None:
@@ -51,20 +55,27 @@ class EpochNumbers:
         self.table[0] = max(int(self.table[0]), number)
 
     def take(self, turn: Turn) -> int:
-        """The number of a pass."""
-        table, bit = self.table, 1 << (turn.worker % _MOST_WORKERS)
+        """The number of a pass.
+
+        Raises: ValueError: more than MOST_WORKERS.
+        """
+        if turn.workers > MOST_WORKERS:
+            raise ValueError(
+                f"a CacheIterableDataset takes at most {MOST_WORKERS} workers, not {turn.workers}: "
+                "lower num_workers"
+            )
+        entries = self.table[2:].view(_PASSES, 2 + _WORDS)
+        word, bit = 2 + turn.worker // _BITS, 1 << turn.worker % _BITS
         if turn.workers > 1:
-            for at in range(2, len(table), 3):
-                token, number, seen = table[at : at + 3].tolist()
-                if token == turn.token and seen and not seen & bit:
-                    table[at + 2] = seen | bit
-                    return int(number)
-        number = int(table[0])
-        table[0] = number + 1
-        at = 2 + 3 * (int(table[1]) % _PASSES)
-        table[1] += 1
-        for old in range(2, len(table), 3):
-            if int(table[old]) == turn.token:
-                table[old + 2] = 0  # the same seed was set again: another pass
-        table[at : at + 3] = torch.tensor([turn.token, number, bit])
+            for at, entry in enumerate(entries.tolist()):
+                if entry[0] == turn.token and any(entry[2:]) and not entry[word] & bit:
+                    entries[at, word] |= bit
+                    return int(entry[1])
+        number = int(self.table[0])
+        self.table[0] = number + 1
+        entries[entries[:, 0] == turn.token, 2:] = 0  # the same seed was set again: another pass
+        taken = entries[int(self.table[1]) % _PASSES]
+        self.table[1] += 1
+        taken[:2], taken[2:] = torch.tensor([turn.token, number]), 0
+        taken[word] = bit
         return number

@@ -13,6 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -69,6 +70,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         wait_rows: int = 1,
         timeout: float | None = 60.0,
         window_bytes: int | str | None = None,
+        paced: bool = True,
     ) -> None:
         if isinstance(cache, Sampler):  # what Lightning does, in `predict` for one
             raise TypeError(
@@ -87,6 +89,7 @@ class EpochBatchSampler(Sampler[list[int]]):
             epoch_rows=epoch_rows,
             wait_rows=wait_rows,
             window_bytes=window_bytes,
+            paced=paced,
         )
         require_function(where, "where")
         self._where = where
@@ -227,7 +230,7 @@ class EpochRows(Iterator[list[int]]):
         """
         if self._epoch is not None:
             raise ValueError("this epoch has begun: load the state into a new iterator")
-        plan = Plan.from_state(state)
+        plan = Plan.from_state(state, self._sampler._store.settings.full_rows)
         self._has_stopped = self._sampler._epochs.pass_over(plan)
         if not self._has_stopped:
             self._sampler._epochs.resume(plan, "skip")
@@ -253,15 +256,23 @@ class EpochRows(Iterator[list[int]]):
                 sampler.batch_size,
                 sampler._rings,
                 epochs.settle,
-                lambda: epochs.ended(epoch),
+                partial(_end, epochs, epoch),
             )
         except BaseException:
             epoch.snapshot.close()
             epochs.ended(epoch)
+            epochs.give_back(epoch)
             raise
         self._epoch, self._rows = epoch, _rows_of(self._sending, epoch, sampler.batch_size)
         self._told_before.update(epoch.plan.to_state())
         sampler._current = weakref.ref(self)
+
+
+def _end(epochs: Epochs, epoch: Epoch, arrived: int) -> None:
+    """An epoch of which so many batches arrived was let go."""
+    epoch.delivered = arrived
+    epochs.ended(epoch)
+    epochs.give_back(epoch)
 
 
 def _refuse_shard(caller: FrameType) -> None:

@@ -24,7 +24,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,10 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from arrowcache.arrow.schema import Schema
-from arrowcache.errors import ArrowCacheError, MissingSegmentsError
+from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
 from arrowcache.reading.ring import Ring
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.shortage import start
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
@@ -89,7 +90,7 @@ class Sending:
         batch_size: rows of a batch, at most.
         rings: memory for batches, by columns: kept by the caller for the epochs after this one.
         on_release: called when the oldest segments were given up.
-        on_close: called once, after the snapshot was closed.
+        on_close: called once, after the snapshot was closed, with how many batches had arrived.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Sending:
         batch_size: int,
         rings: dict[tuple[str, ...], Ring],
         on_release: Callable[[], object],
-        on_close: Callable[[], object],
+        on_close: Callable[[int], object],
     ) -> None:
         self.name = SnapshotName.of(str(store.folder.path), snapshot.segments)
         self.pid = os.getpid()
@@ -107,6 +108,7 @@ class Sending:
         self._batch_size, self._rings = batch_size, rings
         self._on_release, self._on_close = on_release, on_close
         self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
+        self._sent = 0
         self._complete = False
         self._oldest = 0
         self.is_closed = False
@@ -115,6 +117,7 @@ class Sending:
     def sent(self, step: int, oldest: int) -> None:
         """A batch is on its way; no later one reads a segment before number `oldest`."""
         self._pending[step] = oldest
+        self._sent += 1
 
     def complete(self) -> None:
         """That was the last batch."""
@@ -158,7 +161,7 @@ class Sending:
             return
         self.is_closed = True
         self._snapshot.close()
-        self._on_close()
+        self._on_close(self._sent - len(self._pending))
 
 
 # Single operations, without a lock that a fork could find held.
@@ -243,7 +246,8 @@ class _Reader:
     """A worker's snapshot: the one that it was last asked for, until it was idle for a while."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()  # taken by `with`: Ctrl-C can leave a condition's own locked
+        self._condition = threading.Condition(self._lock)
         self._pid = os.getpid()
         self._key = ""
         self._taken: _Retaken | None = None
@@ -253,7 +257,7 @@ class _Reader:
     def read(
         self, name: SnapshotName, oldest: int, ids: NDArray[np.int64], columns: tuple[str, ...]
     ) -> Columns:
-        with self._condition:
+        with self._lock:
             if self._taken is None or self._key != name.key:
                 self.close()
                 self._taken, self._key = _Retaken(name, oldest), name.key
@@ -263,17 +267,19 @@ class _Reader:
             finally:
                 self._used = time.monotonic()
                 if self._watcher is None:
-                    self._watcher = threading.Thread(target=self._watch, name="arrowcache-idle", daemon=True)
-                    self._watcher.start()
+                    watcher = threading.Thread(target=self._watch, name="arrowcache-idle", daemon=True)
+                    with suppress(WorkerError):  # the next read tries again
+                        start(watcher)
+                        self._watcher = watcher
 
     def close(self) -> None:
-        with self._condition:
+        with self._lock:
             taken, self._taken = self._taken, None
             if taken is not None:
                 taken.close()
 
     def _watch(self) -> None:
-        with self._condition:
+        with self._lock:
             while self._taken is not None:
                 left = self._used + _IDLE_SECONDS - time.monotonic()
                 if left > 0:

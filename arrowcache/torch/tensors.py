@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from arrowcache.arrow.convert import is_masked
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.reading.values import Values
 
@@ -20,7 +21,7 @@ def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
     Raises: TypeError: torch has no such dtype, or the array is masked.
     """
-    if isinstance(array, np.ma.MaskedArray):
+    if is_masked(array):
         raise TypeError(
             "a masked array cannot become a tensor, which has no mask: pass its filled(value), "
             "or its data and mask as two arrays"
@@ -57,7 +58,7 @@ def source_of(leaf: Any) -> torch.Tensor | None:
         try:
             return tensor_over(leaf)
         except TypeError:  # text, dates, objects: they stay
-            if isinstance(leaf, np.ma.MaskedArray):
+            if is_masked(leaf):
                 raise
             return None
     if isinstance(leaf, torch.Tensor) and leaf.is_meta:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import os
+import sys
+import types
 
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import tensorflow as tf
-from helpers import DTYPES, EVERY_TYPE, wait_until
+from helpers import DTYPES, EVERY_TYPE
+from tensorflow_backends import (
+    NO_READER,
+    arrow,
+    every_backend,
+    ids_of,
+    make_cache,
+    publish,
+    wait_until_unleased,
+)
 
 import arrowcache as ac
+import arrowcache.tensorflow.arrow
+from arrowcache.reading.values import Values
 from arrowcache.tensorflow import dataset
-from arrowcache.tensorflow.arrow import find_reader
-
-try:
-    find_reader()
-    NO_READER = ""
-except ImportError as error:
-    NO_READER = str(error)
-
-arrow = pytest.param("arrow", marks=pytest.mark.skipif(bool(NO_READER), reason=NO_READER))
-every_backend = pytest.mark.parametrize("backend", ["native", arrow])
+from arrowcache.tensorflow.columns import columns_of
+from arrowcache.tensorflow.frames import Frames, Rooms
 
 
 def bits(rng, dtype, shape):
@@ -70,20 +75,8 @@ def full(tmp_path, rows):
 @pytest.fixture
 def cache(tmp_path):
     """160 rows in segments of 16."""
-    schema = ac.Schema({"id": ac.Tensor("int64"), "x": ac.Tensor("float32", (16,))})
-    with ac.Cache.create(tmp_path / "cache", schema, "1MiB", "16KiB", 16) as cache:
-        publish(cache, 0, 160)
+    with make_cache(tmp_path / "cache", 160) as cache:
         yield cache
-
-
-def publish(cache, start, stop):
-    ids = np.arange(start, stop)
-    with cache.writer() as writer:
-        writer.extend(id=ids, x=np.repeat(ids[:, None], 16, 1).astype(np.float32))
-
-
-def ids_of(batches):
-    return [number for batch in batches for number in batch["id"].numpy().tolist()]
 
 
 def values_of(column):
@@ -117,7 +110,7 @@ def test_every_type_comes_out_as_it_was_written(full, rows, backend, drop_remain
             for got, number in zip(values_of(column), numbers, strict=True):
                 np.testing.assert_array_equal(got, expected(rows[number][name]), err_msg=name)
     assert len(set(seen)) == len(seen) == (96 if drop_remainder else 100)
-    wait_until(lambda: full.stats().leased_bytes == 0, "the lease is released")
+    wait_until_unleased(full)
 
 
 @every_backend
@@ -149,8 +142,7 @@ def test_a_dropped_iterator_leaves_no_lease(cache, backend):
     next(iterator)
     assert cache.stats().leased_bytes > 0
     del iterator
-    gc.collect()
-    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease is released")
+    wait_until_unleased(cache)
 
 
 @every_backend
@@ -281,8 +273,7 @@ def test_an_exception_in_the_consumer_leaves_no_lease(cache, backend):
 
     with pytest.raises(RuntimeError, match="mine"):
         consume()
-    gc.collect()
-    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease is released")
+    wait_until_unleased(cache)
 
 
 @every_backend
@@ -293,6 +284,44 @@ def test_a_newer_iteration_ends_the_one_before(cache, backend):
     assert sorted(ids_of(batches)) == list(range(160))
     with pytest.raises(tf.errors.OpError, match="a newer one began"):
         list(older)
+
+
+@every_backend
+def test_what_an_ended_iteration_still_delivers_is_its_own(cache, backend):
+    epoch = ids_of(dataset(cache, 4, backend=backend, seed=3))
+    batches = dataset(cache, 4, backend=backend, seed=3, prefetch=0)
+    older = iter(batches)
+    delivered = ids_of([next(older) for _ in range(2)])
+    newer = iter(batches)
+    list(itertools.islice(newer, 30))
+    with pytest.raises(tf.errors.OpError, match="a newer one began"):
+        delivered.extend(number for batch in older for number in ids_of([batch]))
+    assert delivered == epoch[: len(delivered)]
+
+
+@pytest.mark.parametrize("backend", [arrow])
+def test_frames_are_not_overwritten_when_an_error_ends_their_iteration(cache, backend, monkeypatch):
+    """TensorFlow reads them until it drops the iteration. Here the test takes its place."""
+    epochs, make = [], arrowcache.tensorflow.arrow.source
+
+    def watched(loader, epoch, signature):
+        epochs.append(epoch)
+        return make(loader, epoch, signature)
+
+    monkeypatch.setattr(arrowcache.tensorflow.arrow, "source", watched)
+    batches = dataset(cache, 4, backend=backend)
+    (epoch,) = epochs
+    first, second = epoch(), epoch()
+    of_first = [places for places, _ in itertools.islice(first, 2)]
+    of_second = [places for places, _ in itertools.islice(second, 2)]
+    with pytest.raises(RuntimeError, match="a newer one began"):
+        of_first.extend(places for places, _ in first)
+    third = epoch()
+    of_third = [places for places, _ in itertools.islice(third, 2)]
+    # Of an iteration TensorFlow holds two frames; older ones may be written again.
+    live = [place for frames in (of_first, of_second, of_third) for place in np.concatenate(frames[-2:])]
+    assert len(live) == len({*live})
+    assert sorted(ids_of(batches)) == list(range(160))
 
 
 @every_backend
@@ -321,6 +350,42 @@ def test_a_wrong_argument_fails_at_once(cache, arguments, error, words):
         dataset(cache, **arguments)
 
 
+@every_backend
+def test_a_column_that_tensorflow_cannot_hold_is_named(tmp_path, backend):
+    """Of what a cache can hold that is only one of too many dimensions."""
+    schema = {"id": ac.Tensor("int64"), "deep": ac.Ragged("int8", (1,) * 253)}
+    with ac.Cache.create(tmp_path / "deep", schema, "1MiB", "16KiB") as cache:
+        with pytest.raises(ac.SchemaError, match=r"cannot hold column 'deep'.*255 dimensions.*columns="):
+            dataset(cache, 4, backend=backend)
+        assert list(dataset(cache, 4, backend=backend, columns=["id"]).element_spec) == ["id"]
+
+
+class Long(bytes):
+    """Says that it is long, and is not."""
+
+    def __new__(cls, length):
+        self = super().__new__(cls)
+        self.length = length
+        return self
+
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.parametrize("elements", [2**31, 2**32 + 5])
+@pytest.mark.parametrize("name", ["x", "text"])
+def test_a_batch_beyond_arrows_offsets_is_an_error(elements, name):
+    """Which wrapped around. Not through a dataset: no test has so much memory."""
+    ones = np.broadcast_to(np.uint8(1), elements)
+    (column,) = columns_of(ac.Schema({"x": ac.Ragged("uint8")}), ["x"], 1, with_ids=False)
+    values = Values(ones, np.array([0, elements]))
+    if name == "text":
+        (column,) = columns_of(ac.Schema({"text": ac.String()}), ["text"], 1, with_ids=False)
+        values = [Long(elements)]
+    with pytest.raises(ValueError, match=f"at most {2**31 - 1} elements .*not {elements}: lower batch_size"):
+        Frames([column], [], Rooms()).write([{name: values}])
+
+
 def test_a_missing_cache_is_not_found(tmp_path):
     with pytest.raises(FileNotFoundError):
         dataset(tmp_path / "nothing")
@@ -330,9 +395,44 @@ def test_a_missing_cache_is_not_found(tmp_path):
 def test_arrow_without_its_reader_says_what_goes_together(cache):
     with pytest.raises(ImportError, match=r"tensorflow-io 0.37.1 and TensorFlow 2.16 go together"):
         dataset(cache, backend="arrow")
-    assert dataset(cache).options().dataset_name == "arrowcache-native"
+    assert dataset(cache).backend == "native"
+
+
+def test_what_tensorflow_io_lacks_is_named(cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_io", None)
+    monkeypatch.setitem(sys.modules, "tensorflow_io.python.ops", None)
+    with pytest.raises(ImportError, match=r"needs tensorflow-io, which is not installed; .* go together"):
+        dataset(cache, backend="arrow")
+    ops = types.ModuleType("tensorflow_io.python.ops")
+
+    def absent(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name="h5py")
+
+    ops.__getattr__ = absent
+    for name in ("tensorflow_io", "tensorflow_io.python"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, ops.__name__, ops)
+    with pytest.raises(ImportError, match="needs also h5py, which is not installed"):
+        dataset(cache, backend="arrow")
+
+
+def test_a_reader_for_another_tensorflow_says_what_goes_together(cache, monkeypatch):
+    class Library:
+        @property
+        def io_arrow_zero_copy_dataset(self):
+            raise NotImplementedError("unable to open file: libtensorflow_io.so")
+
+    ops = types.ModuleType("tensorflow_io.python.ops")
+    ops.core_ops = Library()
+    for name in ("tensorflow_io", "tensorflow_io.python"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, ops.__name__, ops)
+    words = rf"into TensorFlow {tf.__version__} \(NotImplementedError\).* TensorFlow 2.16 go together"
+    with pytest.raises(ImportError, match=words):
+        dataset(cache, backend="arrow")
+    assert dataset(cache).backend == "native"
 
 
 @every_backend
-def test_the_name_of_a_dataset_says_which_backend_it_has(cache, backend):
-    assert dataset(cache, backend=backend).options().dataset_name == f"arrowcache-{backend}"
+def test_a_dataset_says_which_backend_it_has(cache, backend):
+    assert dataset(cache, backend=backend).backend == backend

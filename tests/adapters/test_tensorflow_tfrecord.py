@@ -22,6 +22,7 @@ import arrowcache as ac
 from arrowcache.storage.store import Cancelled
 from arrowcache.tensorflow import dataset, example_parser, from_tfrecords, to_tfrecords
 from arrowcache.tensorflow.intake import Intake, take_in
+from arrowcache.tensorflow.tfrecord import _shares, find_files
 
 SMALL = ac.Schema({"id": ac.Tensor("int64"), "x": ac.Tensor("float32", (2, 3)), "text": ac.String()})
 
@@ -260,6 +261,9 @@ FOREIGN = [
     (ac.Tensor("int16", (2,)), b"\x01\x00\xff\xff", np.array([1, -1], np.int16)),
     (ac.Ragged("int32", (2,)), [1, 2, 3, 4], np.array([[1, 2], [3, 4]], np.int32)),
     (ac.Ragged("float32"), feature(np.zeros(0, np.float32)), np.zeros(0, np.float32)),
+    (ac.Ragged("float32", (2,)), tf.train.Feature(), np.zeros((0, 2), np.float32)),
+    (ac.Ragged("int32"), feature(np.zeros(0, np.float32)), np.zeros(0, np.int32)),
+    (ac.Ragged("bool"), tf.train.Feature(bytes_list=tf.train.BytesList()), np.zeros(0, np.bool_)),
     (ac.Ragged("uint8"), b"abc", np.frombuffer(b"abc", np.uint8)),
     (ac.Timestamp(), 17, np.datetime64(17, "us")),
     (ac.String(), "ä", "ä"),
@@ -433,6 +437,33 @@ def test_each_record_of_several_files_comes_once_whatever_names_them(cache, tmp_
     assert sum(s.rows < 16 for s in cache.store.segments()) <= 2, "only the last of each worker"
     assert cache.verify() == []
     assert no_child_lives()
+
+
+def test_a_file_is_found_once_and_where_the_kernel_finds_it(tmp_path):
+    """`..` after a link is not the folder before it."""
+    for folder in ("a/b", "c"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "c" / "link").symlink_to(tmp_path / "a" / "b")
+    (tmp_path / "all").symlink_to(tmp_path / "a")
+    right, wrong = write(tmp_path / "a" / "f", []), write(tmp_path / "c" / "f", [])
+    through = f"{tmp_path}/c/link/../f"
+    assert os.path.samefile(find_files(through)[0], right)
+    assert find_files([right, through, tmp_path / "all" / "f", wrong]) == [str(right), str(wrong)]
+    assert find_files(f"file://{right}") == [f"file://{right}"]
+
+
+def test_files_are_shared_out_by_their_bytes_and_keep_their_order(tmp_path):
+    sizes = [10, 2000, 30, 1000, 990, 0, 0]
+    files = [str(tmp_path / f"{number}") for number in range(len(sizes))]
+    for path, size in zip(files, sizes, strict=True):
+        Path(path).write_bytes(bytes(size))
+    shares = _shares(files, 2)
+    assert sorted(path for share in shares for path in share) == files
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(os.path.getsize(path) for path in share) for share in shares]
+    assert max(loads) - min(loads) <= 40
+    assert sorted(map(len, _shares(files[5:], 2))) == [1, 1], "empty ones, too"
+    assert _shares(files[:2], 5) == [[files[1]], [files[0]]]
 
 
 def test_an_error_says_how_many_rows_were_published_before(cache, tmp_path):

@@ -4,9 +4,10 @@ import gc
 import itertools
 import os
 import pickle
+import random
 
 import pytest
-from helpers import ids_of, make_cache, publish, wait_until
+from helpers import flip_byte, ids_of, make_cache, publish, segment_files, wait_until
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import arrowcache as ac
 from arrowcache.torch import CacheIterableDataset, Loader
-from arrowcache.torch.numbers import EpochNumbers, Turn
+from arrowcache.torch.numbers import MOST_WORKERS, EpochNumbers, Turn
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 WORKERS = [
@@ -172,6 +173,14 @@ def test_a_dataset_is_pickled_with_its_settings(cache):
     assert ids_of(pickle.loads(pickle.dumps(dataset))) == ids_of(dataset)
 
 
+def test_a_dataset_is_pickled_with_the_check_of_its_cache(cache):
+    opened = ac.Cache.open(cache.path, check="bytes")
+    flip_byte(segment_files(cache)[3], 3000)
+    copy = pickle.loads(pickle.dumps(CacheIterableDataset(opened, 16, None)))
+    with pytest.warns(RuntimeWarning, match="quarantined"):
+        assert ids_of(copy) == [number for number in range(160) if number // 16 != 3]
+
+
 # resuming
 
 
@@ -272,6 +281,23 @@ def test_what_was_delivered_before_the_first_state_of_all_workers_is_of_the_resu
 
 
 # numbers
+
+
+@pytest.mark.parametrize("workers", [62, 63, 64, 200, MOST_WORKERS])
+def test_any_number_of_workers_get_one_number_a_pass_in_any_order(workers):
+    numbers, rng = EpochNumbers(), random.Random(workers)
+    for passes in range(40):
+        turns = [Turn(worker, workers, 1, passes % 2) for worker in range(workers)]  # the seeds come again
+        others = [Turn(worker, workers, 2, passes) for worker in range(workers)]  # at the same time
+        taken: dict[int, set[int]] = {1: set(), 2: set()}
+        for turn in rng.sample(turns + others, 2 * workers):
+            taken[turn.base_seed].add(numbers.take(turn))
+        assert sorted(map(sorted, taken.values())) == [[2 * passes], [2 * passes + 1]]
+
+
+def test_more_workers_than_can_be_told_apart_are_an_error():
+    with pytest.raises(ValueError, match="lower num_workers"):
+        EpochNumbers().take(Turn(0, MOST_WORKERS + 1, 1, 0))
 
 
 def test_workers_of_a_pass_get_one_number_and_passes_different_ones():

@@ -6,6 +6,7 @@ import gc
 import numpy as np
 import pytest
 from helpers import make_cache, publish, sample, wait_until
+from processes import Script
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -353,3 +354,19 @@ def test_a_mask_is_not_lost_and_foreign_byte_order_is_read(cache, device):
     with Loader(cache, 16, transform=foreign, device=device) as loader:
         for batch in loader:
             assert torch.equal(batch["foreign"], batch["id"])
+
+
+def test_the_first_batch_imports_no_module(cache):
+    """A consumer would wait for it: numpy.ma takes 10 ms."""
+    code = """
+        import sys
+        from arrowcache.torch import Loader
+
+        with Loader(sys.argv[1], 4) as loader:
+            before = set(sys.modules)
+            next(iter(loader))
+            print(sorted(set(sys.modules) - before))
+    """
+    with Script(code, cache.path) as script:
+        assert script.line() == "[]"
+        assert script.end() == (0, "")

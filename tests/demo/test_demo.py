@@ -29,7 +29,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def run(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "arrowcache.demo", *options],
-        capture_output=True, text=True, timeout=150, check=False, env=environment(tmp_path),
+        capture_output=True, text=True, timeout=240, check=False, env=environment(tmp_path),
     )  # fmt: skip
 
 
@@ -48,7 +48,8 @@ def test_a_small_demo_learns_grows_evicts_and_exits_with_0(tmp_path):
     done = run(tmp_path, "--capacity", "64MiB", "--epochs", "14")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = table(done.stdout)
-    assert [int(row[0]) for row in rows] == list(range(14))
+    assert [int(row[0]) for row in rows] == list(range(len(rows)))
+    assert 6 <= len(rows) <= 14, "a machine so busy that 14 epochs take over 80 s shows fewer"
     rows_in_snapshot, evicted = [row[3] for row in rows], [row[4] for row in rows]
     assert rows_in_snapshot[-1] >= 2 * rows_in_snapshot[0]
     assert evicted[0] == 0 < evicted[-1]

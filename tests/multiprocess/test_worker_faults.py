@@ -150,6 +150,40 @@ def test_workers_that_are_killed_while_they_start_may_be_short_of_memory(cache, 
         assert "out-of-memory" not in str(caught.value)
 
 
+def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cache, tmp_path, monkeypatch):
+    """Those that were still starting when the error was told had the others replaced, without end."""
+    others_fail = tmp_path / "others fail"
+    failing = f"""if True:
+        import json, os, sys, time
+        sys.path[:] = json.loads(sys.argv[1])
+        from arrowcache.reading.workers import worker
+
+        def work(channel, memory, plan, number):
+            while number and not os.path.exists({str(others_fail)!r}):
+                time.sleep(0.01)
+            raise MemoryError("nothing left")
+
+        worker._work = work
+        worker.main(*map(int, sys.argv[2:]))
+    """
+    started = []
+    start_one = supervisor.Supervisor._start_one
+    monkeypatch.setattr(
+        supervisor.Supervisor, "_start_one", lambda self: (started.append(1), start_one(self))
+    )
+    monkeypatch.setattr(launch, "_START", failing)
+    with loader_of(cache, workers=4) as loader:
+        with pytest.raises(MemoryError, match="nothing left"):
+            next(iter(loader))
+        crew = loader._assembly.crew
+        wait_until(lambda: len(crew.pids) < 4 or len(started) > 4, "the first one to be gone")
+        others_fail.touch()
+        wait_until(lambda: not crew.pids or len(started) > 4, "the others to be gone")
+        assert len(started) == 4
+        monkeypatch.undo()
+        assert sorted(ids_of(loader)) == list(range(320))
+
+
 def test_the_start_of_workers_is_blamed_on_nothing_else(cache, tmp_path, monkeypatch):
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"

@@ -1,15 +1,21 @@
 """A cache against a plain model: whatever is done in whatever order, no row is wrong and no byte too many.
 
 The model is a dict of what each published segment holds. It does not know when the cache evicts;
-it knows what may be gone: only the oldest, never what is leased, and nothing but by need.
+it knows what may be gone: only the oldest, never what is leased, and nothing but by need. Processes
+that die and machines that restart are acted: what they leave in the folder is left there, and
+descriptors are closed as the kernel closes them, without a word to the library.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+import uuid
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from helpers import KIB, disk_bytes, replace_file, sample, segment_files, seqs
@@ -27,9 +33,29 @@ from hypothesis.stateful import (
 )
 
 import arrowcache as ac
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage import recovery
+from arrowcache.storage.locks import LockFile
 
 SCHEMA = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("float32", (16, 16)), "text": ac.String()})
 ROWS = 8
+
+
+HARM = {
+    "all": lambda data: bytes(len(data)),
+    "end": lambda data: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
+    "middle": lambda data: data[: len(data) // 4] + bytes(len(data) // 2) + data[-(len(data) // 4) :],
+    "short": lambda data: data[:-7],
+    "empty": lambda data: b"",
+    "bit": lambda data: (
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :]
+    ),
+}
+
+
+def die(file):
+    """What the kernel does with the locks of a process that was killed."""
+    file._close_in_child()  # drops nothing by itself: the kernel does
 
 
 def row(number):
@@ -42,6 +68,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
+        self.no_sync = mock.patch.object(os, "fsync", return_value=None)  # nobody cuts the power here
+        self.no_sync.start()
         self.folder = Path(tempfile.mkdtemp(prefix="arrowcache-test-"))
         self.path = self.folder / "cache"
         self.published: dict[int, list[int]] = {}  # seq -> ids, all that ever were
@@ -49,18 +77,23 @@ class CacheMachine(RuleBasedStateMachine):
         self.leases: list[set[int]] = []
         self.pending: dict[int, list[int]] = {}  # of each open writer
         self.opened: list[ac.Writer | ac.Snapshot] = []
+        self.evicted: dict[str, bytes] = {}  # the last ones, which a power cut may bring back
+        self.boot_id = recovery._BOOT_ID
 
     def teardown(self):
+        self.no_sync.stop()
+        recovery._BOOT_ID = self.boot_id
         for thing in self.opened:
             thing.abort() if isinstance(thing, ac.Writer) else thing.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    @initialize(headroom=st.sampled_from([0.0, 0.1, 0.4]), durable=st.booleans())
+    @initialize(headroom=st.sampled_from([0.0, 0.1, 0.4]), durable=st.sampled_from([False, False, True]))
     def create(self, headroom, durable):
-        self.capacity = 256 * KIB
+        self.capacity = 320 * KIB  # half of the segments that fit are read, the others are the headroom
         self.cache = ac.Cache.create(
             self.path, SCHEMA, self.capacity, "12KiB", segment_rows=ROWS, headroom=headroom, durable=durable
         )
+        self.synced_record = (self.path / "cache.lock").read_bytes()
 
     def ids(self, count):
         first, self.next_id = self.next_id, self.next_id + count
@@ -134,7 +167,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(writer=consumes(writers), abort=st.booleans())
     def end_writer(self, writer, abort):
-        ids = self.pending.pop(id(writer))
+        ids = self.pending.pop(id(writer), None)
+        if ids is None:
+            return  # its process died
         try:
             if not abort:
                 writer.close()
@@ -166,7 +201,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(pair=snapshots, seed=st.integers(0, 99))
     def gather(self, pair, seed):
-        snapshot, _ = pair
+        snapshot, lease = pair
+        if not any(lease is other for other in self.leases):
+            return  # its process died
         expected = [i for segment in snapshot.segments for i in self.published[segment.seq]]
         assert len(snapshot) == len(expected)
         ids = np.random.default_rng(seed).integers(0, len(expected), 20)
@@ -179,7 +216,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pair=consumes(snapshots), through_table=st.booleans())
     def release(self, pair, through_table):
         snapshot, lease = pair
-        if through_table:
+        if through_table and any(lease is other for other in self.leases):
             table = snapshot.table()
             snapshot.close()
             assert table["id"].to_pylist() == [i for seq in sorted(lease) for i in self.published[seq]]
@@ -193,7 +230,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(nbytes=st.integers(1, 200 * KIB))
     def evict(self, nbytes):
         before = seqs(self.cache)
+        files = {path.name: path.read_bytes() for path in segment_files(self.cache)}
         freed = self.cache.evict(nbytes)
+        left = {path.name for path in segment_files(self.cache)}
+        self.evicted = {name: data for name, data in files.items() if name not in left}
         gone = before[: len(before) - len(seqs(self.cache))]
         assert seqs(self.cache) == before[len(gone) :]
         if freed < nbytes:
@@ -217,24 +257,128 @@ class CacheMachine(RuleBasedStateMachine):
     def reopen(self):
         self.cache = ac.Cache.open(self.path)
 
-    @rule(pick=st.integers(0, 99))
-    def leave_debris(self, pick):
-        part = self.cache.store.folder.new_part()
-        part.reserve(1 + pick * 100)
-        part._file.close()
+    # what dies
+
+    @rule(
+        at=st.sampled_from(["reserved", "waiting", "numbered", "linked", "locked"]),
+        nbytes=st.integers(1, 12 * KIB),
+    )
+    def a_writer_dies(self, at, nbytes):
+        """Killed in the middle of a publish: what it held is unlocked, and its files stay."""
+        folder = self.cache.store.folder
+        if at == "locked":
+            lock = LockFile(folder.cache_lock)
+            assert lock.try_exclusive()
+            die(lock)
+        elif at == "numbered":
+            with self.cache.store.locked():
+                record = folder.read_record()
+                folder.write_record(replace(record, next_seq=record.next_seq + 1))
+        elif at == "linked":
+            newest = segment_files(self.cache)[-1:]
+            if newest and self.has_room(newest[0].stat().st_size):  # its blocks count under both names
+                os.link(newest[0], folder.incoming / f"{uuid.uuid4().hex}.part")
+        else:
+            part = folder.new_wait() if at == "waiting" else folder.new_part()
+            if at == "reserved" and self.has_room(nbytes):
+                part.reserve(nbytes)
+            die(part._file)
+
+    def has_room(self, nbytes):
+        return disk_bytes(self.path) + nbytes + 8 * KIB < self.capacity
+
+    @precondition(lambda self: segment_files(self.cache) and seqs(self.cache)[0] not in self.ranges())
+    @rule()
+    def an_evictor_dies(self):
+        """Killed between the rename and the unlink."""
+        oldest = segment_files(self.cache)[0]
+        oldest.rename(self.path / "incoming" / f"{uuid.uuid4().hex}.part")
+
+    @rule(pair=consumes(snapshots))
+    def a_reader_dies(self, pair):
+        snapshot, lease = pair
+        if snapshot._lease._file.fd >= 0:
+            die(snapshot._lease._file)
+        self.leases = [other for other in self.leases if other is not lease]
+        snapshot.close()  # of its memory, which this process goes on with
+
+    @precondition(lambda self: max(self.published, default=-1) in [-1, *seqs(self.cache)])
+    @rule(left=st.sampled_from([b"", bytes(52), bytes(20)]))
+    def the_counter_is_lost(self, left):
+        (self.path / "cache.lock").write_bytes(left)
         self.cache = ac.Cache.open(self.path)
 
+    @rule(
+        zeroed=st.lists(
+            st.tuples(st.integers(0, 99), st.sampled_from(["all", "end", "middle", "short", "empty"])),
+            max_size=3,
+        ),
+        back=st.booleans(),
+        count=st.integers(1, 40),
+    )
+    def the_machine_restarts(self, zeroed, back, count):
+        """Every process dies; what was not synced may be zero or old, what was evicted may be back."""
+        for thing in self.opened:
+            thing.abort() if isinstance(thing, ac.Writer) else thing.close()
+        self.leases, self.pending = [], {}
+        self.write_and_close(count)  # the last seconds before the cut
+        if back and self.evicted.keys().isdisjoint(os.listdir(self.path / "quarantine")):
+            for name, data in self.evicted.items():
+                (self.path / "segments" / name).write_bytes(data)
+        lost = set()
+        if not self.cache.store.settings.durable:
+            for pick, how in zeroed:
+                path = segment_files(self.cache)[pick % len(segment_files(self.cache))]
+                replace_file(path, HARM[how](path.read_bytes()))
+                lost.add(path.name)
+        (self.path / "cache.lock").write_bytes(self.synced_record)
+        boot = self.folder / "boot"
+        boot.write_text(uuid.uuid4().hex)
+        recovery._BOOT_ID = boot
+        self.cache = ac.Cache.open(self.path)
+        self.synced_record = (self.path / "cache.lock").read_bytes()
+        self.read_all()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            assert self.cache.verify() == [], "the reader found all damage"
+        assert not lost & set(os.listdir(self.path / "segments"))
+
+    def read_all(self):
+        """Whatever a new snapshot has is right, its damaged segments being out of it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            with Snapshot.take(self.cache.store, headroom=False) as snapshot:
+                snapshot.map_all()
+                expected = [i for segment in snapshot.segments for i in self.published[segment.seq]]
+                got = snapshot.gather(range(len(snapshot)))
+        wanted = [row(number) for number in expected]
+        assert got["id"].tolist() == expected
+        assert [segment.seq for segment in snapshot.segments] == seqs(self.cache), "what is left is read"
+        assert got["text"] == [w["text"] for w in wanted]
+        assert not expected or np.array_equal(got["image"], np.stack([w["image"] for w in wanted]))
+
+    # what is damaged
+
     @precondition(lambda self: set(seqs(self.cache)) - self.ranges())
-    @rule(pick=st.integers(0, 99))
-    def damage(self, pick):
+    @rule(
+        pick=st.integers(0, 99),
+        how=st.sampled_from(["end", "all", "short", "empty", "bit"]),
+        by_reader=st.booleans(),
+    )
+    def damage(self, pick, how, by_reader):
         free = [path for path in segment_files(self.cache) if int(path.name[:20]) not in self.ranges()]
         victim = free[pick % len(free)]
-        replace_file(victim, victim.read_bytes()[:-7])
+        replace_file(victim, HARM[how](victim.read_bytes()))
+        if by_reader:
+            before, self.cache = self.cache, ac.Cache.open(self.path, check="bytes")
+            self.read_all()
+            self.cache = before
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             problems = self.cache.verify()
-        assert [problem.name for problem in problems] == [victim.name]
+        assert [problem.name for problem in problems] == ([] if by_reader else [victim.name])
         assert not victim.exists()
+        assert victim.name in os.listdir(self.path / "quarantine") or self.cache.stats().quarantined == 0
 
     @invariant()
     def the_capacity_holds(self):
@@ -259,5 +403,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.verify() == []
 
 
-CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestCacheMachine = CacheMachine.TestCase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import assert_type
 
 import arrowcache as ac
+from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows, Retries, WebDatasetShards
 from arrowcache.torch import (
     CacheDataset,
     CacheIterableDataset,
@@ -118,6 +119,31 @@ def sampling(cache: ac.Cache) -> None:
         assert_type(pool.stats(), ac.PoolStats)
         pool.wait(segments=10, timeout=60)
         pool.stop()
+
+
+def many(rng: np.random.Generator) -> Iterator[ac.Rows]:
+    yield ac.Rows(signal=rng.random((5, 3)), label=[1, 2, 3, 4, 5], name=["a"] * 5)
+
+
+def ready_samplers(path: Path, rng: np.random.Generator) -> None:
+    rows = ParquetRows(
+        path, ["x"], None, rows_per_group=8, schema={"x": ac.Tensor("int8")}, fill={"x": 0},
+        filesystem=None, retries=4,
+    )  # fmt: skip
+    windows = ArrayWindows(
+        [{"x": "s3://bucket/x.zarr", "y": path}], {"x": (3,), "y": (1,)}, weights=[1.0], with_position=True
+    )
+    ArrayWindows("x.npy", (3, 4), retries=Retries(2, first_seconds=0.1))
+    shards = WebDatasetShards(["a.tar"], lambda field, data: data, fields=["cls"], shuffle=10)
+    mixed = Mix({rows: 1, windows: 2.5}, on_error="skip")
+    mapped = Map(Mix([(many, 1), (shards, 2)]), lambda sample, rng: {"x": rng.random()})
+    assert_type(mixed.schema, ac.Schema)
+    for sample in mapped(rng):
+        assert_type(sample, Mapping[str, Any])
+    with rows as same:
+        assert_type(same, ParquetRows)
+    with ac.SamplerPool("cache", mapped):
+        pass
 
 
 def torch_adapters(cache: ac.Cache) -> None:

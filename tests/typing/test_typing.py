@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("mypy", reason="mypy is not installed")
+
 HERE = Path(__file__).parent
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import shutil
 import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
 import pytest
-from helpers import KIB, ROW, make_cache, publish, published_ids, sample, segment_files, seqs
+from helpers import KIB, ROW, make_cache, publish, published_ids, sample, segment_files, seqs, wait_until
+from markup import seen
 
 import arrowcache as ac
+from arrowcache import cache as cache_module
 from arrowcache.arrow.segment import encoded_bytes_bound
+from arrowcache.storage.locks import LockFile
 
 
 def test_a_cache_is_created_private_and_opened_as_it_was(tmp_path):
@@ -150,6 +155,26 @@ def test_resizing_below_four_segments_is_refused(tmp_path):
     assert cache.stats().capacity_bytes == 1024 * KIB
 
 
+def test_making_a_cache_that_is_there_never_makes_it_smaller_than_its_segments_need(tmp_path):
+    sizes = {"capacity": "8MiB", "segment_bytes": "1MiB", "segment_rows": 900}
+    publish(make_cache(tmp_path / "cache", **sizes), 3, rows=900)
+    with pytest.raises(ValueError, match="under 4 segments"):
+        make_cache(tmp_path / "cache", capacity="1MB", exist_ok=True)
+    cache = ac.Cache.open(tmp_path / "cache")
+    assert len(seqs(cache)) == 3
+    assert cache.stats().capacity_bytes == 8 << 20
+
+
+def test_no_capacity_is_too_small_for_the_rows_that_a_pace_waits_for(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity="8MiB", segment_bytes="64KiB")
+    publish(cache, 3)
+    cache.set_pace(ac.Pace(min_rows=6000))
+    with pytest.raises(ValueError, match="lower min_rows, or raise the capacity"):
+        cache.resize("5MiB")
+    assert len(seqs(cache)) == 3
+    assert cache.stats().capacity_bytes == 8 << 20
+
+
 def test_what_is_no_schema_is_a_type_error(tmp_path):
     with pytest.raises(TypeError, match="'x'"):
         ac.Cache.create(tmp_path / "cache", {"x": "float32"}, capacity="1MiB")  # type: ignore[dict-item]
@@ -207,12 +232,115 @@ def test_a_dataset_scans_all_rows_and_leases_them_while_it_lives(tmp_path):
     assert cache.evict("1GB") == 0
     del dataset
     gc.collect()
-    assert cache.evict("1GB") > 0
+    # pyarrow's threads let go of the last batch a moment after their answer
+    wait_until(lambda: cache.evict("1GB") > 0, "the dataset's lease to end")
 
 
 def test_a_cache_says_what_it_is(tmp_path):
     cache = make_cache(tmp_path / "cache")
     assert repr(cache) == f"<Cache {cache.path}: 2 columns, capacity 1.0 MiB>"
+    odd = make_cache(cache.path.parent / "\x1b[31modd")
+    assert repr(odd).isprintable()
+
+
+def test_a_cache_shows_what_it_holds(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 3)
+    with cache.snapshot():
+        text, shown = str(cache), seen(cache._repr_html_())
+    for words in (f"Cache {cache.path}", "3 segments, 48 rows", "seq 0 to 2", "by writer", "leased", "image"):
+        assert words in text
+    for words in (str(cache.path), "3 segments, 48 rows", "seq 0 to 2", "writer 100 %", "leased", "(16, 16)"):
+        assert words in shown.text
+    assert shown.tags.count("rect") == 3
+    assert len(text.splitlines()) < 15
+    assert cache.stats().leased_bytes == 0
+
+
+def test_an_empty_cache_shows_itself(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    assert "0 segments, 0 rows" in str(cache)
+    assert "0 segments, 0 rows" in seen(cache._repr_html_()).text
+
+
+def test_two_looks_at_a_cache_tell_how_fast_it_evicts(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    assert "eviction  0 segments so far" in str(cache)
+    cache.evict(4 * cache.stats().published_bytes // 10)
+    clock[0] += 2
+    assert "eviction  4 segments so far; about " in str(cache)
+    assert "32 rows/s, 2 segments/s (last 2.0 s)" in seen(cache._repr_html_()).text
+    clock[0] += 100
+    again = ac.Cache.open(cache.path)
+    assert "eviction  4 segments so far; the next look tells the rate" in str(again)
+
+
+def lock_it(cache):
+    file = LockFile(cache.store.folder.cache_lock)
+    assert file.try_exclusive()
+    return file
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda cache: cache.close(), "the cache is closed: open it again with Cache.open"),
+        (lambda cache: shutil.rmtree(cache.path), "its folder was moved or removed while in use"),
+        (
+            lambda cache: cache.path.rename(cache.path.with_name("elsewhere")),
+            "its folder was moved or removed",
+        ),
+        (
+            lambda cache: shutil.rmtree(cache.path / "segments"),
+            "its folder was moved or removed while in use",
+        ),
+        (lambda cache: (cache.path / "cache.json").write_text("{}"), "cache.json is damaged"),
+        (lambda cache: (cache.path / "cache.json").unlink(), "it has no cache.json"),
+        (lock_it, "was held for over 0 s by pid"),
+    ],
+)
+def test_a_cache_that_cannot_be_looked_at_says_why_in_a_sentence(tmp_path, monkeypatch, harm, words):
+    monkeypatch.setattr(cache_module, "_LOOK_SECONDS", 0)
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    undo = harm(cache)
+    text, shown = str(cache), seen(cache._repr_html_())
+    assert words in text
+    assert words in shown.text
+    assert "\n" not in text
+    assert repr(cache).startswith("<Cache ")
+    if isinstance(undo, LockFile):
+        undo.close()
+
+
+def test_a_path_of_any_bytes_is_shown(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff<b>\x1b[31m\n")
+    cache = make_cache(path)
+    str(cache).encode()
+    assert "b" in seen(cache._repr_html_()).tags
+    assert seen(cache._repr_html_()).tags == seen(make_cache(tmp_path / "plain")._repr_html_()).tags
+    assert "Cache " in str(cache).splitlines()[0]
+    assert r"\udcff<b>\x1b[31m\n" in seen(cache._repr_html_()).text
+
+
+def test_segments_that_leave_while_a_cache_is_looked_at_are_not_missed(tmp_path, monkeypatch):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 5)
+    folder = cache.store.folder
+    info = folder.segment_info
+
+    def late(name):
+        if name.startswith(f"{0:020d}"):
+            (folder.segments / name).unlink(missing_ok=True)
+        return info(name)
+
+    monkeypatch.setattr(folder, "segment_info", late)
+    fresh = ac.Cache(cache.store)
+    cache.store._listing = type(cache.store._listing)([], {}, [])
+    assert "4 segments, 64 rows" in str(fresh)
 
 
 def test_statistics_are_values(tmp_path):

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.units import MOST_COUNTED, format_bytes, parse_bytes, parse_count
+from arrowcache.units import (
+    MOST_COUNTED,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_share,
+    parse_bytes,
+    parse_count,
+)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +106,29 @@ def test_a_count_without_a_bound_may_be_any():
 )  # fmt: skip
 def test_a_size_is_printed_with_a_binary_unit(nbytes, text):
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (-3, "0 s"), (0.0004, "0 s"), (0.0314, "31 ms"), (0.9994, "999 ms"), (1, "1.0 s"),
+     (59, "59 s"), (125, "2.1 min"), (3599, "60 min"), (7200, "2.0 h"),
+     (48 * 3600, "2.0 d"), (5e8, "5,787.0 d")],
+)  # fmt: skip
+def test_a_time_is_printed_with_the_unit_that_fits(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_a_count_is_printed_with_its_noun():
+    assert format_count(0, "row") == "0 rows"
+    assert format_count(1, "row") == "1 row"
+    assert format_count(92000, "row") == "92,000 rows"
+    assert format_count(1, "batch", "batches") == "1 batch"
+    assert format_count(2, "batch", "batches") == "2 batches"
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [(0, 0, "0 %"), (0, 5, "0 %"), (1, 1000, "<1 %"), (1, 3, "33 %"), (999, 1000, ">99 %"), (5, 5, "100 %")],
+)
+def test_a_share_is_never_nothing_nor_all_unless_it_is(part, whole, text):
+    assert format_share(part, whole) == text

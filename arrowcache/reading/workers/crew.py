@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.errors import WorkerError
 from arrowcache.reading.workers.manifest import pack_segments
 from arrowcache.reading.workers.memory import file_of
 from arrowcache.reading.workers.request import Finished
 from arrowcache.reading.workers.supervisor import DEPTH, Supervisor
+from arrowcache.shortage import explaining
 from arrowcache.storage.layout import SegmentInfo
 
 
@@ -114,9 +116,15 @@ class Crew:
             if self._closed:
                 raise ValueError("the loader is closed: make a new one")
             if self._supervisor is None:
-                self._supervisor = Supervisor(self._size, self._plan, self._batch_size, self._usual)
-                self._end = weakref.finalize(self, Supervisor.close, self._supervisor)
-                self._supervisor.start()
+                with explaining():
+                    self._supervisor = Supervisor(self._size, self._plan, self._batch_size, self._usual)
+                self._end = end = weakref.finalize(self, Supervisor.close, self._supervisor)
+                try:
+                    self._supervisor.start()
+                except WorkerError:  # another call tries anew
+                    end.detach()
+                    self._supervisor, self._end = None, _nothing
+                    raise
             return self._supervisor
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+from arrowcache.shortage import start
+
 _JOIN_SECONDS = 5.0
 
 
@@ -48,7 +50,7 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start(self._thread)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -90,7 +92,7 @@ class Loop:
         """End the thread. Idempotent. Blocks: until it has ended, at most 5 s."""
         self.is_stopping = True
         self.wake()
-        if not self.is_here:
+        if not self.is_here and self._thread.ident is not None:
             self._thread.join(_JOIN_SECONDS)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.ma  # else it is looked for with the first batch, when no file may be left to open
 from numpy.typing import NDArray
 
 from arrowcache.reading.assembly import Batch
@@ -192,6 +193,8 @@ class Maker:
         self._epoch = epoch
         if before is not None:
             before.close()  # after the new one has claimed what both read: that stays mapped
+        with suppress(MemoryError):  # each batch says so
+            self._snapshot.map_ahead()  # whatever becomes of the folder, this epoch goes on
 
     def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64], places: Places) -> tuple[Batch, int]:
         """The rows, and how many bytes they have."""

@@ -6,7 +6,6 @@ understood of it ends it here, with a reason; how it ended is told once it has.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from arrowcache.reading.workers.channel import Message
 from arrowcache.reading.workers.launch import WorkerProcess
 from arrowcache.reading.workers.packing import Pattern
 from arrowcache.reading.workers.request import Request
+from arrowcache.shortage import explained
 
 _DYING_SECONDS = 1.0
 _MEDDLING = "a transform must leave alone descriptors that are not its own"
@@ -98,10 +98,3 @@ class Member:
     def _end(self, because: str) -> None:
         self._trouble = f"was ended here: {because}"
         self.process.kill()
-
-
-def explained(error: OSError) -> str:
-    """What failed, and what to do."""
-    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS):
-        return f"{error}: raise the limit of open files (ulimit -n), or keep fewer open"
-    return str(error)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.arrow.convert import is_masked
 from arrowcache.reading.values import Values
 
 ARRAY, VALUES, STR, BYTES, NOTHING = "array", "values", "str", "bytes", "nothing"
@@ -117,7 +118,7 @@ def _pack_items(name: str, kind: str, items: Sequence[bytes]) -> Packed:
 
 
 def _plain(name: str, array: NDArray[Any]) -> NDArray[Any]:
-    if np.dtype(array.dtype.str) != array.dtype or array.dtype.hasobject or type(array) is np.ma.MaskedArray:
+    if np.dtype(array.dtype.str) != array.dtype or array.dtype.hasobject or is_masked(array):
         raise TypeError(
             f"column {name!r} has dtype {array.dtype}, whose items are objects, fields or foreign: {_WAY_OUT}"
         )

@@ -19,7 +19,7 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.reading.assembly import Batch, mean_published
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.pipeline import Job, Made
-from arrowcache.reading.ring import USUAL_GROUP_BYTES, GroupSize
+from arrowcache.reading.ring import GroupSize
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.crew import Crew
 from arrowcache.reading.workers.parcel import pack_transform
@@ -27,6 +27,7 @@ from arrowcache.reading.workers.request import Finished
 from arrowcache.storage.store import Store
 
 _DRAWN_ROWS = 4096  # of the order, at once
+_USUAL_GROUP_BYTES = 32 << 20  # each group is a few hand-overs between three threads of this process
 
 
 class RemoteAssembly:
@@ -63,7 +64,7 @@ class RemoteAssembly:
         self.crew = Crew(workers, settings, packed, batch_size, prefetch)
         row_bytes = sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
         can_group = transform is None and all(name in schema.fixed for name in names)
-        usual = max(1, USUAL_GROUP_BYTES // max(1, row_bytes * batch_size)) if can_group else 1
+        usual = max(1, _USUAL_GROUP_BYTES // max(1, row_bytes * batch_size)) if can_group else 1
         self._group = GroupSize(usual, usual)
         self.threads, self.in_flight = 0, self.crew.in_flight
         self._epoch: tuple[Epoch, int] | None = None  # and its number for the crew

@@ -25,7 +25,7 @@ class Restarts:
         if self.failed_starts >= MOST_LOSSES and not others_are_ready:
             return True
         pause = _PAUSE_SECONDS * 2 ** min(self._losses - 1, 10) if self._losses > 1 else 0.0
-        self.not_before = now + min(pause, _MOST_PAUSE_SECONDS)
+        self.not_before = max(self.not_before, now + min(pause, _MOST_PAUSE_SECONDS))
         return False
 
     def started(self) -> None:

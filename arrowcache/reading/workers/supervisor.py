@@ -34,13 +34,14 @@ from arrowcache.errors import WorkerError
 from arrowcache.reading.workers.channel import Message
 from arrowcache.reading.workers.desk import Desk
 from arrowcache.reading.workers.loop import Loop
-from arrowcache.reading.workers.member import Member, explained
+from arrowcache.reading.workers.member import Member
 from arrowcache.reading.workers.memory import file_of
 from arrowcache.reading.workers.packing import Described
 from arrowcache.reading.workers.parcel import unpack_error
 from arrowcache.reading.workers.request import Finished, Request
 from arrowcache.reading.workers.restarts import MOST_LOSSES, Restarts
 from arrowcache.reading.workers.shared import STAGES_OF_WORKERS, SharedRing
+from arrowcache.shortage import explained
 
 _log = logging.getLogger("arrowcache")
 
@@ -87,7 +88,12 @@ class Supervisor:
         _inherited.add(self)
 
     def start(self) -> None:
-        self._loop.start()
+        try:
+            self._loop.start()
+        except WorkerError:
+            _inherited.discard(self)
+            self._close_files()
+            raise
 
     # called from any thread; see crew.py
 
@@ -165,7 +171,7 @@ class Supervisor:
     def _turn(self) -> float:
         self._start_missing()
         self._dispatch()
-        if len(self._members) < self._size and (self._desk or self._members):
+        if len(self._members) < self._size and self._is_wanted:
             return max(0.0, self._restarts.not_before - time.monotonic())
         return _LOOK_SECONDS
 
@@ -186,8 +192,13 @@ class Supervisor:
 
     # processes
 
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether somebody waits for processes, or one is at work: those that start may all fail."""
+        return bool(self._desk) or any(member.is_ready for member in self._members)
+
     def _start_missing(self) -> None:
-        while self._desk or self._members:  # else nobody wants them
+        while self._is_wanted:
             if len(self._members) == self._size or time.monotonic() < self._restarts.not_before:
                 return
             try:

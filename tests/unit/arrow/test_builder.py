@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from types import FrameType
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -9,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import arrowcache as ac
+from arrowcache.arrow import builder as builder_module
 from arrowcache.arrow import segment
 from arrowcache.arrow.builder import SegmentBuilder
 
@@ -161,3 +167,96 @@ def test_a_wide_row_beside_a_small_value_is_taken(monkeypatch):
     monkeypatch.setattr(segment, "MAX_ELEMENTS", 1000)
     builder = SegmentBuilder(ac.Schema({"x": ac.Tensor("int64", (900,)), "t": ac.String()}), 1, 1 << 20)
     assert add(builder, {"x": np.zeros(900, np.int64), "t": "a"}) == 1
+
+
+class Failure:
+    """An error before the n-th step of the builder's own code, in this thread."""
+
+    def __init__(self, error: type[BaseException], number: int) -> None:
+        self._error, self._left = error, number
+        self.came = False
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != builder_module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not self.came:
+            if self._left == 0:
+                self.came = True
+                raise self._error
+            self._left -= 1
+        return self._trace
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_a_failed_take_left_is_in_no_row(error, count, goes_on):
+    builder = SegmentBuilder(MIXED, 9, 10_000)
+    first = builder.convert(mixed(1), many=False)
+    lost = builder.convert({name: [value] * count for name, value in mixed(2).items()}, many=True)
+    last = builder.convert(mixed(3, width=5), many=False)
+    for number in itertools.count():
+        builder.clear()
+        builder.take(first, 0)
+        failure = Failure(error, number)
+        try:
+            with failure:
+                builder.take(lost, 0)
+        except error:
+            pass
+        expected = [mixed(1)] + [mixed(2)] * (builder.rows - 1)
+        assert builder.rows in (1, 1 + count)
+        if goes_on:
+            builder.take(last, 0)
+            expected.append(mixed(3, width=5))
+        rows = rows_of(builder)
+        assert [row["text"] for row in rows] == [row["text"] for row in expected], number
+        assert [row["raw"] for row in rows] == [row["raw"] for row in expected], number
+        assert [row["r"] for row in rows] == [np.ravel(row["r"]).tolist() for row in expected], number
+        if not failure.came:
+            break
+    assert number > 50
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_failure_at_any_step_leaves_room_for_as_much_as_before(clears):
+    builder = SegmentBuilder(ac.Schema({"raw": ac.Binary(), "r": ac.Ragged("int64")}), 9, 10_000)
+    wide = builder.convert({"raw": bytes(4000), "r": np.zeros(400, np.int64)}, many=False)
+    for number in itertools.count():
+        builder.clear()
+        if clears:
+            builder.take(wide, 0)
+        failure = Failure(KeyboardInterrupt, number)
+        try:
+            with failure:
+                if clears:
+                    builder.clear()
+                else:
+                    builder.take(wide, 0)
+        except KeyboardInterrupt:
+            pass
+        if builder.rows == 0:
+            assert builder.take(wide, 0) == 1, number
+        assert len(rows_of(builder)) == 1
+        assert builder.encode().nbytes <= 10_000
+        if not failure.came:
+            break
+    assert number > 5
+
+
+def test_rows_are_taken_though_somebody_has_the_encoded_segment_still():
+    """As an error has that was raised while it was published, and that was kept."""
+    builder = SegmentBuilder(MIXED, 5, 10_000)
+    add(builder, mixed(1))
+    encoded = builder.encode()
+    before = b"".join(encoded.pieces)
+    add(builder, mixed(2))
+    assert [row["text"] for row in rows_of(builder)] == ["n1", "n2"]
+    assert b"".join(encoded.pieces) == before

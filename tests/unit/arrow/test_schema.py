@@ -95,7 +95,7 @@ def test_a_dtype_that_no_column_holds_is_refused(dtype):
         ac.Tensor(dtype)
 
 
-@pytest.mark.parametrize("shape", [(0,), (-1, 2), 3, None, (2, 0)])
+@pytest.mark.parametrize("shape", [(0,), (-1, 2), 3, None, (2, 0), (np.bool_(1),)])
 def test_a_shape_without_positive_sizes_is_refused(shape):
     with pytest.raises(ValueError, match="positive"):
         ac.Tensor("float32", shape)

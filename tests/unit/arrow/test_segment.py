@@ -214,6 +214,24 @@ def test_a_negative_number_of_elements_is_refused_even_where_none_are_needed():
         read_structure(pa.py_buffer(bytes(data)), schema, 3)
 
 
+def test_what_a_footer_says_its_checksum_is_cannot_write_to_a_terminal():
+    data = file_bytes(NUMBERS, {"x": np.arange(3)})
+    digest = pa.ipc.open_file(pa.py_buffer(data)).metadata[segment.CHECKSUM_KEY]
+    hostile = pa.py_buffer(data.replace(digest, b"\x1b[2J".ljust(len(digest), b"\x07")))
+    with pytest.raises(ac.CorruptSegmentError) as caught:
+        check_bytes(hostile, NUMBERS)
+    assert str(caught.value).isprintable()
+
+
+def test_offsets_that_do_not_begin_at_zero_are_refused():
+    schema = ac.Schema({"r": ac.Ragged("int32")})
+    data = bytearray(file_bytes(schema, {"r": variable([bytes(8), bytes(4)], 4)}))
+    at = data.index(struct.pack("<iii", 0, 2, 3))
+    data[at] = 1
+    with pytest.raises(ac.CorruptSegmentError, match="rise"):
+        read_structure(pa.py_buffer(bytes(data)), schema, 2)
+
+
 def test_another_number_of_rows_than_stated_is_refused():
     data = file_bytes(SMALL, columns_of(SMALL, 5))
     for rows in (4, 6):
@@ -244,6 +262,12 @@ def test_a_foreign_file_of_the_very_same_structure_passes_but_lacks_checksums():
         check_bytes(file, NUMBERS)
 
 
+def with_dictionary():
+    """A file with a dictionary, which Arrow reads together with the first record batch."""
+    words = pa.array(["a", "b", "a"]).dictionary_encode()
+    return foreign([pa.RecordBatch.from_arrays([words], names=["x"])])
+
+
 def test_files_of_another_structure_are_refused():
     plain = pa.schema([pa.field("x", pa.int64(), nullable=False)])
     other = ac.Schema({"y": ac.Tensor("int64")}).arrow
@@ -253,10 +277,61 @@ def test_files_of_another_structure_are_refused():
         (foreign([numbers([1, 2, 3], plain)]), "another schema"),
         (foreign([numbers([1, 2, 3], other)]), "another schema"),
         (foreign([numbers([1, None, 3], NUMBERS.arrow)]), "nulls"),
-        (foreign([numbers(list(range(3)))], options=pa.ipc.IpcWriteOptions(compression="zstd")), "column"),
+        (
+            foreign([numbers(list(range(3)))], options=pa.ipc.IpcWriteOptions(compression="zstd")),
+            "is compressed",
+        ),
+        (with_dictionary(), "dictionaries"),
     ]:
         with pytest.raises(ac.CorruptSegmentError, match=reason):
             check(bytes(file), NUMBERS, 3)
+
+
+def test_a_compressed_body_is_refused_before_memory_is_taken_for_it():
+    rows = 1 << 24
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    file = foreign([numbers(np.zeros(rows, np.int64))], options=options)
+    assert file.size < 1 << 20
+    peak = pa.default_memory_pool().max_memory()
+    with pytest.raises(ac.CorruptSegmentError, match="compressed"):
+        read_structure(file, NUMBERS, rows)
+    assert pa.default_memory_pool().max_memory() == peak
+
+
+def test_another_byte_order_is_another_schema():
+    data = file_bytes(NUMBERS, {"x": np.arange(3)})
+    as_it_is = pa.ipc.IpcReadOptions(ensure_native_endian=False)
+    swapped = 0
+    for position in range(
+        0, len(data) - 1, 2
+    ):  # a schema's byte order is left out: point its slot at something
+        altered = pa.py_buffer(data[:position] + b"\4\0" + data[position + 2 :])
+        try:
+            native, kept = pa.ipc.open_file(altered), pa.ipc.open_file(altered, options=as_it_is)
+        except (pa.ArrowException, OSError):
+            continue
+        if native.schema.equals(NUMBERS.arrow) and not kept.schema.equals(NUMBERS.arrow):
+            swapped += 1
+            with pytest.raises(ac.CorruptSegmentError, match="another schema"):
+                read_structure(altered, NUMBERS, 3)
+    assert swapped
+
+
+def test_a_buffer_that_a_header_says_is_elsewhere_is_refused():
+    schema = ac.Schema({"a": ac.Tensor("int64"), "b": ac.Tensor("int64"), "t": ac.String()})
+    columns = {"a": np.arange(8), "b": np.arange(8), "t": variable([b"abcdefgh"] * 8)}
+    data = file_bytes(schema, columns)
+    layout = read_structure(pa.py_buffer(data), schema, 8)
+    places = [*layout.fixed, *layout.variable[0]]
+    base = layout.fixed[0]
+    buffers = data.index(struct.pack("<qqqq", 0, 0, 0, 64), 0, base)  # (offset, length), validity first
+    for place, number in zip(places, (1, 3, 5, 6), strict=True):
+        at = buffers + 16 * number
+        assert data[at : at + 8] == struct.pack("<q", place - base)
+        for moved in {*places, *(place + by for by in (-64, -8, 8, 64))} - {place}:
+            altered = data[:at] + struct.pack("<q", moved - base) + data[at + 8 :]
+            with pytest.raises(ac.CorruptSegmentError):
+                read_structure(pa.py_buffer(altered), schema, 8)
 
 
 def test_tensors_with_uneven_lists_are_refused():

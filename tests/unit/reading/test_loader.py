@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import traceback
 import weakref
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from helpers import (
     DEADLINE_SECONDS,
+    append_rows,
     disk_bytes,
     flip_byte,
+    held_by_another_thread,
     in_child,
     make_cache,
     publish,
@@ -378,6 +381,44 @@ def test_an_idle_loader_gives_its_lease_up_to_evict_and_resize_of_the_same_proce
         cache.resize("256KiB")
         assert disk_bytes(cache.path) <= 256 * 1024
         assert ids(loader)
+
+
+def test_a_loader_that_is_dropped_under_the_cache_s_lock_ends_its_threads_after_it(cache):
+    """They may wait for that lock, and every process with them."""
+    loader = Loader(cache, 16)
+    ids(loader)
+    with cache.store.locked():
+        del loader  # as the garbage collector may
+        assert loader_threads()
+    assert not loader_threads()
+
+
+def test_dropping_a_closed_iterator_asks_for_no_lock(cache):
+    """The garbage collector may drop it in a thread that has one, for which another one waits."""
+    with Loader(cache, 16) as loader:
+        kept = [iter(loader)]
+        next(kept[0])
+        kept[0].close()
+        dropping = threading.Thread(target=kept.clear, daemon=True)
+        with held_by_another_thread(loader._threads[0]._lock, loader._meter._lock):
+            dropping.start()
+            dropping.join(DEADLINE_SECONDS)
+            assert not dropping.is_alive()
+
+
+def test_a_writer_waits_for_what_an_ended_epoch_of_the_same_process_still_gathers(cache):
+    with Loader(cache, 16) as loader:
+        epoch = iter(loader)
+        check(next(epoch))
+        snapshot = loader._epochs.progress.snapshot
+        snapshot._begin_read()  # as the loader's thread, for which the end of an epoch does not wait
+        epoch.close()
+        writing = threading.Thread(target=append_rows, args=(cache, range(160, 160 + 16 * 150)))
+        writing.start()
+        wait_until(lambda: cache.stats().waiting_writers or not writing.is_alive(), "the writer to wait")
+        snapshot._end_read()
+        writing.join()
+    assert seqs(cache)[-1] == 159
 
 
 @pytest.mark.parametrize("on_full", ["raise", "wait"])
@@ -804,6 +845,20 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
             gc.enable()
 
 
+def test_ctrl_c_while_an_epoch_is_planned_leaves_nothing_leased_and_no_warning(cache, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    loader = ac.Loader(cache, 8)
+    monkeypatch.setattr(Snapshot, "segment_rows", property(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        iter(loader)
+    assert cache.stats().leased_bytes == 0
+    monkeypatch.undo()
+    assert sum(1 for _ in loader) > 0
+    loader.close()
+
+
 def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
     def interrupted(*_):
         monkeypatch.undo()
@@ -879,6 +934,27 @@ def test_a_forked_child_reads_on_whatever_its_parents_threads_were_doing(cache):
         assert len(ids(loader)) == 160
         with loader._assembly.ring._lock, in_child(child):  # as a thread that was just taking memory
             pass
+
+
+def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_had(cache):
+    def child():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(DEADLINE_SECONDS))  # its end, if it hangs
+        with pytest.raises(ValueError, match="forked"):
+            next(epoch)
+        assert loader.stats().batches == 1
+        epoch.close()
+        loader.close()
+        with pytest.raises(ValueError, match="forked"):
+            snapshot.gather([0])
+        snapshot.close()
+
+    with Loader(cache, 16) as loader, cache.snapshot() as snapshot:
+        epoch = iter(loader)
+        check(next(epoch))
+        with held_by_another_thread(loader._meter._lock, snapshot._lock), in_child(child):
+            pass
+        assert len(ids(epoch)) == 144
 
 
 def test_a_closed_loader_takes_no_state(cache):

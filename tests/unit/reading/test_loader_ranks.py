@@ -306,6 +306,7 @@ def test_processes_share_every_epoch_while_the_cache_grows(cache, shuffle):
         ({"rank": 0, "world_size": 0, "run_id": "job"}, ValueError, "ranks count from 0"),
         ({"rank": 0.0, "world_size": 2, "run_id": "job"}, TypeError, "rank must be an int"),
         ({"rank": True, "world_size": 2, "run_id": "job"}, TypeError, "rank must be an int"),
+        ({"rank": np.bool_(1), "world_size": 2, "run_id": "job"}, TypeError, "rank must be an int"),
         ({"rank": 0, "world_size": 2, "run_id": 5}, TypeError, "run_id must be a str"),
         ({"rank": 0, "world_size": 2}, ValueError, "pass run_id="),
         ({"rank": 0, "world_size": 2, "run_id": ""}, ValueError, "run_id is empty"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -168,6 +169,34 @@ def test_a_wait_for_a_batch_has_a_deadline(pipeline):
         pipeline.next(stream, 0.05)
     go_on.set()
     assert numbers(pipeline, stream) == [0]
+
+
+def test_who_waits_for_a_batch_calls_now_and_then_without_the_lock():
+    calls = threading.Semaphore(0)
+    go_on = threading.Event()
+
+    def while_waiting() -> None:
+        assert not pipeline._changed._is_owned(), "who waits for the lock may hold what this needs"
+        calls.release()
+
+    def produce():
+        assert go_on.wait(DEADLINE_SECONDS)
+        yield [made(7)]
+
+    pipeline = Pipeline(prefetch=1, while_waiting=while_waiting)
+    pipeline.start()
+    stream = stream_of(produce)
+    pipeline.begin(stream)
+    found = []
+    consumer = threading.Thread(target=lambda: found.append(pipeline.next(stream, None)))
+    consumer.start()
+    for _ in range(2):
+        assert calls.acquire(timeout=DEADLINE_SECONDS)
+    go_on.set()
+    consumer.join(DEADLINE_SECONDS)
+    assert [batch.batch["number"] for batch in found] == [7]
+    pipeline.end(stream)
+    pipeline.close()
 
 
 def test_a_consumer_that_waits_is_woken_when_its_epoch_is_ended_elsewhere(pipeline):
@@ -417,3 +446,35 @@ def test_what_fails_after_its_stream_has_ended_keeps_nothing(alone):
 
 class Kept:
     pass
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_its_threads_do_not_take_the_processor_of_who_wakes_them(workers):
+    def produce():
+        found.append(os.sched_getscheduler(0))
+
+    found: list[int] = []
+    pipeline = Pipeline(prefetch=3, workers=workers)
+    pipeline.start()
+    stream = Stream(lambda: iter([Job(0, [produce], lambda: iter([[made(0)]]))]))
+    pipeline.begin(stream)
+    assert numbers(pipeline, stream) == [0]
+    pipeline.close()
+    assert found == [os.SCHED_BATCH]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_where_threads_may_not_be_patient_they_work_as_ever(monkeypatch):
+    def refuse(*_: object) -> None:
+        refused.append(threading.current_thread().name)
+        raise PermissionError(1, "a sandbox forbids it")
+
+    refused: list[str] = []
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    pipeline = Pipeline(prefetch=3)
+    pipeline.start()
+    stream = counting(range(5))
+    pipeline.begin(stream)
+    assert numbers(pipeline, stream) == list(range(5))
+    pipeline.close()
+    assert refused == ["arrowcache-loader"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,6 +103,10 @@ def test_a_state_without_segments_is_one_too():
         ({"segments": [[0, 2, 0]]}, "damaged"),
         ({"segments": [[0, 2, 5], [1, 1, 5]]}, "damaged"),
         ({"segments": "no"}, "damaged"),
+        ({"segments": [[0, 1], [16, 1], [1, 16]]}, "damaged"),
+        ({"segments": [[2**62, 1, 16]]}, "damaged"),
+        ({"segments": [[2**63 - 1, 2, 16]]}, "damaged"),
+        ({"segments": [[0, 1, True]]}, "damaged"),
         ({"segments": [[0, 2**70, 1]]}, "damaged"),
         ({"segments": [[0, 2**40, 1]]}, "damaged"),
         ({"segments": [[0, 1 << 21, 1]]}, "damaged"),
@@ -245,6 +250,21 @@ def test_nothing_is_left_of_an_epoch_whose_segments_are_all_gone():
         assert order.steps == 0
         assert order.batches(0, 5).tolist() == []
         assert order.position_after(0) == 0
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_what_is_left_of_an_epoch_of_very_many_passes_is_counted_without_walking_them(shuffle):
+    made = plan([10, 10, 10], shuffle=shuffle, position=12)
+    order, short = (
+        replace(made, epoch_rows=rows).order_of(segments(made, [0, 2]), 8, Share(), True)
+        for rows in (30 * 2**50, 30 * 20)
+    )
+    assert isinstance(order, Survivors)
+    assert isinstance(short, Survivors)
+    assert order.rows - short.rows == 20 * (2**50 - 20)
+    assert order.batches(0, 20).tolist() == short.batches(0, 20).tolist()
+    gone = replace(made, epoch_rows=2**60).order_of([], 8, Share(), True)
+    assert (gone.steps, gone.batches(0, 1).tolist()) == (0, [])
 
 
 def test_a_window_over_what_is_left_gives_up_segments_as_it_goes():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -122,6 +124,28 @@ def test_several_parked_snapshots_are_let_go_by_drop_and_close(cache, monkeypatc
         assert cache.stats().leased_bytes == 0
         assert mapped(cache) == []
     ahead.close()
+
+
+def test_what_it_was_closed_before_doing_does_not_keep_it(cache):
+    """Closed as an epoch began it was kept, with its loader's memory, until the collector came by."""
+    gc.collect()
+    gc.disable()
+    try:
+        ahead, busy = ReadAhead(cache.store, None), threading.Event()
+        ahead.start()
+        ahead.soon(lambda: busy.wait(DEADLINE_SECONDS))
+        ahead.retire([])
+        closing = threading.Thread(target=ahead.close)
+        closing.start()
+        wait_until(partial(getattr, ahead, "_closed"), "it to be told")
+        ahead.retire([])  # by a thread that has not seen the end yet
+        busy.set()
+        closing.join()
+        known = weakref.ref(ahead)
+        del ahead, closing
+        wait_until(lambda: known() is None, "it to be gone")
+    finally:
+        gc.enable()
 
 
 def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, monkeypatch):

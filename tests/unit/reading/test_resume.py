@@ -537,6 +537,16 @@ def test_a_state_that_cannot_be_is_refused_when_it_is_loaded(cache, shuffle, cha
             loader.load_state_dict(state | change)
 
 
+def test_a_state_with_segments_larger_than_any_of_this_cache_is_refused(cache):
+    """Its rows are walked to see which are left: of 2**60 that took for ever."""
+    with loader_of(cache) as loader:
+        _, state = stop_after(2, loader)
+        before = loader.state_dict()
+        with pytest.raises(ValueError, match="another cache"):
+            loader.load_state_dict(state | {"segments": [[0, 1, 2**60]]})
+        assert loader.state_dict() == before
+
+
 @pytest.mark.parametrize("missing", ["ignore", None, True])
 def test_missing_is_skip_or_raise(cache, missing):
     with loader_of(cache) as loader, pytest.raises(ValueError, match="must be 'skip' or 'raise'"):

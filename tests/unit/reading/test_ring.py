@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.reading.ring import GroupSize, Ring
+from arrowcache.reading.ring import USUAL_GROUP_BYTES, GroupSize, Ring
 
 COLUMNS = {"image": ((64,), np.dtype("float32")), "label": ((), np.dtype("int64"))}
 
@@ -162,12 +162,14 @@ def test_batches_may_be_let_go_in_other_threads():
 @pytest.mark.parametrize(("group_bytes", "group"), [(1, 1), (1056, 1), (2 * 1056, 2), (10 * 1056 + 5, 10)])
 def test_a_group_holds_as_many_batches_as_its_bytes_allow_but_one_at_least(group_bytes, group):
     assert make(group_bytes).largest_group == group
-    assert make(group_bytes).usual_group == group, "of usual size, as far as the largest allows"
+    assert make(group_bytes).batches_of(USUAL_GROUP_BYTES) == group, (
+        "of usual size, as far as the largest allows"
+    )
 
 
 def test_groups_are_usually_smaller_than_they_may_be():
     ring = Ring({"image": ((1 << 18,), np.dtype("float32"))}, 4)
-    assert (ring.usual_group, ring.largest_group) == (2, 16)
+    assert (ring.batches_of(USUAL_GROUP_BYTES), ring.largest_group) == (2, 16)
 
 
 @given(
@@ -214,7 +216,7 @@ def test_a_consumer_that_keeps_a_row_of_each_group_makes_groups_small():
     ring = Ring({"x": ((256,), np.dtype(np.float32))}, batch_size=4)
     kept = []
     for _ in range(20):
-        rows = 4 if ring.is_hoarded else 4 * ring.usual_group
+        rows = 4 if ring.is_hoarded else 4 * ring.batches_of(USUAL_GROUP_BYTES)
         group = ring.take(rows)
         group.arrays()["x"][:] = 1
         kept.append(group.hand_out(0)["x"][0])

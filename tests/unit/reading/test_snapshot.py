@@ -28,6 +28,8 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markup import seen
+from processes import Script
 
 import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
@@ -367,6 +369,28 @@ def test_where_chooses_segments(tmp_path):
         assert snapshot.gather(range(48))["id"].tolist() == [*range(16, 32), *range(48, 64), *range(80, 96)]
 
 
+def test_a_snapshot_shows_what_it_reads_and_leases(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+    with cache.snapshot() as snapshot:
+        assert repr(snapshot) == "<Snapshot: 64 rows in 4 segments>"
+        snapshot.release_oldest(1)
+        text, shown = str(snapshot), seen(snapshot._repr_html_())
+    for words in ("64 rows in 4 segments", "seq 0 to 3, published", "3 segments, ", "by this process"):
+        assert words in text
+        assert words in shown.text
+    assert len(text.splitlines()) == 4
+    assert shown.tags.count("rect") == 4
+    assert str(snapshot) == "Snapshot: closed"
+    assert "closed" in seen(snapshot._repr_html_()).text
+
+
+def test_a_snapshot_of_nothing_shows_itself(tmp_path):
+    with make_cache(tmp_path / "cache").snapshot() as snapshot:
+        assert "0 rows in 0 segments" in str(snapshot)
+        assert "0 rows in 0 segments" in seen(snapshot._repr_html_()).text
+
+
 def test_a_closed_snapshot_refuses_and_leases_nothing(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 3)
@@ -433,6 +457,39 @@ def test_a_leased_segment_outlives_every_attempt_to_evict_it(tmp_path):
         assert snapshot.gather([0])["id"][0] == 0
     assert cache.evict("1GB") > 0
     assert seqs(cache) == []
+
+
+def test_a_lease_that_only_a_view_keeps_is_not_ending_whoever_ends_last(tmp_path):
+    """Or a writer of this process would wait for it."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 2)
+    snapshot = cache.snapshot()
+    view = snapshot.table()
+    lease, lock = snapshot._lease, snapshot._lock
+    snapshot._begin_read()  # a gather in another thread
+
+    class EndsTheGather:
+        """The lock, as the other thread takes it next."""
+
+        def __enter__(self):
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+            snapshot._lock = lock
+            in_thread(snapshot._end_read)
+
+    snapshot._lock = EndsTheGather()
+    snapshot.close()
+    assert lease.stays(1)
+    del view
+    assert not lease.covers(1)
+
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
 
 
 def test_closing_lets_a_gather_in_another_thread_end_first(tmp_path, monkeypatch):
@@ -574,6 +631,34 @@ def test_a_table_shows_every_row_without_a_copy_and_outlives_the_snapshot(tmp_pa
     assert cache.evict("1GB") > 0
 
 
+def test_record_batches_are_the_rows_of_the_table_each_mapped_in_its_turn(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, segments=3)
+    before = mapping.live_mappings()
+    with cache.snapshot() as snapshot:
+        wanted = snapshot.table(["image"]).to_batches()
+        batches = snapshot.record_batches(["image"])
+        for number, one in enumerate(wanted):
+            found = next(batches)
+            assert found.schema.names == ["image"]
+            assert found.equals(one)
+            assert mapping.live_mappings() - before == 3 + 1, number
+            del found
+        assert next(batches, None) is None
+        first = next(snapshot.record_batches())
+        snapshot.release_oldest(2)
+        cache.evict("1GB")
+        assert seqs(cache) == [0, 1, 2]  # what lives is leased
+        assert first.column("id").to_pylist() == list(range(16))
+        waiting = snapshot.record_batches()
+    with pytest.raises(ValueError, match="the snapshot is closed"):
+        next(waiting)
+    with pytest.raises(ValueError, match="the snapshot is closed"):
+        snapshot.record_batches()
+    with pytest.raises(ValueError, match="did you mean 'image'"):
+        snapshot.record_batches(["imag"])
+
+
 def test_a_tables_mapping_is_gone_when_its_last_view_is(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 2)
@@ -652,6 +737,26 @@ def test_mapping_all_leaves_damaged_segments_out(tmp_path):
     assert Arena.of(cache.store).mapped() == 0
 
 
+def test_one_that_a_writer_closes_while_it_meets_a_damaged_segment_maps_and_leases_nothing(
+    tmp_path, monkeypatch
+):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+    replace_file(segment_files(cache)[1], b"ARROW1 but no more")
+    snapshot = cache.snapshot()
+    real = Arena.map
+
+    def map_and_close(self, segment, **options):
+        snapshot.close()  # as the writer's thread, through on_contention
+        return real(self, segment, **options)
+
+    monkeypatch.setattr(Arena, "map", map_and_close)
+    with pytest.warns(RuntimeWarning, match="quarantined"):
+        snapshot.map_all()
+    arena = Arena.of(cache.store)
+    assert (arena.mapped(), arena._users, cache.stats().leased_bytes) == (0, {}, 0)
+
+
 @pytest.mark.parametrize("part", ["header", "offsets", "footer"])
 def test_a_damaged_segment_among_many_of_a_known_layout_is_found(tmp_path, part):
     cache = make_cache(tmp_path / "cache")
@@ -686,10 +791,11 @@ def test_segments_of_a_known_layout_are_not_parsed_again(tmp_path, monkeypatch):
     assert checked == [0, 1, *range(6)], "bytes to be checked are read in any case"
 
 
-def test_a_table_of_a_damaged_segment_is_an_error_and_leaves_no_lease(tmp_path):
+@pytest.mark.parametrize("length", [0, 1000])
+def test_a_table_of_a_damaged_segment_is_an_error_and_leaves_no_lease(tmp_path, length):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 3)
-    replace_file(segment_files(cache)[1], bytes(1000))
+    replace_file(segment_files(cache)[1], bytes(length))
     with (
         cache.snapshot() as snapshot,
         pytest.warns(RuntimeWarning, match="quarantined"),
@@ -838,6 +944,26 @@ def test_a_forgotten_snapshot_warns_and_leases_nothing(tmp_path):
     assert cache.stats().leased_bytes == 0
 
 
+def test_a_forked_child_does_not_warn_of_what_it_inherits(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    inherited = [cache.snapshot()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        def child():
+            inherited.clear()
+            assert caught == []
+            forgotten = [cache.snapshot()]
+            forgotten.clear()
+            assert [str(each.message) for each in caught] == ["a snapshot was not closed"], "its own alone"
+
+        with in_child(child):
+            pass
+        inherited[0].close()
+    assert caught == []
+
+
 def test_an_arena_dies_with_its_cache_and_gives_back_its_cells(tmp_path, monkeypatch):
     budget = arena_module._Budget(10)
     monkeypatch.setattr(arena_module, "_budget", budget)
@@ -968,3 +1094,21 @@ def test_ctrl_c_while_a_snapshot_is_made_takes_nothing_from_another(tmp_path):
                 sys.settrace(None)
             gc.collect()
             assert good.gather(range(len(good)))["id"].tolist() == expected
+
+
+OPEN_AT_EXIT = """
+    import sys
+    import arrowcache as ac
+
+    snapshot = ac.Cache.open(sys.argv[1]).snapshot()
+    assert len(snapshot) == 16
+"""
+
+
+def test_what_is_open_when_the_interpreter_ends_is_let_go_in_silence(tmp_path):
+    """A loader's own snapshot may be finalized there before its loader."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    with Script(OPEN_AT_EXIT, cache.path) as script:
+        assert script.end() == (0, "")
+    assert cache.stats().leased_bytes == 0

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import DEADLINE_SECONDS, make_cache, publish, segment_files, wait_until
+from markup import seen
 
 import arrowcache as ac
 from arrowcache import Loader
@@ -316,6 +317,39 @@ def test_the_text_says_rows_bytes_rate_and_stalls():
     assert str(stats).startswith(
         "3 batches, 192 rows, 6.0 MiB in 2.0 s (3.0 MiB/s), stalled 0.5 s in 2 steps; bottleneck gather: "
     )
+
+
+def test_a_notebook_shows_stall_stages_and_advice():
+    numbers = {field.name: 0 for field in dataclasses.fields(LoaderStats)}
+    stats = LoaderStats(**numbers | {
+        "epochs": 1, "batches": 3, "rows": 192, "bytes": 6 * MIB, "seconds": 2.0, "stall_seconds": 0.5,
+        "stalls": 2, "bottleneck": "gather", "gather_seconds": 3.0, "store_seconds": 1.0, "age_seconds": 90.0,
+        "ring_bytes": MIB, "private_bytes": 2 * MIB, "file_bytes": 3 * MIB,
+    })  # fmt: skip
+    shown = seen(stats._repr_html_())
+    for words in (
+        "3 batches, 192 rows, 6.0 MiB in 1 epoch: 3.0 MiB/s, 96 rows/s",
+        "stalled 25 % of the time, in 2 steps",
+        "stalled 500 ms", "busy with batches 1.5 s", "gather 3.0 s", "store 1.0 s", stats.advice,
+        "1.5 min since",
+        "1.0 MiB for batches", "2.0 MiB private", "3.0 MiB of mapped files",
+    ):  # fmt: skip
+        assert words in shown.text
+    assert "transform" not in shown.text
+    widths = [style.split(";")[0] for style in shown.values("style") if style.startswith("width: ")]
+    assert widths == ["width: 25.000%", "width: 75.000%", "width: 25.000%", "width: 75.000%"]
+    _, stalled, spent, age, memory = str(stats).splitlines()
+    assert stalled == "stalled   [█████               ] 25 % of the time"
+    assert spent == "seconds   store 1.0 s, gather 3.0 s"
+    assert age.startswith("age       1.5 min")
+    assert memory.startswith("memory    1.0 MiB for batches")
+
+
+def test_statistics_of_nothing_are_shown(tmp_path):
+    stats = Meter().stats(0, 0)
+    assert "0 batches" in seen(stats._repr_html_()).text
+    with Loader(make_cache(tmp_path / "cache"), 4) as loader:
+        assert "no batch was delivered" in seen(loader.stats()._repr_html_()).text
 
 
 def test_stats_are_frozen_and_begin_with_the_fields_of_the_design():

@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
-from helpers import ROW, make_cache, published_ids
+from helpers import KIB, ROW, make_cache, published_ids
 from helpers import sample as row
 
+import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.pickling import pickled
+from arrowcache.sampling import task as task_module
+from arrowcache.sampling.rows import single
 from arrowcache.sampling.task import Task, draw, run
 from arrowcache.storage.locks import LockFile
+
+TURNED = ac.Schema({name: ROW[name] for name in reversed([*ROW])})
 
 
 def task(number: int = 0, seed: int = 0, sampler: bytes = b"", cache: str = "") -> Task:
@@ -73,6 +82,54 @@ def test_a_sampler_may_return_a_list_or_any_iterable():
     assert drawn(lambda rng: map(row, range(3))) == ([0, 1, 2] * 6)[:16]
 
 
+def rows_of(ids) -> ac.Rows:
+    """Many samples at once."""
+    singles = [row(number) for number in ids]
+    return ac.Rows(id=[one["id"] for one in singles], image=np.stack([one["image"] for one in singles]))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 16, 40])
+def test_rows_yielded_at_once_are_the_rows_yielded_one_by_one(chunk):
+    def sampler(rng):
+        while True:
+            yield rows_of([int(rng.integers(1 << 20)) for _ in range(chunk)])
+
+    assert drawn(sampler, 3, 7) == stream(7, 3, 16)
+
+
+def test_the_beginning_of_rows_that_no_longer_fit_fills_the_segment():
+    schema = ac.Schema({"id": ac.Tensor("int64"), "text": ac.String()})
+    into = SegmentBuilder(schema, 64, 4096)
+    many = ac.Rows(id=np.arange(10), text=["x" * 300] * 10)
+    assert draw(lambda rng: iter([many] * 3), task(), into, lambda: False)
+    assert into._fixed["id"][: into.rows].tolist() == (list(range(10)) * 2)[: into.rows]
+    assert 1 <= into.rows < 14
+
+
+def test_rows_and_single_samples_mix_and_no_rows_at_all_are_passed_over():
+    nothing = ac.Rows(id=[], image=np.empty((0, 16, 16), np.float32))
+    assert drawn(lambda rng: [nothing, row(1), rows_of([2, 3]), nothing]) == ([1, 2, 3] * 6)[:16]
+
+
+def test_rows_split_into_samples_and_what_yields_them_is_closed():
+    closed = []
+
+    def sampler():
+        try:
+            yield rows_of([1, 2])
+            yield row(3)
+        finally:
+            closed.append(True)
+
+    samples = single(sampler())
+    assert next(samples)["id"] == 1
+    assert np.array_equal(next(samples)["image"], row(2)["image"])
+    assert next(samples)["id"] == 3
+    assert not closed
+    samples.close()
+    assert closed
+
+
 def test_a_sampler_may_sometimes_yield_nothing():
     calls = []
 
@@ -87,6 +144,9 @@ def test_a_sampler_may_sometimes_yield_nothing():
 def test_a_sampler_that_yields_nothing_is_an_error():
     with pytest.raises(SamplerError, match="yielded nothing in 3 calls"):
         draw(lambda rng: [], task(), builder(), lambda: False)
+    nothing = ac.Rows(id=[], image=np.empty((0, 16, 16), np.float32))
+    with pytest.raises(SamplerError, match="yielded nothing in 3 calls"):
+        draw(lambda rng: [nothing], task(), builder(), lambda: False)
 
 
 def test_a_sampler_that_yields_no_mapping_is_an_error():
@@ -106,13 +166,19 @@ def test_drawing_ends_when_the_pool_has():
     assert calls == ["called", "closed"]
 
 
-@pytest.fixture
-def pool_of(tmp_path):
-    """A cache, and a lock like the one by which a pool shows its tasks that it lives."""
-    cache = make_cache(tmp_path / "cache")
+def lock_of_pool(cache) -> LockFile:
+    """A lock like the one by which a pool shows its tasks that it lives."""
     cache.store.folder.claim_tasks("default.0", 1)
     lock = LockFile(cache.path / "pools" / "default.0")
     assert lock.try_range(0, 1, exclusive=True)
+    return lock
+
+
+@pytest.fixture
+def pool_of(tmp_path):
+    """A cache, and the lock of its pool."""
+    cache = make_cache(tmp_path / "cache")
+    lock = lock_of_pool(cache)
     yield cache, lock
     lock.close()
 
@@ -136,6 +202,45 @@ def test_a_task_of_a_pool_that_ended_publishes_nothing(pool_of):
     assert done.stopped
     assert done.rows == 0
     assert published_ids(cache) == []
+
+
+def test_a_task_that_cannot_ask_for_its_pool_says_why(pool_of, monkeypatch):
+    cache, _ = pool_of
+
+    def refuse(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(task_module, "LockFile", refuse)
+    done = run(task(sampler=pickled(sampler_of(None), "a sampler"), cache=str(cache.path)))
+    assert not done.stopped
+    assert "Too many open files: this process may have" in done.error
+    assert published_ids(cache) == []
+
+
+def test_a_task_whose_pool_left_no_file_publishes_nothing(pool_of):
+    cache, _ = pool_of
+    (cache.path / "pools" / "default.0").unlink()
+    assert run(task(sampler=pickled(sampler_of(None), "a sampler"), cache=str(cache.path))).stopped
+    assert published_ids(cache) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"segment_rows": 8}, {"segment_rows": 100, "segment_bytes": 128 * KIB}, {"schema": TURNED}],
+    ids=["alike", "of fewer rows", "of larger segments", "of another schema"],
+)
+def test_a_cache_that_took_the_place_of_another_gets_segments_of_its_own(pool_of, options):
+    cache, lock = pool_of
+    packed = pickled(sampler_of(None), "a sampler")
+    assert run(task(3, sampler=packed, cache=str(cache.path))).rows == 16
+    lock.close()
+    shutil.rmtree(cache.path)
+    cache = make_cache(cache.path, **options)
+    with closing(lock_of_pool(cache)):
+        done = run(task(4, sampler=packed, cache=str(cache.path)))
+    assert published_ids(cache) == stream(0, 4, options.get("segment_rows", 16))
+    assert not done.error
+    assert cache.verify() == []
 
 
 class Peculiar(Exception):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import socket
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import disk_bytes
+from helpers import DEADLINE_SECONDS, disk_bytes
 
 import arrowcache as ac
 from arrowcache.storage.folder import PART_SLACK_BYTES, Folder
@@ -50,6 +53,31 @@ def test_settings_that_did_not_change_are_not_parsed_again(folder):
     assert folder.read_settings(known) is known
     folder.write_settings(SETTINGS.with_capacity(77))
     assert folder.read_settings(known).capacity_bytes == 77
+
+
+def test_a_part_that_is_discarded_has_no_bytes_any_more_when_its_name_goes(folder, monkeypatch):
+    """It had, until it was closed: meanwhile another writer filled the disk beyond the capacity."""
+    part, unlink, bytes_then = folder.new_part(), os.unlink, []
+
+    def noting(path, **options):
+        bytes_then.append(os.stat(path).st_blocks * 512)
+        unlink(path, **options)
+
+    part.claim(50_000)
+    part.reserve(50_000)
+    monkeypatch.setattr(os, "unlink", noting)
+    part.discard()
+    assert bytes_then == [0]
+    assert os.listdir(folder.incoming) == []
+
+
+def test_a_part_that_became_a_segment_keeps_its_bytes_when_it_is_discarded(folder):
+    part, name = folder.new_part(), segment_name(3, 1, "")
+    part.write([memoryview(b"content")])
+    folder.link(part, name)
+    part.discard()
+    part.discard()
+    assert (folder.segments / name).read_bytes() == b"content"
 
 
 def test_what_is_no_cache_is_told_from_what_is_not_there(tmp_path):
@@ -281,3 +309,197 @@ def test_a_part_that_somebody_locks_at_once_is_refused(folder, monkeypatch):
     with pytest.raises(OSError, match="locked") as caught:
         folder.new_part()
     assert caught.value.errno == errno.EAGAIN
+
+
+def make_odd(path, kind, target):
+    """Something that is no plain file: a link, a pipe, a socket or a folder."""
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):  # whose paths are short
+            made.bind(path.name)
+    else:
+        path.mkdir()
+
+
+ODD = ["link", "pipe", "socket", "folder"]
+
+
+@pytest.fixture
+def target(tmp_path):
+    """A file of somebody else's, outside of the cache."""
+    path = tmp_path / "target"
+    path.write_bytes(b"precious")
+    yield path
+    assert path.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", ["cache.json", "cache.lock", "lease.lock"])
+def test_a_caches_own_file_that_is_no_plain_one_is_refused_without_a_wait(folder, target, name, kind):
+    (folder.path / name).unlink()
+    make_odd(folder.path / name, kind, target)
+    with pytest.raises(ac.CacheFormatError, match=name):
+        ac.Cache.open(folder.path)
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+@pytest.mark.parametrize("name", ["segments", "incoming", "quarantine", "ranks", "pools"])
+def test_a_folder_that_leads_elsewhere_is_refused_and_nothing_there_is_touched(folder, tmp_path, name, kind):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    debris = elsewhere / f"{'0' * 32}.part"
+    debris.touch()
+    (folder.path / name).rmdir()
+    if kind == "link":
+        (folder.path / name).symlink_to(elsewhere)
+    else:
+        (folder.path / name).touch()
+    with pytest.raises(ac.CacheFormatError, match=name):
+        ac.Cache.open(folder.path)
+    assert debris.exists()
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_merely_has_the_name_of_debris_or_of_a_segment_keeps_nobody_from_working(folder, target, kind):
+    odd = [
+        folder.incoming / f"{'0' * 32}.part",
+        folder.incoming / f"{'0' * 32}.wait",
+        folder.ranks / ranks_name("run", 0, 0),
+        folder.segments / segment_name(0, 16, ""),
+        folder.quarantine / segment_name(1, 16, ""),
+    ]
+    for path in odd:
+        make_odd(path, kind, target)
+    assert folder.sweep() == 0
+    assert folder.quarantined_names() == []
+    with ac.Cache.open(folder.path) as cache:
+        assert (cache.stats().segments, cache.stats().waiting_writers) == (0, 0)
+        with cache.writer(on_full="raise") as writer:
+            writer.append(x=1)
+        assert [segment.rows for segment in cache.store.segments()] == [1]
+        assert [problem.name for problem in cache.verify()] == [f"segments/{odd[3].name}"]
+    assert all(os.path.lexists(path) for path in odd), "only what this library made is ever deleted"
+
+
+def test_a_link_is_never_written_through(folder, target):
+    (folder.pools / "pool.0").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic"):
+        folder.claim_tasks("pool.0", 1)
+    name = put(folder, segment_name(3, 1, ""))
+    (folder.quarantine / f"{name}.reason").symlink_to(target)
+    folder.isolate(name, "why")
+    assert (folder.quarantine / f"{name}.reason").read_text() == "why\n"
+    folder.cache_lock.unlink()
+    folder.cache_lock.symlink_to(target)
+    with pytest.raises(OSError, match="symbolic"):
+        folder.write_record(LockRecord(1))
+    with pytest.raises(OSError, match="symbolic"):
+        LockFile(folder.cache_lock)
+
+
+def test_a_pools_number_that_no_pool_had_is_damage(folder):
+    (folder.pools / "pool.0").write_bytes(b"\xff" * 8)
+    with pytest.raises(ac.CacheFormatError, match="damaged"):
+        folder.claim_tasks("pool.0", 1)
+
+
+STRANGE = [
+    b"..arrow", b"...", b"a\nb", b"\n", b"\xff\xfe.arrow", b"x" * 255, b"-rf", b"$(id)", b"%s", b"\x1b[31m",
+    f"{7:020d}-16-.arrow\n".encode(), f"{7:020d}-16-..%2f..%2fx.arrow".encode(),
+    f"{7:020d}-16-{'x' * 201}.arrow".encode(), f"{7:020d}-16-\xe9.arrow".encode("latin-1"),
+    f"{'0' * 32}.part\n".encode(), f"{'0' * 32}.wait\n".encode(), f"{'A' * 32}.part".encode(),
+    f"run-{'0' * 16}-0-0\n".encode(), f"run-{'0' * 16}-0-0.reason".encode(), "\u0661-1-.arrow".encode(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["segments", "incoming", "quarantine", "ranks", "pools"])
+def test_strange_names_are_passed_over_never_followed_and_never_deleted(folder, target, where):
+    strange = [os.fsencode(folder.path / where) + b"/" + name for name in STRANGE]
+    for number, path in enumerate(strange):
+        if number % 3 == 0:
+            os.symlink(target, path)
+        elif number % 3 == 1:
+            os.mkdir(path)
+        else:
+            with open(path, "wb") as file:
+                file.write(b"precious")
+    with ac.Cache.open(folder.path) as cache:
+        with cache.writer(on_full="raise") as writer:
+            writer.append(x=1)
+        with cache.snapshot() as snapshot:
+            assert snapshot.gather([0])["x"].tolist() == [1]
+        problems = cache.verify()
+        assert len(problems) == (len(STRANGE) if where == "segments" else 0)
+        for problem in problems:
+            assert str(problem).isprintable(), "a name in a message is one line, and can be printed"
+        cache.stats()
+        cache.resize("11MB")
+        assert cache.evict("1MB") > 0
+    assert all(os.path.lexists(path) for path in strange)
+
+
+def test_a_folder_of_strange_names_is_refused_in_words_that_can_be_printed(tmp_path):
+    for name in STRANGE:
+        (tmp_path / os.fsdecode(name)).touch()
+    with pytest.raises(ac.CacheFormatError, match="other files") as caught:
+        ac.Cache.create(tmp_path, {"x": ac.Tensor("int64")}, "10MB", segment_bytes="1MB")
+    assert str(caught.value).isprintable()
+    assert len(os.listdir(tmp_path)) == len(STRANGE)
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", b"a\nb", b"%s {x} 'y'", b"x" * 250])
+def test_a_cache_works_under_any_name(tmp_path, name):
+    path = tmp_path / os.fsdecode(name)
+    cache = ac.Cache.create(path, {"x": ac.Tensor("int64")}, "10MB", segment_bytes="1MB")
+    with cache.writer() as writer:
+        writer.extend(x=range(100))
+    with ac.Loader(path, 10, transform=dict, workers=1) as loader:
+        assert sum(len(batch["x"]) for batch in loader) == 100
+    with cache.snapshot() as snapshot:
+        assert len(snapshot.table()) == 100
+    with ThreadPoolExecutor(1) as executor:
+        options = {"workers": 1, "executor": executor, "segments": 1, "progress": False}
+        with ac.SamplerPool(cache, lambda rng: [{"x": 1}] * 100, **options) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+    assert cache.verify() == []
+
+
+@pytest.mark.parametrize("umask", [0, 0o277, 0o777])
+def test_whatever_the_umask_folders_are_0700_and_files_0600(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        cache = ac.Cache.create(tmp_path / "cache", {"x": ac.Tensor("int64")}, "10MB", segment_bytes="1MB")
+        with cache.writer() as writer:
+            writer.append(x=1)
+        folder = cache.store.folder
+        with cache.store.locked():
+            folder.claim_tasks("pool.0", 1)
+            folder.isolate(folder.segment_names()[0], "why")
+            held = folder.link_ranks_file(ranks_name("run", 0, 0), b"data")
+        sign = folder.new_wait()
+        with cache.writer() as writer:
+            writer.append(x=2)
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (cache.path, *cache.path.rglob("*"))}
+    held.close()
+    sign.discard()
+    assert len(modes) == 6 + 4 + 6  # folders; settings, locks, counts; what was just made
+    for path, mode in modes.items():
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize("name", ["cache.json", "cache.lock", "lease.lock", "pools/pool.0"])
+def test_a_file_of_any_length_takes_no_memory(folder, name):
+    with open(folder.path / name, "ab") as file:
+        file.truncate(1 << 42)  # without blocks
+    if name == "cache.json":
+        with pytest.raises(ac.CacheFormatError, match="damaged"):
+            ac.Cache.open(folder.path)
+        return
+    with ac.Cache.open(folder.path) as cache, cache.writer() as writer:
+        writer.append(x=1)
+    assert folder.claim_tasks("pool.0", 1) == 0

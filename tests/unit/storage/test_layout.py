@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import arrowcache as ac
 from arrowcache.errors import CacheFormatError
 from arrowcache.storage.layout import (
+    MOST_SEQ,
     RANKS_NAME,
     LockRecord,
     RanksRecord,
@@ -22,16 +23,26 @@ from arrowcache.storage.layout import (
     parse_segment_name,
     ranks_name,
     segment_name,
+    tasks_listed,
 )
 
 SETTINGS = Settings(ac.Schema({"x": ac.Tensor("int64")}), 10_000_000, 1_000_000, 50, 0.1, durable=True)
 tasks = st.from_regex(r"[A-Za-z0-9_.-]{0,150}", fullmatch=True)
 
 
-@given(st.integers(0, 10**20 - 1), st.integers(1, 10**18), tasks)
+@given(st.integers(0, MOST_SEQ - 1), st.integers(1, 2**31 - 1), tasks)
 def test_a_segments_name_tells_what_it_was_made_of(seq, rows, task):
     assert parse_segment_name(segment_name(seq, rows, task)) == (seq, rows, task)
     assert SegmentInfo(seq, rows, task, 1, 2, 3.0).name == segment_name(seq, rows, task)
+
+
+def test_the_tasks_of_a_pool_are_told_from_those_of_others():
+    def listed(*tasks):
+        return [SegmentInfo(seq, 1, task, 1, 2, 3.0) for seq, task in enumerate(tasks)]
+
+    assert tasks_listed("a.0", listed("a.0.4", "a.0.11", "a.0.9", "b.0.30", "a.0.x", "a.00.40", "")) == 12
+    assert tasks_listed("a.0", listed("a.0.1.50", "x.a.0.51", "a.0.-1", "a.0.", "52", "a.0." + "9" * 19)) == 0
+    assert tasks_listed("a.0", []) == 0
 
 
 @given(st.integers(0, 10**19), st.integers(0, 10**19))
@@ -44,7 +55,8 @@ def test_names_sort_as_their_numbers(first, second):
     ["", "cache.json", "1-1-.arrow", f"{1:020d}-0-.arrow", f"{1:020d}-01-.arrow", f"{1:020d}--.arrow",
      f"{1:020d}-1-a/b.arrow", f"{1:020d}-1-.arrow\n", f"{1:020d}-1-.part", f"{1:021d}-1-.arrow",
      f"{1:020d}-1-.arrow.reason", f"{1:020d}-1-é.arrow", "\u0660" * 20 + "-1-.arrow",
-     f"{1:020d}-{'9' * 20}-.arrow"],
+     f"{1:020d}-{'9' * 20}-.arrow", f"{1:020d}-{2**31}-.arrow",
+     f"{MOST_SEQ:020d}-1-.arrow", f"{'9' * 20}-1-.arrow"],
 )  # fmt: skip
 def test_another_name_is_none_of_ours(name):
     assert parse_segment_name(name) is None
@@ -75,18 +87,53 @@ def test_text_that_is_not_ours_is_refused(text):
         Settings.from_json(text)
 
 
+WITHOUT_CHECKSUM = {key: value for key, value in json.loads(SETTINGS.text).items() if key != "checksum"}
+
+
 @pytest.mark.parametrize("field", ["schema", "capacity_bytes", "segment_bytes", "full_rows", "headroom"])
 @pytest.mark.parametrize("value", [None, "x", [], {}])
 def test_a_damaged_field_is_refused(field, value):
     with pytest.raises(ac.CacheFormatError):
-        Settings.from_json(json.dumps(json.loads(SETTINGS.text) | {field: value}))
+        Settings.from_json(json.dumps(WITHOUT_CHECKSUM | {field: value}))
 
 
 @pytest.mark.parametrize("field", ["capacity_bytes", "segment_bytes", "full_rows"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_size_that_is_not_positive_is_refused(field, value):
     with pytest.raises(ac.CacheFormatError, match="not positive"):
-        Settings.from_json(json.dumps(json.loads(SETTINGS.text) | {field: value}))
+        Settings.from_json(json.dumps(WITHOUT_CHECKSUM | {field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("capacity_bytes", float("inf")), ("capacity_bytes", 1e9), ("capacity_bytes", True),
+        ("capacity_bytes", "10000000"), ("segment_bytes", 10**30), ("full_rows", 2**40), ("full_rows", 10**6),
+        ("headroom", float("nan")), ("headroom", float("inf")), ("headroom", -1), ("durable", 1),
+        ("durable", "no"), ("more", 1),
+        ("schema", [{"name": "x", "type": "tensor", "dtype": "O", "shape": []}]),
+        ("schema", [{"name": "x", "type": "tensor", "dtype": "i8", "shape": []}]),
+        ("schema", 2 * [{"name": "x", "type": "tensor", "dtype": "int64", "shape": []}]),
+        ("schema", [{"name": "x", "type": "tensor", "dtype": "int64", "shape": [2**62]}]),
+    ],
+)  # fmt: skip
+def test_a_value_that_no_cache_has_is_refused(field, value):
+    assert Settings.from_json(json.dumps(WITHOUT_CHECKSUM)) == SETTINGS
+    with pytest.raises(ac.CacheFormatError, match="damaged"):
+        Settings.from_json(json.dumps(WITHOUT_CHECKSUM | {field: value}))
+
+
+def test_a_flipped_bit_in_the_settings_is_found_or_changes_nothing():
+    data, refused = SETTINGS.text.encode(), 0
+    for position in range(len(data)):
+        for bit in range(8):
+            altered = bytearray(data)
+            altered[position] ^= 1 << bit
+            try:
+                assert Settings.from_json(altered.decode()) == SETTINGS
+            except (ac.CacheFormatError, UnicodeDecodeError):
+                refused += 1
+    assert refused > 7 * len(data)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +147,7 @@ def test_a_missing_field_is_refused(field):
         Settings.from_json(json.dumps(record))
 
 
-@given(st.integers(0, 2**62), st.integers(0, 2**62), st.uuids().map(str))
+@given(st.integers(0, MOST_SEQ), st.integers(0, MOST_SEQ), st.uuids().map(str))
 def test_a_lock_record_survives_its_bytes(next_seq, suspect_below, boot_id):
     record = LockRecord(next_seq, suspect_below, boot_id)
     assert LockRecord.unpack(record.pack()) == record
@@ -109,8 +156,13 @@ def test_a_lock_record_survives_its_bytes(next_seq, suspect_below, boot_id):
 @given(st.binary(max_size=80))
 def test_any_bytes_are_some_record(data):
     record = LockRecord.unpack(data)
-    assert 0 <= record.next_seq <= 2**62
-    assert 0 <= record.suspect_below <= 2**62
+    assert 0 <= record.next_seq <= MOST_SEQ
+    assert 0 <= record.suspect_below <= MOST_SEQ
+
+
+def test_a_record_of_numbers_that_no_cache_has_is_zero():
+    assert LockRecord.unpack(b"\xff" * 52) == LockRecord()
+    assert LockRecord.unpack(LockRecord(MOST_SEQ + 1, 3, "boot").pack()) == LockRecord()
 
 
 def test_an_empty_record_is_zero():
@@ -161,7 +213,7 @@ def test_another_name_in_ranks_is_none_of_ours(name):
 terms = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
 
 
-@given(terms, st.sets(st.integers(0, 300) | st.integers(0, 2**62)), st.sets(st.integers(0, 2**22)))
+@given(terms, st.sets(st.integers(0, 300) | st.integers(0, MOST_SEQ - 1)), st.sets(st.integers(0, 2**22)))
 def test_what_ranks_agree_on_survives_its_bytes(terms, seqs, pids):
     data = RanksRecord(terms, sorted(seqs)).pack()
     for pid in pids:
@@ -200,6 +252,11 @@ def test_half_of_what_ranks_agree_on_is_noticed(length):
         {"version": 1, "terms": {}, "runs": [1]},
         {"version": 1, "terms": {}, "runs": ["a", "b"]},
         {"version": 1, "terms": {}, "runs": None},
+        {"version": 1, "terms": {}, "runs": [0, 2**40]},
+        {"version": 1, "terms": {}, "runs": [2**62, 1]},
+        {"version": 1, "terms": {}, "runs": [5, 1, -5, 1]},
+        {"version": 1, "terms": {}, "runs": [0, True]},
+        {"version": 1, "terms": {}, "runs": [0, -3]},
     ],
 )
 def test_content_that_is_sound_but_none_of_ours_is_refused(record):

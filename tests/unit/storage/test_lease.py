@@ -90,6 +90,16 @@ def test_a_share_may_end_while_the_same_thread_is_at_work_on_the_lease(path):
     assert leased(path) == []
 
 
+def test_narrowing_may_come_while_the_same_thread_is_at_work_on_the_lease(path):
+    lease = Lease(path, 0, 5)
+    with lease._lock:  # as the garbage collector finds it, which has an arena let go
+        lease.narrow(2, 4)
+        assert leased(path) == [0, 1, 2, 3, 4, 5]
+    lease._settle()
+    assert leased(path) == [2, 3, 4]
+    lease.close()
+
+
 def test_narrowing_gives_up_both_ends_and_nothing_else(path):
     lease = Lease(path, 2, 9)
     lease.narrow(4, 7)

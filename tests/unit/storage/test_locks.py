@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from helpers import in_child
@@ -104,6 +108,47 @@ def test_a_forked_child_neither_keeps_nor_drops_its_parents_locks(path, pair):
         pass
     assert not second.try_range(3, 1, exclusive=True), "the child's end dropped the lock"
     assert not second.try_exclusive()
+
+
+def open_files() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that listed them
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize(("owner", "call"), [(os, "open"), (socket, "socketpair")])
+def test_a_fork_while_another_thread_opens_a_lock_inherits_nothing_of_it(path, monkeypatch, owner, call):
+    """It did, closed it never, and where the parent was killed held its lease for as long as it lived."""
+    opened, forked = threading.Event(), threading.Event()
+    original = getattr(owner, call)
+    before = open_files()
+
+    def slow(*arguments: Any) -> Any:
+        result = original(*arguments)
+        opened.set()
+        forked.wait(0.3)  # the system call is over, and the interpreter not yet back
+        return result
+
+    def lock() -> None:
+        files.append(LockFile(path))
+        files[0].outlast_mappings()
+
+    files: list[LockFile] = []
+    thread = threading.Thread(target=lock)
+    monkeypatch.setattr(owner, call, slow)
+    thread.start()
+    opened.wait()
+
+    def child():
+        assert open_files() <= before
+
+    with in_child(child):
+        forked.set()
+    thread.join()
+    files[0].close()
 
 
 def test_a_childs_life_does_not_prolong_its_parents_locks(path, pair):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
+import itertools
 import os
 import signal
+import sys
 
 import pytest
 from helpers import in_child, wait_until
@@ -65,8 +69,10 @@ def test_a_file_that_does_not_fit_or_is_empty_is_refused(file, tmp_path):
     link.symlink_to(file)
     with pytest.raises(OSError, match="symbolic"):
         open_file(link, 4 * PAGE)
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match="0 bytes"):
         FileMapping(empty)
+    with pytest.raises(ValueError, match="9000 bytes"):
+        FileMapping(file, limit=2 * PAGE)
     with pytest.raises(OSError):
         FileMapping(link)
     assert os.listdir("/proc/self/fd") == before
@@ -127,7 +133,7 @@ def test_a_forked_child_has_no_mapping_and_ends_nothing(file):
 
 
 def test_an_impossible_range_is_an_os_error():
-    with pytest.raises(OSError, match="mmap"):
+    with pytest.raises(OSError, match=r"vm\.max_map_count"):
         AddressRange(1 << 62)
 
 
@@ -152,3 +158,95 @@ def test_ctrl_c_while_a_mapping_dies_is_raised_a_moment_after_it(file):
     finally:
         signal.signal(signal.SIGINT, before)
     assert told == [False, False]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_ctrl_c_at_any_step_of_mapping_a_file_leaves_it_unmapped(file, sparse):
+    """It would be mapped until the process ends, and its bytes on the disk be taken, though it is deleted."""
+    came = False
+
+    def interrupt_at(number):
+        left = number
+
+        def trace(frame, event, _):
+            nonlocal came, left
+            function = frame.f_code
+            if function.co_filename != mapping.__file__ or function.co_name not in ("__init__", "_mmap"):
+                return None
+            if event in ("line", "return") and not came:
+                if left == 0:
+                    came = True
+                    raise KeyboardInterrupt
+                left -= 1
+            return trace
+
+        return trace
+
+    mapped_before = mapping.live_mappings()
+    for number in itertools.count():
+        came, told = False, []
+        sys.settrace(interrupt_at(number))
+        try:
+            FileMapping(file, lambda: told.append(str(file) in maps()), sparse=sparse)  # noqa: B023
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        gc.collect()
+        assert str(file) not in maps(), number
+        assert True not in told
+        assert mapping.live_mappings() == mapped_before
+        if not came:
+            break
+    assert number > 10
+
+
+def test_a_large_file_starts_at_a_huge_page_and_takes_one_mapping(tmp_path):
+    (tmp_path / "large").write_bytes(bytes(mapping.HUGE_PAGE + 1))
+    before = len(maps().splitlines())
+    files = [FileMapping(tmp_path / "large") for _ in range(20)]
+    assert {file.address % mapping.HUGE_PAGE for file in files} == {0}
+    assert len(maps().splitlines()) <= before + 25
+
+
+def read_long_ago(path):
+    """The file, and the time of its last reading, which is before that of its last change."""
+    path.write_bytes(bytes(PAGE))
+    os.utime(path, (1, 2))
+    return path
+
+
+def test_mapping_a_file_does_not_change_when_it_was_last_read(tmp_path):
+    """A change of its inode, which waits for the journal of a busy disk, and the reader with it."""
+    read_long_ago(tmp_path / "other").read_bytes()
+    if (tmp_path / "other").stat().st_atime == 1:
+        pytest.skip("this file system does not say when a file was last read")
+    path = read_long_ago(tmp_path / "file")
+    assert bytes(FileMapping(path).buffer()) == bytes(PAGE)
+    assert path.stat().st_atime == 1
+
+
+def test_a_file_of_another_user_is_mapped_all_the_same(tmp_path, monkeypatch):
+    """Linux refuses to leave out the time of a reading of it."""
+    path, asked = read_long_ago(tmp_path / "file"), []
+
+    def quick_open(name, flags):
+        asked.append(flags)
+        if flags & os.O_NOATIME:
+            ctypes.set_errno(errno.EPERM)
+            return -1
+        return os.open(name, flags)
+
+    monkeypatch.setattr(mapping, "_quick", Quick(mapping._quick, quick_open))
+    assert bytes(FileMapping(path).buffer()) == bytes(PAGE)
+    assert len(asked) == 2
+
+
+class Quick:
+    """A library with a function of our own in it."""
+
+    def __init__(self, library, function):
+        self._library, self.open = library, function
+
+    def __getattr__(self, name):
+        return getattr(self._library, name)

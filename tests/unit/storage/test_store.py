@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from helpers import (
     publish,
     published_ids,
     sample,
+    segment_files,
     seqs,
     wait_until,
 )
@@ -26,11 +28,12 @@ from hypothesis import strategies as st
 
 import arrowcache as ac
 from arrowcache.arrow.segment import encode
+from arrowcache.storage import locks as locks_module
 from arrowcache.storage import store as store_module
-from arrowcache.storage.layout import ranks_name
+from arrowcache.storage.layout import FREED, MOST_SEQ, ranks_name, segment_name
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.store import Cancelled, RoomPolicy
+from arrowcache.storage.store import Cancelled, RoomPolicy, once_unlocked
 
 RAISE = RoomPolicy("raise")
 
@@ -65,6 +68,43 @@ def fill(cache):
         publish(cache, 1)
 
 
+@pytest.mark.parametrize("moment", ["while it is held", "while it is let go", "afterwards"])
+def test_an_errand_that_takes_the_lock_is_done_as_soon_as_this_thread_has_none(cache, monkeypatch, moment):
+    done, real = [], locks_module._open_files.discard
+
+    def errand():
+        with cache.store.locked(0):
+            done.append(moment)
+
+    def discard(file):
+        if moment == "while it is let go" and not done:
+            once_unlocked(errand)
+            assert not done
+        real(file)
+
+    monkeypatch.setattr(locks_module._open_files, "discard", discard)
+    with cache.store.locked():
+        if moment == "while it is held":
+            once_unlocked(errand)
+            assert not done
+    if moment == "afterwards":
+        once_unlocked(errand)
+    assert done == [moment]
+
+
+def test_the_garbage_collector_may_bring_an_errand_while_another_one_is_looked_for(monkeypatch):
+    done = []
+
+    def is_locked(self):
+        monkeypatch.undo()
+        once_unlocked(lambda: done.append("the collector's"))
+        return False
+
+    monkeypatch.setattr(type(store_module._here), "is_locked", property(is_locked))
+    once_unlocked(lambda: done.append("ours"))
+    assert done == ["ours", "the collector's"]
+
+
 def test_what_is_published_appears_whole_under_the_next_number(cache):
     published = [cache.store.publish(segment(first)).segment for first in (0, 16, 32)]
     assert [info.seq for info in published] == [0, 1, 2] == seqs(cache)
@@ -72,6 +112,42 @@ def test_what_is_published_appears_whole_under_the_next_number(cache):
     assert [info.name for info in published] == sorted(os.listdir(cache.path / "segments"))
     assert os.listdir(cache.path / "incoming") == []
     assert cache.store.segments() == published
+
+
+@pytest.mark.parametrize("do", [lambda cache: publish(cache, 1), lambda cache: cache.evict(1)])
+@pytest.mark.parametrize("how", ["undisturbed", "swept", "being swept"])
+def test_what_is_unlinked_counts_until_its_bytes_are_free(cache, monkeypatch, do, how):
+    """It did not: a name is gone before its bytes are, and meanwhile another writer took their room.
+
+    What counts in its place is made without cache.lock: so a sweep may come before it is locked.
+    """
+    fill(cache)
+    unlink, beyond = os.unlink, []
+    lock, disturbed = LockFile.try_exclusive, []
+
+    def locking(file):
+        if file.path.suffix != FREED or how == "undisturbed" or disturbed:
+            return lock(file)
+        disturbed.append(file.path)
+        unlink(file.path)
+        return lock(file) if how == "swept" else False
+
+    monkeypatch.setattr(LockFile, "try_exclusive", locking)
+
+    def unlinking(path, **options):
+        status = os.stat(path)
+        nbytes = status.st_blocks * 512
+        unlink(path, **options)
+        if nbytes and status.st_nlink == 1:  # now they are being freed
+            beyond.append(cache.store.folder.incoming_bytes() - nbytes)
+
+    monkeypatch.setattr(os, "unlink", unlinking)
+    do(cache)
+    assert beyond
+    assert min(beyond) >= 0
+    assert bool(disturbed) == (how != "undisturbed")
+    monkeypatch.undo()
+    assert os.listdir(cache.path / "incoming") == []
 
 
 def test_a_task_is_published_once(cache):
@@ -632,3 +708,91 @@ def test_a_small_file_evicts_nothing_in_vain(cache, other):
     ):
         cache.store.require_room(300 * KIB)
     assert seqs(cache) == before
+
+
+def test_of_two_files_with_one_number_only_one_is_a_segment(cache):
+    publish(cache, 3)
+    paths = segment_files(cache)
+    other = paths[1].with_name(segment_name(1, 17, "other"))
+    shutil.copy(paths[2], other)
+    for each in (cache, ac.Cache.open(cache.path)):  # one that knew it before, and one that did not
+        assert [segment.seq for segment in each.store.segments()] == [0, 1, 2]
+        with each.snapshot() as snapshot:
+            assert snapshot.gather(range(48))["id"].tolist() == list(range(48))
+    assert [problem.name for problem in cache.verify()] == [f"segments/{other.name}"]
+    early = paths[1].with_name(segment_name(1, 1, ""))  # sorts before it
+    shutil.copy(paths[2], early)
+    with cache.snapshot() as snapshot:
+        assert snapshot.gather(range(48))["id"].tolist() == list(range(48))
+
+
+@pytest.mark.parametrize("seq", [MOST_SEQ, 2**63, 2**64, 10**20 - 1])
+def test_a_number_that_no_segment_has_is_a_foreign_name(cache, seq):
+    publish(cache, 1)
+    name = segment_name(seq, 16, "")
+    shutil.copy(segment_files(cache)[0], cache.path / "segments" / name)
+    again = ac.Cache.open(cache.path)
+    with again.snapshot() as snapshot:
+        assert len(snapshot) == 16
+    publish(again, 1)
+    assert [problem.name for problem in again.verify()] == [f"segments/{name}"]
+
+
+def test_publishing_ends_with_the_last_number_and_says_so(cache):
+    publish(cache, 1)
+    segment_files(cache)[0].rename(cache.path / "segments" / segment_name(MOST_SEQ - 1, 16, ""))
+    again = ac.Cache.open(cache.path)
+    with again.snapshot() as snapshot:
+        assert snapshot.gather(range(16))["id"].tolist() == list(range(16))
+    with pytest.raises(ac.CacheFormatError, match=f"{MOST_SEQ - 1}"):
+        again.store.publish(segment())
+    assert again.stats().incoming_bytes == 0
+
+
+def test_a_damaged_counter_is_found_anew_when_the_cache_is_opened(cache):
+    publish(cache, 2)
+    (cache.path / "cache.lock").write_bytes(b"\xff" * 52)
+    again = ac.Cache.open(cache.path)
+    publish(again, 1)
+    *old, new = seqs(again)
+    assert old == [0, 1]
+    assert new > 2, "numbers of segments that were evicted may be lost"
+    assert again.verify() == []
+
+
+def test_who_only_looks_asks_about_each_file_before_it_takes_the_lock(cache, monkeypatch):
+    publish_many(cache, 5)
+    looking = ac.Cache.open(cache.path)
+    folder, asked = looking.store.folder, []
+
+    def segment_info(name):
+        lock = LockFile(folder.cache_lock)
+        try:
+            asked.append(lock.try_exclusive())
+        finally:
+            lock.close()
+        return type(folder).segment_info(folder, name)
+
+    monkeypatch.setattr(folder, "segment_info", segment_info)
+    assert looking.stats().segments == 5
+    assert asked == [True] * 5
+
+
+def test_what_is_being_unlinked_counts_once(tmp_path, monkeypatch):
+    """Neither with a part's slack, nor together with the claim that stands for it while the disk frees it."""
+    with make_cache(tmp_path / "cache", capacity="1MiB", segment_bytes="32KiB") as cache:
+        publish(cache, 40)
+        before, seen = cache.stats(), []
+        remove = type(cache.store.folder).remove
+
+        def remove_and_look(folder, path):
+            seen.append(cache.stats())
+            remove(folder, path)
+            seen.append(cache.stats())
+
+        monkeypatch.setattr(type(cache.store.folder), "remove", remove_and_look)
+        cache.evict(8 * 32768)
+        assert len(seen) > 10
+        assert max(stats.allocated_bytes for stats in seen) <= before.allocated_bytes
+        publish(cache, 40)
+        assert max(stats.allocated_bytes for stats in seen) <= before.capacity_bytes

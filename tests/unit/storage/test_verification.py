@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import (
     disk_bytes,
     file_bytes,
     flip_byte,
+    ids_of,
     make_cache,
     publish,
     replace_file,
@@ -18,9 +24,12 @@ from helpers import (
     seqs,
     variable,
 )
+from processes import Child
 
 import arrowcache as ac
+from arrowcache.storage import mapping, verification
 from arrowcache.storage.layout import LockRecord
+from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
 
 
@@ -129,6 +138,24 @@ def test_a_counter_that_fell_behind_is_reported_and_repaired(cache):
     assert folder.read_record().next_seq == 4
 
 
+def test_repairing_the_counter_never_sets_back_what_others_did_meanwhile(cache, monkeypatch):
+    """As one that opens the cache repairs it, too, and publishes on: a number would come twice."""
+    folder, original = cache.store.folder, Store.locked
+    folder.write_record(replace(folder.read_record(), next_seq=1))
+
+    @contextmanager
+    def followed(store, *arguments):
+        with original(store, *arguments):
+            yield
+        monkeypatch.undo()
+        folder.write_record(replace(folder.read_record(), next_seq=50))
+
+    monkeypatch.setattr(Store, "locked", followed)
+    (problem,) = cache.verify()
+    assert problem.name == "cache.lock"
+    assert folder.read_record().next_seq == 50
+
+
 def test_a_task_that_is_there_twice_is_reported(cache):
     first, second = segment_files(cache)[:2]
     first.rename(first.with_name(f"{0:020d}-16-pool.7.arrow"))
@@ -168,6 +195,110 @@ def test_a_problem_reads_as_its_name_and_reason_and_pickles():
     assert pickle.loads(pickle.dumps(problem)) == problem
 
 
+@pytest.fixture
+def target(tmp_path):
+    """A file of somebody else's, outside of the cache."""
+    path = tmp_path / "target"
+    path.write_bytes(b"precious")
+    yield path
+    assert path.read_bytes() == b"precious"
+
+
+def test_a_folder_of_a_damaged_segments_name_in_quarantine_keeps_nobody_from_going_on(cache):
+    """The damaged one stays where it is, is told by every `verify`, and no row of it is ever delivered."""
+    victim = segment_files(cache)[1]
+    truncate(victim)
+    in_the_way = cache.path / "quarantine" / victim.name
+    (in_the_way / "precious").mkdir(parents=True)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match=r"left out, since it could not be quarantined .*quarantine/"):
+            got = ids_of(ac.Loader(cache, 16, shuffle=None))
+        assert got == [*range(16), *range(32, 64)]
+        with cache.snapshot() as snapshot:
+            with (
+                pytest.warns(RuntimeWarning, match="could not be quarantined"),
+                pytest.raises(ac.CorruptSegmentError, match=victim.name),
+            ):
+                snapshot.gather([20])
+            assert snapshot.gather([40])["id"].tolist() == [40]
+        with pytest.warns(RuntimeWarning, match="could not be quarantined"):
+            assert [problem.name for problem in cache.verify()] == [victim.name]
+    publish(cache, 2)
+    assert (in_the_way / "precious").exists()
+    (in_the_way / "precious").rmdir()
+    in_the_way.rmdir()
+    with pytest.warns(RuntimeWarning, match=f"{victim.name} quarantined: "):
+        cache.verify()
+    assert cache.verify() == []
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_folder_and_has_a_damaged_segments_name_in_quarantine_gives_way(cache, target, kind):
+    victim = segment_files(cache)[1]
+    alter(victim)
+    in_the_way = cache.path / "quarantine" / victim.name
+    if kind == "link":
+        in_the_way.symlink_to(target)
+    else:
+        os.mkfifo(in_the_way)
+    with pytest.warns(RuntimeWarning, match="quarantined: "):
+        cache.verify()
+    assert in_the_way.is_file()
+    assert not in_the_way.is_symlink()
+    assert cache.verify() == []
+
+
+def replace_and_read(path: Path, kind: str, verify: bool) -> tuple[list[str], list[int], list[str]]:
+    """In a process of its own, which opening a pipe to read would stop for ever."""
+    cache = ac.Cache.open(path)
+    victim = segment_files(cache)[1]
+    assert cache.stats().segments == 4  # its name is known
+    victim.unlink()
+    if kind == "pipe":
+        os.mkfifo(victim)
+    else:
+        victim.symlink_to(segment_files(cache)[0])
+    problems: list[str] = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RuntimeWarning)
+        if verify:
+            problems += [problem.name for problem in cache.verify()]
+        with ac.Loader(cache, 16) as loader:
+            ids = sorted(ids_of(loader))
+        with cache.snapshot() as snapshot:
+            assert sorted(snapshot.table()["id"].to_pylist()) == ids
+    return problems, ids, [str(warning.message) for warning in warned]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_took_a_known_segments_place_is_told_and_left_out(cache, kind, verify):
+    name = segment_files(cache)[1].name
+    with Child(replace_and_read, cache.path, kind, verify) as child:
+        problems, ids, warned = child.result()
+    assert ids == [*range(16), *range(32, 64)]
+    assert problems == ([f"segments/{name}"] if verify else [])
+    assert [text.partition(": ")[0] for text in warned] == (
+        [] if verify else [f"segment {name} left out, since it is no plain file"]
+    )
+
+
+def test_a_folder_in_place_of_a_reason_keeps_no_segment_out_of_quarantine_and_no_writer_waiting(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity="512KiB")
+    publish(cache, 4)
+    victim = segment_files(cache)[1]
+    alter(victim)
+    in_the_way = cache.path / "quarantine" / f"{victim.name}.reason"
+    in_the_way.mkdir()
+    with pytest.warns(RuntimeWarning, match="quarantined: "):
+        assert len(cache.verify()) == 1
+    assert cache.stats().quarantined == 1
+    publish(cache, 30)
+    assert cache.stats().quarantined == 0
+    assert cache.verify() == []
+    assert in_the_way.is_dir()
+
+
 def test_the_reasons_of_many_quarantined_segments_stay_within_the_capacity(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="1MiB", segment_bytes="10KiB", segment_rows=4)
     while not seqs(cache) or seqs(cache)[0] == 0:
@@ -197,3 +328,116 @@ def test_a_report_only_verify_sweeps_nothing(tmp_path):
     assert debris.exists()
     cache.verify()
     assert not debris.exists()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_without_descriptors_or_memory_calls_no_segment_damaged(cache, monkeypatch, code):
+    def fails(*arguments, **options):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(verification, "FileMapping", fails)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        cache.verify()
+    monkeypatch.undo()
+    assert seqs(cache) == [0, 1, 2, 3]
+    assert cache.verify() == []
+    assert cache.stats().leased_bytes == 0
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE])
+def test_a_segment_that_cannot_be_opened_is_reported_and_stays_where_it_is(cache, monkeypatch, code):
+    """It was quarantined, and so went with the next eviction, though nothing may be wrong with it."""
+    opened = mapping._open
+
+    def fails(path):
+        if os.fspath(path) == str(segment_files(cache)[1]):
+            raise OSError(code, os.strerror(code), os.fspath(path))
+        return opened(path)
+
+    monkeypatch.setattr(mapping, "_open", fails)
+    with pytest.warns(RuntimeWarning, match=f"left out: .*{os.strerror(code)}"):
+        (problem,) = cache.verify()
+    assert problem.name == segment_files(cache)[1].name
+    with cache.snapshot() as snapshot, pytest.warns(RuntimeWarning, match="left out"):
+        assert snapshot.map_all() == 48
+    with cache.snapshot() as snapshot:
+        with pytest.warns(RuntimeWarning, match="left out"), pytest.raises(ac.CorruptSegmentError):
+            snapshot.gather([16])
+        with pytest.warns(RuntimeWarning, match="left out"), pytest.raises(ac.CorruptSegmentError):
+            snapshot.table()
+    monkeypatch.undo()
+    assert seqs(cache) == [0, 1, 2, 3]
+    assert os.listdir(cache.path / "quarantine") == []
+    assert cache.verify() == []
+
+
+def test_bytes_that_the_disk_does_not_give_are_damage_and_no_bus_error(cache):
+    def verify(path: Path) -> list[str]:
+        whole = verification.FileMapping
+
+        def cut(path: Path, **options: Any) -> mapping.FileMapping:
+            mapped = whole(path, **options)
+            if path.name.startswith(f"{1:020}"):
+                os.truncate(path, 0)  # what is mapped of it cannot be had any more
+            return mapped
+
+        verification.FileMapping = cut  # type: ignore[assignment, misc]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return [f"{problem.name[:20]} {problem.reason}" for problem in ac.Cache.open(path).verify()]
+
+    with Child(verify, cache.path) as child:
+        (problem,) = child.result()
+    assert problem.startswith(f"{1:020} the disk does not give its bytes")
+    assert seqs(cache) == [0, 2, 3]
+
+
+def test_a_damaged_segment_that_cannot_be_moved_is_left_out_all_the_same(cache, monkeypatch):
+    """As on a disk that is read-only by now: what else there is could not be read either."""
+    flip_byte(segment_files(cache)[1], 0)
+
+    def fails(*arguments):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "rename", fails)
+    with (
+        cache.snapshot() as snapshot,
+        pytest.warns(RuntimeWarning, match=r"could not be quarantined \(.*Read-only"),
+    ):
+        assert snapshot.map_all() == 48
+    assert seqs(cache) == [0, 1, 2, 3]
+
+
+def test_a_file_longer_than_any_segment_is_damage_to_every_reader(cache):
+    path = segment_files(cache)[1]
+    replace_file(path, path.read_bytes()[:-6] + bytes(1 << 16) + b"ARROW1")
+    (problem,) = cache.verify(repair=False)
+    assert "a segment has 1 to" in problem.reason
+    with cache.snapshot() as snapshot, pytest.warns(RuntimeWarning), pytest.raises(ac.CorruptSegmentError):
+        snapshot.table()
+
+
+@pytest.mark.parametrize("how", ["verify", "table"])
+def test_a_file_of_more_bytes_than_there_are_addresses_is_damage_and_not_this_process_memory(
+    cache, monkeypatch, how
+):
+    length, mmap = 1 << 43, mapping._mmap
+
+    def read_table():
+        with cache.snapshot() as snapshot, pytest.raises(ac.CorruptSegmentError):
+            snapshot.table()
+
+    def mmap_of_few_addresses(address, nbytes, *rest, **options):
+        if nbytes == length:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return mmap(address, nbytes, *rest, **options)
+
+    monkeypatch.setattr(mapping, "_mmap", mmap_of_few_addresses)
+    path = segment_files(cache)[1]
+    path.unlink()
+    with open(path, "wb") as file:
+        file.truncate(length)  # all of it a hole
+    read = {"verify": cache.verify, "table": read_table}[how]
+    with pytest.warns(RuntimeWarning, match="quarantined: .*a segment has 1 to"):
+        read()
+    assert seqs(cache) == [0, 2, 3]

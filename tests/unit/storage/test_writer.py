@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import shutil
+import subprocess
+import sys
+import textwrap
 import threading
+import warnings
 
 import numpy as np
 import pytest
 from helpers import in_child, make_cache, publish, published_ids, sample, segment_files, seqs, wait_until
 
 import arrowcache as ac
+from arrowcache.storage.folder import Folder
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import LockFile
 
@@ -163,6 +170,49 @@ def test_leaving_by_an_exception_ends_the_writer_though_publishing_fails(cache, 
         writer.append(sample(1))
 
 
+@pytest.mark.parametrize("method", ["sync_segments", "link"])
+def test_ctrl_c_once_a_segment_has_its_name_does_not_publish_its_rows_again(tmp_path, monkeypatch, method):
+    """Syncing takes long, so Ctrl-C comes there often."""
+    cache = make_cache(tmp_path / "cache", durable=True)
+    original = getattr(Folder, method)
+
+    def interrupted(*arguments):
+        original(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def write():
+        with cache.writer() as writer:
+            for number in range(15):
+                writer.append(sample(number))
+            monkeypatch.setattr(Folder, method, interrupted)
+            writer.append(sample(15))
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert published_ids(cache) == list(range(16))
+    assert os.listdir(cache.path / "incoming") == []
+
+
+def test_a_warning_that_is_an_error_does_not_publish_rows_again(tmp_path, monkeypatch):
+    cache = make_cache(tmp_path / "cache", durable=True)
+
+    def failing(folder):
+        monkeypatch.undo()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writer = cache.writer()
+    for number in range(15):
+        writer.append(sample(number))
+    monkeypatch.setattr(Folder, "sync_segments", failing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="may be lost"):
+            writer.append(sample(15))
+    writer.close()
+    assert published_ids(cache) == list(range(16))
+
+
 def test_leaving_a_writer_that_was_aborted_publishes_nothing(cache):
     with cache.writer() as writer:
         writer.append(sample(0))
@@ -200,13 +250,16 @@ def test_no_room_for_many_says_how_many_were_taken(full):
     assert published_ids(cache)[-20:] == list(range(start, start + 20))
 
 
-def test_an_append_that_raises_has_not_taken_its_sample(cache, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), ac.CacheFormatError("damaged"), MemoryError()]
+)
+def test_an_append_that_raises_has_not_taken_its_sample(cache, monkeypatch, error):
     real, taken = os.link, []
     failing = True
 
     def link(source, target):
         if failing:
-            raise OSError(errno.EIO, "Input/output error")
+            raise error
         real(source, target)
 
     monkeypatch.setattr(os, "link", link)
@@ -215,9 +268,9 @@ def test_an_append_that_raises_has_not_taken_its_sample(cache, monkeypatch):
         try:
             writer.append(sample(number))
             taken.append(number)
-        except OSError:
+        except type(error):
             pass
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(type(error)):
         writer.close()
     failing = False
     writer.close()
@@ -294,13 +347,14 @@ def test_max_delay_does_not_wait_for_room_but_tries_again(full):
     assert flushers() == []
 
 
-def test_max_delay_survives_an_error_and_tries_again(cache, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ac.CacheFormatError("damaged")])
+def test_max_delay_survives_an_error_and_tries_again(cache, monkeypatch, error):
     real, calls = os.link, []
 
     def link(source, target):
         calls.append(target)
         if len(calls) == 1:
-            raise OSError(errno.EIO, "Input/output error")
+            raise error
         real(source, target)
 
     monkeypatch.setattr(os, "link", link)
@@ -334,11 +388,59 @@ def test_several_threads_may_share_a_writer(cache):
     assert cache.verify() == []
 
 
-def test_a_forgotten_writer_warns(cache):
-    writer = cache.writer()
-    writer.append(sample(0))
+def drop(writers):
+    """Drop them, and wait for their threads: one of these may be the last to have its writer."""
+    writers.clear()
+    wait_until(lambda: not flushers(), "the end of the thread")
+
+
+@pytest.mark.parametrize("max_delay", [None, 60])
+def test_a_forgotten_writer_warns_and_ends_its_thread(cache, max_delay):
+    writers = [cache.writer(max_delay=max_delay)]
+    writers[0].append(sample(0))
     with pytest.warns(ResourceWarning, match="1 unpublished"):
-        del writer
+        drop(writers)
+
+
+def test_a_forgotten_writer_that_published_what_it_had_ends_its_thread_too(cache):
+    writer = cache.writer(max_delay=0)
+    writer.append(sample(0))
+    wait_until(lambda: published_ids(cache) == [0], "the sample")
+    del writer
+    wait_until(lambda: not flushers(), "the end of the thread")
+
+
+@pytest.mark.parametrize("max_delay", [None, 60])
+def test_a_writer_that_is_open_at_exit_warns(cache, max_delay):
+    script = f"""
+        import sys
+        import arrowcache as ac
+        writer = ac.Cache.open(sys.argv[1]).writer(max_delay={max_delay})
+        writer.append(id=1, image=__import__("numpy").zeros((16, 16), "float32"))
+    """
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", textwrap.dedent(script), cache.path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "a writer with 1 unpublished samples was not closed" in ended.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # came as a generator ended
+def test_max_delay_holds_after_ctrl_c_at_any_step(tmp_path):
+    for number in itertools.count(0, 3):
+        cache = make_cache(tmp_path / str(number))
+        interrupt = CtrlC(number)
+        with cache.writer(max_delay=0) as writer:
+            writer.append(sample(0))
+            wait_until(lambda cache=cache: published_ids(cache) == [0], "the first sample")
+            try:
+                with interrupt:
+                    writer.append(sample(1))
+            except KeyboardInterrupt:
+                pass
+            writer.append(sample(2))
+            wait_until(lambda cache=cache: published_ids(cache)[-1] == 2, f"the last sample, after {number}")
+        if not interrupt.came:
+            break
+    assert number > 20
 
 
 @pytest.mark.parametrize(
@@ -416,3 +518,75 @@ def test_a_wait_without_bound_may_be_said_as_infinity(cache):
     for wrong, error in (("5", TypeError), (-1, ValueError), (float("nan"), ValueError)):
         with pytest.raises(error, match="max_delay"):
             cache.writer(max_delay=wrong)
+
+
+class CtrlC:
+    """A KeyboardInterrupt before the n-th function or line, in this thread, of the code that takes samples.
+
+    Not before lines of a function with a lock: one comes between a `with` block and its end, where the
+    interpreter itself lets no signal in.
+    """
+
+    def __init__(self, number):
+        self._left = number
+        self.came = False
+
+    def __enter__(self):
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _trace(self, frame, event, _):
+        function = frame.f_code
+        if not function.co_filename.endswith(("/arrow/builder.py", "/storage/writer.py")):
+            return None
+        if not self.came and (event == "call" or (event == "line" and "_lock" not in function.co_names)):
+            if self._left == 0:
+                self.came = True
+                raise KeyboardInterrupt
+            self._left -= 1
+        return self._trace
+
+
+def every_kind(first, count):
+    return {
+        "id": np.arange(first, first + count),
+        "name": [f"row {number}" for number in range(first, first + count)],
+        "raw": [bytes([number]) * number for number in range(first, first + count)],
+        "ragged": [np.full((number, 2), number, np.int16) for number in range(first, first + count)],
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # came as a generator ended
+@pytest.mark.parametrize("count", [1, 3])
+def test_ctrl_c_at_any_step_takes_whole_rows_or_none(tmp_path, count):
+    ragged = ac.Ragged("int16", (2,))
+    schema = ac.Schema({"id": ac.Tensor("int64"), "name": ac.String(), "raw": ac.Binary(), "ragged": ragged})
+    for number in itertools.count():
+        cache = ac.Cache.create(tmp_path / str(number), schema, capacity="4MiB", segment_bytes="64KiB")
+        interrupt = CtrlC(number)
+        with cache.writer() as writer:
+            writer.extend(every_kind(0, 2))
+            try:
+                with interrupt:
+                    if count == 1:
+                        writer.append({name: values[0] for name, values in every_kind(2, 1).items()})
+                    else:
+                        writer.extend(every_kind(2, count))
+            except KeyboardInterrupt:
+                pass
+            writer.extend(every_kind(8, 2))
+        assert cache.verify() == []
+        with cache.snapshot() as snapshot:
+            ids = snapshot.gather(np.arange(len(snapshot)))["id"].tolist()
+            assert ids in ([0, 1, 8, 9], [0, 1, *range(2, 2 + count), 8, 9]), number
+            rows = snapshot.table().to_pylist()
+        for row in rows:
+            expected = every_kind(row["id"], 1)
+            assert (row["name"], row["raw"]) == (expected["name"][0], expected["raw"][0])
+            assert row["ragged"] == expected["ragged"][0].ravel().tolist()
+        shutil.rmtree(tmp_path / str(number))
+        if not interrupt.came:
+            break
+    assert number > 50

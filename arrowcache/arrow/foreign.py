@@ -1,0 +1,186 @@
+"""Foreign: columns of Arrow files that others wrote, as columns of a cache.
+
+    numbers, bool                     Tensor(dtype)
+    fixed_size_list<T>, nested        Tensor(dtype, its sizes); arrow.fixed_shape_tensor likewise
+    list<T>, list<fixed_size_list>    Ragged(dtype, inner_shape); a Tensor where a schema says so
+    text, bytes, timestamps, dates    String(), Binary(), Timestamp()
+
+A field's metadata says, as in a segment, which type it was; without it the type follows from Arrow's.
+It must never round a value, nor make one up: what does not fit is a SchemaError that names the field.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from arrowcache.arrow.convert import exact_values
+from arrowcache.arrow.schema import (
+    METADATA_KEY,
+    Binary,
+    FieldType,
+    Ragged,
+    Schema,
+    String,
+    Tensor,
+    Timestamp,
+)
+from arrowcache.errors import SchemaError
+
+_DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # else the names are NumPy's
+
+
+def kind_of(field: pa.Field) -> FieldType:
+    """The type that holds what a field of a file has.
+
+    Raises: SchemaError: no type does; says which Arrow type it is.
+    """
+    described = (field.metadata or {}).get(METADATA_KEY)
+    if described is not None:
+        try:
+            entry = {**json.loads(described), "name": field.name}
+        except (ValueError, TypeError) as error:
+            raise SchemaError(f"field {field.name!r}: its metadata cannot be read: {error}") from None
+        return Schema.from_json([entry])[field.name]
+    kind = _kind_of_type(field.type)
+    if kind is None:
+        raise SchemaError(
+            f"field {field.name!r} is {field.type}, which no column can hold: "
+            "cast it, or leave it out with schema="
+        )
+    return kind
+
+
+def _kind_of_type(found: pa.DataType) -> FieldType | None:
+    if isinstance(found, pa.FixedShapeTensorType):
+        shape = tuple(found.shape)
+        in_order = found.permutation is None or list(found.permutation) == list(range(len(shape)))
+        return _tensor(found.value_type, shape) if in_order else None
+    found = _stored(found)
+    if pa.types.is_string(found) or pa.types.is_large_string(found) or pa.types.is_string_view(found):
+        return String()
+    if pa.types.is_binary(found) or pa.types.is_large_binary(found) or pa.types.is_binary_view(found):
+        return Binary()
+    if pa.types.is_fixed_size_binary(found) and not pa.types.is_decimal(found):
+        return Binary()
+    if pa.types.is_timestamp(found) or pa.types.is_date(found):
+        return Timestamp()
+    if _is_list(found):
+        value_type, shape = _value_type(found.value_type)
+        entry = _tensor(value_type, shape)
+        return None if entry is None else Ragged(entry.dtype, entry.shape)
+    return _tensor(*_value_type(found))
+
+
+def _stored(found: pa.DataType) -> pa.DataType:
+    """What an extension or a dictionary holds."""
+    if isinstance(found, pa.BaseExtensionType):
+        return _stored(found.storage_type)
+    return found.value_type if pa.types.is_dictionary(found) else found
+
+
+def _value_type(found: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]]:
+    """Elements and shape of nested lists of a fixed size."""
+    sizes = []
+    while pa.types.is_fixed_size_list(found):
+        sizes.append(found.list_size)
+        found = found.value_type
+    return found, tuple(sizes)
+
+
+def _tensor(value_type: pa.DataType, shape: tuple[int, ...]) -> Tensor | None:
+    is_number = pa.types.is_integer(value_type) or pa.types.is_floating(value_type)
+    if not (is_number or pa.types.is_boolean(value_type)) or 0 in shape:
+        return None
+    return Tensor(_DTYPES.get(str(value_type), str(value_type)), shape)
+
+
+def require_fields(fields: pa.Schema, schema: Schema) -> None:
+    """Make sure that a file has every field of a schema, of a type that may hold it.
+
+    Raises: SchemaError: names the field, and those that come near one that is missing.
+    """
+    for name, kind in schema.items():
+        if (count := fields.names.count(name)) != 1:
+            near = get_close_matches(name, fields.names) if not count else []
+            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            what = "more than one field" if count else "no field"
+            raise SchemaError(f"{what} {name!r}: {hint}it has {', '.join(fields.names)}")
+        found = fields.field(name).type
+        try:
+            values_of(name, pa.array([], getattr(found, "storage_type", found)), kind)
+        except pa.ArrowException as error:
+            raise SchemaError(f"field {name!r}: {error}") from None
+
+
+def values_of(name: str, column: pa.Array, kind: FieldType) -> Any:
+    """A column of a file as a writer's `extend` takes it; numbers are converted where that is exact.
+
+    Raises: SchemaError: what does not fit; names the field.
+    """
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if isinstance(column, pa.DictionaryArray):
+        column = column.dictionary_decode()
+    if not isinstance(kind, Tensor | Ragged) and type(_kind_of_type(column.type)) is not type(kind):
+        raise _unfit(name, column, kind)
+    if column.null_count:
+        raise SchemaError(
+            f"field {name!r} lacks {column.null_count} values, and columns have no missing ones: fill them"
+        )
+    try:
+        if isinstance(kind, String | Binary):
+            return column.cast(kind.arrow_type).to_pylist()
+        if isinstance(kind, Timestamp):
+            if pa.types.is_date(column.type):
+                column = column.cast(pa.timestamp("ms"))
+            zone = getattr(column.type, "tz", None)
+            return column.cast(pa.timestamp("us", zone)).view(pa.int64()).to_numpy().view("datetime64[us]")
+    except pa.ArrowException as error:
+        raise SchemaError(f"field {name!r}: {error}") from None
+    if isinstance(kind, Tensor):
+        return _elements(name, column, kind).reshape(len(column), *kind.shape)
+    return _ragged(name, column, kind)
+
+
+def _ragged(name: str, column: pa.Array, kind: Ragged) -> list[NDArray[Any]]:
+    if not _is_list(column.type):
+        raise _unfit(name, column, kind)
+    ends = column.offsets.to_numpy()
+    entries = column.values.slice(ends[0], ends[-1] - ends[0])
+    data = _elements(name, entries, Tensor(kind.dtype, kind.inner_shape))
+    rows = data.reshape(len(entries), *kind.inner_shape)
+    return [rows[start:stop] for start, stop in itertools.pairwise((ends - ends[0]).tolist())]
+
+
+def _elements(name: str, column: pa.Array, kind: Tensor) -> NDArray[Any]:
+    """All numbers of a column of tensors, one after another, in the type's numpy_dtype."""
+    values = column
+    if _is_list(column.type) and (np.diff(column.offsets.to_numpy()) != kind.elements).any():
+        raise _unfit(name, column, kind)
+    while _is_list(values.type) or pa.types.is_fixed_size_list(values.type):
+        values = values.flatten()
+    if values.null_count:
+        raise SchemaError(f"field {name!r} lacks values within its lists, and columns have no missing ones")
+    is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+    if not (is_number or pa.types.is_boolean(values.type)) or len(values) != len(column) * kind.elements:
+        raise _unfit(name, column, kind)
+    array: NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    if kind.dtype.startswith("complex"):
+        part = Tensor("float32" if kind.dtype == "complex64" else "float64")
+        return np.ascontiguousarray(exact_values(name, part, array)).view(kind.numpy_dtype)
+    return exact_values(name, kind, array)
+
+
+def _is_list(found: pa.DataType) -> bool:
+    return bool(pa.types.is_list(found) or pa.types.is_large_list(found))
+
+
+def _unfit(name: str, column: pa.Array, kind: FieldType) -> SchemaError:
+    return SchemaError(f"field {name!r} is {column.type}, and its column {kind}")

@@ -1,0 +1,73 @@
+"""The `arrowcache` command. What it can do is in commands.py, which needs the extra "explore".
+
+Exit codes: 0 all is well; 1 something was wrong with the cache, such as that it is none, or an operation on
+it, or writing the output, failed; 2 wrong usage: an argument, a path where nothing is, a query, an extra
+that is not installed; 130 Ctrl-C.
+Errors are one sentence on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from arrowcache import __version__
+from arrowcache.text import printable
+
+OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
+    try:
+        if given == ["--version"]:
+            sys.stdout.write(f"arrowcache {__version__}\n")
+            code = OK
+        else:
+            from arrowcache.cli.commands import run
+
+            code = run(given)
+        sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "arrowcache":
+            raise
+        complain(f"the command needs {error.name}, which is not installed: pip install 'arrowcache[explore]'")
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has seen enough
+        _write_nowhere(sys.stdout)
+        return OK
+    except OSError as error:
+        _write_nowhere(sys.stdout)
+        complain(f"the output: {error.strerror}")
+        return WRONG
+    return code
+
+
+def complain(sentence: str) -> None:
+    """Write to stderr why a command fails, if anybody reads it."""
+    try:
+        sys.stderr.write(f"arrowcache: {printable(sentence)}\n")
+        sys.stderr.flush()
+    except OSError:  # the exit code says it, too
+        _write_nowhere(sys.stderr)
+
+
+def _open_closed_streams() -> None:
+    """What a shell closed, as by `>&-`, is nowhere: libraries write without asking whether they can."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # open until the process ends
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", closefd=False))
+
+
+def _write_nowhere(stream: TextIO) -> None:
+    """Have what is still to be written vanish, or the interpreter would fail as it flushes: exit code 120."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

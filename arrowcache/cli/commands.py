@@ -1,0 +1,356 @@
+"""Commands: what `arrowcache` can do, each a thin face over the library. __init__.py says the exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import arrowcache as ac
+from arrowcache.cli import INTERRUPTED, OK, USAGE, WRONG, complain
+from arrowcache.cli.output import write, write_frame, write_json, write_table
+from arrowcache.errors import ArrowCacheError, sentence_of
+from arrowcache.explore.observation import Observation, observe
+from arrowcache.explore.terminal import watch as watch_cache
+from arrowcache.units import format_bytes, format_count, parse_bytes
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Look into a rolling cache of samples, and look after it. "
+    "Exit codes: 0 all is well; 1 something is wrong with the cache, or an operation on it failed; 2 wrong "
+    "usage, such as a path where nothing is, or a query that fails; 130 Ctrl-C. Errors are one sentence on "
+    "stderr. Where the output is no terminal, tables are tab-separated.",
+)
+CachePath = Annotated[Path, typer.Argument(metavar="CACHE", help="The cache's folder.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option("--column", "-c", metavar="NAME", help="Only this; may be repeated.", show_default=False),
+]
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, wherever typer has it from
+_TFRECORD = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; errors become a sentence on stderr and an exit code.
+
+    Raises: BrokenPipeError: nobody reads the output any more.
+    """
+    warnings.showwarning = _show_warning
+    try:
+        code = app(list(arguments) or ["--help"], prog_name="arrowcache", standalone_mode=False)
+    except typer.Abort:  # Ctrl-C, where it is no exit code
+        return INTERRUPTED
+    except SystemExit as end:  # what becomes of a broken pipe
+        raise BrokenPipeError from end
+    except _USAGE_ERROR as error:
+        said = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
+        return _fail(f"{said}. See 'arrowcache --help'.", USAGE)
+    except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
+        return _fail(sentence_of(error), USAGE)
+    except (ArrowCacheError, OSError) as error:
+        return _fail(sentence_of(error), WRONG)
+    return code if isinstance(code, int) else OK
+
+
+def _fail(sentence: str, code: int) -> int:
+    complain(sentence)
+    return code
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    complain(f"warning: {message}")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        write(f"arrowcache {ac.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _arrowcache(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def info(cache: CachePath, json: AsJson = False) -> None:
+    """What a cache holds, its schema and settings, and who uses it."""
+    opened = ac.Cache.open(cache)
+    seen, settings = observe(opened), opened.store.settings
+    stats, row_bytes = seen.stats, seen.stats.published_bytes // max(1, seen.stats.rows)
+    users = {
+        "leases": [dataclasses.asdict(lease) for lease in seen.leases],
+        "waiting": [dataclasses.asdict(writer) for writer in seen.waiting],
+        "loaders": [dataclasses.asdict(loader) for loader in seen.loaders],
+    }
+    if json:
+        facts = {
+            "path": str(seen.path),
+            **dataclasses.asdict(stats),
+            "segment_bytes": settings.segment_bytes,
+            "full_rows": settings.full_rows,
+            "headroom": settings.headroom,
+            "durable": settings.durable,
+            "row_bytes": row_bytes,
+            "oldest_published": seen.segments[0].published if seen.segments else None,
+            "newest_published": seen.segments[-1].published if seen.segments else None,
+            "schema": opened.schema.to_json(),
+            **users,
+        }
+        write_json(facts)
+        return
+    share = stats.allocated_bytes / stats.capacity_bytes
+    span = f"{stats.oldest_seq} to {seen.segments[-1].seq}" if seen.segments else "none"
+    write_table(
+        ["property", "value"],
+        [
+            ("path", str(seen.path)),
+            ("allocated", f"{format_bytes(stats.allocated_bytes)} ({share:.0%} of the capacity)"),
+            ("capacity", format_bytes(stats.capacity_bytes)),
+            ("segments", f"{stats.segments} ({span})"),
+            ("rows", f"{stats.rows} of {format_bytes(row_bytes)}"),
+            ("full segment", f"{settings.full_rows} rows, at most {format_bytes(settings.segment_bytes)}"),
+            ("headroom", f"{settings.headroom:.0%}"),
+            ("durable", "yes" if settings.durable else "no"),
+            ("leased", f"{format_bytes(stats.leased_bytes)}, {format_count(len(seen.leases), 'lease')}"),
+            ("waiting writers", len(seen.waiting)),
+            ("loaders", len(seen.loaders)),
+            ("quarantined", stats.quarantined),
+            *_users(seen),
+            *((f"column {name}", repr(kind)) for name, kind in opened.schema.items()),
+        ],
+    )
+
+
+def _users(seen: Observation) -> Iterator[tuple[str, str]]:
+    """Who uses a cache, each in a line."""
+    for lease in seen.leases:
+        who = lease.command if lease.pid is None else f"pid {lease.pid} ({lease.command})"
+        count = format_count(lease.segments, "segment")
+        yield "lease", f"{who}: {count} ({lease.first_seq} to {lease.last_seq})"
+    for writer in seen.waiting:
+        yield "waiting writer", f"pid {writer.pid} ({writer.command}): {writer.why}"
+    for loader in seen.loaders:
+        batches = format_count(loader.batches, "batch", "batches")
+        yield "loader", f"pid {loader.pid} ({loader.command}): {batches}, bottleneck {loader.bottleneck}"
+
+
+@app.command()
+def ls(cache: CachePath, json: AsJson = False) -> None:
+    """The segments of a cache, oldest first."""
+    survey = ac.Cache.open(cache).store.survey()
+    leased = {segment.seq for segment in survey.leased}
+    columns = ["seq", "rows", "bytes", "allocated_bytes", "published", "leased", "task"]
+    rows = [
+        [s.seq, s.rows, s.nbytes, s.allocated_bytes, _moment(s.published), s.seq in leased, s.task]
+        for s in survey.segments
+    ]
+    if json:
+        write_json([dict(zip(columns, row, strict=True)) for row in rows])
+    else:
+        write_table(columns, rows)
+
+
+@app.command()
+def head(
+    cache: CachePath,
+    rows: Annotated[int, typer.Option("--rows", "-n", min=1, help="How many rows.")] = 5,
+    column: Columns = None,
+    json: AsJson = False,
+) -> None:
+    """The oldest rows."""
+    from arrowcache.explore import frames
+
+    write_frame(frames.to_pandas(ac.Cache.open(cache), column or None, rows), json)
+
+
+@app.command()
+def sql(
+    cache: CachePath,
+    query: Annotated[
+        str, typer.Argument(help="SQL of DuckDB; the table is named cache.", show_default=False)
+    ],
+    json: AsJson = False,
+) -> None:
+    """Ask a cache a question: arrowcache sql CACHE 'select label, count(*) from cache group by 1'."""
+    from arrowcache.explore.query import sql as ask
+
+    write_frame(ask(ac.Cache.open(cache), query), json)
+
+
+@app.command()
+def describe(cache: CachePath, column: Columns = None, json: AsJson = False) -> None:
+    """Count, least, most, mean and so on of each column."""
+    from arrowcache.explore.summary import describe as summarize
+
+    write_frame(summarize(ac.Cache.open(cache), column or None), json)
+
+
+@app.command()
+def verify(
+    cache: CachePath,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Change nothing.")] = False,
+    json: AsJson = False,
+) -> int:
+    """Check every byte of a cache; what is damaged is quarantined. Exit code 1 if anything was wrong."""
+    opened = ac.Cache.open(cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # each problem is printed below
+        problems = opened.verify(repair=not report_only)
+    if json:
+        write_json([dataclasses.asdict(problem) for problem in problems])
+    elif problems:
+        write_table(["name", "problem"], [(problem.name, problem.reason) for problem in problems])
+    else:
+        write(f"all is well: {opened.stats().segments} segments")
+    return WRONG if problems else OK
+
+
+@app.command()
+def evict(
+    cache: CachePath,
+    size: Annotated[str, typer.Argument(help="At least so much, such as 2GiB.", show_default=False)],
+) -> None:
+    """Evict the oldest segments, up to the first that is leased."""
+    wanted = parse_bytes(_size(size), "size")
+    freed = ac.Cache.open(cache).evict(wanted)
+    write(f"freed {format_bytes(freed)}" + (", the rest is leased or gone" if freed < wanted else ""))
+
+
+@app.command()
+def resize(
+    cache: CachePath,
+    capacity: Annotated[str, typer.Argument(help="Such as 200GB.", show_default=False)],
+) -> None:
+    """Change the capacity; what no longer fits is evicted."""
+    opened = ac.Cache.open(cache)
+    opened.resize(_size(capacity))
+    write(f"the capacity is {format_bytes(opened.stats().capacity_bytes)}")
+
+
+@app.command()
+def watch(
+    cache: CachePath,
+    interval: Annotated[float, typer.Option("--interval", "-i", help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+) -> None:
+    """Show a cache live: fill, rates, leases, waiting samplers, loaders. Ctrl-C ends it, with exit code 0."""
+    watch_cache(cache, interval, once=once)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
+)
+def demo(context: typer.Context) -> None:
+    """Train on a cache that grows meanwhile, and print what happens. --help: its options."""
+    for module in ("torch", "sklearn"):
+        if importlib.util.find_spec(module) is None:
+            raise ImportError(
+                f"the demo needs {module}, which is not installed: pip install 'arrowcache[demo]'"
+            )
+    sys.stdout.flush()
+    # In place of this process: it gets Ctrl-C alone, and its exit code is the job's.
+    os.execv(sys.executable, [sys.executable, "-m", "arrowcache.demo", *context.args])
+
+
+@app.command()
+def export(
+    cache: CachePath,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A new or an empty folder.", show_default=False)
+    ],
+    column: Columns = None,
+) -> None:
+    """Write a cache as Parquet files, which need no arrowcache."""
+    from arrowcache.explore.exchange import export_parquet
+
+    files = export_parquet(ac.Cache.open(cache), folder, column or None)
+    write(f"wrote {format_count(len(files), 'file')} to {folder}")
+
+
+@app.command("import")
+def import_(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILES...", help="Parquet or TFRecord files, or folders of such.", show_default=False
+        ),
+    ],
+    cache: CachePath,
+    capacity: Annotated[
+        str | None, typer.Option("--capacity", help="Of a new cache, such as 200GB.", show_default=False)
+    ] = None,
+    segment_bytes: Annotated[
+        str, typer.Option("--segment-bytes", help="Of a new cache: how large a segment's file may be.")
+    ] = "64MiB",
+) -> None:
+    """Bring Parquet files into a cache, which is made if there is none, or TFRecord files into one."""
+    files = [file for given in files for file in _files_of(given)]
+    of_tfrecord = {file.name.endswith(_TFRECORD) for file in files}
+    if len(of_tfrecord) > 1:
+        raise ValueError("some files are TFRecord and some are not: import them one kind after the other")
+    if of_tfrecord == {True}:
+        rows = _import_tfrecords(files, cache)
+    else:
+        rows = _import_parquet(files, cache, capacity, segment_bytes)
+    write(f"imported {format_count(rows, 'row')}")
+
+
+def _files_of(given: Path) -> list[Path]:
+    """A file is itself; a folder is its TFRecord files, or itself where it has none: of Parquet files."""
+    found = sorted(given.iterdir()) if given.is_dir() else []
+    return [file for file in found if file.name.endswith(_TFRECORD)] or [given]
+
+
+def _import_parquet(files: Sequence[Path], cache: Path, capacity: str | None, segment_bytes: str) -> int:
+    from arrowcache.explore.exchange import import_parquet
+
+    if capacity is None and not cache.exists():
+        raise FileNotFoundError(
+            f"there is no cache at {cache}: to make one, say its --capacity, such as 200GB"
+        )
+    size = None if capacity is None else _size(capacity)
+    return import_parquet(files, cache, capacity=size, segment_bytes=_size(segment_bytes))
+
+
+def _import_tfrecords(files: Sequence[Path], cache: Path) -> int:
+    if not cache.exists():
+        raise FileNotFoundError(
+            f"there is no cache at {cache}, and TFRecord files do not say what is in them: make one with its "
+            "schema first, by arrowcache.Cache.create"
+        )
+    opened = ac.Cache.open(cache)
+    if importlib.util.find_spec("tensorflow") is None:
+        raise ImportError(
+            "TFRecord files need tensorflow, which is not installed: pip install 'arrowcache[tensorflow]'"
+        )
+    from arrowcache.tensorflow import from_tfrecords
+
+    compressions = {"GZIP" if file.name.endswith(".gz") else None for file in files}
+    if len(compressions) > 1:
+        raise ValueError("some files are compressed and some are not: import them one kind after the other")
+    return from_tfrecords(files, opened.schema, opened, compression=compressions.pop())
+
+
+def _size(text: str) -> int | str:
+    """A size as the library takes it: digits alone are bytes."""
+    return int(text) if text.isdecimal() else text
+
+
+def _moment(seconds: float) -> str:
+    return dt.datetime.fromtimestamp(seconds, dt.timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,145 @@
+"""Explore: look into a cache, or into the cache at a path, while others write and read it.
+
+    frames.py       head, sample, to_pandas, to_polars: rows as DataFrames
+    query.py        sql: DuckDB over the mapped files
+    summary.py      describe: what each column holds
+    compare.py      duplicates, drift: rows with rows, the oldest with the newest
+    exchange.py     export_parquet, import_parquet
+    walk.py, traceback.py, numbers.py, distribution.py, plain.py    what these have in common
+    pictures.py     picture: a value, drawn small; drawing.py and reduction.py are how
+    galleries.py    gallery: many of them, by the values of another column
+    observation.py  observe: what one sees of a cache from outside; history.py: of many such looks
+    plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values
+    board.py, lookout.py    what a live monitor shows, and how it is kept up to date
+    widget.py       monitor: live, in a notebook
+    terminal.py     watch: live, in a terminal
+
+Looking never disturbs: segments are leased only while they are read, and what a function returns is a copy.
+The names below are imported when they are first used, so that importing this package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from arrowcache.explore.compare import drift, duplicates
+    from arrowcache.explore.exchange import export_parquet, import_parquet
+    from arrowcache.explore.frames import head, sample, to_pandas, to_polars
+    from arrowcache.explore.galleries import gallery
+    from arrowcache.explore.history import History
+    from arrowcache.explore.observation import Observation, observe
+    from arrowcache.explore.pictures import picture
+    from arrowcache.explore.plots import (
+        plot_ages,
+        plot_contribution,
+        plot_growth,
+        plot_reuse,
+        plot_throughput,
+        plot_unread,
+        plot_values,
+    )
+    from arrowcache.explore.query import sql
+    from arrowcache.explore.summary import describe
+    from arrowcache.explore.terminal import watch
+    from arrowcache.explore.widget import monitor
+
+__all__ = [
+    "head",
+    "sample",
+    "to_pandas",
+    "to_polars",
+    "sql",
+    "describe",
+    "duplicates",
+    "drift",
+    "export_parquet",
+    "import_parquet",
+    "picture",
+    "gallery",
+    "Observation",
+    "observe",
+    "History",
+    "plot_growth",
+    "plot_throughput",
+    "plot_ages",
+    "plot_reuse",
+    "plot_unread",
+    "plot_contribution",
+    "plot_values",
+    "monitor",
+    "watch",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(_module_of(name), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "arrowcache":
+            raise
+        raise ImportError(
+            f"arrowcache.explore.{name} needs {error.name}, which is not installed: "
+            "pip install 'arrowcache[explore]'"
+        ) from error
+    globals()[name] = value  # also over the module of that name, which the import has put there
+    return value
+
+
+def _module_of(name: str) -> ModuleType:
+    match name:
+        case "head" | "sample" | "to_pandas" | "to_polars":
+            from arrowcache.explore import frames
+
+            return frames
+        case "sql":
+            from arrowcache.explore import query
+
+            return query
+        case "describe":
+            from arrowcache.explore import summary
+
+            return summary
+        case "duplicates" | "drift":
+            from arrowcache.explore import compare
+
+            return compare
+        case "export_parquet" | "import_parquet":
+            from arrowcache.explore import exchange
+
+            return exchange
+        case "picture":
+            from arrowcache.explore import pictures
+
+            return pictures
+        case "gallery":
+            from arrowcache.explore import galleries
+
+            return galleries
+        case "observe" | "Observation":
+            from arrowcache.explore import observation
+
+            return observation
+        case "History":
+            from arrowcache.explore import history
+
+            return history
+        case "monitor":
+            from arrowcache.explore import widget
+
+            return widget
+        case "watch":
+            from arrowcache.explore import terminal
+
+            return terminal
+        case _:
+            from arrowcache.explore import plots
+
+            return plots
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

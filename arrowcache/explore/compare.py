@@ -1,0 +1,223 @@
+"""Compare: rows with other rows, and the oldest segments with the newest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import FieldType, Ragged, Tensor
+from arrowcache.explore.distribution import Distribution
+from arrowcache.explore.numbers import numbers, real
+from arrowcache.explore.summary import describing_threads, distribution_of
+from arrowcache.explore.traceback import keeps_nothing
+from arrowcache.explore.walk import AnyCache, walk
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.recovery import store_of
+
+_WIDE_BYTES = 4096  # a column of such rows is hashed where it lies
+_DRAWN = 200_000  # values of a column, from the oldest and from the newest segments each
+_BINS = 10
+
+
+@keeps_nothing
+def duplicates(
+    cache: AnyCache, columns: Sequence[str] | None = None, progress: bool | None = None
+) -> pd.DataFrame:
+    """Rows whose bytes are those of an earlier row.
+
+    Two rows are the same if their 128-bit xxh3 is, which by chance happens to none. NaN equals a NaN of the
+    same bits, and 0.0 is not -0.0.
+
+    Args:
+        columns: which are compared; None for all.
+        progress: show a bar; None: in a terminal or a notebook.
+    Returns: one row a duplicate, oldest first: `seq` and `row`, its segment's number and its place
+        therein, and `first_seq` and `first_row` of the first row that is the same; all int64.
+    Blocks: while the columns are read. Segments are released as they are passed. It takes some 50
+        bytes of memory a row.
+    Raises: as `describe`.
+    """
+    store = store_of(cache)
+    schema = store.settings.schema
+    names = schema.select(columns, least=1)
+    with Snapshot.take(store) as snapshot:
+        digests = np.empty((len(snapshot), 2), np.uint64)
+        seqs = np.array([segment.seq for segment in snapshot.segments], np.int64)
+        starts = np.concatenate(([0], np.cumsum(snapshot.segment_rows)))
+        done = 0
+        for _, batch in walk(snapshot, names, "comparing", progress):
+            columns_of = [(batch.column(name), schema[name]) for name in names]
+            _hash_rows(columns_of, digests[done : done + batch.num_rows])
+            done += batch.num_rows
+            del batch, columns_of
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: of the same ones the first row is first
+    same = np.zeros(len(order), bool)
+    same[1:] = (digests[order[1:]] == digests[order[:-1]]).all(axis=1)
+    del digests
+    firsts = np.maximum.accumulate(np.where(same, 0, np.arange(len(order))))
+    rows, first_rows = order[same], order[firsts[same]]
+    by_age = np.argsort(rows)
+    found = {}
+    for prefix, ids in (("", rows[by_age]), ("first_", first_rows[by_age])):
+        segments = starts.searchsorted(ids, side="right") - 1
+        found[f"{prefix}seq"] = seqs[segments]
+        found[f"{prefix}row"] = ids - starts[segments]
+    return pd.DataFrame(found)
+
+
+def _hash_rows(columns: Sequence[tuple[pa.Array, FieldType]], digests: NDArray[np.uint64]) -> None:
+    """The xxh3 of each row of a segment: of its narrow columns and all lengths, then of each other one."""
+    rows = len(digests)
+    narrow: list[NDArray[np.uint8]] = []
+    wide: list[tuple[NDArray[np.int64], memoryview]] = []
+    for column, kind in columns:
+        if isinstance(column, pa.ExtensionArray):
+            column = column.storage.values
+        elif isinstance(kind, Tensor) and kind.is_list:
+            column = column.values
+        if isinstance(kind, Ragged) or column.type in (pa.utf8(), pa.binary()):
+            data = column.buffers()[-1]
+            item = column.values.type.bit_width // 8 if isinstance(kind, Ragged) else 1
+            ends = np.frombuffer(column.buffers()[1], np.int32, rows + 1).astype(np.int64) * item
+            narrow.append(np.diff(ends).view(np.uint8).reshape(rows, 8))
+            wide.append((ends, memoryview(data or b"").cast("B")))
+            continue
+        values = np.frombuffer(column.buffers()[-1], np.uint8, len(column) * (column.type.bit_width // 8))
+        width = len(values) // rows
+        if width < _WIDE_BYTES:
+            narrow.append(values.reshape(rows, width))
+        else:
+            wide.append((np.arange(rows + 1, dtype=np.int64) * width, values.data))
+    packed = np.concatenate(narrow, axis=1) if narrow else np.empty((rows, 0), np.uint8)
+    if not wide:
+        digest = xxhash.xxh3_128_digest
+        text = b"".join([digest(row) for row in packed])
+    else:
+        text = b"".join([_digest(packed, wide, row) for row in range(rows)])
+    digests[:] = np.frombuffer(text, np.uint64).reshape(rows, 2)
+
+
+def _digest(packed: NDArray[np.uint8], wide: list[tuple[NDArray[np.int64], memoryview]], row: int) -> bytes:
+    state = xxhash.xxh3_128(packed[row])
+    for ends, data in wide:
+        state.update(data[ends[row] : ends[row + 1]])
+    return state.digest()
+
+
+@keeps_nothing
+def drift(
+    cache: AnyCache,
+    columns: Sequence[str] | None = None,
+    share: float = 0.25,
+    progress: bool | None = None,
+) -> pd.DataFrame:
+    """How the newest segments' numbers differ from the oldest's: one row a column, the strongest drift first.
+
+        first_mean, first_std, first_nan, newest_mean, newest_std, newest_nan   as in `describe`
+        ks    the two-sample Kolmogorov-Smirnov statistic, 0 to 1: the largest distance between the two
+              cumulative distributions (Smirnov, Annals of Mathematical Statistics 19, 1948)
+        psi   the population stability index over ten bins of equally many of the oldest values, half a
+              value being added to each bin; by custom below 0.1 is stable and above 0.25 a shift (Siddiqi,
+              "Credit Risk Scorecards", 2006)
+
+    `ks` and `psi` are of up to 200,000 values drawn from each side; so by chance alone they reach some 0.01
+    and 0.001. They weigh elements as if they were independent, which those of one tensor are not.
+
+    Args:
+        columns: those of numbers, tensors and ragged; None for all of them.
+        share: of the segments that are the oldest, and the newest; above 0, at most 0.5.
+        progress: show a bar; None: in a terminal or a notebook.
+    Blocks: while both shares are read. Segments are released as they are passed.
+    Raises: ValueError: fewer than two segments; a column of no numbers; as `describe`.
+    """
+    store = store_of(cache)
+    schema = store.settings.schema
+    kinds = {name: kind for name, kind in schema.items() if isinstance(kind, Tensor | Ragged)}
+    names = tuple(kinds) if columns is None else schema.select(columns, least=1)
+    if others := [name for name in names if name not in kinds]:
+        raise ValueError(f"column {others[0]!r} holds no numbers: leave it out of columns")
+    if not names:
+        raise ValueError("no column holds numbers: drift compares nothing else")
+    if not isinstance(share, int | float) or not 0 < share <= 0.5:
+        raise ValueError(f"share={share!r} is a share of the segments: give 0 < share <= 0.5")
+    wanted = {name: kinds[name] for name in names}
+    with Snapshot.take(store) as snapshot:
+        seqs = [segment.seq for segment in snapshot.segments]
+        if len(seqs) < 2:
+            raise ValueError(f"{len(seqs)} segments can be read, and drift compares two: wait for more")
+        count = max(1, int(len(seqs) * share))
+        oldest, newest = frozenset(seqs[:count]), frozenset(seqs[-count:])
+        with Snapshot.take(store, lambda segment: segment.seq in oldest, headroom=False) as part:
+            snapshot.release_oldest(len(seqs) - count)  # `part` has the oldest, and moves on
+            first = _look(part, wanted, "oldest", progress)
+        with Snapshot.take(store, lambda segment: segment.seq in newest, headroom=False) as part:
+            snapshot.close()
+            last = _look(part, wanted, "newest", progress)
+    rows = [_difference(first[name], last[name]) for name in names]
+    frame = pd.DataFrame(rows, index=pd.Index(names, name="column"))
+    return frame.sort_values("ks", ascending=False, kind="stable")
+
+
+class _Side(NamedTuple):
+    """The oldest or the newest values of a column."""
+
+    all: Distribution
+    drawn: list[NDArray[Any]]
+
+
+def _look(
+    snapshot: Snapshot, kinds: Mapping[str, Tensor | Ragged], which: str, progress: bool | None
+) -> dict[str, _Side]:
+    sides = {name: _Side(Distribution(), []) for name in kinds}
+    rng, rows = np.random.default_rng(0), len(snapshot)
+    with describing_threads() as pool:
+        for segment, batch in walk(snapshot, tuple(kinds), f"{which} segments", progress):
+            draws = -(-_DRAWN * segment.rows // rows)
+            for name, kind in kinds.items():
+                column = batch.column(name)
+                sides[name].all.merge(distribution_of(column, kind, pool))
+                values = numbers(column, kind)
+                if len(values) > draws:
+                    values = values[np.sort(rng.integers(0, len(values), draws))]
+                sides[name].drawn.append(real(values, kind).astype(np.float64))  # a copy
+                del column, values
+            del batch
+    return sides
+
+
+def _difference(first: _Side, newest: _Side) -> dict[str, float]:
+    row: dict[str, float] = {}
+    for which, side in (("first", first.all), ("newest", newest.all)):
+        nan_share = side.nans / side.count if side.count else math.nan
+        row |= {f"{which}_mean": side.mean, f"{which}_std": side.std, f"{which}_nan": nan_share}
+    drawn = [np.sort(np.concatenate(side.drawn)) for side in (first, newest)]
+    one, other = (values[~np.isnan(values)] for values in drawn)
+    return row | {"ks": kolmogorov_smirnov(one, other), "psi": population_stability(one, other)}
+
+
+def kolmogorov_smirnov(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """The two-sample statistic of sorted samples without NaN; NaN if one is empty."""
+    if not len(one) or not len(other):
+        return math.nan
+    at = np.concatenate((one, other))
+    below = (sample.searchsorted(at, side="right") / len(sample) for sample in (one, other))
+    return float(np.abs(np.subtract(*below)).max())
+
+
+def population_stability(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """The index of `other` against `one`, sorted samples without NaN; NaN if one is empty."""
+    if not len(one) or not len(other):
+        return math.nan
+    edges = np.unique(one[np.arange(1, _BINS) * len(one) // _BINS])
+    shares = []
+    for sample in (one, other):
+        counts = np.diff(sample.searchsorted(edges), prepend=0, append=len(sample)) + 0.5
+        shares.append(counts / counts.sum())
+    return float(((shares[1] - shares[0]) * np.log(shares[1] / shares[0])).sum())

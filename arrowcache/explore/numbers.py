@@ -1,0 +1,54 @@
+"""Numbers: what of a column counts as a number. Views of the mapped file, as far as they can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import FieldType, Ragged, String, Tensor
+
+
+def numbers(column: pa.Array, kind: FieldType) -> NDArray[Any]:
+    """All elements of a segment's column, 1-D, one row after another, of the type's numpy_dtype: a view.
+
+    Of text its lengths in characters, of bytes theirs.
+    """
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage.values
+    elif isinstance(kind, Ragged):
+        column = column.values
+    elif not isinstance(kind, Tensor) and column.type in (pa.utf8(), pa.binary()):
+        measure = pc.utf8_length if isinstance(kind, String) else pc.binary_length
+        return np.asarray(measure(column).to_numpy())
+    values = np.asarray(column.to_numpy(zero_copy_only=True))
+    return values.view(kind.numpy_dtype) if isinstance(kind, Tensor | Ragged) else values
+
+
+def lengths(column: pa.Array, kind: Ragged) -> NDArray[np.int64]:
+    """How many entries each row of a ragged column has."""
+    stored = column.offsets.to_numpy(zero_copy_only=True)
+    found: NDArray[np.int64] = np.diff(stored).astype(np.int64) // kind.elements
+    return found
+
+
+def is_copied(kind: FieldType) -> bool:
+    """Whether `real` makes a copy."""
+    return isinstance(kind, Tensor | Ragged) and kind.dtype.startswith(("bfloat16", "complex"))
+
+
+def real(values: NDArray[Any], kind: FieldType) -> NDArray[Any]:
+    """Values that have an order: bfloat16's bits as numbers, complex ones' magnitudes, bool as 0 and 1."""
+    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16":
+        return bfloat16_values(values)
+    if values.dtype.kind == "c":
+        return np.asarray(np.abs(values))
+    return values.view(np.uint8) if values.dtype == bool else values
+
+
+def bfloat16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The numbers that bits of bfloat16 stand for: the upper half of a float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,258 @@
+"""Observation: what one sees of a cache at one moment from outside, whichever processes use it.
+
+The folder says what is published, the kernel's locks who leases and who waits, /proc which processes those
+are, and panels (reading/panel.py) how their loaders do. Nothing is leased, and nobody has to cooperate:
+cache.lock is held for as long as a listing takes. Processes of other users hold leases that are counted,
+but not named; their loaders are not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from arrowcache.reading.panel import PANEL_LINK, Readout, read_panel
+from arrowcache.reading.stats import STAGES, bottleneck_of
+from arrowcache.storage.layout import WAIT, SegmentInfo
+from arrowcache.storage.locks import Holder, file_identity, flock_holders, range_holders
+from arrowcache.storage.overview import CacheStats
+from arrowcache.storage.processes import OpenFile, command, open_files, started
+from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.store import LOCK_TIMEOUT_SECONDS, Store
+
+FIRST_SEEN, PROCESS_START = "first seen", "process start"
+UNSEEN = "an unseen process"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """A lease, and the process that holds it.
+
+    It is on `segments` segments, of `nbytes` allocated bytes, from `first_seq` to `last_seq`. `pid` is None
+    where only that somebody leases them is known, such as another user's process. `since` is in seconds
+    since 1970, and `since_is` says of what: "first seen", between two observations, or "process start":
+    the lease was there at the first observation, and is younger than its process.
+    """
+
+    pid: int | None
+    command: str
+    first_seq: int
+    last_seq: int
+    segments: int
+    nbytes: int
+    since: float
+    since_is: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingWriter:
+    """A writer that finds no room, since when (in seconds since 1970), and why."""
+
+    pid: int
+    command: str
+    since: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLoader:
+    """A loader since it was made, as its `LoaderStats` say it; with what is in progress.
+
+    `key` tells it from others. `is_waiting`: its consumer waits at this moment. `bytes_per_second` is of the
+    time inside epochs. `stage_seconds` is behind `bottleneck`.
+    """
+
+    key: int
+    pid: int
+    command: str
+    workers: int
+    shuffle: str | None
+    epochs: int
+    batches: int
+    rows: int
+    bytes: int
+    seconds: float
+    stall_seconds: float
+    stalls: int
+    is_waiting: bool
+    bottleneck: str
+    bytes_per_second: float
+    stage_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A cache at one moment, `time` in seconds since 1970, `clock` by `time.monotonic`.
+
+    `cache` is its folder's device and inode; `segments` are oldest first.
+    """
+
+    time: float
+    clock: float
+    path: Path
+    cache: tuple[int, int]
+    stats: CacheStats
+    segments: tuple[SegmentInfo, ...]
+    leases: tuple[HeldLease, ...]
+    waiting: tuple[WaitingWriter, ...]
+    loaders: tuple[SeenLoader, ...]
+
+
+def observe(
+    cache: HasStore | str | os.PathLike[str],
+    previous: Observation | None = None,
+    *,
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
+) -> Observation:
+    """Look at a cache, and at the processes that use it.
+
+    Args:
+        previous: an earlier observation, from which it is known since when leases are held.
+        lock_timeout: seconds to wait for cache.lock.
+    Blocks: while cache.lock is held by another; some milliseconds to look through /proc.
+    Raises: FileNotFoundError: no such cache, or not any more. LockTimeoutError: names the holder.
+    """
+    store = store_of(cache)
+    identity = file_identity(os.stat(store.folder.path))
+    survey = store.survey(lock_timeout)
+    now, clock = time.time(), time.monotonic()
+    mine = {store.folder.lease_lock.name, PANEL_LINK.rpartition("/")[2]}
+    files = [file for file in open_files() if file.link.rpartition("/")[2] in mine]
+    holders = range_holders(store.folder.lease_lock, files)
+    still_leased = store.leased(survey.segments)
+    known = None if previous is None or previous.cache != identity else previous.leases
+    leases = [
+        lease
+        for holder in holders
+        if (lease := _lease(holder, survey.segments, known, now)) is not None
+    ]  # fmt: skip
+    leases += _unseen(holders, [s for s in survey.leased if s in still_leased], known, now)
+    return Observation(
+        time=now,
+        clock=clock,
+        path=store.folder.path,
+        cache=identity,
+        stats=survey.stats,
+        segments=tuple(survey.segments),
+        leases=tuple(sorted(leases, key=lambda lease: (lease.first_seq, lease.last_seq, lease.pid or 0))),
+        waiting=_waiting(store, survey.segments, holders),
+        loaders=_loaders(files, identity),
+    )
+
+
+def _lease(
+    holder: Holder, listed: Sequence[SegmentInfo], known: Sequence[HeldLease] | None, now: float
+) -> HeldLease | None:
+    """None: it is on nothing that is there, such as an evictor's for a moment."""
+    covered = [segment for segment in listed if segment.seq in holder.locked]
+    if not covered:
+        return None
+    return _held(holder.pid, holder.command, covered, known, now)
+
+
+def _unseen(
+    holders: Sequence[Holder], leased: Sequence[SegmentInfo], known: Sequence[HeldLease] | None, now: float
+) -> list[HeldLease]:
+    """What somebody leased all the time, and no process that is seen."""
+    rest = [segment for segment in leased if not any(segment.seq in holder.locked for holder in holders)]
+    return [_held(None, UNSEEN, rest, known, now)] if rest else []
+
+
+def _held(
+    pid: int | None,
+    its_command: str,
+    covered: Sequence[SegmentInfo],
+    known: Sequence[HeldLease] | None,
+    now: float,
+) -> HeldLease:
+    since, since_is = now, FIRST_SEEN
+    if known is None:
+        start = None if pid is None else started(pid)
+        since, since_is = (now, FIRST_SEEN) if start is None else (start, PROCESS_START)
+    for lease in known or ():  # a lease gives up its oldest segments as it moves on
+        if (lease.pid, lease.last_seq) == (pid, covered[-1].seq) and lease.first_seq <= covered[0].seq:
+            since, since_is = lease.since, lease.since_is
+    return HeldLease(
+        pid=pid,
+        command=its_command,
+        first_seq=covered[0].seq,
+        last_seq=covered[-1].seq,
+        segments=len(covered),
+        nbytes=sum(segment.allocated_bytes for segment in covered),
+        since=since,
+        since_is=since_is,
+    )
+
+
+def _waiting(
+    store: Store, listed: Sequence[SegmentInfo], holders: Sequence[Holder]
+) -> tuple[WaitingWriter, ...]:
+    found = []
+    for name in os.listdir(store.folder.incoming):
+        path = store.folder.incoming / name
+        if name.endswith(WAIT):
+            try:
+                since = os.stat(path).st_mtime
+            except FileNotFoundError:  # it found room
+                continue
+            why = _why(listed, holders)
+            found += [WaitingWriter(writer.pid, writer.command, since, why) for writer in flock_holders(path)]
+    return tuple(sorted(found, key=lambda writer: (writer.since, writer.pid)))
+
+
+def _why(listed: Sequence[SegmentInfo], holders: Sequence[Holder]) -> str:
+    if not listed:
+        return "the cache is full of what is being written"
+    oldest = listed[0].seq
+    names = list(dict.fromkeys(str(holder) for holder in holders if oldest in holder.locked))
+    if not names:
+        return f"the oldest segment, {oldest}, was leased, or is by {UNSEEN}"
+    return f"the oldest segment, {oldest}, is leased by {' and '.join(names)}"
+
+
+def _loaders(files: Sequence[OpenFile], cache: tuple[int, int]) -> tuple[SeenLoader, ...]:
+    found: dict[int, tuple[OpenFile, Readout]] = {}
+    for file in files:
+        if file.link != PANEL_LINK:
+            continue
+        path = f"/proc/{file.pid}/fd/{file.fd}"
+        shown = read_panel(path)
+        if shown is None or shown.cache != cache:
+            continue
+        try:
+            key = os.stat(path).st_ino
+        except FileNotFoundError:
+            continue
+        if key not in found or file.pid == shown.pid:  # a process forked by C shares its parent's
+            found[key] = file, shown
+    return tuple(
+        _loader(key, file.pid, shown)
+        for key, (file, shown) in sorted(found.items(), key=lambda item: (item[1][0].pid, item[0]))
+    )
+
+
+def _loader(key: int, pid: int, shown: Readout) -> SeenLoader:
+    seconds, stall_seconds = shown.took["seconds"], shown.took["stall"]
+    stages = {name: shown.took[name] for name in STAGES}
+    stalls = shown.stalls + shown.waits
+    return SeenLoader(
+        key=key,
+        pid=pid,
+        command=command(pid),
+        workers=shown.workers,
+        shuffle=shown.shuffle,
+        epochs=shown.epochs,
+        batches=shown.batches,
+        rows=shown.rows,
+        bytes=shown.bytes,
+        seconds=seconds,
+        stall_seconds=stall_seconds,
+        stalls=shown.stalls,
+        is_waiting=shown.waits > 0,
+        bottleneck=bottleneck_of(shown.batches, stalls, seconds, stall_seconds, stages),
+        bytes_per_second=shown.bytes / seconds if seconds else 0.0,
+        stage_seconds=stages,
+    )

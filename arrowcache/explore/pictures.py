@@ -1,0 +1,239 @@
+"""Pictures: any value of a cache as a small picture.
+
+    what                             shown as
+    one number, bool, timestamp      its text
+    (n,)                             a line; of a longer one than the picture, the lowest and highest value
+                                     of each pixel column, so that peaks stay
+    (h, w)                           a map of colors
+    (c, h, w), (h, w, c), c 1, 3, 4  an image: grey, RGB, RGBA
+    other (d, h, w)                  a volume: its middle slices across each axis, side by side
+    more axes                        as those, at the middle of the first ones
+    text; bytes                      its beginning; the image, if it is a PNG or JPEG file, else its length
+
+Where both ends could be the channels, the smaller one is, and the first of two that are the same; of a
+ragged column it is the last. Complex numbers are shown by their magnitude. Images of uint8 are shown as
+they are, and of floats within [0, 1] as if 1 were 255; of others, black to white are percentiles 1 and 99
+of all channels together, and alpha is 0 to 1. Colors of maps are those of viridis, from percentile 1 to
+99, too. Maps and images larger than the picture are averaged. What is no finite number is a gap in a
+line, grey in a map, and black in an image. Where nothing can be seen, because nothing is there, is
+finite, or differs, the picture says so.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from arrowcache.arrow.convert import as_array
+from arrowcache.arrow.schema import FieldType, Ragged
+from arrowcache.explore import reduction
+from arrowcache.explore.drawing import Drawing, Line, Pixels, Words, to_html, to_png
+from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.text import printable, shorten
+from arrowcache.units import format_bytes, parse_count
+
+_SIZE = 192  # pixels a side, alone; in a cell of a table half of that
+_MOST_TEXT = 60
+_CHANNELS = (1, 3, 4)
+_FILES = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
+_MOST_PIXELS = 64_000_000  # of an image file
+
+
+class Picture:
+    """A value as a notebook shows it. It keeps the picture, not the value.
+
+    `summary` says in words what was drawn: dtype, shape, range, and how many numbers are none.
+    """
+
+    def __init__(self, drawing: Drawing, summary: str, size: int) -> None:
+        self.drawing = drawing
+        self.summary = summary
+        self.size = size
+
+    def __repr__(self) -> str:
+        return f"<Picture: {self.summary}>"
+
+    def _repr_html_(self) -> str:
+        return to_html(self.drawing, self.summary, self.size)
+
+    def _repr_png_(self) -> bytes:
+        return to_png(self.drawing, self.size)
+
+
+def picture(value: object, kind: FieldType | None = None, size: int = _SIZE) -> Picture:
+    """Draw one value: an array or tensor, a number, text, bytes or a moment.
+
+    Args:
+        kind: its column's type; None: as the value itself tells. The bits of bfloat16 as uint16 need it.
+        size: pixels of the longer side.
+    Raises: SchemaError: what no column can hold. ValueError: a size below 8 or above 4096.
+    """
+    size = parse_count(size, "size", least=8, most=4096)
+    with np.errstate(all="ignore"):
+        return Picture(*_draw(value, kind, size), size)
+
+
+def picture_html(value: object, kind: FieldType | None, size: int = _SIZE // 2) -> str:
+    """The HTML of one value of a column, such as for the cell of a table."""
+    return picture(value, kind, size)._repr_html_()
+
+
+def _draw(value: object, kind: FieldType | None, size: int) -> tuple[Drawing, str]:
+    if isinstance(value, str):
+        text = printable(shorten(value, _MOST_TEXT))
+        return Words(text), f"text of {len(value):,} characters"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _draw_bytes(bytes(value), size)
+    if isinstance(value, dt.datetime):
+        return Words(value.isoformat(sep=" ")), "a moment"
+    array, dtype = as_array("value", value)
+    dtype = getattr(kind, "dtype", dtype)
+    if array.ndim == 0:
+        return Words(_number(plain(array, dtype)[()])), dtype
+    return _draw_array(plain(array, dtype), dtype, isinstance(kind, Ragged), size)
+
+
+def plain(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """bfloat16 as numbers, an array's moments as microseconds, and no float that NumPy is slow with."""
+    if dtype == "bfloat16" and array.dtype == np.uint16:
+        return bfloat16_values(array)
+    if array.dtype.kind == "M" and array.ndim:
+        return np.where(np.isnat(array), np.nan, array.astype(np.int64).astype(np.float64))
+    return array.astype(np.float32) if array.dtype == np.float16 and array.ndim else array
+
+
+def _draw_array(array: NDArray[Any], dtype: str, is_ragged: bool, size: int) -> tuple[Drawing, str]:
+    what = f"{dtype} ({', '.join(map(str, array.shape))}{',' * (array.ndim == 1)})"
+    if not array.size:
+        return Words(f"empty {what}"), f"{what}, empty"
+    lead = array.ndim - 3
+    if lead > 0:
+        index = tuple(n // 2 for n in array.shape[:lead])
+        array = array[index]
+        what += f" at {index}"
+    if array.dtype.kind == "c":
+        array = np.abs(array)
+        what += ", magnitude"
+    channels = _channel_axis(array.shape, is_ragged) if array.ndim == 3 else None
+    lowest, highest = reduction.extent(array)
+    bad = array.size - int(np.isfinite(array).sum()) if array.dtype.kind == "f" else 0
+    if bad and bad < array.size and not np.isfinite([lowest, highest]).all():
+        lowest, highest = reduction.extent(array[np.isfinite(array)])
+    nans = f", {bad:,} not finite" if bad else ""
+    if bad == array.size:
+        return Words("no finite number"), f"{what}, no finite number"
+    same = lowest == highest
+    is_image_as_it_is = channels is not None and array.dtype == np.uint8
+    summary = f"{what}, {_number(lowest)} to {_number(highest)}{nans}"
+    if same and not is_image_as_it_is:
+        text = _number(lowest) if array.size == 1 else f"constant {_number(lowest)}"
+        return Words(text + nans), f"{what}, {text}{nans}"
+    if channels is not None:
+        return Pixels(_image(np.moveaxis(array, channels, 2), size)), summary
+    return (_line, _map, _slices)[array.ndim - 1](array, size), summary
+
+
+def _channel_axis(shape: tuple[int, ...], is_ragged: bool) -> int | None:
+    """Which axis of three holds the channels of an image; None: it is a volume."""
+    first, last = shape[0] in _CHANNELS and not is_ragged, shape[2] in _CHANNELS
+    if first and last:
+        return 2 if shape[2] < shape[0] else 0
+    return 0 if first else 2 if last else None
+
+
+def _line(signal: NDArray[Any], size: int) -> Line:
+    low, high = reduction.envelope(signal.view(np.uint8) if signal.dtype == bool else signal, size)
+    lowest, highest = reduction.extent(low)[0], reduction.extent(high)[1]
+    return Line(reduction.scaled(low, lowest, highest), reduction.scaled(high, lowest, highest))
+
+
+def _map(array: NDArray[Any], size: int) -> Pixels:
+    plane = _plane(array, size)
+    return Pixels(reduction.colored(plane, *_limits([plane])), is_map=True)
+
+
+def _slices(volume: NDArray[Any], size: int) -> Pixels:
+    tile = 2 * size // 3
+    planes = [_plane(volume.take(n // 2, axis), tile) for axis, n in enumerate(volume.shape)]
+    limits = _limits(planes)
+    maps = [reduction.colored(plane, *limits) for plane in planes]
+    return Pixels(reduction.side_by_side(maps, tile), is_map=True, lengths=2)
+
+
+def _plane(array: NDArray[Any], size: int) -> NDArray[np.float64]:
+    target = reduction.fitted(array.shape, size)
+    return reduction.reduced(reduction.finite(reduction.thinned(array, target)), target)
+
+
+def _limits(planes: list[NDArray[np.float64]]) -> tuple[float, float]:
+    numbers = np.concatenate([plane.reshape(-1) for plane in planes])
+    return reduction.limits(numbers) if np.isfinite(numbers).any() else (0.0, 1.0)
+
+
+def _image(array: NDArray[Any], size: int) -> NDArray[np.uint8]:
+    """(h, w, c) as uint8 of at most `size` pixels a side, (h, w) if c is 1."""
+    target = reduction.fitted(array.shape[:2], size)
+    array = reduction.thinned(array, target)
+    if array.dtype != np.uint8:
+        values = reduction.finite(array)
+        color = values[..., :3]
+        low, high = 0.0, 1.0
+        lowest, highest = reduction.extent(color)
+        if array.dtype.kind != "f" or not 0 <= lowest <= highest <= 1:
+            low, high = _limits([color])
+        values = np.concatenate([reduction.scaled(color, low, high), np.clip(values[..., 3:], 0, 1)], axis=2)
+        array = np.where(np.isfinite(values), (255 * values).round(), 0).astype(np.uint8)
+    grey_or_color = array[..., 0] if array.shape[2] == 1 else array
+    return _smaller(Image.fromarray(np.ascontiguousarray(grey_or_color)), target)
+
+
+def _smaller(image: Image.Image, target: tuple[int, int]) -> NDArray[np.uint8]:
+    rows, columns = target
+    if (image.height, image.width) == target:
+        return np.asarray(image)
+    return np.asarray(image.resize((columns, rows), Image.Resampling.BOX))
+
+
+def _draw_bytes(data: bytes, size: int) -> tuple[Drawing, str]:
+    length = format_bytes(len(data))
+    for magic, name in _FILES.items():
+        if data.startswith(magic):
+            return _draw_file(data, name, size)
+    return Words(f"{length} of bytes"), f"{length} of bytes"
+
+
+def _draw_file(data: bytes, name: str, size: int) -> tuple[Drawing, str]:
+    what = f"{name} of {format_bytes(len(data))}"
+    try:
+        with Image.open(io.BytesIO(data), formats=[name]) as image:
+            width, height = image.size
+            what += f", {width} x {height}"
+            if width * height > _MOST_PIXELS:
+                return Words(f"{what}: too large to be drawn"), what
+            target = reduction.fitted((height, width), size)
+            image.draft("RGB", (2 * size, 2 * size))  # JPEG: decoded small at once
+            if image.mode in ("RGB", "L"):
+                return Pixels(_smaller(image, target)), what
+            if image.mode.startswith(("I", "F")):  # 16 bits
+                grey = np.asarray(image)[..., None]
+                return Pixels(_image(grey, size)), what
+            return Pixels(_smaller(image.convert("RGBA"), target)), what
+    except (
+        OSError, SyntaxError, ValueError, UnidentifiedImageError,
+        Image.DecompressionBombError, Image.DecompressionBombWarning,
+    ):  # fmt: skip
+        return Words(f"{what}: damaged, or too large to be drawn"), what
+
+
+def _number(value: Any) -> str:
+    """A number to six digits; whatever else can be one value, as its text."""
+    if isinstance(value, np.datetime64):
+        return str(value).replace("T", " ") if value == value else "NaT"
+    if isinstance(value, int | np.integer | bool | np.bool_):
+        return str(value)
+    return f"{value:.6g}"

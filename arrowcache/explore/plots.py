@@ -1,0 +1,268 @@
+"""Plots: how a cache grows and is used, drawn with matplotlib. Each returns its Axes.
+
+A cache tells what is in it now; what happened, a `History` of observations does (`monitor(cache).history`,
+or one of your own that you `add` observations to). Without `ax` each plot has a figure of its own.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike, NDArray
+
+from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
+from arrowcache.explore.drawing import label
+from arrowcache.explore.history import History
+from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.stats import LoaderStats
+from arrowcache.reading.values import Values
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.store import Store
+from arrowcache.storage.timeline import sampler_of
+from arrowcache.units import parse_count
+
+Source = HasStore | str | os.PathLike[str]
+_MIB = 1 << 20
+_MOST_SEGMENTS = 400  # of plot_values: more are no wider than a pixel
+_MOST_VALUES = 4096  # of each
+_FARTHEST = 1e300  # what can be drawn: twice as far is a number, too
+
+
+def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | None = None) -> Axes:
+    """Bytes in the cache over time, and the capacity.
+
+    What is there now tells when it was published. With a history: what the cache held, and the bytes that
+    were evicted since it began.
+    """
+    survey = store_of(cache).survey()
+    ax = _axes(ax, "Growth and eviction", "MiB")
+    if history:
+        when = _dates([moment.time for moment in history])
+        evicted = np.cumsum([moment.evicted_bytes for moment in history]) / _MIB
+        ax.plot(when, [moment.stored_bytes / _MIB for moment in history], label="published segments")
+        ax.plot(when, evicted, label="evicted since")
+    else:
+        sizes = np.array([segment.allocated_bytes for segment in survey.segments], float)
+        when = _dates([segment.published for segment in survey.segments])
+        ax.step(when, np.cumsum(sizes) / _MIB, where="post", label="segments in the cache")
+    ax.axhline(survey.stats.capacity_bytes / _MIB, color="0.5", linestyle="--", label="capacity")
+    ax.set_ylim(bottom=0)
+    return _over_time(ax)
+
+
+def plot_throughput(history: History, *, ax: Axes | None = None) -> Axes:
+    """Bytes a second that samplers published, and that each loader delivered, between observations."""
+    _require_moments(history)
+    ax = _axes(ax, "Throughput", "MiB/s")
+    moments = [moment for moment in history if moment.seconds]
+    when = _dates([moment.time for moment in moments])
+    ax.plot(when, [moment.published_bytes_per_second / _MIB for moment in moments], label="published")
+    pids = {loader.key: loader.pid for moment in moments for loader in moment.loaders}
+    for key, pid in pids.items():
+        rates = [
+            next((loader.bytes_per_second / _MIB for loader in moment.loaders if loader.key == key), np.nan)
+            for moment in moments
+        ]
+        ax.plot(when, rates, label=f"delivered to {pid}")
+    ax.set_ylim(bottom=0)
+    return _over_time(ax)
+
+
+def plot_ages(
+    cache: Source,
+    delivered: LoaderStats | ArrayLike | None = None,
+    *,
+    bins: int = 40,
+    ax: Axes | None = None,
+) -> Axes:
+    """How old samples are, since they were published: rows by age.
+
+    Args:
+        delivered: of those that a loader delivered: the `_age_seconds` of its batches (`with_ids=True`),
+            or its `stats()`, which know the mean.
+    """
+    bins = parse_count(bins, "bins")
+    survey = store_of(cache).survey()
+    now = dt.datetime.now(dt.timezone.utc).timestamp()
+    ages = np.array([max(0.0, now - segment.published) for segment in survey.segments])
+    rows = np.array([segment.rows for segment in survey.segments])
+    ax = _axes(ax, "Age of samples", "share of rows")
+    ax.set_xlabel("seconds since they were published")
+    if len(ages):
+        ax.hist(ages, bins, weights=rows / rows.sum(), label="in the cache", alpha=0.7)
+    if isinstance(delivered, LoaderStats):
+        ax.axvline(delivered.age_seconds, color="C1", label="at delivery, on average")
+    elif delivered is not None:
+        at_delivery = np.asarray(delivered, float).ravel()
+        if len(at_delivery):
+            share = np.full(len(at_delivery), 1 / len(at_delivery))
+            ax.hist(at_delivery, bins, weights=share, label="at delivery", alpha=0.7)
+    return _with_legend(ax)
+
+
+def plot_reuse(history: History, *, ax: Axes | None = None) -> Axes:
+    """How many leases were seen on segments: how often each was read, about.
+
+    It counts the segments of the cache and those evicted since the history began. An epoch is one lease, and
+    so is any snapshot; each worker process of a loader has one of its own. A lease that came and went between
+    two observations is not counted, unless it was an epoch of a loader that reads on; nor is any before the
+    first.
+    """
+    _require_moments(history)
+    reuse = history.reuse
+    ax = _axes(ax, "Reuse of segments", "segments")
+    ax.set_xlabel("leases seen")
+    ax.bar(list(reuse), list(reuse.values()))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return ax
+
+
+def plot_unread(history: History, *, ax: Axes | None = None) -> Axes:
+    """The share of evicted segments on which no lease was seen, over time, since the history began.
+
+    Only of segments that were published since: of older ones nobody knows who read them. A lease that came
+    and went between two observations is unseen, so the share is an upper bound.
+    """
+    _require_moments(history)
+    known = np.cumsum([moment.evicted_known for moment in history])
+    unread = np.cumsum([moment.evicted_unread for moment in history])
+    ax = _axes(ax, "Evicted unread", "% of evicted segments")
+    when = _dates([moment.time for moment in history])
+    ax.plot(when, np.where(known > 0, 100 * unread / np.maximum(known, 1), np.nan), label="never leased")
+    ax.set_ylim(0, 100)
+    return _over_time(ax)
+
+
+def plot_contribution(cache: Source, *, ax: Axes | None = None) -> Axes:
+    """Rows in the cache by who published them: each sampler pool and seed, each import, plain writers."""
+    rows: dict[str, int] = defaultdict(int)
+    for segment in store_of(cache).survey().segments:
+        rows[sampler_of(segment.task)] += segment.rows
+    ax = _axes(ax, "Contribution of samplers", "")
+    ax.set_xlabel("rows in the cache")
+    names = sorted(rows, key=lambda name: rows[name])
+    ax.barh([label(name) for name in names], [rows[name] for name in names])
+    return ax
+
+
+def plot_values(cache: Source, column: str, bins: int = 50, *, ax: Axes | None = None) -> Axes:
+    """The distribution of a column's values, segment by segment: a heat map, oldest segment on the left.
+
+    Of each segment up to 4096 values are read, evenly spread over it; of a cache of more than 400 segments,
+    400 of them, evenly spread, too. One segment is leased at a time; one that is evicted first is left out.
+    What is not finite is left out.
+
+    Raises: ValueError: no such column, or one without numbers; a cache without values of it.
+    """
+    bins = parse_count(bins, "bins")
+    store = store_of(cache)
+    (name,) = store.settings.schema.select([column])
+    kind = store.settings.schema[name]
+    _require_numbers(store, name, kind)
+    listed = store.survey().segments
+    count = min(len(listed), _MOST_SEGMENTS)
+    chosen = [listed[i] for i in np.linspace(0, len(listed) - 1, count).round().astype(int)] if count else []
+    values = {segment.seq: _values(store, segment, name, kind) for segment in chosen}
+    values = {seq: some for seq, some in values.items() if len(some)}
+    if not values:
+        raise ValueError(f"column {name!r} has no finite values in {store.folder.path}: nothing can be drawn")
+    low = min(some.min() for some in values.values())
+    high = max(some.max() for some in values.values())
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    edges = np.linspace(low, high, bins + 1)
+    shares = np.stack([np.histogram(some, edges)[0] / len(some) for some in values.values()], axis=1)
+    ax = _axes(ax, f"Values of {label(name)} by segment", label(name))
+    mesh = ax.pcolormesh(np.arange(len(values) + 1) - 0.5, edges, shares, cmap="viridis")
+    seqs = list(values)
+    ticks = np.unique(np.linspace(0, len(seqs) - 1, min(len(seqs), 8)).round().astype(int))
+    ax.set_xticks(ticks, [str(seqs[tick]) for tick in ticks])
+    ax.set_xlabel("segment")
+    ax.figure.colorbar(mesh, ax=ax, label="share of the segment's values")
+    return ax
+
+
+def _require_numbers(store: Store, name: str, kind: FieldType) -> None:
+    def has_numbers(kind: FieldType) -> bool:
+        if isinstance(kind, Timestamp):
+            return True
+        return isinstance(kind, Tensor | Ragged) and not kind.dtype.startswith("complex")
+
+    if not has_numbers(kind):
+        others = [other for other, kind in store.settings.schema.items() if has_numbers(kind)]
+        raise ValueError(
+            f"column {name!r} is {kind!r}: there are no numbers in it that could be drawn; "
+            f"columns that have some: {', '.join(others) or 'none'}"
+        )
+
+
+def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> NDArray[np.float64]:
+    """Some finite values of a segment, evenly spread; none if it is gone."""
+    with Snapshot.take(store, lambda other: other.seq == segment.seq, headroom=False) as snapshot:
+        elements = kind.elements if isinstance(kind, Tensor) else 1
+        rows = min(len(snapshot), max(1, _MOST_VALUES // max(1, elements)))
+        if not rows:
+            return np.empty(0)
+        ids = np.linspace(0, len(snapshot) - 1, rows).round().astype(np.int64)
+        given: Any = snapshot.gather(ids, [name])[name]
+    found = _numbers(given.data if isinstance(given, Values) else given, kind)
+    found = found[:: max(1, len(found) // _MOST_VALUES)]
+    return np.clip(found[np.isfinite(found)], -_FARTHEST, _FARTHEST)
+
+
+def _numbers(values: NDArray[Any], kind: FieldType) -> NDArray[np.float64]:
+    """Values as float64; timestamps as seconds since 1970."""
+    flat = values.reshape(-1)
+    if isinstance(kind, Timestamp):
+        return flat.astype("datetime64[us]").astype(np.int64) / 1e6
+    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16" and flat.dtype == np.uint16:
+        flat = bfloat16_values(flat)
+    with np.errstate(invalid="ignore"):  # some bits are NaNs that warn
+        return flat.astype(np.float64)
+
+
+def _axes(ax: Axes | None, title: str, ylabel: str) -> Axes:
+    if ax is None:
+        ax = plt.subplots(layout="constrained")[1]
+    ax.set_title(title)
+    ax.set_ylabel(ylabel)
+    return ax
+
+
+def _over_time(ax: Axes) -> Axes:
+    locator = AutoDateLocator()  # type: ignore[no-untyped-call]  # matplotlib has not typed its dates
+    ax.xaxis.set_major_locator(locator)
+    ax.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]  # as above
+    return _with_legend(ax)
+
+
+def _with_legend(ax: Axes) -> Axes:
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend()
+    return ax
+
+
+def _dates(times: Sequence[float]) -> NDArray[np.datetime64]:
+    """In the time zone of this machine, as a clock on its wall shows."""
+    zone = dt.datetime.now().astimezone().tzinfo
+    return np.array(
+        [dt.datetime.fromtimestamp(time, zone).replace(tzinfo=None) for time in times], "datetime64[us]"
+    )
+
+
+def _require_moments(history: History) -> None:
+    if not isinstance(history, History):
+        raise TypeError(f"expected a History, such as monitor(cache).history, got {history!r}")
+    if not any(moment.seconds for moment in history):
+        raise ValueError("the history has fewer than two observations: what happened between them is drawn")

@@ -1,0 +1,206 @@
+"""Query: SQL over a cache's mapped files, by DuckDB.
+
+DuckDB reads the mapped Arrow columns in place, and of those only which the query names: a group-by over
+labels touches no page of the images beside them. What Arrow stores in another type than it stands for is
+put right by a view, where it costs nothing unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
+from arrowcache.explore.traceback import keeps_nothing
+from arrowcache.explore.walk import AnyCache, buffers_of
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.mapping import will_need, will_read_on
+from arrowcache.storage.recovery import store_of
+
+TABLE = "cache"
+_FILES = "_cache_files"
+_CONFIG: dict[str, str | bool | int | float | list[str]] = {
+    "enable_external_access": "false",  # no file is read or written, no extension loaded
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "python_enable_replacements": "false",  # a table is never a variable of the caller's
+}
+_MACRO = """
+create temp macro _half(bits, digits, exponents) as (
+    case when bits >= 32768 then -1.0::float else 1.0::float end
+    * case (bits & 32767) >> digits
+        when 0 then (bits & ((1 << digits) - 1)) * pow(2.0, 1 - (exponents >> 1) - digits)
+        when exponents then case when bits & ((1 << digits) - 1) = 0 then 'inf' else 'nan' end::float
+        else (1 + (bits & ((1 << digits) - 1)) * pow(2.0, -digits))
+            * pow(2.0, ((bits & 32767) >> digits) - (exponents >> 1))
+      end)::float
+"""
+_HALVES = {"float16": (10, 31), "bfloat16": (7, 255)}  # digits of the mantissa, highest exponent
+_MOST_NAMED = 20
+_SMALL_BYTES = 4 << 20
+
+
+@keeps_nothing
+def sql(cache: AnyCache, query: str) -> pd.DataFrame:
+    """Ask DuckDB, in its SQL, about a cache's rows; the table is named `cache`.
+
+    Scalars, text and bytes are columns of DuckDB's types, timestamps without a time zone (UTC); float16 and
+    bfloat16 are FLOAT. A tensor is an ARRAY of its shape, nested: image[1][2]; a ragged column is a LIST;
+    a complex number is an ARRAY of two. SQL does not tell "label" from "Label": where a cache has both, the
+    second is "Label_1". The query sees no file, no variable and no network.
+
+    Returns: the result, in memory; a nested array as an ndarray of its shape.
+    Blocks: while it runs. Until then all segments of a snapshot are leased; as with an epoch, the oldest
+        ones of a nearly full cache are left to the samplers. Pages of columns that the query does not
+        name are not read, but for the few that say where each column lies.
+    Raises: ValueError: the query fails; says why, in a sentence, with the names that come near.
+        CorruptSegmentError: a damaged segment, which was quarantined.
+    """
+    if not isinstance(query, str):
+        raise TypeError(f"query must be SQL as text, not {query!r}")
+    store = store_of(cache)
+    schema = store.settings.schema
+    names = _told_apart(schema)
+    with Snapshot.take(store) as snapshot:
+        batches = list(snapshot.record_batches())
+        table = _readable(pa.Table.from_batches(batches) if batches else snapshot.table(), schema, names)
+    for name in _named(query, schema):
+        for batch in batches:
+            _announce(batch.column(name))
+    with duckdb.connect(config=_CONFIG) as connection:
+        connection.execute(_MACRO)
+        connection.register(_FILES, table)
+        columns = ", ".join(_column(name, kind) for name, kind in zip(names, schema.values(), strict=True))
+        connection.execute(f'create temp view {TABLE} as select {columns} from "{_FILES}"')
+        try:
+            result = connection.sql(query)
+            if result is None:
+                raise ValueError(f"the query has no result: ask for one, as in select * from {TABLE} limit 5")
+            nested = {
+                name: tuple(int(size) for size in reversed(re.findall(r"\d+", match[1])))
+                for name, kind in zip(result.columns, result.types, strict=True)
+                if (match := re.search(r"((?:\[\d+\])+)\[\d*\]$", str(kind)))
+            }
+            frame: pd.DataFrame = result.df()
+        except duckdb.Error as error:
+            raise ValueError(_sentence(str(error), names)) from None
+    for name, shape in nested.items():
+        if list(frame.columns).count(name) == 1:
+            frame[name] = pd.Series([_stacked(value, shape) for value in frame[name]], dtype=object)
+    return frame
+
+
+def _named(query: str, schema: Schema) -> list[str]:
+    """The columns that a query seems to name. Of the others it would read page by page, and be right."""
+    words = re.sub(r"count\s*\(\s*\*\s*\)", "", query.lower())
+    if "*" in words or "columns" in words or words.lstrip().startswith("from"):
+        return list(schema)
+    return [name for name in schema if name.lower() in words]
+
+
+def _announce(column: pa.Array) -> None:
+    """Have the disk begin to read a small column, and read on where a large one is touched."""
+    for buffer in buffers_of(column):
+        (will_need if buffer.size < _SMALL_BYTES else will_read_on)(buffer.address, buffer.size)
+
+
+def _told_apart(schema: Schema) -> list[str]:
+    """The columns' names in SQL, where "a" is "A": the second of such is A_1, or the next that is free."""
+    taken = {_folded(name) for name in schema}
+    seen: set[bytes] = set()
+    names = []
+    for name in schema:
+        if _folded(name) in seen:
+            numbered = (f"{name}_{at}" for at in itertools.count(1))
+            name = next(other for other in numbered if _folded(other) not in taken)
+            taken.add(_folded(name))
+        seen.add(_folded(name))
+        names.append(name)
+    return names
+
+
+def _folded(name: str) -> bytes:
+    """DuckDB compares names by the case of ASCII letters only."""
+    return name.encode().lower()
+
+
+def _readable(table: pa.Table, schema: Schema, names: Sequence[str]) -> pa.Table:
+    """The same buffers in types that DuckDB knows: float16 as its bits, tensors as nested lists."""
+    columns = [
+        pa.chunked_array([_nested(chunk, schema[name]) for chunk in column.chunks])
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, names=list(names))
+
+
+def _nested(array: pa.Array, kind: FieldType) -> pa.Array:
+    if not isinstance(kind, Tensor | Ragged):
+        return array
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    is_list = isinstance(kind, Ragged) or kind.is_list
+    values = array.values if is_list else array
+    if values.type == pa.float16():
+        values = values.view(pa.uint16())
+    pair = (2,) if kind.dtype.startswith("complex") else ()
+    for size in reversed((*(kind.shape if isinstance(kind, Tensor) else kind.inner_shape), *pair)):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    if isinstance(kind, Tensor):
+        return values
+    offsets = array.offsets
+    if kind.elements > 1:
+        offsets = pa.compute.divide(offsets, pa.scalar(kind.elements, pa.int32()))
+    return pa.ListArray.from_arrays(offsets, values)
+
+
+def _column(name: str, kind: FieldType) -> str:
+    """How the view says one column: as it is, or converted from what it is stored as."""
+    quoted = _quoted(name)
+    if not isinstance(kind, Tensor | Ragged):
+        return quoted
+    shape = kind.shape if isinstance(kind, Tensor) else kind.inner_shape
+    sizes = "".join(f"[{size}]" for size in reversed(shape)) + "[]" * isinstance(kind, Ragged)
+    if kind.dtype == "bool":
+        return f"{quoted}::boolean{sizes} as {quoted}"
+    if kind.dtype not in _HALVES:
+        return quoted
+    digits, exponents = _HALVES[kind.dtype]
+    depth = len(shape) + isinstance(kind, Ragged)
+    value = f"_half(x{depth}, {digits}, {exponents})"
+    for level in range(depth, 0, -1):
+        value = f"[{value} for x{level} in x{level - 1}]"
+    value = value.replace("x0", quoted) if depth else f"_half({quoted}, {digits}, {exponents})"
+    return f"{value}::float{sizes} as {quoted}"
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _stacked(value: Any, shape: tuple[int, ...]) -> Any:
+    """A nested array, of which pandas gets an array of arrays, as one of (len(value), *shape)."""
+    if not isinstance(value, np.ndarray) or not shape or any(part is None for part in value):
+        return value
+    parts = [_stacked(part, shape[1:]) for part in value]
+    return np.stack(parts) if parts else np.empty((0, *shape))
+
+
+def _sentence(message: str, columns: Sequence[str]) -> str:
+    """What DuckDB says in many lines, in one, with the names that may have been meant."""
+    lines = message.partition("\n\n")[0].split("\n")
+    what = re.sub(r"^[A-Z]\w+( \w+)? Error: ", "", lines[0]).rstrip("!. ")
+    unknown = re.search(r'column "([^"]+)"|Table with name (\S+)|"([^"]+)"', what)
+    name = next(filter(None, unknown.groups())) if unknown else ""
+    names = [TABLE, *columns]
+    meant = get_close_matches(name, names) if name not in names else []
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    shown = [*columns[:_MOST_NAMED], *["..."] * (len(columns) > _MOST_NAMED)]
+    return f"the query failed: {what}{hint} (the table {TABLE} has the columns {', '.join(shown)})"

@@ -1,0 +1,182 @@
+"""Summary: what each column of a cache holds, in numbers. One pass, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
+from arrowcache.explore.distribution import Distribution, Histogram
+from arrowcache.explore.numbers import is_copied, lengths, numbers, real
+from arrowcache.explore.traceback import keeps_nothing
+from arrowcache.explore.walk import AnyCache, type_name, walk
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.recovery import store_of
+from arrowcache.units import parse_count
+
+MOST_DISTINCT = 10_000
+_DTYPES = {"count": "int64"}
+_DTYPES |= dict.fromkeys(("distinct", "shortest", "longest"), "Int64")
+_DTYPES |= dict.fromkeys(("min", "max", "histogram"), "object")  # each as it is
+_MOST_BINS = 64
+_MOST_THREADS = 4
+_PIECE = 1 << 21  # numbers that a thread is given at a time
+_SMALL = 1 << 16  # numbers that are not worth a thread
+_CONVERTED = 1 << 18  # numbers at a time, where they must be
+_ROWS_A_LOOK = 1 << 16
+
+
+@keeps_nothing
+def describe(
+    cache: AnyCache, columns: Sequence[str] | None = None, bins: int = 20, progress: bool | None = None
+) -> pd.DataFrame:
+    """What each column holds: one row a column.
+
+    Of a tensor or ragged column the numbers are all its elements, of all rows; bool counts as 0 and 1, a
+    complex number as its magnitude.
+
+        type        as in the schema
+        count       how many values, NaN and NaT included
+        nan         the share of them that is NaN or NaT
+        min, max    of the others, infinity included; exact integers
+        mean, std   of the others; the population's standard deviation
+        distinct    different values of text, bytes, integers and bool; NA beyond 10,000, and where none are
+                    counted: floats, tensors
+        shortest, mean_length, longest   of rows of text (characters), bytes and ragged columns (entries)
+        histogram   a Histogram: `counts` of the finite values between `edges`, which prints as bars; of text
+                    and bytes that of the lengths
+
+    Args:
+        columns: which; None for all. Of the others nothing is read.
+        bins: at most so many in a histogram, 1 to 64.
+        progress: show a bar; None: in a terminal or a notebook.
+    Blocks: while the columns are read, in some threads. Segments are released as they are passed, so
+        samplers go on; some three of them are mapped at a time, and memory beside that is some MB.
+    Raises: ValueError: an unknown column. CorruptSegmentError: a damaged segment, which was quarantined.
+        FileNotFoundError: no cache, or none any more.
+    """
+    store = store_of(cache)
+    schema = store.settings.schema
+    names = schema.select(columns, least=1)
+    bins = parse_count(bins, "bins", most=_MOST_BINS)
+    summaries = {name: _Summary(schema[name]) for name in names}
+    with Snapshot.take(store) as snapshot, describing_threads() as pool:
+        for _, batch in walk(snapshot, names, "describing", progress):
+            for name, summary in summaries.items():
+                summary.add(batch.column(name), pool)
+            del batch
+    rows = [summary.row(bins) for summary in summaries.values()]
+    index = pd.Index(names, name="column")
+    has_moments = any(isinstance(schema[name], Timestamp) for name in names)
+    dtypes = _DTYPES | dict.fromkeys(("mean", "std"), "object" if has_moments else "float64")
+    return pd.DataFrame(
+        {
+            figure: pd.Series([row[figure] for row in rows], index, dtype=dtypes.get(figure))
+            for figure in rows[0]
+        }
+    )
+
+
+def describing_threads() -> ThreadPoolExecutor:
+    """A few: others are at work on this machine."""
+    return ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "arrowcache-describe")
+
+
+def distribution_of(column: pa.Array, kind: FieldType, pool: ThreadPoolExecutor) -> Distribution:
+    """The distribution of all numbers of a segment's column, found by a pool's threads.
+
+    Of text and bytes it is their lengths', of timestamps that of microseconds since 1970.
+    """
+    values = numbers(column, kind)
+    pieces = [values[start : start + _PIECE] for start in range(0, len(values), _PIECE)]
+    found = Distribution()
+    for part in (pool.map if len(values) > _SMALL else map)(partial(_distribution, kind), pieces):
+        found.merge(part)
+    return found
+
+
+def _distribution(kind: FieldType, values: NDArray[Any]) -> Distribution:
+    found = Distribution()
+    size = _CONVERTED if is_copied(kind) else max(1, len(values))
+    for start in range(0, len(values), size):
+        found.add(real(values[start : start + size], kind))
+    return found
+
+
+class _Summary:
+    """What was seen of one column."""
+
+    def __init__(self, kind: FieldType) -> None:
+        self._kind = kind
+        self._values = Distribution()
+        self._lengths = Distribution() if isinstance(kind, Ragged) else None
+        is_countable = isinstance(kind, String | Binary) or (
+            isinstance(kind, Tensor) and not kind.shape and kind.dtype.startswith(("bool", "int", "uint"))
+        )
+        self._distinct: set[Any] | None = set() if is_countable else None
+
+    def add(self, column: pa.Array, pool: ThreadPoolExecutor) -> None:
+        self._values.merge(distribution_of(column, self._kind, pool))
+        if self._lengths is not None:
+            assert isinstance(self._kind, Ragged)
+            self._lengths.add(lengths(column, self._kind))
+        for start in range(0, len(column), _ROWS_A_LOOK):
+            if self._distinct is not None:
+                self._distinct.update(self._marks(pc.unique(column.slice(start, _ROWS_A_LOOK))))
+                if len(self._distinct) > MOST_DISTINCT:
+                    self._distinct = None
+
+    def _marks(self, values: pa.Array) -> Iterator[Any]:
+        """What tells values apart and is small."""
+        if isinstance(self._kind, Tensor):
+            yield from values.to_pylist()
+        else:
+            for value in values.cast(pa.binary()):
+                yield xxhash.xxh3_128_digest(value.as_buffer())
+
+    def row(self, bins: int) -> dict[str, Any]:
+        values = self._values
+        is_text = isinstance(self._kind, String | Binary)
+        sizes = values if is_text else self._lengths
+        row: dict[str, Any] = {
+            "type": type_name(self._kind),
+            "count": values.count,
+            "nan": values.nans / values.count if values.count else np.nan,
+            "min": None if is_text else values.low,
+            "max": None if is_text else values.high,
+            "mean": np.nan if is_text else values.mean,
+            "std": np.nan if is_text else values.std,
+            "distinct": None if self._distinct is None else len(self._distinct),
+            "shortest": None if sizes is None else sizes.low,
+            "mean_length": np.nan if sizes is None else sizes.mean,
+            "longest": None if sizes is None else sizes.high,
+            "histogram": values.histogram(bins),
+        }
+        if isinstance(self._kind, Tensor) and self._kind.dtype == "bool":
+            row |= {end: None if row[end] is None else bool(row[end]) for end in ("min", "max")}
+        if isinstance(self._kind, Timestamp):
+            row |= _as_times(row)
+        return row
+
+
+def _as_times(row: dict[str, Any]) -> dict[str, Any]:
+    """Microseconds since 1970 as moments and durations of pandas."""
+    is_none = row["min"] is None
+    times: dict[str, Any] = {
+        figure: pd.NaT if is_none else pd.Timestamp(round(row[figure]), unit="us", tz="UTC")
+        for figure in ("min", "max", "mean")
+    }
+    times["std"] = pd.NaT if is_none else pd.Timedelta(np.timedelta64(round(row["std"]), "us"))
+    found: Histogram = row["histogram"]
+    times["histogram"] = Histogram(found.counts, found.edges.astype(np.int64).view("datetime64[us]"))
+    return times

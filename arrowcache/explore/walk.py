@@ -1,0 +1,87 @@
+"""Walk: a cache's segments one after another, oldest first, in bounded memory.
+
+What is passed is released, so that samplers go on; the segment ahead is being read meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from arrowcache.arrow.schema import FieldType, Ragged, Tensor
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.mapping import will_need
+from arrowcache.storage.recovery import HasStore
+
+AnyCache = HasStore | str | os.PathLike[str]
+
+
+def walk(
+    snapshot: Snapshot, columns: Sequence[str], what: str, progress: bool | None
+) -> Iterator[tuple[SegmentInfo, pa.RecordBatch]]:
+    """Read a snapshot's segments, each as a record batch over the mapped file, without a copy.
+
+    Each is released once the next is asked for and nothing refers to its record batch any more.
+
+    Args:
+        what: is done, for the bar.
+        progress: show a bar; None: in a terminal or a notebook.
+    Raises: CorruptSegmentError: a damaged segment, which was quarantined.
+    """
+    batches = snapshot.record_batches(columns)
+    with progress_bar(progress, desc=what, total=snapshot.nbytes, unit="B", unit_scale=True) as bar:
+        ahead = _announced(next(batches, None))
+        for count, segment in enumerate(snapshot.segments, start=1):
+            batch, ahead = ahead, _announced(next(batches, None))
+            yield segment, batch
+            del batch
+            snapshot.release_oldest(count)
+            bar.update(segment.nbytes)
+
+
+def progress_bar(progress: bool | None, **options: object) -> Any:
+    """A bar of tqdm's, with its options, on stderr; in a notebook on stdout, since stderr is red there.
+
+    Args:
+        progress: show it; None: in a terminal or a notebook.
+    """
+    import tqdm  # as in sampling/pool.py
+
+    in_notebook = _in_notebook()
+    if progress is None:
+        progress = in_notebook or sys.stderr.isatty()
+    return tqdm.tqdm(**options, disable=not progress, file=sys.stdout if in_notebook else sys.stderr)
+
+
+def _in_notebook() -> bool:
+    """Whether a kernel runs this; that others have imported what kernels are made of says nothing."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+
+
+def _announced(batch: pa.RecordBatch | None) -> pa.RecordBatch | None:
+    """Have the disk begin to read the columns."""
+    for column in batch.columns if batch is not None else ():
+        for buffer in buffers_of(column):
+            will_need(buffer.address, buffer.size)
+    return batch
+
+
+def buffers_of(column: pa.Array) -> list[pa.Buffer]:
+    """Where a column of a snapshot's record batch lies."""
+    stored = column.storage if isinstance(column, pa.ExtensionArray) else column
+    return [buffer for buffer in stored.buffers() if buffer is not None and buffer.size]
+
+
+def type_name(kind: FieldType) -> str:
+    """A type as one writes it: float32[64, 1024], ragged int8[3], string."""
+    if isinstance(kind, Tensor):
+        return f"{kind.dtype}{list(kind.shape)}" if kind.shape else kind.dtype
+    if isinstance(kind, Ragged):
+        return f"ragged {kind.dtype}{list(kind.inner_shape)}" if kind.inner_shape else f"ragged {kind.dtype}"
+    return type(kind).__name__.lower()

@@ -1,0 +1,110 @@
+"""Widget: the live view of a cache in a notebook.
+
+A thread looks and sets one trait, `board` (board.py), which the browser draws (widget.js). The thread is a
+daemon, waits for nothing but its turn, and ends with `stop()`, `close()` or the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import anywidget
+import traitlets
+
+from arrowcache.errors import sentence_of
+from arrowcache.explore.board import board_of
+from arrowcache.explore.history import History
+from arrowcache.explore.lookout import Lookout
+from arrowcache.explore.terminal import parse_interval
+from arrowcache.shortage import start
+from arrowcache.storage.recovery import HasStore
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_JOIN_SECONDS = 5.0
+
+
+def monitor(cache: HasStore | str | os.PathLike[str], interval: float = 1.0) -> Monitor:
+    """Show a cache in a notebook while others use it: fill, rates, leases, waiting samplers, loaders.
+
+    Nothing is leased. If the cache vanishes, the widget says so, and goes on when it is back. It moves until
+    `stop()`, which leaves what it showed last, or `close()`, or the end of the kernel.
+
+    Args:
+        interval: seconds between two looks, at least 0.05.
+    Raises: FileNotFoundError, CacheFormatError: no such cache, at first.
+    """
+    return Monitor(cache, interval)
+
+
+class Monitor(anywidget.AnyWidget):
+    """The widget that `monitor` makes; a context manager. `board` is what it shows."""
+
+    _esm = Path(__file__).with_name("widget.js").read_text(encoding="utf-8")
+    board = traitlets.Dict().tag(sync=True)
+
+    _thread: threading.Thread | None = None
+
+    def __init__(self, cache: HasStore | str | os.PathLike[str], interval: float = 1.0) -> None:
+        self._stopped = threading.Event()  # first: what fails below is closed, too
+        self._interval = parse_interval(interval)
+        self._lookout = Lookout(cache)
+        self._pid = os.getpid()
+        super().__init__(board=self._look())
+        thread = threading.Thread(target=self._run, name="arrowcache-monitor", daemon=True)
+        start(thread)
+        self._thread = thread
+
+    @property
+    def history(self) -> History:
+        """What it has seen, for plots."""
+        return self._lookout.history
+
+    def stop(self) -> None:
+        """Look once more, then never again. Waits 5 s at most, for a look in progress.
+
+        What was seen last stays in the notebook.
+        """
+        if self._end_thread():
+            self.board = {**self._look(), "is_live": False}
+
+    def close(self) -> None:
+        """Look no more, take the widget out of the notebook. Waits 5 s at most, for a look in progress."""
+        self._end_thread()
+        super().close()
+
+    def _end_thread(self) -> bool:
+        """Whether this call was what ended it."""
+        thread = self._thread
+        was_stopped = self._stopped.is_set()
+        self._stopped.set()
+        if thread is not None and self._pid == os.getpid() and threading.current_thread() is not thread:
+            thread.join(_JOIN_SECONDS)
+        return not was_stopped
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _look(self) -> dict[str, Any]:
+        return board_of(self._lookout.history, self._lookout.look(), self._lookout.path)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            try:
+                board = self._look()
+            except Exception as error:
+                ended = f"the monitor ended: {sentence_of(error)}"
+                self.board = {**self.board, "error": ended, "is_live": False}
+                raise
+            if not self._stopped.is_set():
+                self.board = board

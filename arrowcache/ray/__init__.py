@@ -1,0 +1,20 @@
+"""Ray: samplers all over a cluster, a cache on every training node. Importing this package imports ray.
+
+    caches.py    NodeCaches: which nodes have a cache, where, and what kind of one
+    pool.py      SamplerPool: samplers at work, from construction until `stop()`
+    engine.py    where its tasks are numbered and run: draw anywhere, publish where training is
+    drawing.py   draw one segment, in a worker of any node
+    ingest.py    publish it: the actor of a node
+
+A record batch travels once, as the file it is going to be, through Ray's object store.
+"""
+
+try:
+    from arrowcache.ray.caches import NodeCaches
+    from arrowcache.ray.pool import SamplerPool
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"arrowcache.ray needs {error.name}, which is not installed: pip install 'arrowcache[ray]'"
+    ) from error
+
+__all__ = ["NodeCaches", "SamplerPool"]

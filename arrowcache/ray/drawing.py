@@ -1,0 +1,70 @@
+"""Draw one segment in a worker of any node: its content is that of the same task of a local pool.
+
+It arrives as the bytes of the file that it is going to be, in one buffer, which Ray puts into its object
+store; nothing is published here.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.schema import Schema
+from arrowcache.pickling import unpickled
+from arrowcache.sampling.task import Done, Sampler, Task, draw, failure
+
+
+class Form(NamedTuple):
+    """What makes the content of a segment, beside (sampler, seed, k): the same on every node."""
+
+    schema: Schema
+    full_rows: int
+    segment_bytes: int
+
+
+class _Kept(NamedTuple):
+    """What a worker keeps between tasks."""
+
+    key: tuple[bytes, Form]
+    sampler: Sampler
+    builder: SegmentBuilder
+
+
+_kept: _Kept | None = None  # one a process: Ray runs tasks one after another in it
+
+
+def draw_segment(task: Task, form: Form) -> tuple[Done, NDArray[np.uint8] | None]:
+    """Draw task k's segment.
+
+    Returns: what became of it, and the file's bytes; None: it failed, as `Done.error` tells.
+    """
+    started = time.monotonic()
+    try:
+        file, rows = _draw(task, form)
+    except Exception as error:  # noqa: BLE001  # a sampler may raise anything
+        return failure(task, error, time.monotonic() - started), None
+    return Done(task.number, rows, file.nbytes, time.monotonic() - started, 0.0), file
+
+
+def _draw(task: Task, form: Form) -> tuple[NDArray[np.uint8], int]:
+    global _kept
+    key = (task.sampler, form)
+    if _kept is None or _kept.key != key:
+        _kept = _Kept(key, unpickled(task.sampler), SegmentBuilder(*form))
+    _kept.builder.clear()
+    draw(_kept.sampler, task, _kept.builder, _never)  # Ray ends a task from outside
+    encoded = _kept.builder.encode()
+    file: NDArray[np.uint8] = np.empty(encoded.nbytes, np.uint8)
+    start = 0
+    for piece in encoded.pieces:
+        file[start : start + piece.nbytes] = np.frombuffer(piece, np.uint8)
+        start += piece.nbytes
+    return file, encoded.rows
+
+
+def _never(*_: Any) -> bool:
+    return False

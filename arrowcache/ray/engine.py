@@ -1,0 +1,390 @@
+"""RayEngine: tasks all over a cluster: drawn anywhere, published on the nodes that train.
+
+For each task it has Ray draw a segment in any worker, and then hands the reference to one node's actor
+(`share="split"`: the one with the fewest segments waiting) or to all of them (`"replicate"`). Guarantees:
+- content: task k's segment is what a local pool publishes for it, however often Ray draws it again;
+- no task is published by two nodes of a split, but where a node died while it published: what it had is
+  gone with its disk, and a living one publishes it;
+- bounded: at most `workers` tasks are being drawn, and all that is drawn or on its way, together, takes
+  at most `in_flight_bytes` of the object stores (but one segment a node): a full cache has its node's
+  segments wait, then nothing more is drawn for it, and at last nothing at all;
+- numbers: each is claimed in the cache of the first living node, in the order of ids, and recorded in
+  those of all others before it is drawn: whichever nodes are left, a later pool goes on behind it. Two
+  pools of a name and seed at the same time share the numbers as long as that first node lives.
+
+When the driver dies, Ray ends its actors and tasks. Where the user shuts Ray down before the pool, the
+engine says so: a call that waits within Ray just then, and a reference that is dropped, may never come back
+or end the process, so it waits for futures, which Ray resolves, and keeps what it has until it is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
+from arrowcache.ray.drawing import Form, draw_segment
+from arrowcache.ray.ingest import GROUPS, Ingest, Opened
+from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
+from arrowcache.sampling.task import Done, Task
+from arrowcache.units import format_bytes
+
+_log = logging.getLogger("arrowcache")
+
+START_SECONDS = 120.0  # for the first actor of a node: a worker process, and its imports
+ANSWER_SECONDS = 60.0  # for a node's claim
+_STORE_SHARE = 0.5  # of the smallest object store, for what is in flight
+_AHEAD = 2  # segments a node, beside those being drawn: one being published, one on its way
+_LOOK_SECONDS = 0.1  # whether Ray still runs, at least so often
+_FORCE_SECONDS = 1.0  # of STOP_SECONDS, for what has to be killed
+_LOST = (RayActorError, ActorUnschedulableError)
+
+
+@dataclass(slots=True)
+class Node:
+    """A node with a cache, and what was published there."""
+
+    actor: Any
+    alive: bool = True
+    at_work: int = 0  # segments handed to it that are not published
+    segments: int = 0
+    rows: int = 0
+    nbytes: int = 0
+    waiting_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """A segment in the object stores, and who is still to publish it."""
+
+    task: Task
+    done: Done
+    file: Any  # its reference
+    left: set[str] = field(default_factory=set)  # nodes
+
+
+class RayEngine:
+    """The `Engine` of a cluster. The constructor starts an actor on each node and opens its cache.
+
+    Args:
+        workers: tasks being drawn at a time.
+        replicate: every node gets every segment; else each gets its own.
+        retries: how often Ray repeats a task whose worker or node was lost, and starts an actor anew.
+        in_flight_bytes: see the module; None: half of the smallest object store of a node.
+        options: Ray's options of a drawing task, such as `num_cpus`, `resources`, `runtime_env`.
+    Raises: ValueError, SchemaError, CacheFormatError: caches that cannot be had, or that differ.
+        TimeoutError: an actor did not start.
+    """
+
+    def __init__(
+        self,
+        caches: NodeCaches,
+        sampler: bytes,
+        workers: int,
+        seed: int,
+        pool: str,
+        *,
+        replicate: bool,
+        retries: int,
+        in_flight_bytes: int | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._sampler, self._seed, self._pool = sampler, seed, pool
+        self._workers, self._replicate = workers, replicate
+        self._drawing: dict[Future[Done], tuple[Task, Any, Any]] = {}  # -> task, its reference, its file's
+        self._publishing: dict[Future[Done], tuple[_Drawn, str]] = {}  # -> segment, node
+        self._asked: Future[int] | None = None  # the node that was asked last
+        self._outcomes: list[tuple[Task, Done]] = []  # that `collect` has not told yet
+        self._least: int | None = None  # the next task's number; None: nobody was asked yet
+        self._job = ray.get_runtime_context().get_job_id()
+        self._ended = False
+        options = {"scheduling_strategy": "SPREAD", "max_retries": retries, **options, "num_returns": 2}
+        self._draw: Any = ray.remote(draw_segment).options(**options)
+        self.nodes = {node: Node(_actor(caches, node, retries)) for node in caches.node_ids()}
+        try:
+            if not self.nodes:
+                raise SamplerError("no node of the cluster is alive: start one, or wait for it")
+            self._form = _opened(caches, self.nodes)
+        except BaseException:
+            self.end()
+            raise
+        bound = in_flight_bytes or int(_smallest_store_bytes() * _STORE_SHARE)
+        ahead = workers + _AHEAD * len(self.nodes)
+        self._most = max(len(self.nodes), min(ahead, bound // self._form.segment_bytes))
+
+    def _is_connected(self) -> bool:
+        """Whether Ray still runs: where it does not, almost anything that it is asked would start it anew."""
+        return ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job
+
+    def _require_ray(self, ended: BaseException | None = None) -> None:
+        """Raises: SamplerError: Ray was shut down."""
+        if not self._is_connected():
+            raise SamplerError(
+                "Ray was shut down: stop the pool before; a new one goes on at the next task"
+            ) from ended
+
+    @contextmanager
+    def _asking_ray(self) -> Iterator[None]:
+        """Around each call of Ray. Raises: SamplerError: Ray was shut down, before or meanwhile."""
+        self._require_ray()
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # whatever a call happens to meet then
+            self._require_ray(error)
+            raise
+
+    def _ask(self, node: str, method: str, *arguments: Any) -> Future[Any]:
+        """What a node's actor will answer. Raises: SamplerError: Ray was shut down."""
+        with self._asking_ray():
+            answer: Future[Any] = getattr(self.nodes[node].actor, method).remote(*arguments).future()
+        return answer
+
+    def _wait(self, answers: Collection[Future[Any]], timeout_seconds: float) -> set[Future[Any]]:
+        """Those that are there.
+
+        Blocks: until there is one, at most so long.
+        Raises: SamplerError: Ray was shut down, before or meanwhile.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            self._require_ray()
+            left = max(0.0, deadline - time.monotonic())
+            ready, _ = wait(answers, min(left, _LOOK_SECONDS), FIRST_COMPLETED)
+            if ready or left <= _LOOK_SECONDS:
+                return ready
+
+    def idle(self) -> int:
+        published_soon = {drawn.task.number for drawn, _ in self._publishing.values()}
+        in_flight = len(self._drawing) + len(published_soon)
+        return max(0, min(self._workers - len(self._drawing), self._most - in_flight))
+
+    def claim(self, count: int) -> list[Task]:
+        return [Task("", self._sampler, self._pool, self._seed, number, 0) for number in self._numbers(count)]
+
+    def _numbers(self, count: int) -> range:
+        if self._least is None:  # one that was in a pool without the keeper may be ahead of it
+            self._least = max(self._claim(node, 0, 0) or 0 for node in self._living())
+        first = None
+        while first is None:
+            keeper = self._living()[0]
+            first = self._claim(keeper, count, self._least)
+        self._least = first + count
+        for node in self._living():
+            if node != keeper:
+                self._claim(node, 0, self._least)
+        return range(first, self._least)
+
+    def _claim(self, node: str, count: int, least: int) -> int | None:
+        """Have a node claim numbers; the first of them. None: it was lost."""
+        self._asked = self._ask(node, "claim", self._pool, count, least)
+        if not self._wait([self._asked], ANSWER_SECONDS):
+            raise SamplerError(
+                f"the cache of node {node} did not answer in {ANSWER_SECONDS:.0f} s: look at the node with "
+                "`ray status`"
+            )
+        try:
+            return self._asked.result()
+        except _LOST:
+            self._lose(node)
+            return None
+
+    def begin(self, task: Task) -> None:
+        with self._asking_ray():
+            report, file = self._draw.remote(task, self._form)
+            self._drawing[report.future()] = task, report, file
+
+    def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
+        answers = [*self._drawing, *self._publishing]
+        if answers and not self._outcomes:
+            for answer in self._wait(answers, timeout_seconds):
+                if answer in self._drawing:
+                    self._hand_over(answer)
+                elif answer in self._publishing:  # else it went with a lost node
+                    self._finish(answer)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _hand_over(self, answer: Future[Done]) -> None:
+        """A segment was drawn, or was not: then its task has ended."""
+        task, _, file = self._drawing.pop(answer)
+        try:
+            done = answer.result()
+        except RayError as error:
+            self._outcomes.append(failed(task, error))
+            return
+        if done.error:
+            self._outcomes.append((task, done))
+        else:
+            self._publish(_Drawn(task, replace(done, waiting_seconds=0.0), file))
+
+    def _publish(self, drawn: _Drawn) -> None:
+        """Hand a segment to the nodes that are to have it.
+
+        Raises: SamplerError: none is left.
+        """
+        chosen = self._living()
+        if not self._replicate:
+            chosen = [min(chosen, key=lambda node: (self.nodes[node].at_work, self.nodes[node].segments))]
+        task = drawn.task
+        for node in chosen:
+            drawn.left.add(node)
+            self.nodes[node].at_work += 1
+            answer = self._ask(node, "publish", task.task_name, task.number, drawn.done.rows, drawn.file)
+            self._publishing[answer] = drawn, node
+
+    def _finish(self, answer: Future[Done]) -> None:
+        """A node has published a segment, or could not, or was lost."""
+        drawn, node = self._publishing[answer]
+        try:
+            done = answer.result()
+        except _LOST:
+            self._lose(node)
+            return
+        except (
+            RayError
+        ) as error:  # what was raised there; or the segment was lost, and could not be drawn again
+            for other, (each, name) in list(self._publishing.items()):
+                if each is drawn:
+                    del self._publishing[other]  # of a replica: it may publish, which the next try will not
+                    self.nodes[name].at_work -= 1
+            self._outcomes.append(failed(drawn.task, error))
+            return
+        del self._publishing[answer]
+        self._count(node, done)
+        drawn.done = replace(drawn.done, waiting_seconds=drawn.done.waiting_seconds + done.waiting_seconds)
+        drawn.left.discard(node)
+        if not drawn.left:
+            self._outcomes.append((drawn.task, drawn.done))
+
+    def _count(self, node: str, done: Done) -> None:
+        each = self.nodes[node]
+        each.at_work -= 1
+        each.segments += done.rows > 0
+        each.rows += done.rows
+        each.nbytes += done.nbytes
+        each.waiting_seconds += done.waiting_seconds
+
+    def _lose(self, node: str) -> None:
+        """A node is gone, and its cache: what it had not published goes to another one, or is done without.
+
+        Raises: SamplerError: none is left.
+        """
+        if not self.nodes[node].alive:
+            return
+        self.nodes[node].alive = False
+        with self._asking_ray():
+            ray.kill(self.nodes[node].actor)  # one that was only cut off would publish what others get now
+        self._living()  # or there is none
+        _log.warning(f"node {node} was lost with its cache: the others go on")
+        for answer, (drawn, name) in list(self._publishing.items()):
+            if name == node:
+                del self._publishing[answer]
+                drawn.left.discard(node)
+                if not self._replicate:
+                    self._publish(drawn)
+                elif not drawn.left:
+                    self._outcomes.append((drawn.task, drawn.done))
+
+    def _living(self) -> list[str]:
+        """The nodes that live, at least one. Raises: SamplerError: none does."""
+        if living := [name for name, node in self.nodes.items() if node.alive]:
+            return living
+        raise SamplerError(
+            f"all {len(self.nodes)} nodes with a cache were lost: a new pool goes on with those that live"
+        )
+
+    def end(self) -> list[Done]:
+        if self._ended or not self._is_connected():
+            return []
+        self._ended = True
+        deadline = time.monotonic() + STOP_SECONDS
+        results = []
+        try:
+            for _, report, _ in self._drawing.values():
+                ray.cancel(report)
+            living = [node.actor for node in self.nodes.values() if node.alive]
+            stopped = [actor.stop.remote().future() for actor in living]
+            wait([*stopped, *self._publishing, *self._drawing], STOP_SECONDS - _FORCE_SECONDS)
+            results = self._published_meanwhile()
+            for _, report, _ in self._drawing.values():  # a sampler that does not listen, as one in C
+                ray.cancel(report, force=True)
+            wait(self._drawing, max(0.0, deadline - time.monotonic()))
+            for actor in living:
+                ray.kill(actor)
+        except (RayError, RuntimeError, SystemExit) as error:  # the cluster is gone, and everything with it
+            _log.debug("a pool's cluster ended before it: %s", error)
+        return results
+
+    def _published_meanwhile(self) -> list[Done]:
+        results: dict[int, Done] = {}
+        for answer in [each for each in self._publishing if each.done()]:
+            drawn, node = self._publishing.pop(answer)
+            try:
+                done = answer.result()
+            except RayError:  # lost in the end
+                continue
+            self._count(node, done)
+            if done.rows:
+                results[drawn.task.number] = done
+        return [*results.values()]
+
+
+def _actor(caches: NodeCaches, node: str, retries: int) -> Any:
+    """Start a node's actor; it needs no processor, most of the time it waits."""
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "concurrency_groups": GROUPS,
+        "max_restarts": retries,
+        "max_task_retries": retries,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
+    return ray.remote(**options)(Ingest).remote(caches, node)
+
+
+def _opened(caches: NodeCaches, nodes: Mapping[str, Node]) -> Form:
+    """Make or open all caches; what a segment is, which must be the same in each."""
+    answers = {name: node.actor.open.remote() for name, node in nodes.items()}
+    opened: dict[str, Opened] = {}
+    for name, answer in answers.items():
+        try:
+            opened[name] = ray.get(answer, timeout=START_SECONDS)
+        except GetTimeoutError:
+            raise TimeoutError(
+                f"node {name} did not open its cache in {START_SECONDS:.0f} s: look at it with "
+                "`ray status`, or leave it out of nodes"
+            ) from None
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except RayError as error:
+            raise SamplerError(f"node {name} cannot have a cache: {error}") from None
+    folders: dict[object, str] = {}
+    for name, each in opened.items():
+        if (other := folders.setdefault(each.identity, name)) != name:
+            raise ValueError(
+                f"nodes {other} and {name} have one folder, {caches.path_on(name)}: give a path on each "
+                f"node's own disk, or one with {NODE} in it"
+            )
+    first, form = next((name, each.form) for name, each in opened.items())
+    for name, each in opened.items():
+        if each.form != form:
+            raise SchemaError(
+                f"the caches of nodes {first} and {name} have segments of {form.full_rows} rows in "
+                f"{format_bytes(form.segment_bytes)} and of {each.form.full_rows} in "
+                f"{format_bytes(each.form.segment_bytes)}: remove one of them, or give another path"
+            )
+    return form
+
+
+def _smallest_store_bytes() -> int:
+    """The least memory that any node has for objects."""
+    return min(int(node["Resources"].get("object_store_memory", 0)) for node in alive_nodes())

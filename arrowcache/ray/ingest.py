@@ -1,0 +1,103 @@
+"""Ingest: the actor of a node. It alone writes to the node's cache what samplers elsewhere drew.
+
+It publishes one segment at a time, straight from Ray's object store: the bytes are written once, to the
+segment's file, after their structure was checked. What it is asked while it waits for room, it answers
+in another thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import ray
+from numpy.typing import NDArray
+
+from arrowcache.arrow.segment import EncodedSegment, read_structure
+from arrowcache.ray.caches import NodeCaches
+from arrowcache.ray.drawing import Form
+from arrowcache.sampling.executors import claim
+from arrowcache.sampling.task import Done
+from arrowcache.storage.recovery import boot_id
+from arrowcache.storage.store import Cancelled, RoomPolicy, Store
+
+GROUPS = {"publishing": 1, "asking": 2}
+"""Ray's concurrency groups: a segment that waits for room keeps no question waiting."""
+
+
+class Opened(NamedTuple):
+    """What a node's cache is.
+
+    `identity` is the same for two nodes that have one folder.
+    """
+
+    form: Form
+    identity: tuple[str, int, int]
+
+
+class Ingest:
+    """What a node does with segments that were drawn anywhere. Made by Ray, on that node.
+
+    Ray makes it anew where its process was killed: it knows nothing that the cache does not.
+    """
+
+    def __init__(self, caches: NodeCaches, node: str) -> None:
+        self._caches, self._node = caches, node
+        self._opening = threading.Lock()
+        self._stopping = threading.Event()
+
+    @cached_property
+    def _made(self) -> Store:
+        return self._caches.make(self._node).store
+
+    @property
+    def _store(self) -> Store:
+        with self._opening:  # threads of both groups
+            return self._made
+
+    @ray.method(concurrency_group="asking")
+    def open(self) -> Opened:
+        """Make or open the cache. Raises: as `Cache.create`."""
+        settings = self._store.settings
+        status = os.stat(self._store.folder.path)
+        form = Form(settings.schema, settings.full_rows, settings.segment_bytes)
+        return Opened(form, (boot_id(), status.st_dev, status.st_ino))
+
+    @ray.method(concurrency_group="asking")
+    def claim(self, pool: str, count: int, least: int = 0) -> int:
+        """Claim a pool's next `count` numbers here, not below `least`; returns the first."""
+        with self._store.locked():
+            first = claim(self._store, pool, count, least)
+        if self._store.settings.durable:
+            self._store.folder.sync_tasks(pool)
+        return first
+
+    @ray.method(concurrency_group="publishing")
+    def publish(self, task_name: str, number: int, rows: int, file: NDArray[np.uint8]) -> Done:
+        """Publish a drawn segment, given as its file's bytes: a view of Ray's object store.
+
+        Blocks: while there is no room, until `stop`.
+        Raises: CorruptSegmentError: they are no segment of this cache. CacheFullError, OSError.
+        """
+        started = time.monotonic()
+        if self._stopping.is_set():
+            return Done(number, 0, 0, 0.0, 0.0, stopped=True)
+        read_structure(pa.py_buffer(file), self._store.settings.schema, rows)
+        segment = EncodedSegment((file.data,), rows, file.nbytes)
+        policy = RoomPolicy("wait", is_cancelled=self._stopping.is_set, in_background=True)
+        try:
+            published = self._store.publish(segment, task_name, policy)
+        except Cancelled:
+            return Done(number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+        seconds = time.monotonic() - started
+        return Done(number, rows, file.nbytes, seconds, published.waiting_seconds)
+
+    @ray.method(concurrency_group="asking")
+    def stop(self) -> None:
+        """Have what waits for room, and all that is published later, not be published."""
+        self._stopping.set()

@@ -1,0 +1,95 @@
+"""SamplerPool of a cluster: samplers anywhere, each training node's cache on its own disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from arrowcache.ray.caches import NodeCaches
+from arrowcache.ray.engine import RayEngine
+from arrowcache.sampling.pool import Plan, Pool, PoolStats
+from arrowcache.sampling.task import Sampler
+from arrowcache.units import parse_bytes
+
+_SHARES = ("split", "replicate")
+
+
+class SamplerPool(Pool):
+    """Samplers at work all over a Ray cluster, from construction until `stop()`. A context manager.
+
+    Needs `ray.init()` before. The caches are made, or opened, on their nodes; a full one slows the samplers
+    down. Task k's segment is the one that `arrowcache.SamplerPool` publishes for (sample, seed, k), and no
+    task is repeated by a later pool of the same name and seed as long as one of the nodes lives on.
+    A worker or node that is lost while it draws costs nothing: Ray has the task drawn elsewhere. A training
+    node that is lost takes its cache with it, and the others go on.
+
+    Args:
+        caches: which nodes have a cache, where and what kind of one.
+        sample: `sample(rng) -> iterable of samples`, as for `arrowcache.SamplerPool`.
+        share: "split": every node gets samples of its own, whichever asks next; "replicate": all nodes get
+            the same, at the pace of the slowest.
+        workers: tasks being drawn at a time, in the whole cluster, as far as it has processors.
+        seed, name, segments, retries, progress: as for `arrowcache.SamplerPool`. `retries` is also how often
+            Ray repeats a lost task.
+        in_flight: bytes that drawn segments may take in Ray's object stores, all together, until they are
+            published, but one segment a node; None: half of the smallest object store.
+        options: Ray's options of a drawing task, such as {"num_cpus": 2} or a `runtime_env`; one processor
+            each, spread over the cluster, unless said otherwise.
+    Blocks: until all caches are open: some seconds, for workers that start.
+    Raises: ValueError, TypeError, SchemaError, CacheFormatError: what does not fit. RuntimeError: Ray is
+        not running.
+    """
+
+    def __init__(
+        self,
+        caches: NodeCaches,
+        sample: Sampler,
+        *,
+        share: str = "split",
+        workers: int = 4,
+        seed: int = 0,
+        name: str = "default",
+        segments: int | None = None,
+        retries: int = 3,
+        in_flight: int | str | None = None,
+        options: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        if not isinstance(caches, NodeCaches):
+            raise TypeError(f"caches must be arrowcache.ray.NodeCaches, not {caches!r}")
+        if share not in _SHARES:
+            raise ValueError(f"share={share!r} is unknown: use {' or '.join(map(repr, _SHARES))}")
+        plan = Plan.of(sample, workers, seed, name, segments, retries)
+        in_flight_bytes = None if in_flight is None else parse_bytes(in_flight, "in_flight")
+        if not ray.is_initialized():
+            raise RuntimeError("Ray is not running: call ray.init() first, in a cluster with its address")
+        self._engine = RayEngine(
+            caches,
+            plan.sampler,
+            plan.workers,
+            plan.seed,
+            plan.pool,
+            replicate=share == "replicate",
+            retries=plan.retries,
+            in_flight_bytes=in_flight_bytes,
+            options=options or {},
+        )
+        super().__init__(self._engine, name, plan.segments, plan.retries, progress)
+
+    def stats(self) -> PoolStats:
+        """What was published so far, and at which cost; a segment on several nodes counts once."""
+        return super().stats()
+
+    def node_stats(self) -> dict[str, PoolStats]:
+        """What was published on each node, by its id, also on those that were lost since.
+
+        Retries and failures are of tasks, which belong to no node: 0.
+        """
+        seconds = time.monotonic() - self._started
+        return {
+            name: PoolStats(node.segments, node.rows, node.nbytes, seconds, node.waiting_seconds, 0, 0)
+            for name, node in self._engine.nodes.items()
+        }

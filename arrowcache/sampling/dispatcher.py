@@ -1,0 +1,257 @@
+"""Dispatcher: a pool's thread, which has tasks begun, collects what became of them, and retries.
+
+It decides when and how often a task is tried; where it runs, and who numbers it, is the engine's
+business: that of one host is in executors.py. A task that fails is tried again with backoff, then given
+up while the others go on (at once, if it was refused); where nothing succeeds any more the pool ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from arrowcache.sampling.task import Done, Task, failure
+from arrowcache.shortage import explained
+from arrowcache.storage.store import once_unlocked
+
+_log = logging.getLogger("arrowcache")
+
+STOP_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+_BACKOFF_SECONDS = 0.2  # doubled with each retry, with jitter
+_MOST_BACKOFF_SECONDS = 30.0
+
+
+class Engine(Protocol):
+    """Where tasks are numbered and run. Made in any thread, then used by one."""
+
+    def idle(self) -> int:
+        """How many tasks may begin now; 0: all workers have one."""
+        ...
+
+    def claim(self, count: int) -> list[Task]:
+        """Up to `count` new tasks, at least one, whose numbers nobody gets again."""
+        ...
+
+    def begin(self, task: Task) -> None:
+        """Have a task run. Raises: SamplerError: no task can be begun any more."""
+        ...
+
+    def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
+        """The tasks that ended, or failed (`Done.error` says how), since the last call.
+
+        Blocks: until there is one, at most so long.
+        Raises: SamplerError: no task will end any more.
+        """
+        ...
+
+    def end(self) -> list[Done]:
+        """Stop all tasks and the workers, if they are the engine's; what was published meanwhile.
+
+        Blocks: at most about 5 s. Idempotent.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class State:
+    """What the dispatching thread and the pool share, under `lock`."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)  # taken by `with` itself:
+    # Ctrl-C can leave a condition's own locked
+    changed: threading.Condition = field(init=False)
+    pid: int = field(default_factory=os.getpid)
+    stopping: bool = False  # set without the lock: finalizers do that, and never wait for it
+    finished: bool = False  # the thread has ended
+    segments: int = 0
+    rows: int = 0
+    nbytes: int = 0
+    waiting_seconds: float = 0.0
+    retries: int = 0
+    failures: int = 0
+    first_failure: str = ""
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
+
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one that has the thread; the lock may be held for ever."""
+        return self.pid != os.getpid()
+
+
+class Dispatcher:
+    """What a pool's thread does: `run`."""
+
+    def __init__(
+        self,
+        state: State,
+        engine: Engine,
+        name: str,
+        segments: int | None,
+        retries: int,
+        progress: bool | None,
+    ) -> None:
+        self._state, self._engine, self._retries = state, engine, retries
+        self._left = segments  # tasks still to be claimed; None: no end
+        self._at_work = 0
+        self._waiting: list[tuple[float, int, Task]] = []  # heap: when to try again, number, task
+        self._failed_in_a_row = 0
+        self._most_in_a_row = max(retries, engine.idle())
+        import tqdm  # 20 ms that `import arrowcache` need not take
+
+        self._bar = tqdm.tqdm(
+            desc=f"sampling {name}",
+            unit="seg",
+            total=segments,
+            disable=None if progress is None else not progress,
+        )
+
+    def run(self) -> None:
+        state = self._state
+        try:
+            while not state.stopping and (self._refill() or self._at_work or self._waiting):
+                self._collect()
+                if self._failed_in_a_row > self._most_in_a_row:
+                    break  # nothing succeeds: going on would fail for ever
+        except BaseException as error:  # noqa: BLE001  # wait() and stop() raise it
+            state.error = explained(error) if isinstance(error, OSError) else error
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        state = self._state
+        try:
+            self.close()
+        except BaseException as error:  # noqa: BLE001  # likewise
+            state.error = state.error or error
+        finally:
+            with state.lock:
+                state.finished = True
+                state.changed.notify_all()
+
+    def close(self) -> None:
+        """Where the thread has ended, or never ran."""
+        try:
+            for done in self._engine.end():
+                self._succeed(done)
+        finally:
+            self._bar.close()
+
+    def _refill(self) -> bool:
+        """Begin what is due, as long as workers are idle; whether anything may still come."""
+        idle = self._engine.idle()
+        while idle and self._waiting and self._waiting[0][0] <= time.monotonic():
+            self._begin(heapq.heappop(self._waiting)[2])
+            idle -= 1
+        while idle > 0 and (self._left is None or self._left > 0):
+            tasks = self._engine.claim(idle if self._left is None else min(idle, self._left))
+            idle -= len(tasks)
+            if self._left is not None:
+                self._left -= len(tasks)
+            for task in tasks:
+                self._begin(task)
+        return self._left is None or self._left > 0
+
+    def _begin(self, task: Task) -> None:
+        self._engine.begin(task)
+        self._at_work += 1
+        _shut_down_at_exit(self._state, threading.current_thread())
+
+    def _collect(self) -> None:
+        if not self._at_work:
+            time.sleep(_POLL_SECONDS)  # for a retry to be due
+        for task, done in self._engine.collect(_POLL_SECONDS):
+            self._at_work -= 1
+            if done.error:
+                self._fail(task, done)
+            else:
+                self._failed_in_a_row = 0
+                self._succeed(done)
+
+    def _succeed(self, done: Done) -> None:
+        state = self._state
+        with state.lock:
+            state.waiting_seconds += done.waiting_seconds
+            if done.rows:
+                state.segments += 1
+                state.rows += done.rows
+                state.nbytes += done.nbytes
+            state.changed.notify_all()
+        self._bar.update(done.rows > 0)
+
+    def _fail(self, task: Task, done: Done) -> None:
+        """Try again later, or give up."""
+        state = self._state
+        if state.stopping:
+            return
+        if task.tries < self._retries and not done.refused:
+            backoff = min(_BACKOFF_SECONDS * 2**task.tries, _MOST_BACKOFF_SECONDS)
+            due = time.monotonic() + backoff * random.uniform(0.5, 1.0)
+            heapq.heappush(self._waiting, (due, task.number, replace(task, tries=task.tries + 1)))
+            with state.lock:
+                state.retries += 1
+            return
+        self._failed_in_a_row += 1
+        reason = done.error.rstrip().rpartition("\n")[2]
+        message = f"sampler task {task.task_name} was given up after {task.tries} retries: {reason}"
+        with state.lock:
+            state.failures += 1
+            state.first_failure = state.first_failure or done.error
+            state.changed.notify_all()
+        _log.warning(message)  # a warning turned into an error would end this thread
+
+
+def failed(task: Task, error: BaseException) -> tuple[Task, Done]:
+    """What `collect` tells of a task that its engine lost."""
+    return task, failure(task, error, 0.0)
+
+
+def shut_down(state: State, thread: threading.Thread) -> None:
+    """Have a pool's thread end, and wait for it. Idempotent; an interrupted call is finished by the next one.
+
+    In a forked child it does nothing: the thread is the parent's.
+    """
+    if state.is_inherited():
+        return
+    state.stopping = True
+    is_here = thread is threading.current_thread()  # the garbage collector may run in any
+    if thread.ident is None or is_here:
+        return
+    with state.lock:  # `join` alone forgets, after a Ctrl-C, that the thread runs: CPython below 3.13
+        has_ended = state.changed.wait_for(lambda: state.finished, 2 * STOP_SECONDS)
+    if has_ended:
+        thread.join(STOP_SECONDS)
+
+
+def drop(state: State, thread: threading.Thread) -> None:
+    """As `shut_down`, for a finalizer: where this thread has cache.lock, it waits once that is let go of."""
+    state.stopping = True
+    once_unlocked(partial(shut_down, state, thread))
+
+
+_at_exit: weakref.WeakKeyDictionary[threading.Thread, State] = weakref.WeakKeyDictionary()
+
+
+def _shut_down_at_exit(state: State, thread: threading.Thread) -> None:
+    """Have a forgotten pool stopped before its executor waits, at exit, for tasks that have no end.
+
+    Executors wait in `threading._register_atexit`, which runs long before `atexit`, last one first:
+    so ours is registered after theirs, which happened at the latest when a task was submitted.
+    """
+    if thread not in _at_exit:
+        _at_exit[thread] = state
+        threading._register_atexit(_shut_down_all)  # type: ignore[attr-defined]
+
+
+def _shut_down_all() -> None:
+    for thread, state in list(_at_exit.items()):
+        shut_down(state, thread)

@@ -1,0 +1,186 @@
+"""ExecutorEngine: tasks on an executor of this host, numbered by the cache itself.
+
+It owns the task numbers it claimed, a lock on one byte of the pool's file that tells tasks that the pool
+lives, and the executor if it made it. Of somebody else's it asks `submit` and futures, and relies on
+nothing that they say beyond results: Dask calls a task cancelled that goes on, answers a call like one
+before it from memory, and replaces lost workers; processes of concurrent.futures and loky are lost with
+one of theirs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from typing import Any
+
+from arrowcache.errors import SamplerError
+from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
+from arrowcache.sampling.task import Done, Task, run
+from arrowcache.shortage import explaining
+from arrowcache.storage.layout import tasks_listed
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.store import Store
+
+_PR_SET_PDEATHSIG = 1
+_END_SECONDS = 1.0  # of STOP_SECONDS, for tasks to end by themselves
+
+
+class ExecutorEngine:
+    """The `Engine` of one host.
+
+    Args:
+        workers: tasks at work at a time.
+        pool: "<name>.<seed>", the file in pools/.
+        executor: somebody else's; None: processes of its own (loky), started anew when one is killed.
+    """
+
+    def __init__(
+        self, store: Store, sampler: bytes, workers: int, seed: int, pool: str, executor: Executor | None
+    ) -> None:
+        self._store, self._workers, self._pool = store, workers, pool
+        self._sampler, self._seed = sampler, seed
+        self._foreign = executor
+        self._executor: Executor | None = executor
+        self._running: dict[Future[Done], tuple[Task, Executor]] = {}
+        self._lost: list[tuple[Task, Done]] = []  # when they were begun
+        with explaining(store.folder.path):
+            self._watch, self._token = self._lock_token()
+        self._claimed = range(self._token, self._token + 1)
+
+    def _lock_token(self) -> tuple[LockFile, int]:
+        """Lock the byte that tells this pool's tasks that it lives: its first task's number."""
+        folder = self._store.folder
+        with self._store.locked():
+            first = claim(self._store, self._pool, 1)
+            watch = LockFile(folder.pools / self._pool)
+            watch.try_range(first, 1, exclusive=True)
+        return watch, first
+
+    def idle(self) -> int:
+        return self._workers - len(self._running)
+
+    def claim(self, count: int) -> list[Task]:
+        """One task: a number that is claimed is soon begun, or a pool that ends leaves gaps."""
+        folder = self._store.folder
+        if not self._claimed:
+            with self._store.locked():
+                first = folder.claim_tasks(self._pool, 1)
+            self._claimed = range(first, first + 1)
+        if self._store.settings.durable:
+            folder.sync_tasks(self._pool)  # before the task begins: it is never done a second time
+        numbers, self._claimed = self._claimed, range(0)
+        return [
+            Task(str(folder.path), self._sampler, self._pool, self._seed, number, self._token)
+            for number in numbers[:count]
+        ]
+
+    def begin(self, task: Task) -> None:
+        try:
+            if self._executor is None:
+                self._executor = _own_processes(self._workers)
+            self._running[self._executor.submit(run, task)] = task, self._executor
+        except BrokenExecutor as error:
+            assert self._executor is not None
+            self._lost.append(self._lose(task, self._executor, error))
+        except Exception as error:  # each says in its own way that it was shut down
+            if self._foreign is None:
+                raise
+            raise SamplerError(
+                f"{self._executor!r} takes no more tasks: {error}. Keep it until the pool was stopped; a new "
+                "pool goes on at the next task"
+            ) from error
+
+    def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
+        ended, self._lost = self._lost, []
+        done, _ = wait(self._running, 0 if ended else timeout_seconds, FIRST_COMPLETED)
+        for future in done:
+            task, executor = self._running[future]
+            try:
+                result = future.result()
+            except BrokenExecutor as error:
+                ended.append(self._lose(task, executor, error))
+            except BaseException as error:  # noqa: BLE001  # an executor may raise anything
+                ended.append(failed(task, error))
+            else:
+                ended.append(failed(task, _elsewhere(task)) if result.stopped else (task, result))
+        for future in done:  # none of them where `_lose` raises: `end` counts them then
+            del self._running[future]
+        return ended
+
+    def _lose(self, task: Task, executor: Executor, error: BrokenExecutor) -> tuple[Task, Done]:
+        """A worker was killed: processes of our own are started anew, a foreign executor is lost.
+
+        All tasks of the broken executor come here, one after another; only the first ends it.
+
+        Raises: SamplerError: a foreign one.
+        """
+        if self._foreign is not None:
+            raise SamplerError(
+                f"{self._foreign!r} lost a worker, and takes no more tasks: {error} Make a new executor, and "
+                "a pool with it, which goes on at the next task; or pass executor=None, whose workers are "
+                "replaced"
+            ) from error
+        if executor is self._executor:
+            _kill(self._executor)
+            self._executor = None
+        return failed(task, error)
+
+    def end(self) -> list[Done]:
+        self._watch.close()  # tells the tasks at work to stop
+        if self._foreign is None:
+            if self._executor is not None:
+                _kill(self._executor)  # ends the futures too: loky stumbles over those it finds cancelled
+                self._executor = None
+        else:
+            _, at_work = wait(self._running, timeout=_END_SECONDS)
+            for future in at_work:
+                future.cancel()  # not before: Dask's are done with that, and their tasks go on
+            wait(at_work, timeout=STOP_SECONDS - _END_SECONDS)
+        ended, self._running = [*self._running], {}
+        results = [f.result() for f in ended if f.done() and not f.cancelled() and f.exception() is None]
+        return [done for done in results if done.rows]
+
+
+def claim(store: Store, pool: str, count: int, least: int = 0) -> int:
+    """Claim a pool's first numbers in a cache; under cache.lock. Returns the first of `count`.
+
+    Args:
+        least: what it is not below; nor is it below what is published, for a power cut may have lost
+            the number.
+    """
+    if not store.folder.has_pool(pool):
+        store.require_room(1)  # for its file
+    return store.folder.claim_tasks(pool, count, max(least, tasks_listed(pool, store.segments())))
+
+
+def _elsewhere(task: Task) -> SamplerError:
+    """Why a task ended as if the pool had: it saw nobody hold this pool's lock."""
+    return SamplerError(
+        f"a worker found {task.cache} without this pool: the executor's workers must run on this host, "
+        f"{socket.gethostname()}, and have the same folder there; for other nodes there is arrowcache.ray"
+    )
+
+
+def _own_processes(workers: int) -> Any:
+    import loky  # 20 ms that `import arrowcache` need not take
+
+    from arrowcache.sampling.context import NamelessContext
+
+    return loky.ProcessPoolExecutor(
+        workers, context=NamelessContext(), initializer=_begin_worker, initargs=(os.getpid(),)
+    )
+
+
+def _kill(executor: Any) -> None:
+    executor.shutdown(wait=True, kill_workers=True)
+
+
+def _begin_worker(parent: int) -> None:
+    """Tie a worker process to the pool's, which ends its workers in order; if it is killed, they are too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked to be told
+        os._exit(1)

@@ -1,0 +1,37 @@
+"""Rows: many samples that a sampler yields at once, for those whose store gives many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any
+
+
+class Rows(dict[str, Any]):
+    """Many samples: each field has a leading axis of the same length.
+
+    `yield Rows(image=images, label=labels)` in a sampler is as good as yielding each row by itself, and
+    takes a fraction of the time. Numbers are arrays `(n, *shape)`; text, bytes and ragged fields lists of
+    n values. A segment that has room for some of them takes the first ones and drops the rest, as it
+    drops a single sample that no longer fits: the next task draws anew.
+    """
+
+    def split(self) -> Iterator[dict[str, Any]]:
+        """Each sample by itself; of arrays they are views."""
+        names = list(self)
+        for values in zip(*self.values(), strict=True):
+            yield dict(zip(names, values, strict=True))
+
+
+def single(samples: Iterable[Mapping[str, Any]]) -> Generator[Mapping[str, Any], None, None]:
+    """What a sampler yields, one sample a time; it is closed when this is."""
+    iterator = iter(samples)
+    try:
+        for sample in iterator:
+            if isinstance(sample, Rows):
+                yield from sample.split()
+            else:
+                yield sample
+    finally:
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,32 @@
+"""Sources: ready samplers of what people have, each reading only what it samples.
+
+    ParquetRows         random rows of a Parquet dataset
+    ArrayWindows        random windows of Zarr, HDF5 and .npy arrays
+    WebDatasetShards    samples of WebDataset's tar files, shard after shard
+    Mix, Map            several sources by weight; a function of each sample
+
+on any store: local paths, s3://, gs://, hdfs://, abfs://, or a filesystem= of pyarrow.fs or fsspec.
+
+What is not here: `TFRecordFiles`, which is in `arrowcache.tensorflow`, for TensorFlow does the framing and
+the examples. Shards of MosaicML's StreamingDataset (MDS): its reader does not install beside the pyarrow and
+NumPy that this package needs.
+"""
+
+from arrowcache.sampling.sources.map import Map
+from arrowcache.sampling.sources.mix import Mix
+from arrowcache.sampling.sources.parquet import ParquetRows
+from arrowcache.sampling.sources.retries import Retries
+from arrowcache.sampling.sources.shards import WebDatasetShards, decode_by_name
+from arrowcache.sampling.sources.source import Source
+from arrowcache.sampling.sources.windows import ArrayWindows
+
+__all__ = [
+    "ArrayWindows",
+    "Map",
+    "Mix",
+    "ParquetRows",
+    "Retries",
+    "Source",
+    "WebDatasetShards",
+    "decode_by_name",
+]

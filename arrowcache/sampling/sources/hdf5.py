@@ -1,0 +1,122 @@
+"""HDF5: a dataset of an HDF5 file on any store, through h5py, which this module imports.
+
+A local file is read by HDF5 itself. Any other is read through a Python file object, which tries again
+where the store fails; HDF5 looks for its metadata in many small reads, so they are buffered.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.errors import SamplerError
+from arrowcache.sampling.sources.store import Store
+
+T = TypeVar("T")
+
+_BUFFER_BYTES = 64 << 10
+
+
+class Hdf5Array:
+    """A dataset of an open file.
+
+    Raises: FileNotFoundError: no such file. ValueError: no dataset of that name. SamplerError: no HDF5.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __init__(self, store: Store, path: str, inner: str, name: str) -> None:
+        self._name = name
+        self._remote: _StoreFile | None = None
+        if not store.is_local:
+            self._remote = _StoreFile(store, path)
+            file: Any = io.BufferedReader(self._remote, _BUFFER_BYTES)
+        else:
+            store.run(lambda: store.open(path).close(), path)  # h5py's error would not be named well
+            file = path
+        self._file: Any = self._run(lambda: h5py.File(file, "r", locking="best-effort"))
+        try:
+            self._dataset = self._run(lambda: self._find(inner))
+            self.shape, self.dtype = self._dataset.shape, self._dataset.dtype
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, box: Sequence[slice]) -> NDArray[Any]:
+        return self._run(lambda: np.asarray(self._dataset[tuple(box)]))
+
+    def close(self) -> None:
+        self._file.close()
+        if self._remote is not None:
+            self._remote.close()
+
+    def _find(self, inner: str) -> Any:
+        found = self._file.get(inner) if inner else None
+        if isinstance(found, h5py.Dataset) and found.shape is not None:
+            return found
+        names: list[str] = []
+        self._file.visititems(
+            lambda name, thing: names.append(name) if isinstance(thing, h5py.Dataset) else None
+        )
+        has = ", ".join(f"#{name}" for name in names[:20]) or "none"
+        what = f"no dataset {inner!r}" if inner else "say which dataset"
+        raise ValueError(f"{self._name}: {what}; the file has {has}")
+
+    def _run(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except (OSError, RuntimeError, KeyError) as error:
+            if self._remote is not None and self._remote.error is not None:
+                raise self._remote.error from None
+            why = " ".join(str(error).split())
+            raise SamplerError(f"{self._name}: cannot be read as HDF5: {why}") from None
+
+
+class _StoreFile(io.RawIOBase):
+    """A store's file as h5py reads it. `error` is what the store ended with: HDF5 does not tell."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.error: OSError | None = None
+        self._store, self._path = store, path
+        self._file = store.run(lambda: store.open(path), path)
+        self._size = store.run(self._file.size, path)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted: int = max(0, min(len(view), self._size - self._at))
+
+        def read() -> bytes:
+            data: bytes = self._file.read_at(wanted, self._at)
+            if len(data) != wanted:
+                raise OSError(f"{len(data)} bytes came of {wanted}")
+            return data
+
+        try:
+            view[:wanted] = self._store.run(read, self._path)
+        except OSError as error:
+            self.error = error
+            raise
+        self._at += wanted
+        return wanted
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

@@ -1,0 +1,55 @@
+"""Kept: what a source has open between two reads, such as files: few, each process its own."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+
+
+class Kept(Generic[T]):
+    """Open things by their keys; what was not used for longest is closed first.
+
+    Pickled without what it holds. A forked child begins with nothing, and closes nothing of its parent's.
+    Not thread-safe: each thread of an executor unpickles a sampler of its own.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._things: OrderedDict[Hashable, T] = OrderedDict()
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._most,)
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is kept under a key, made if it is not there."""
+        if self._pid != os.getpid():
+            self._inherited = self._things  # alive, or they would be closed here
+            self._things, self._pid = OrderedDict(), os.getpid()
+        if key not in self._things:
+            while len(self._things) >= self._most:
+                self._things.popitem(last=False)[1].close()
+            self._things[key] = make()
+        self._things.move_to_end(key)
+        return self._things[key]
+
+    def drop(self, key: Hashable) -> None:
+        """Close one, as when it failed: the next `get` makes it anew. Nothing, if it is not there."""
+        thing = self._things.pop(key, None)
+        if thing is not None:
+            thing.close()
+
+    def close(self) -> None:
+        """Close all. Idempotent; they may be made again."""
+        if self._pid == os.getpid():
+            while self._things:
+                self._things.popitem()[1].close()

@@ -1,0 +1,91 @@
+"""Map: each sample of a source through a function, as for augmentation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.errors import SamplerError
+from arrowcache.sampling.rows import single
+from arrowcache.sampling.sources.source import Source, schema_of
+from arrowcache.sampling.task import Sampler
+from arrowcache.units import require_function
+
+
+class Map(Source):
+    """Draws from a source, and changes what it draws.
+
+        Map(ParquetRows(uri), lambda sample, rng: {**sample, "x": sample["x"] + rng.normal()})
+
+    Args:
+        source: or any sampler.
+        function: of a sample, or of a sample and the task's generator if it has two parameters: all its
+            randomness must come from that. Returns a sample; the one it gets may be changed, but not the
+            arrays in it.
+        schema: of what it returns; None: that of the first sample, for which one is drawn here. A ragged
+            field cannot be told from one sample.
+    Raises: TypeError: no function. What the source or the function raises.
+    """
+
+    def __init__(
+        self,
+        source: Sampler,
+        function: Callable[..., Mapping[str, Any]],
+        *,
+        schema: Schema | Mapping[str, FieldType] | None = None,
+    ) -> None:
+        if function is None:
+            raise TypeError("function must be a function of a sample, not None")
+        require_function(function, "function")
+        if not callable(source):
+            raise TypeError(f"source must be a source or a sampler, a function of rng, not {source!r}")
+        self._source = source
+        self._function = function
+        self._with_rng = _takes_two(function)
+        if schema is None:
+            self.schema = schema_of(self._draw, repr(self))
+        else:
+            self.schema = schema if isinstance(schema, Schema) else Schema(schema)
+
+    def __repr__(self) -> str:
+        return f"Map({self._source!r}, {getattr(self._function, '__qualname__', self._function)})"
+
+    def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
+        """Draw samples one by one."""
+        return self._draw(rng)
+
+    def close(self) -> None:
+        if isinstance(self._source, Source):
+            self._source.close()
+
+    def _draw(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
+        samples = single(self._source(rng))
+        try:
+            for sample in samples:
+                changed = (
+                    self._function(dict(sample), rng) if self._with_rng else self._function(dict(sample))
+                )
+                if not isinstance(changed, Mapping):
+                    raise SamplerError(
+                        f"{self!r}: the function must return a sample, a mapping of field names to values, "
+                        f"not {type(changed).__name__}"
+                    )
+                yield changed
+        finally:
+            samples.close()
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function has a second parameter without a default, or one named rng."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 and (
+        positional[1].default is inspect.Parameter.empty or positional[1].name == "rng"
+    )

@@ -1,0 +1,361 @@
+"""ParquetRows: random rows of a Parquet dataset on any store.
+
+Parquet is read by row groups: of each that is drawn, the columns asked for, their pieces joined into few
+reads, and nothing else. Footers are read when the source is made, all of them, so that a schema that drifts
+and a column that is not there are errors then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pyarrow import acero
+
+from arrowcache.arrow.foreign import kind_of, require_fields, values_of
+from arrowcache.arrow.schema import FieldType, Schema, Tensor, Timestamp
+from arrowcache.arrow.segment import row_bytes
+from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.rows import Rows
+from arrowcache.sampling.sources.choice import Choice
+from arrowcache.sampling.sources.kept import Kept
+from arrowcache.sampling.sources.retries import Retries
+from arrowcache.sampling.sources.source import Source
+from arrowcache.sampling.sources.store import URI, File, Store, at_once, locate
+from arrowcache.units import parse_count
+
+_SUFFIXES = (".parquet", ".parq", ".pq")
+_MOST_OPEN = 128  # files, with their footers
+_PIECE_BYTES = 256 << 10  # copied twice before it has left the processor's cache
+_MOST_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
+
+
+class _Group(NamedTuple):
+    """A row group: the number of its file, its own in there, its rows."""
+
+    file: int
+    number: int
+    rows: int
+
+
+class ParquetRows(Source):
+    """Draws row groups at random, and rows of each, such that every row is equally likely.
+
+    Args:
+        uri: a file, a folder with all below it, or several of either, on one store.
+        columns: which; None for all.
+        filter: a pyarrow.compute expression: only rows for which it is true. Row groups whose statistics
+            rule it out are never read. Where it leaves many rows of some row groups and few of others, a
+            segment that holds less than a row group has somewhat more of the latter.
+        rows_per_group: how many rows of each row group that is drawn, before the filter; None: all of
+            them, in random order, which reads each byte once and makes neighbours in the cache of
+            neighbours in the file. A row group is read as a whole anyway.
+        schema: what the columns become, where that does not follow from the files: `{"x": Tensor("float32",
+            (64, 64))}` of lists that all have 4096 values. Fields that it lacks are left out.
+        fill: name -> the value that stands for nulls of that column, else a null is a SchemaError.
+        filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None: the URI says.
+        retries: how often a read is tried again before its error is raised.
+    Raises: FileNotFoundError, PermissionError, OSError: the store. SchemaError: a field that drifts between
+        files, that no column can hold, or that is not there; a `fill` or `filter` that does not fit; names
+        the file. SamplerError: a file that is no Parquet. ValueError: no row, or no row group that the filter
+        leaves; an argument that does not fit.
+
+    Numbers, bool, text, bytes, timestamps and dates become scalars, lists of a fixed size tensors, other
+    lists ragged. What a partitioned folder says in its names is no column.
+    """
+
+    def __init__(
+        self,
+        uri: URI | Iterable[URI],
+        columns: Sequence[str] | None = None,
+        filter: pc.Expression | None = None,  # noqa: A002  # its name in pyarrow
+        *,
+        rows_per_group: int | None = None,
+        schema: Schema | Mapping[str, FieldType] | None = None,
+        fill: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+        retries: int | Retries = 4,
+    ) -> None:
+        if filter is not None and not isinstance(filter, pc.Expression):
+            raise TypeError(
+                f"filter must be an expression, such as pyarrow.compute.field('x') > 0, not {filter!r}"
+            )
+        if isinstance(columns, str) or columns == []:
+            raise TypeError(f"columns must be a list of names, at least one, not {columns!r}")
+        self._rows_per_group = (
+            None if rows_per_group is None else parse_count(rows_per_group, "rows_per_group")
+        )
+        self._filter = filter
+        self._fill = dict(fill or {})
+        self._kept: Kept[_Open] = Kept(_MOST_OPEN)
+        self._store, paths = locate(uri, filesystem, retries)
+        self._files = [file for path in paths for file in self._store.find(path, _SUFFIXES)]
+        footers = at_once(self._footer, self._files)
+        self.schema = _schema(self._names(), [footer.fields for footer in footers], columns, schema)
+        if unknown := [name for name in self._fill if name not in self.schema]:
+            raise ValueError(f"fill has {', '.join(map(repr, unknown))}, which is no column: {self.schema!r}")
+        for file, footer in zip(self._names(), footers, strict=True):
+            _require_fill(file, footer.fields, self._fill)
+        self._piece_rows = max(1, _PIECE_BYTES // row_bytes(self.schema))
+        self._groups = [
+            _Group(file, number, rows)
+            for file, footer in enumerate(footers)
+            for number, rows in footer.groups
+            if rows
+        ]
+        if not self._groups:
+            what = "no rows" if filter is None else f"no row group that may have rows with {filter}"
+            raise ValueError(f"{self._names()[0]} and what else was named: there is {what}")
+        taken = [self._taken(group) for group in self._groups]
+        # A row group is drawn the more often, the smaller the share of it that is taken each time.
+        self._choice = Choice([group.rows / part for group, part in zip(self._groups, taken, strict=True)])
+        # The first by its rows: see `_parts`. Where all give equally many, whatever is cut off is even.
+        self._first = Choice([group.rows for group in self._groups]) if len(set(taken)) > 1 else None
+
+    def __repr__(self) -> str:
+        rows = sum(group.rows for group in self._groups)
+        return (
+            f"ParquetRows({self._names()[0]!r} and {len(self._files) - 1} other files, {rows} rows, "
+            f"{', '.join(self.schema)})"
+        )
+
+    def __call__(self, rng: np.random.Generator) -> Iterator[Rows]:
+        """Draw rows, some of one row group at a time, in random order."""
+        empty = 0
+        for group, taken in self._parts(rng):
+            table = self._read(group)
+            rows = self._draw(rng, group, taken, table.num_rows)
+            empty = empty + 1 if table.num_rows == 0 else 0
+            if empty == _MOST_EMPTY:
+                raise SamplerError(
+                    f"{self._names()[group.file]}: the last of {empty} row groups in a row of which the "
+                    f"filter {self._filter} keeps no row; use one that keeps more"
+                )
+            yield from self._pieces(group, table, rows)
+
+    def close(self) -> None:
+        self._kept.close()
+
+    def _taken(self, group: _Group) -> int:
+        return group.rows if self._rows_per_group is None else min(self._rows_per_group, group.rows)
+
+    def _parts(self, rng: np.random.Generator) -> Iterator[tuple[_Group, int]]:
+        """Row groups, and how many rows of each, before the filter.
+
+        A segment may be full before the first row group ends. If it were drawn like the others, rows of
+        small row groups would come more often: so it is begun at a random place, as if the draws had gone
+        on for ever before.
+        """
+        if self._first is not None:
+            group = self._groups[self._first.draw(rng)]
+            yield group, int(rng.integers(self._taken(group))) + 1
+        while True:
+            group = self._groups[self._choice.draw(rng)]
+            yield group, self._taken(group)
+
+    def _draw(self, rng: np.random.Generator, group: _Group, taken: int, found: int) -> NDArray[np.int64]:
+        """Which of the rows that a filter left: those that are among the rows drawn before it."""
+        if found != group.rows:
+            taken = int(rng.hypergeometric(found, group.rows - found, taken))
+        if taken == found:
+            return rng.permutation(found)
+        return rng.choice(found, taken, replace=False)
+
+    def _pieces(self, group: _Group, table: pa.Table, rows: NDArray[np.int64]) -> Iterator[Rows]:
+        """Rows of a row group in the order given, some at a time."""
+        try:
+            columns = {name: self._column(name, table.column(name)) for name in self.schema}
+            for start in range(0, len(rows), self._piece_rows):
+                piece = rows[start : start + self._piece_rows]
+                samples = Rows()
+                for name, column in columns.items():
+                    if isinstance(column, np.ndarray):
+                        samples[name] = np.take(column, piece, axis=0)
+                    else:
+                        samples[name] = values_of(name, column.take(pa.array(piece)), self.schema[name])
+                yield samples
+        except (SchemaError, pa.ArrowException) as error:
+            raise SchemaError(f"{self._names()[group.file]}: {error}") from None
+
+    def _column(self, name: str, chunks: pa.ChunkedArray) -> NDArray[Any] | pa.Array:
+        """A column of fixed width as an array, without a copy where it can be; else as it is."""
+        column, kind = _joined(chunks), self.schema[name]
+        if name in self._fill and column.null_count:
+            column = pc.fill_null(column, self._fill[name])
+        if isinstance(kind, Tensor | Timestamp):
+            array: NDArray[Any] = values_of(name, column, kind)
+            return array
+        return column
+
+    def _names(self) -> list[str]:
+        return [self._store.name(file.path) for file in self._files]
+
+    def _footer(self, file: File) -> _Footer:
+        name = self._store.name(file.path)
+        try:
+            return self._store.run(lambda: _footer(self._store, file, self._filter), file.path)
+        except pa.ArrowException as error:
+            raise _damaged(name, error) from None
+
+    def _read(self, group: _Group) -> pa.Table:
+        """Read a row group of an open file; a file that failed is opened anew."""
+        file = self._files[group.file]
+
+        def make() -> _Open:
+            return _Open(self._store, file, list(self.schema), self._filter)
+
+        def read() -> pa.Table:
+            try:
+                return self._kept.get(group.file, make).read(group.number)
+            except BaseException:
+                self._kept.drop(group.file)
+                raise
+
+        try:
+            return self._store.run(read, file.path)
+        except pa.ArrowException as error:
+            raise _damaged(self._store.name(file.path), error) from None
+
+
+class _Footer(NamedTuple):
+    """What is kept of a file's footer: its fields, and (number, rows) of the row groups to draw from."""
+
+    fields: pa.Schema
+    groups: list[tuple[int, int]]
+
+
+def _footer(store: Store, file: File, condition: pc.Expression | None) -> _Footer:
+    fragment = pads.ParquetFileFormat().make_fragment(file.path, store.filesystem, file_size=file.nbytes)
+    fragment.ensure_complete_metadata()
+    fields = fragment.physical_schema
+    if condition is not None:
+        try:
+            fields.empty_table().filter(condition)  # `subset` takes what is no condition
+            fragment = fragment.subset(condition)
+        except pa.ArrowException as error:
+            raise SchemaError(
+                f"{store.name(file.path)}: the filter {condition} does not fit: {error}"
+            ) from None
+    return _Footer(fields, [(group.id, group.num_rows) for group in fragment.row_groups])
+
+
+class _Open:
+    """An open file, with its footer.
+
+    Not a fragment of pyarrow.dataset, which takes twice the time a small row group, and whose threads read
+    where no other may: they would still hold a file of a file system in Python as the process ends.
+    """
+
+    def __init__(self, store: Store, file: File, names: list[str], condition: pc.Expression | None) -> None:
+        self._names, self._condition = names, condition
+        self._in_threads = not store.is_in_python
+        self._file = store.open(file.path)
+        self._parquet = pq.ParquetFile(self._file, pre_buffer=self._in_threads)
+        self._read_names = names
+        if condition is not None:
+            self._read_names = names + _needed(condition, self._parquet.schema_arrow, names)
+
+    def read(self, number: int) -> pa.Table:
+        """A row group's columns, of the rows that the filter leaves."""
+        table = self._parquet.read_row_group(number, columns=self._read_names, use_threads=self._in_threads)
+        return table if self._condition is None else _filtered(table, self._condition).select(self._names)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _filtered(table: pa.Table, condition: pc.Expression) -> pa.Table:
+    """The rows for which a condition is true, in their order. As Table.filter, but in this thread."""
+    source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
+    chosen = acero.Declaration("filter", acero.FilterNodeOptions(condition))
+    return acero.Declaration.from_sequence([source, chosen]).to_table(use_threads=False)
+
+
+def _needed(condition: pc.Expression, fields: pa.Schema, names: Sequence[str]) -> list[str]:
+    """Which fields a condition is about, beside those named: those without which it cannot be asked."""
+    empty, needed = fields.empty_table(), []
+    for name in fields.names:
+        if name not in names:
+            try:
+                empty.drop_columns([name]).filter(condition)
+            except pa.ArrowException:
+                needed.append(name)
+    return needed
+
+
+def _schema(
+    names: Sequence[str],
+    files: Sequence[pa.Schema],
+    columns: Sequence[str] | None,
+    wanted: Schema | Mapping[str, FieldType] | None,
+) -> Schema:
+    """The schema of all files; of the first, if none is wanted, and the others must have it, too."""
+    schema = wanted if wanted is None or isinstance(wanted, Schema) else Schema(wanted)
+    if schema is None:
+        schema = _inferred(names[0], files[0], columns)
+    else:
+        chosen = schema.select(columns, least=1)
+        schema = Schema({name: schema[name] for name in chosen})
+    for file, fields in zip(names, files, strict=True):
+        try:
+            require_fields(fields, schema)
+            if wanted is None:
+                _require_same(fields, schema, names[0])
+        except SchemaError as error:
+            raise SchemaError(f"{file}: {error}") from None
+    return schema
+
+
+def _inferred(file: str, fields: pa.Schema, columns: Sequence[str] | None) -> Schema:
+    try:
+        # a name that is there twice is found by require_fields
+        kinds = {field.name: kind_of(field) for field in fields if columns is None or field.name in columns}
+        for name in columns or ():
+            if name not in kinds:
+                require_fields(fields, Schema({name: Tensor("bool")}))
+        return Schema(kinds if columns is None else {name: kinds[name] for name in columns})
+    except (SchemaError, ValueError) as error:
+        raise SchemaError(f"{file}: {error}") from None
+
+
+def _require_same(fields: pa.Schema, schema: Schema, first: str) -> None:
+    for name, kind in schema.items():
+        if (found := kind_of(fields.field(name))) != kind:
+            raise SchemaError(
+                f"field {name!r} is {found}, and {kind} in {first}: files must agree; pass schema= to have "
+                "all of them converted to one type, where that is exact"
+            )
+
+
+def _require_fill(file: str, fields: pa.Schema, fill: Mapping[str, Any]) -> None:
+    """Make sure that a file's columns can hold what stands for their nulls, as pyarrow would round it."""
+    for name, value in fill.items():
+        found = fields.field(name).type
+        found = found.value_type if pa.types.is_dictionary(found) else found
+        plain = value.as_py() if isinstance(value, pa.Scalar) else value
+        try:
+            held = pa.scalar(plain, found)
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            raise SchemaError(f"{file}: field {name!r} cannot be filled with {value!r}: {error}") from None
+        if not held.is_valid or (pa.types.is_integer(found) and held.as_py() != plain):
+            raise SchemaError(
+                f"{file}: field {name!r} is {found}, and cannot be filled with {value!r}: give a value "
+                "of that type"
+            )
+
+
+def _joined(column: pa.ChunkedArray) -> pa.Array:
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def _damaged(name: str, error: Exception) -> SamplerError:
+    why = " ".join(str(error).split())
+    return SamplerError(f"{name}: cannot be read as Parquet: {why}; get the file anew, or leave it out")

@@ -1,0 +1,111 @@
+"""Retries: a read of a remote store, tried again while its error may pass.
+
+Some errors cannot pass: what is not there, and credentials that the store refuses. Those end at once, as
+FileNotFoundError and PermissionError with a sentence that says what to do. Other errors of the operating
+system or the store (a connection that was reset, 503, a body that was cut off) are tried again after a
+delay that doubles and is drawn at random, so that a hundred samplers do not all come back at the same
+moment (Brooker, "Exponential backoff and jitter", AWS Architecture Blog, 2015: "full jitter").
+It must never draw from a task's generator: what a task holds does not depend on the store's health.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+from arrowcache.units import parse_count, parse_seconds
+
+T = TypeVar("T")
+
+_CODE = re.compile(r"AWS Error (\w+)|HTTP status (\d+)|Status\((\w+)")  # of S3, and of Google's C++ client
+_REFUSED = {
+    "ACCESS_DENIED", "ACCOUNT_PROBLEM", "EXPIRED_TOKEN", "INCOMPLETE_SIGNATURE", "INVALID_ACCESS_KEY_ID",
+    "INVALID_CLIENT_TOKEN_ID", "INVALID_SIGNATURE", "INVALID_TOKEN", "MISSING_AUTHENTICATION_TOKEN",
+    "NOT_AUTHORIZED", "OPT_IN_REQUIRED", "SIGNATURE_DOES_NOT_MATCH", "UNRECOGNIZED_CLIENT",
+    "PERMISSION_DENIED", "UNAUTHENTICATED", "401", "403",
+}  # fmt: skip
+_ABSENT = {"NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "NOT_FOUND", "404"}
+_SETTLED = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often a read is tried again, and after how long.
+
+    Args:
+        count: how many times after the first attempt.
+        first_seconds: the longest delay before the second attempt; it doubles with each.
+        most_seconds: the longest of all.
+        sleep, jitter: replaceable in tests.
+    Raises: TypeError, ValueError: what is no count, or no time.
+    """
+
+    count: int = 4
+    first_seconds: float = 0.25
+    most_seconds: float = 10.0
+    sleep: Callable[[float], None] = time.sleep
+    jitter: Callable[[], float] = random.random
+
+    def __post_init__(self) -> None:
+        parse_count(self.count, "retries", least=0, most=1000)
+        for name in ("first_seconds", "most_seconds"):
+            if getattr(self, name) is None:
+                raise TypeError(f"{name} must be a number of seconds, not None")
+            parse_seconds(getattr(self, name), name)
+
+    @classmethod
+    def of(cls, retries: int | Retries) -> Retries:
+        """Raises: TypeError, ValueError: not a count."""
+        if isinstance(retries, Retries):
+            return retries
+        return cls(retries)
+
+    def run(self, read: Callable[[], T], name: str) -> T:
+        """What `read` returns, at the first attempt that succeeds.
+
+        Args:
+            name: of the file, for messages; without credentials.
+        Blocks: for all attempts and the delays between them.
+        Raises: FileNotFoundError, PermissionError: at once. OSError: at the last attempt; names the file
+            and the cause. Whatever else `read` raises passes through.
+        """
+        for attempt in range(self.count + 1):
+            try:
+                return read()
+            except OSError as error:
+                if attempt == self.count or is_settled(error):
+                    end(error, name, attempt + 1)
+                self.sleep(self.jitter() * min(self.most_seconds, self.first_seconds * 2**attempt))
+        raise AssertionError("the last attempt returns or raises")
+
+
+def is_settled(error: OSError) -> bool:
+    """Whether trying again would end in the same way."""
+    return isinstance(error, _SETTLED) or bool(_codes(error) & (_REFUSED | _ABSENT))
+
+
+def end(error: OSError, name: str, attempts: int) -> NoReturn:
+    """Raise what a handler can tell apart, with the file's name."""
+    cause, codes = " ".join(str(error).split()), _codes(error)
+    if isinstance(error, PermissionError) or codes & _REFUSED:
+        raise PermissionError(
+            errno.EACCES,
+            "the store refuses these credentials, or they may not read this: check the key, its secret and "
+            f"its rights (the store says: {cause})",
+            name,
+        ) from error
+    if isinstance(error, FileNotFoundError) or codes & _ABSENT:
+        raise FileNotFoundError(errno.ENOENT, "no such file or bucket", name) from error
+    if isinstance(error, _SETTLED):
+        raise type(error)(error.errno, cause, name) from error
+    tried = "at the first attempt" if attempts == 1 else f"in {attempts} attempts"
+    raise OSError(errno.EIO, f"cannot be read, {tried}: {cause}", name) from error
+
+
+def _codes(error: OSError) -> set[str]:
+    return {code for found in _CODE.findall(str(error)) for code in found if code}

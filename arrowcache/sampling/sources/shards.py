@@ -1,0 +1,234 @@
+"""WebDatasetShards: samples of tar files, as WebDataset has them.
+
+A tar is read from its beginning on, as a stream: there is no index. Files that follow each other and have a
+name in common up to the first dot of their last part are one sample, and what comes after that dot names
+the field: `a/0017.jpg` and `a/0017.cls` are the fields "jpg" and "cls" of one sample.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from arrowcache.arrow.convert import require_value
+from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.sources.choice import Choice
+from arrowcache.sampling.sources.retries import Retries
+from arrowcache.sampling.sources.source import Source, shuffled
+from arrowcache.sampling.sources.store import URI, File, Store, locate
+from arrowcache.units import parse_count
+
+Decode = Callable[[str, bytes], Any]
+"""(field, bytes) -> the value of the field."""
+
+_BUFFER_BYTES = 1 << 20
+_MOST_EMPTY = 100  # shards in a row without a sample
+
+
+class WebDatasetShards(Source):
+    """Draws a shard, the more often the more bytes it has, and yields its samples from its beginning on.
+
+    One after another, but for a small shuffle: so the segments of many tasks begin with the first samples
+    of some shard. Shards of about a segment's samples are drawn evenly; of much larger ones, the ends are
+    never reached.
+
+    Args:
+        uris: a .tar, a folder with all below it, or several of either, on one store.
+        decode: of a field's name and its bytes makes its value; None: `decode_by_name`.
+        fields: which; None: those of the first sample. Other files of a sample are left out.
+        shuffle: so many samples are held, and one of them, at random, is yielded for each that is read.
+        schema: None: that of the first sample; a ragged field cannot be told from that.
+        filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None: the URI says.
+        retries: how often a read is tried again before its error is raised.
+    Raises: FileNotFoundError, PermissionError, OSError: the store. SamplerError: a file that is no tar, or
+        damaged, or without a sample. SchemaError: a sample that lacks a field, or has a value that does not
+        fit `schema` or cannot be decoded, whatever `decode` raises; names shard, sample and field.
+        ValueError: `fields` that are not those of `schema`. All of these of the first shard at
+        construction, else from a task.
+    """
+
+    def __init__(
+        self,
+        uris: URI | Iterable[URI],
+        decode: Decode | None = None,
+        *,
+        fields: Iterable[str] | None = None,
+        shuffle: int = 64,
+        schema: Schema | Mapping[str, FieldType] | None = None,
+        filesystem: Any = None,
+        retries: int | Retries = 4,
+    ) -> None:
+        if isinstance(fields, str):
+            raise TypeError(f"fields must be a list of names, such as fields=[{fields!r}]")
+        self._decode = decode_by_name if decode is None else decode
+        self._shuffle = parse_count(shuffle, "shuffle", least=0)
+        self._store, paths = locate(uris, filesystem, retries)
+        self._shards = [file for path in paths for file in self._store.find(path, (".tar",))]
+        self._choice = Choice([float(max(1, shard.nbytes)) for shard in self._shards])
+        self._fields: tuple[str, ...] | None = None if fields is None else tuple(fields)
+        self._kinds: Mapping[str, FieldType] = {}  # until it is known
+        if schema is not None:
+            self.schema = schema if isinstance(schema, Schema) else Schema(schema)
+            if self._fields is not None and set(self._fields) != set(self.schema):
+                raise ValueError(
+                    f"fields are {', '.join(map(str, self._fields)) or 'none'}, and schema has "
+                    f"{', '.join(self.schema)}: one of both is enough"
+                )
+            self._fields = tuple(self.schema)
+        else:
+            first = next(self._samples(self._shards[0]), None)
+            if first is None:
+                raise SamplerError(f"{self._name(self._shards[0])}: there is no sample in it")
+            self.schema = Schema.infer(first)
+            self._fields = tuple(self.schema)
+        self._kinds = self.schema
+
+    def __repr__(self) -> str:
+        return f"WebDatasetShards({self._name(self._shards[0])!r} and {len(self._shards) - 1} other shards)"
+
+    def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+        """Draw shards, one after another, and samples of each."""
+        empty = 0
+        while empty < _MOST_EMPTY:
+            shard = self._shards[self._choice.draw(rng)]
+            empty += 1
+            for sample in shuffled(self._samples(shard), self._shuffle, rng):
+                empty = 0
+                yield sample
+        raise SamplerError(
+            f"{self._name(shard)}: the last of {empty} shards in a row without a sample; leave them out"
+        )
+
+    def _name(self, shard: File) -> str:
+        return self._store.name(shard.path)
+
+    def _samples(self, shard: File) -> Iterator[dict[str, Any]]:
+        """The samples of a shard, in its order, decoded."""
+        name = self._name(shard)
+        if shard.nbytes % tarfile.BLOCKSIZE:  # within a header, tarfile would take it for the end
+            raise _damaged(name, f"it has {shard.nbytes} bytes, and tar has blocks of {tarfile.BLOCKSIZE}")
+        with io.BufferedReader(_Stream(self._store, shard), _BUFFER_BYTES) as file:
+            try:
+                with tarfile.open(fileobj=file, mode="r|") as tar:
+                    for key, files in _grouped(tar):
+                        yield self._sample(f"{name}, sample {key!r}", files)
+            except tarfile.TarError as error:
+                raise _damaged(name, str(error)) from None
+
+    def _sample(self, place: str, files: Mapping[str, bytes]) -> dict[str, Any]:
+        fields = files if self._fields is None else self._fields
+        sample = {}
+        for field in fields:
+            if field not in files:
+                raise SchemaError(f"{place}: there is no field {field!r}, there are {', '.join(files)}")
+            try:
+                sample[field] = self._decode(field, files[field])
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"  # of a KeyError the text says little
+                raise SchemaError(f"{place}: field {field!r} cannot be decoded: {why}") from error
+        try:
+            for field, kind in self._kinds.items():
+                require_value(field, kind, sample[field])
+        except SchemaError as error:
+            raise SchemaError(f"{place}: {error}") from None
+        return sample
+
+
+def _damaged(name: str, why: str) -> SamplerError:
+    return SamplerError(f"{name}: cannot be read as tar: {why}; get the file anew, or leave it out")
+
+
+def decode_by_name(field: str, data: bytes) -> Any:
+    """What the end of a field's name says: never a pickle.
+
+    `npy` an array, `cls` and `index` an int, `txt` text, `json` what it says, if that is a number, text or
+    numbers in lists; `jpg`, `jpeg`, `png`, `ppm` an array (height, width, channels) or (height, width) of
+    uint8, where Pillow is installed; anything else, and pictures without Pillow, the bytes.
+    """
+    match field.rpartition(".")[2].lower():
+        case "npy":
+            return npy.read_array(io.BytesIO(data))  # which refuses pickles unless it is told not to
+        case "cls" | "cls2" | "index" | "inx" | "id":
+            return int(data)
+        case "txt" | "text" | "transcript":
+            return data.decode()
+        case "json":
+            value = json.loads(data)
+            if isinstance(value, dict) or value is None:
+                raise ValueError(f"JSON of a {type(value).__name__} is no value of a field: pass decode=")
+            return value
+        case "jpg" | "jpeg" | "png" | "ppm" | "pgm" | "pbm":
+            return _picture(data)
+        case _:
+            return data
+
+
+def _picture(data: bytes) -> Any:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        return data
+    with Image.open(io.BytesIO(data)) as picture:
+        return np.asarray(picture)
+
+
+def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Samples of a tar, as (key, field -> bytes)."""
+    current: str | None = None
+    files: dict[str, bytes] = {}
+    for member in tar:
+        folder, _, last = member.name.rpartition("/")
+        stem, dot, field = last.partition(".")
+        if not member.isfile() or not dot or not stem:  # folders, links, hidden files
+            continue
+        key = f"{folder}/{stem}" if folder else stem
+        if key != current:
+            if current is not None:
+                yield current, files
+            current, files = key, {}
+        opened = tar.extractfile(member)
+        assert opened is not None  # only of what is no file
+        files[field] = opened.read()
+        if len(files[field]) != member.size:
+            raise tarfile.ReadError(f"it ends within {member.name}")
+    if current is not None:
+        yield current, files
+
+
+class _Stream(io.RawIOBase):
+    """A store's file from its beginning on, in large pieces; each is tried again."""
+
+    def __init__(self, store: Store, shard: File) -> None:
+        self._store, self._path, self._nbytes = store, shard.path, shard.nbytes
+        self._file = store.run(lambda: store.open(shard.path), shard.path)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted: int = min(len(view), self._nbytes - self._at)
+
+        def read() -> bytes:
+            data: bytes = self._file.read_at(wanted, self._at)
+            if len(data) != wanted:
+                raise OSError(f"{len(data)} bytes came of {wanted}")
+            return data
+
+        if wanted:
+            view[:wanted] = self._store.run(read, self._path)
+        self._at += wanted
+        return wanted
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

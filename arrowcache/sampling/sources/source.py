@@ -1,0 +1,76 @@
+"""Source: a ready sampler that knows its schema.
+
+Each is a picklable callable `source(rng)`, to be given to `SamplerPool(cache, source)`. What it yields
+depends on `rng` and on the store's content alone: lists of files are sorted, and fixed when it is made.
+It connects and opens files where it is called, keeps them open for the next call, and pickles without them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from arrowcache.arrow.schema import Schema
+from arrowcache.errors import SamplerError
+from arrowcache.sampling.rows import single
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class Source(ABC):
+    """What the sources share. A context manager: leaving it closes what is open."""
+
+    schema: Schema
+    """What a sample holds: `Cache.create(path, source.schema, ...)`."""
+
+    @abstractmethod
+    def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
+        """Draw samples, without end."""
+
+    def close(self) -> None:  # noqa: B027  # a source that opens nothing has nothing to close
+        """Close files and connections of this process. Idempotent; the next call opens them again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema:
+    """The schema that a source says it has; else that of the first sample it draws.
+
+    Raises: TypeError: not a sampler. SamplerError: it yields nothing. What it raises.
+    """
+    schema = getattr(source, "schema", None)
+    if isinstance(schema, Schema):
+        return schema
+    if not callable(source):
+        raise TypeError(f"{what} must be a source or a sampler, a function of rng, not {source!r}")
+    samples = single(source(np.random.default_rng(0)))
+    try:
+        for sample in samples:
+            return Schema.infer(sample)
+    finally:
+        samples.close()
+    raise SamplerError(f"{what} yielded nothing: it must yield at least one sample a call")
+
+
+def shuffled(
+    samples: Iterable[dict[str, Any]], held: int, rng: np.random.Generator
+) -> Iterator[dict[str, Any]]:
+    """Samples in a somewhat random order: of `held` and one more, one is yielded for each that comes."""
+    waiting: list[dict[str, Any]] = []
+    for sample in samples:
+        waiting.append(sample)
+        if len(waiting) > held:
+            yield waiting.pop(int(rng.integers(len(waiting))))
+    while waiting:
+        yield waiting.pop(int(rng.integers(len(waiting))))

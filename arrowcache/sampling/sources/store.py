@@ -1,0 +1,187 @@
+"""Store: where a source's files are: any file system that pyarrow.fs has, or that fsspec does.
+
+A store is a plain value until it is used: it is pickled as its URI, and connects anew in each process, also
+in a forked one. Reads are tried again as `retries` says. Its names of files are for messages: no key or
+secret of a URI is in them, nor in any error raised here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import pyarrow as pa
+from pyarrow import fs
+
+from arrowcache.sampling.sources.retries import Retries
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+URI = str | os.PathLike[str]
+_AT_ONCE = 16  # requests at a time, where each waits for the store
+
+
+class File(NamedTuple):
+    """A file of a store: its path there, and its length."""
+
+    path: str
+    nbytes: int
+
+
+class Store:
+    """One file system.
+
+    Args:
+        uri: any file's on it, such as "s3://key:secret@bucket/path?region=eu-central-1"; local paths too.
+        filesystem: instead of what the URI says, of pyarrow.fs or fsspec; the URIs are paths on it then.
+    """
+
+    def __init__(self, uri: str, filesystem: Any, retries: int | Retries) -> None:
+        self.retries = Retries.of(retries)
+        self._uri = uri
+        self._given = _as_filesystem(filesystem)
+        self._made: tuple[int, fs.FileSystem] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_made": None}
+
+    @property
+    def filesystem(self) -> fs.FileSystem:
+        """This process' connection."""
+        if self._given is not None:
+            return self._given
+        if self._made is None or self._made[0] != os.getpid():  # its threads did not survive a fork
+            self._made = os.getpid(), _connect(self._uri)[0]
+        return self._made[1]
+
+    @property
+    def is_local(self) -> bool:
+        return bool(self.filesystem.type_name == "local")
+
+    @property
+    def is_in_python(self) -> bool:
+        """Whether reading takes the GIL, such as through fsspec."""
+        return isinstance(self.filesystem, fs.PyFileSystem)
+
+    def name(self, path: str) -> str:
+        """A file, for messages."""
+        kind = self.filesystem.type_name
+        return f"{kind}://{path}" if kind in ("s3", "gcs", "abfs", "hdfs") else path
+
+    def run(self, read: Callable[[], T], path: str) -> T:
+        """Do what reads a file, with retries. Raises: as `Retries.run`."""
+        return self.retries.run(read, self.name(path))
+
+    def open(self, path: str) -> pa.NativeFile:
+        """A file for random access. Not tried again: `run` it."""
+        return self.filesystem.open_input_file(path)
+
+    def find(self, path: str, suffixes: Sequence[str]) -> list[File]:
+        """A file, or all below a folder that end in one of `suffixes`, in the order of their names.
+
+        Files and folders whose names begin with a dot or an underscore are left out.
+        Raises: FileNotFoundError: nothing there, or nothing of these. PermissionError, OSError.
+        """
+        info = self.run(lambda: self.filesystem.get_file_info(path), path)
+        if info.type == fs.FileType.NotFound:
+            raise FileNotFoundError(errno.ENOENT, "no such file or folder", self.name(path))
+        if info.type != fs.FileType.Directory:
+            return [File(info.path, info.size)]
+        selector = fs.FileSelector(path, recursive=True)
+        found = self.run(lambda: self.filesystem.get_file_info(selector), path)
+        files = sorted(
+            File(info.path, info.size)
+            for info in found
+            if info.type == fs.FileType.File
+            and info.path.endswith(tuple(suffixes))
+            and not _is_hidden(info.path[len(path) :])
+        )
+        if not files:
+            raise FileNotFoundError(
+                errno.ENOENT, f"the folder has no file that ends in {' or '.join(suffixes)}", self.name(path)
+            )
+        return files
+
+
+def locate(uris: URI | Iterable[URI], filesystem: Any, retries: int | Retries) -> tuple[Store, list[str]]:
+    """The store of some URIs, and the path of each on it.
+
+    Raises: ValueError: no URI, one that no file system understands, or URIs of several stores.
+        OSError: the store cannot be reached.
+    """
+    given = [os.fspath(uri) for uri in ([uris] if isinstance(uris, str | os.PathLike) else uris)]
+    if not given:
+        raise ValueError("there is no URI: give at least one file or folder")
+    if filesystem is None:
+        given = [uri if "://" in uri else os.path.abspath(uri) for uri in given]
+    store = Store(given[0], filesystem, retries)
+    if filesystem is not None:
+        return store, given
+    paths = []
+    for uri in given:
+        found, path = store.retries.run(lambda uri=uri: _connect(uri), _redacted(uri))  # type: ignore[misc]  # mypy cannot infer lambdas with defaults
+        if found != store.filesystem:
+            raise ValueError(
+                f"{_redacted(uri)} is in another store than {_redacted(given[0])}: make a source of each, "
+                "and Mix them"
+            )
+        paths.append(path)
+    return store, paths
+
+
+def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
+    """Call a function for each item, some at the same time: each call mostly waits for a store.
+
+    Raises: what the first call that failed did; those that had not begun never do.
+    """
+    if len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(_AT_ONCE, len(items)), thread_name_prefix="arrowcache-sources") as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _connect(uri: str) -> tuple[fs.FileSystem, str]:
+    try:
+        found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
+    except pa.ArrowInvalid as error:
+        reason = str(error).replace(uri, _redacted(uri))
+        raise ValueError(
+            f"{_redacted(uri)} is no URI of a store: {reason}; give a path, or file://, s3://, gs://, "
+            "hdfs:// or abfs://, or pass filesystem="
+        ) from None
+    filesystem, path = found
+    if filesystem.type_name == "s3":
+        # A URI cannot say how to retry, and then pyarrow does for 6 s, five times a second, whatever it is.
+        _, (options,) = filesystem.__reduce__()
+        once = fs.AwsStandardS3RetryStrategy(max_attempts=1)
+        filesystem = fs.S3FileSystem(retry_strategy=once, **options)
+    return filesystem, path
+
+
+def _redacted(uri: str) -> str:
+    """A URI without key, secret and options."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return uri
+    rest = rest.partition("?")[0]
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def _as_filesystem(filesystem: Any) -> fs.FileSystem | None:
+    if filesystem is None or isinstance(filesystem, fs.FileSystem):
+        return filesystem
+    if hasattr(filesystem, "protocol") and hasattr(filesystem, "open"):
+        return fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+    raise TypeError(f"filesystem must be of pyarrow.fs or fsspec, not {filesystem!r}")
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in path.split("/"))

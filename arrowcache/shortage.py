@@ -1,0 +1,126 @@
+"""Shortage: what to do where the kernel refuses: files, mappings, threads, a disk that can be written to.
+
+An error of the operating system keeps its class, number and path, so that it is handled as before; its
+text gains the numbers and the way out.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from arrowcache.errors import WorkerError
+
+MORE_ROOM = "free space on it, or cache.evict() some and cache.resize() to less"
+"""What to do about a full disk: deleting needs no room, all else may."""
+
+
+def explained(error: OSError, folder: Path | None = None) -> OSError:
+    """The same error with what to do; itself, if it says so already, or if nothing is known.
+
+    Args:
+        folder: of the cache that it is about.
+    """
+    if error.errno is None or error.strerror != os.strerror(error.errno):
+        return error
+    if error.errno in (errno.EACCES, errno.EPERM):
+        advice = _rights(folder)
+    elif error.errno in _ADVICE:
+        advice = _ADVICE[error.errno]()
+    else:
+        return error
+    names = [name for name in (error.filename, error.filename2) if name is not None]
+    where = names[:1] + [None] * len(names[1:]) + names[1:]  # OSError's third is for another system
+    better = OSError(error.errno, f"{error.strerror}: {advice}", *where)
+    return better.with_traceback(error.__traceback__)
+
+
+@contextmanager
+def explaining(folder: Path | None = None) -> Iterator[None]:
+    """Errors of the operating system that pass say what to do, for a cache in this folder."""
+    try:
+        yield
+    except OSError as error:
+        better = explained(error, folder)
+        try:
+            if better is error:
+                raise
+            raise better from None
+        finally:
+            del better  # its traceback has this frame
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises: WorkerError: the kernel has none; it can be tried again.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if thread.ident is not None:
+            raise  # it was started before
+        raise WorkerError(f"no thread can be started: {_threads()}") from error
+
+
+def _threads() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    return (
+        f"this process has {threading.active_count()}, and the limits are {shown} processes and threads of "
+        f"this user (ulimit -u), {_most_mappings()} mappings of this process (vm.max_map_count), and those "
+        "of its control group: raise what is too low, or use fewer workers"
+    )
+
+
+def _most_mappings() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/vm/max_map_count").read_text().strip()
+    return "?"
+
+
+def _files() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"this process may have {limit}; raise the limit of open files (ulimit -n), or keep fewer open"
+
+
+def _memory() -> str:
+    return (
+        f"this process has no memory, no addresses (ulimit -v) or none of its {_most_mappings()} mappings "
+        "(sysctl vm.max_map_count) left: raise the limit, or keep fewer batches, tables and snapshots alive"
+    )
+
+
+def _rights(folder: Path | None) -> str:
+    owner = "another user's"
+    if folder is not None:
+        with suppress(OSError):
+            owner = f"user {os.stat(folder).st_uid}'s"
+    return (
+        f"the cache is {owner}, and this process runs as user {os.geteuid()}: use it as its owner, who "
+        "must be able to write to it (chmod -R u+rwX)"
+    )
+
+
+_ADVICE: dict[int, Callable[[], str]] = {
+    errno.EMFILE: _files,
+    errno.ETOOMANYREFS: _files,
+    errno.ENFILE: lambda: "the whole machine has too many files open: raise fs.file-max",
+    errno.ENOMEM: _memory,
+    errno.EAGAIN: _threads,
+    errno.EROFS: lambda: (
+        "readers lock the cache's files, too, so its disk must be writable: see why it is not (dmesg), "
+        "and mount it anew, or copy the cache elsewhere; snapshots that are open go on"
+    ),
+    errno.ENOSPC: lambda: f"the disk is full: {MORE_ROOM}",
+    errno.EDQUOT: lambda: MORE_ROOM,
+    errno.EIO: lambda: "the disk failed: see dmesg; what else is published can be read still",
+    errno.ENOENT: lambda: (
+        "the cache's folder was moved or removed while in use: put it back, or open the cache where it is now"
+    ),
+}

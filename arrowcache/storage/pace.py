@@ -1,0 +1,134 @@
+"""Pace: how far training and sampling may run ahead of each other. Pure.
+
+After the rate limiter of Reverb (Cassirer et al., "Reverb: A Framework for Experience Replay", 2021):
+a ratio of samples served to samples inserted, held within a tolerance. What differs: an epoch is served
+as a whole, so the loader is asked where one begins, while it leases nothing; and samplers never wait
+while a loader does, so that the two cannot wait for each other, whatever the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from numbers import Real
+from typing import Any, NamedTuple
+
+from arrowcache.units import format_count, parse_count
+
+
+class Flow(NamedTuple):
+    """What came and went since the pace was set, and what is here.
+
+    `inserted_rows` were published, `served_rows` are those of epochs that began, a row of two epochs twice;
+    `rows` are in the cache now.
+    """
+
+    inserted_rows: int
+    served_rows: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How far training and sampling may run ahead of each other; set with `cache.set_pace`.
+
+    Args:
+        min_rows: no epoch begins, and no sampler waits for training, before the cache holds so many rows.
+        samples_per_insert: how often training is to serve a sample, on average: so many rows served for
+            each row that is published. None: neither side waits for the other.
+        max_reuse: how many epochs may read the same segment; then it is left out, and an epoch waits until
+            there are others. None: no limit.
+        tolerance: by how many served rows training may lag behind `samples_per_insert` before samplers wait,
+            and be ahead of it before epochs do. None: as many as what the cache holds at the time is to be
+            served, at least once: samplers fill the cache, and wait before what was served too seldom leaves.
+
+    It is asked when an epoch begins and when a segment is published, so an epoch may overshoot by its rows,
+    and each sampler by a segment. For samples_per_insert, what was served and published before it was set
+    does not count; for max_reuse every epoch does.
+    Raises: ValueError, TypeError: a number that does not fit.
+    """
+
+    min_rows: int = 1
+    samples_per_insert: float | None = None
+    max_reuse: int | None = None
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        keep = partial(object.__setattr__, self)  # plain numbers, as JSON takes them, instead of NumPy's
+        keep("min_rows", parse_count(self.min_rows, "min_rows"))
+        if self.max_reuse is not None:
+            keep("max_reuse", parse_count(self.max_reuse, "max_reuse"))
+        ratio = _number(self.samples_per_insert, "samples_per_insert")
+        keep("samples_per_insert", ratio)
+        if ratio is not None and ratio <= 0:
+            raise ValueError(f"samples_per_insert={ratio} must be above 0: so often is each sample served")
+        tolerance = _number(self.tolerance, "tolerance")
+        keep("tolerance", tolerance)
+        if tolerance is not None and tolerance < 0:
+            raise ValueError(f"tolerance={tolerance} is a number of rows: give one >= 0")
+        if tolerance is not None and ratio is None:
+            raise ValueError(f"tolerance={tolerance} is one of samples_per_insert: give that, too")
+        if ratio is not None and self.max_reuse is not None and ratio > self.max_reuse:
+            raise ValueError(
+                f"samples_per_insert={ratio} can never be reached with max_reuse={self.max_reuse}: "
+                "raise max_reuse, or lower samples_per_insert"
+            )
+
+    def keeps_sampler(self, flow: Flow) -> str:
+        """Why a sampler waits, if no loader does; empty: it does not."""
+        if self.samples_per_insert is None or flow.rows < self.min_rows:
+            return ""
+        lag = self.samples_per_insert * flow.inserted_rows - flow.served_rows
+        if lag <= self._tolerance(flow):
+            return ""
+        return (
+            f"training is {lag:,.0f} served rows behind samples_per_insert={self.samples_per_insert:g}, "
+            f"and the tolerance is {self._tolerance(flow):,.0f}"
+        )
+
+    def keeps_loader(self, flow: Flow) -> str:
+        """Why an epoch does not begin yet, whichever segments it reads; empty: it may."""
+        if flow.rows < self.min_rows:
+            return f"the cache holds {format_count(flow.rows, 'row')} of min_rows={self.min_rows}"
+        if self.samples_per_insert is None:
+            return ""
+        lead = flow.served_rows - self.samples_per_insert * flow.inserted_rows
+        if lead <= self._tolerance(flow):
+            return ""
+        return (
+            f"training is {lead:,.0f} served rows ahead of samples_per_insert={self.samples_per_insert:g}, "
+            f"and the tolerance is {self._tolerance(flow):,.0f}"
+        )
+
+    def _tolerance(self, flow: Flow) -> float:
+        if self.tolerance is not None:
+            return self.tolerance
+        return max(1.0, self.samples_per_insert or 0.0) * flow.rows
+
+    def to_json(self) -> dict[str, Any]:
+        """A record of plain numbers; `from_json` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Pace:
+        """Read a record.
+
+        Raises: TypeError, ValueError: it is no pace's.
+        """
+        return cls(**record)
+
+
+def _number(value: float | None, name: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number or None, not {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={value} must be a finite number")
+    return number

@@ -1,0 +1,145 @@
+"""Usage: what came and went, and how often each segment was served.
+
+It owns the content of the file `usage` (see layout.py). Written with cache.lock held, by single calls, and
+never synced: a process that is killed leaves what it had counted; a power cut may take some of it. What
+cannot be written, as on a full disk, is not counted: no publish and no epoch fails for a statistic. The
+disk gets the counts of evicted segments back, a page at a time.
+
+A loader that waits share-locks one byte far behind the counts, so that samplers know, until it ends or dies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.storage.folder import Folder
+from arrowcache.storage.layout import USAGE_COUNTS, USAGE_SEQS, SegmentInfo, UsageRecord
+from arrowcache.storage.locks import LockFile
+
+_COUNT = np.dtype("<u4")
+_MOST_COUNT = 2**32 - 1
+_SIGN = 2**62  # the byte that a waiting loader locks
+_PAGE_COUNTS = 4096 // _COUNT.itemsize
+
+
+class Usage:
+    """The counts of one cache. What changes them is called with cache.lock held."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def record(self) -> UsageRecord:
+        """The totals; all zero where they cannot be read."""
+        with suppress(OSError):
+            return UsageRecord.unpack(self._folder.read_usage(0, UsageRecord.nbytes))
+        return UsageRecord()
+
+    def served(self, seqs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many epochs read each segment; seqs, (n,), ascend. 0 where that cannot be read."""
+        counts = np.zeros(len(seqs), np.int64)
+        with suppress(OSError):
+            for run in _runs(seqs):
+                count = run.stop - run.start
+                data = self._folder.read_usage(_place(seqs[run.start]), count * _COUNT.itemsize)
+                counts[run] = _counts(data, count)
+        return counts
+
+    def add_inserted(self, seq: int, rows: int) -> None:
+        """A segment was published: none read it, whatever a power cut left where its count is."""
+        with suppress(OSError):
+            self._folder.change_usage(_place(seq), _COUNT.itemsize, lambda _: bytes(_COUNT.itemsize))
+        self._add(inserted_rows=rows)
+
+    def add_served(self, rows: int) -> None:
+        """An epoch began that serves so many rows; negative: it ended before it did."""
+        self._add(served_rows=rows)
+
+    def count_epoch(self, seqs: NDArray[np.int64], passes: int) -> None:
+        """An epoch that reads these segments so often began; negative: it never served anything."""
+
+        def change(data: bytes, count: int) -> bytes:
+            return np.clip(_counts(data, count) + passes, 0, _MOST_COUNT).astype(_COUNT).tobytes()
+
+        with suppress(OSError):
+            for run in _runs(seqs):
+                count = run.stop - run.start
+                self._folder.change_usage(
+                    _place(seqs[run.start]), count * _COUNT.itemsize, partial(change, count=count)
+                )
+
+    def add_evicted(self, victims: Sequence[SegmentInfo]) -> None:
+        """The oldest segments left, these."""
+        if not victims:
+            return
+        seqs = np.array([victim.seq for victim in victims], np.int64)
+        rows = np.array([victim.rows for victim in victims], np.int64)
+        unread = self.served(seqs) == 0
+        self._add(
+            evicted_segments=len(victims), evicted_rows=int(rows.sum()), unread_rows=int(rows[unread].sum())
+        )
+        before, last = (max(0, int(seq)) % USAGE_SEQS // _PAGE_COUNTS for seq in (seqs[0] - 1, seqs[-1]))
+        if last > before:
+            with suppress(OSError):
+                self._folder.free_usage(USAGE_COUNTS, last * 4096)
+
+    def begin_pace(self) -> None:
+        """A pace was set: it goes by what is inserted and served from now on."""
+        self._change(
+            lambda record: replace(
+                record, paced_inserted_rows=record.inserted_rows, paced_served_rows=record.served_rows
+            )
+        )
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A loader waits inside: no sampler waits for training meanwhile, if a descriptor can be had."""
+        with ExitStack() as sign:
+            with suppress(OSError):
+                file = LockFile(self._folder.usage)
+                sign.callback(file.close)
+                file.try_range(_SIGN, 1, exclusive=False)
+            yield
+
+    def a_loader_waits(self) -> bool:
+        """Raises: OSError: it cannot be told."""
+        file = LockFile(self._folder.usage)
+        try:
+            return file.conflict(_SIGN, 1) is not None
+        finally:
+            file.close()
+
+    def _add(self, **more: int) -> None:
+        self._change(
+            lambda record: replace(
+                record, **{name: max(0, getattr(record, name) + count) for name, count in more.items()}
+            )
+        )
+
+    def _change(self, change: Callable[[UsageRecord], UsageRecord]) -> None:
+        with suppress(OSError):
+            self._folder.change_usage(
+                0, UsageRecord.nbytes, lambda data: change(UsageRecord.unpack(data)).pack()
+            )
+
+
+def _counts(data: bytes, count: int) -> NDArray[np.int64]:
+    """So many counts; where the file ends before, they are 0."""
+    return np.frombuffer(data.ljust(count * _COUNT.itemsize, b"\0"), _COUNT).astype(np.int64)
+
+
+def _place(seq: int | np.int64) -> int:
+    return USAGE_COUNTS + int(seq) % USAGE_SEQS * _COUNT.itemsize
+
+
+def _runs(seqs: NDArray[np.int64]) -> list[slice]:
+    """Where ascending numbers follow each other without a gap, nor over the end of the file's places."""
+    breaks = np.flatnonzero((np.diff(seqs) != 1) | (seqs[1:] % USAGE_SEQS == 0)) + 1
+    ends = [0, *breaks.tolist(), len(seqs)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(ends) if stop > start]

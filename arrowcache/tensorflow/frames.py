@@ -1,0 +1,283 @@
+"""Frames: batches as Arrow files in memory, which C++ code reads by their addresses.
+
+A frame is a few batches as such files: one a column of fixed width, and one for all others. A row of a
+file is a batch, whose values are a list, or a text.
+
+Batches that were gathered side by side (`Rooms`) become a file where they lie: an Arrow file of one
+record batch is its headers, its values and its footer, one after another, and there is room for the former
+before the values and for the latter behind them. What is of any other shape is written by pyarrow into
+memory that is used again.
+
+Guarantees: a frame stays as it is while the next `AHEAD` frames are made, and `Frames` live.
+Must never: write where a batch may lie that is not in the frame.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from arrowcache.reading.assembly import Batch
+from arrowcache.reading.output import page_aligned
+from arrowcache.storage.mapping import PAGE_BYTES
+from arrowcache.tensorflow.columns import Column, Part
+
+AHEAD = 1  # frames that may be made while one is read
+_HEAD_BYTES = 16 * PAGE_BYTES  # headers, and 4 bytes a batch
+_TAIL_BYTES = PAGE_BYTES
+_ALIGNMENT = 64  # of a file
+_HEADER_BYTES = 4096  # and as many for each column: more than Arrow's headers take
+_MOST_FORMS = 256
+_MOST_ELEMENTS = (1 << 31) - 1  # of a batch's column: Arrow's offsets of lists and texts are int32
+_WIRE = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}  # by bytes of an element; the op reads them
+
+
+class Rooms:
+    """Memory for groups of batches, with room on both sides. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._starts: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """(nbytes,) uint8 that start at a page."""
+        room = page_aligned(_HEAD_BYTES + nbytes + _TAIL_BYTES)
+        values = room[_HEAD_BYTES : _HEAD_BYTES + nbytes]
+        for start, found in [*self._starts.items()]:
+            if found() is None:
+                self._starts.pop(start, None)
+        self._starts[values.ctypes.data] = weakref.ref(values)
+        return values
+
+    def around(self, start: int) -> NDArray[np.uint8] | None:
+        """All of the memory that values at an address have to themselves; None: they do not begin one."""
+        found = self._starts.get(start)
+        values = None if found is None else found()
+        if values is None:
+            return None
+        whole: NDArray[np.uint8] = values.base  # type: ignore[assignment]
+        before = start - whole.ctypes.data
+        return whole[before - _HEAD_BYTES : before + values.nbytes + _TAIL_BYTES]
+
+
+Places = tuple[NDArray[np.uint64], NDArray[np.int64]]
+"""The addresses and bytes of a frame's files, (files,) each."""
+
+
+class _Form(NamedTuple):
+    """What is before and behind the values of a file of one column."""
+
+    head: NDArray[np.uint8]
+    tail: NDArray[np.uint8]
+
+
+class Frames:
+    """Makes frames of batches.
+
+    Args:
+        columns: of the batches.
+        fixed: the names of those that are gathered into `rooms`.
+    """
+
+    def __init__(self, columns: Sequence[Column], fixed: Sequence[str], rooms: Rooms) -> None:
+        self._fixed, self._others = _divided(columns, fixed)
+        self._rooms = rooms
+        self._memories = deque(page_aligned(1) for _ in range(1 + AHEAD))
+        self._held: deque[list[Batch]] = deque(maxlen=1 + AHEAD)
+
+    def of_epoch(self, batches: Iterable[Batch]) -> Iterator[Places]:
+        """An epoch's batches as frames: addresses and bytes of the files of each.
+
+        Blocks: until the batch after a frame is there too, since only that shows that the frame is whole.
+        """
+        for group in self._groups(batches):
+            yield self.write(group)
+
+    def _groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+        """Batches that lie side by side, as lists."""
+        group: list[Batch] = []
+        try:
+            for batch in batches:
+                if group and not self._adjoin(group[-1], batch):
+                    yield group
+                    group = []
+                group.append(batch)
+                del batch
+        except Exception:  # what was made before it is delivered first
+            if group:
+                yield group
+            raise
+        if group:
+            yield group
+
+    def _adjoin(self, one: Batch, other: Batch) -> bool:
+        pairs = [(one[column.name], other[column.name]) for column in self._fixed]
+        return bool(pairs) and all(b.ctypes.data == a.ctypes.data + a.nbytes for a, b in pairs)
+
+    def write(self, group: list[Batch]) -> Places:
+        """Make a frame of batches that lie side by side, and of all that do.
+
+        Returns: its files' addresses and bytes, (files,) each.
+        """
+        files: list[tuple[int, int] | pa.Table] = []
+        for column in self._fixed:
+            arrays = [_flat(*column.disassemble(batch[column.name])) for batch in group]
+            files.append(self._in_place(arrays) or pa.Table.from_batches(map(_row_of, map(_lists, arrays))))
+        if self._others:
+            rows = [
+                [lists for column in self._others for lists in _lists_of(column, batch[column.name])]
+                for batch in group
+            ]
+            files.append(pa.Table.from_batches(map(_row_of, rows)))
+        self._held.append(group)
+        places = self._written(files, len(group))
+        return np.array([at for at, _ in places], np.uint64), np.array([size for _, size in places], np.int64)
+
+    def _in_place(self, arrays: list[NDArray[Any]]) -> tuple[int, int] | None:
+        """Make a file of arrays where they lie; None: that cannot be."""
+        start, nbytes = arrays[0].ctypes.data, sum(array.nbytes for array in arrays)
+        room = self._rooms.around(start)
+        form = _form(arrays[0].dtype, len(arrays), len(arrays[0]), len(arrays[-1]))
+        if room is None or form is None:
+            return None
+        end = _HEAD_BYTES + nbytes
+        room[_HEAD_BYTES - len(form.head) : _HEAD_BYTES] = form.head
+        room[end : end + len(form.tail)] = form.tail
+        return start - len(form.head), len(form.head) + nbytes + len(form.tail)
+
+    def _written(self, files: list[tuple[int, int] | pa.Table], batches: int) -> list[tuple[int, int]]:
+        """Write those files that are tables yet."""
+        tables = [file for file in files if isinstance(file, pa.Table)]
+        headers = batches * sum(1 + table.num_columns for table in tables) * _HEADER_BYTES
+        needed = sum(table.nbytes for table in tables) + headers
+        memory = self._memories[0]
+        if memory.nbytes < needed:
+            memory = self._memories[0] = page_aligned(needed)
+        self._memories.rotate()
+        places, rest = [], memory
+        for file in files:
+            if isinstance(file, pa.Table):
+                sink = pa.FixedSizeBufferWriter(pa.py_buffer(rest))
+                with pa.ipc.new_file(sink, file.schema) as writer:
+                    writer.write_table(file)  # in one call, so that the GIL is asked for once
+                places.append((rest.ctypes.data, sink.tell()))
+                rest = rest[-(-sink.tell() // _ALIGNMENT) * _ALIGNMENT :]
+            else:
+                places.append(file)
+        return places
+
+
+@lru_cache(_MOST_FORMS)
+def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _Form | None:
+    """The form of a file of some batches of so many elements, the last of others; None: it has no room."""
+    ends = elements * np.arange(batches + 1)
+    ends[-1] += last - elements
+    if not 0 < ends[-1] <= _MOST_ELEMENTS:
+        return None
+    values = np.empty(ends[-1], dtype)
+    rows = _row_of([pa.ListArray.from_arrays(ends.astype(np.int32), pa.array(values))])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, rows.schema) as writer:
+        writer.write_batch(rows)
+    file = sink.getvalue()
+    (found,) = pa.ipc.open_file(file).get_batch(0).columns
+    start = found.values.buffers()[1].address - file.address
+    content = np.frombuffer(file, np.uint8)
+    form = _Form(content[:start].copy(), content[start + values.nbytes :].copy())
+    return form if len(form.head) <= _HEAD_BYTES and len(form.tail) <= _TAIL_BYTES else None
+
+
+def _divided(columns: Sequence[Column], fixed: Sequence[str]) -> tuple[list[Column], list[Column]]:
+    """The columns that have a file each, and those that have one together."""
+    return [c for c in columns if c.name in fixed], [c for c in columns if c.name not in fixed]
+
+
+def wires_of(columns: Sequence[Column], fixed: Sequence[str]) -> list[list[Part]]:
+    """What is to be read of each file of a frame."""
+    alone, others = _divided(columns, fixed)
+    files = [[column] for column in alone]
+    if others:
+        files.append(others)
+    return [[wire for column in file for wire in _wires_of(column)] for file in files]
+
+
+def assemble_columns(
+    columns: Sequence[Column], fixed: Sequence[str], *files: Sequence[Any]
+) -> dict[str, Any]:
+    """A batch of what was read of each file of a frame; in a graph."""
+    alone, others = _divided(columns, fixed)
+    rest = iter([lists for file in files for lists in file])
+    found = {
+        column.name: column.assemble([_from_wire(part, rest) for part in column.parts])
+        for column in (*alone, *others)
+    }
+    return {column.name: found[column.name] for column in columns}
+
+
+def _wires_of(column: Column) -> list[Part]:
+    """What the op is to read of a column: elements of a size that it and Arrow have, in one dimension."""
+    wires: list[Part] = []
+    for part in column.parts:
+        if part.dtype == tf.string:
+            wires += [Part(tf.string, ()), Part(tf.int64, (None,))]
+        else:
+            wires.append(Part(_WIRE[min(part.dtype.size, 8)], (None,)))
+    return wires
+
+
+def _row_of(lists: Sequence[pa.Array]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([*lists], [str(number) for number in range(len(lists))])
+
+
+def _lists_of(column: Column, values: Any) -> list[pa.Array]:
+    """A batch's column as Arrow arrays of one row, over the same memory."""
+    if isinstance(values, list):
+        (items,) = column.disassemble(values)
+        ends = np.cumsum([0, *map(len, items)])
+        _require_room(ends[-1])
+        return [pa.array([b"".join(items)], pa.binary()).view(pa.utf8()), *_lists(_flat(ends))]
+    return [lists for array in column.disassemble(values) for lists in _lists(_flat(array))]
+
+
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    """An array as it travels: elements of a wire's dtype, in one dimension."""
+    wire = np.dtype(_WIRE[min(array.dtype.itemsize, 8)].as_numpy_dtype)
+    flat: NDArray[Any] = array.reshape(-1).view(wire)
+    _require_room(len(flat))
+    return flat
+
+
+def _lists(flat: NDArray[Any]) -> list[pa.Array]:
+    """An array as one row."""
+    return [pa.ListArray.from_arrays(np.array([0, len(flat)], np.int32), pa.array(flat))]
+
+
+def _require_room(elements: int) -> None:
+    if elements > _MOST_ELEMENTS:
+        raise ValueError(
+            f"backend='arrow' carries at most {_MOST_ELEMENTS} elements of a column in a batch, "
+            f"not {elements}: lower batch_size, or pass backend='native'"
+        )
+
+
+def _from_wire(part: Part, lists: Iterator[Any]) -> Any:
+    """A part's tensor, of the lists that carried it."""
+    if part.dtype == tf.string:
+        text, ends = next(lists), next(lists)
+        items = tf.strings.substr(text, ends[:-1], ends[1:] - ends[:-1], unit="BYTE")
+        return tf.ensure_shape(items, part.shape)
+    flat = next(lists)
+    if part.dtype == tf.bool:
+        flat = tf.cast(flat, tf.bool)  # a bitcast to bool does not exist
+    elif part.dtype.size > 8:
+        flat = tf.bitcast(tf.reshape(flat, (-1, part.dtype.size // 8)), part.dtype)
+    elif part.dtype != flat.dtype:
+        flat = tf.bitcast(flat, part.dtype)
+    return tf.reshape(flat, [-1 if size is None else size for size in part.shape])

@@ -1,0 +1,100 @@
+"""Source: elements that Python makes, as a tf.data dataset, and how that ends when the interpreter does.
+
+TensorFlow asks for them in threads of its own, ahead of the consumer. One that is in Python when the
+interpreter ends is stopped there for good, and whoever destroys its iterator waits for it: the process
+hangs. So before that, while threads still run, the loaders are closed, which has every call return, and
+from then on there is nothing to ask for. A call that begins later is refused by TensorFlow itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from arrowcache.reading.loader import Loader
+
+_MOST_SECONDS = 4.0  # for a call that does not heed the closing of its loader, such as a slow `where`
+_QUIET_SECONDS = 0.05  # TensorFlow asks once or twice more when it has come to an end
+
+
+def source(loader: Loader, epoch: Callable[[], Iterator[Any]], signature: Any) -> Any:
+    """A dataset, each iteration of which is what a new `epoch()` yields.
+
+    Args:
+        loader: what `epoch` iterates over.
+        signature: of an element, as of `from_generator`.
+    """
+    _loaders.add(loader)
+    return tf.data.Dataset.from_generator(lambda: _Elements(epoch()), output_signature=signature)
+
+
+class _Elements:
+    """An iterator that counts the calls in progress."""
+
+    def __init__(self, elements: Iterator[Any]) -> None:
+        self._elements = elements
+        _iterators.add(self)
+
+    def __iter__(self) -> _Elements:
+        return self
+
+    def __next__(self) -> Any:
+        with _calls:
+            return next(self._elements)
+
+
+class _Calls:
+    """The calls in progress, of all threads; a context manager around each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # taken by `with`: Ctrl-C can leave a condition's own locked
+        self._changed = threading.Condition(self._lock)
+        self._count = 0
+        self._closed = False
+
+    def __enter__(self) -> None:
+        """Raises: StopIteration: the interpreter exits."""
+        with self._lock:
+            self._changed.notify_all()
+            if self._closed:
+                raise StopIteration
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Begin no more."""
+        with self._lock:
+            self._closed = True
+
+    def wait(self) -> None:
+        """Blocks: until none is in progress, and no iterator that lives tries one; some seconds at most."""
+        with self._lock:
+            if self._changed.wait_for(lambda: self._count == 0, _MOST_SECONDS):
+                while _iterators and self._changed.wait(_QUIET_SECONDS):
+                    pass
+
+
+def _at_exit() -> None:
+    if os.getpid() != _pid:
+        return  # a fork: its threads, and whoever held the locks, stayed behind
+    _calls.close()
+    for loader in [*_loaders]:
+        loader.close()
+    _calls.wait()
+
+
+_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
+_iterators: weakref.WeakSet[_Elements] = weakref.WeakSet()
+_calls = _Calls()
+_pid = os.getpid()
+atexit.register(_at_exit)

@@ -1,0 +1,493 @@
+"""arrowcache.ray on a cluster of several nodes on this machine, each with a folder of its own.
+
+Guaranteed: each node's cache holds what a local pool would have published for the same tasks; no task is on
+two nodes of a split; none is lost or repeated, whoever dies or starts again; a full cache slows
+samplers down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+import ray
+from helpers import (
+    DEADLINE_SECONDS,
+    ROW,
+    columns_of,
+    file_bytes,
+    make_cache,
+    publish,
+    read_ids,
+    segment_files,
+    wait_until,
+)
+from helpers import sample as row
+from processes import Script
+from ray.cluster_utils import Cluster
+
+import arrowcache as ac
+from arrowcache.ray import NodeCaches, SamplerPool
+from arrowcache.ray.ingest import Ingest
+
+QUICK: dict[str, Any] = {"progress": False, "workers": 3}
+PATHS = (Path(ac.__file__).parents[1], Path(__file__).parents[1])  # for the workers' imports
+STORE_BYTES = 80 << 20
+RAY_LOG_LINE = re.compile(r"\[[\d: ,-]+ [DIWEC] \d+ \d+\] \w+\.(cc|h):\d+: ")
+LONG_SECONDS = 2 * DEADLINE_SECONDS  # a busy machine starts a worker process in 20 s
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:subprocess .* is still running:ResourceWarning",  # Ray's own servers, which it ends by their pid
+    "ignore:unclosed file .*(raylet|gcs|monitor|log).*:ResourceWarning",  # and their logs
+    "ignore::DeprecationWarning:ray.data.context",  # where Ray sets its own settings
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head without processors, and two nodes that sample and train."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", os.pathsep.join(map(str, PATHS)))
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Ray gives its servers 30 s to start, which is not enough on a busy machine.
+        environment.setattr("ray._private.services.get_node", patient(ray._private.services.get_node))
+        for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds"):
+            environment.setenv(f"RAY_{name}", "300000" if name.endswith("ms") else "300")
+        # Two servers that nobody asks anything, and that take a busy machine a minute to start.
+        environment.setattr("ray._private.node.Node.start_api_server", lambda *_, **__: None)
+        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "no_monitor": True}
+        cluster = Cluster()
+        try:
+            cluster.add_node(**head)
+            for _ in range(2):
+                cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+            ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask again, for minutes, where Ray knows nothing yet of a node that starts."""
+
+    def ask(*arguments: Any) -> Any:
+        deadline = time.monotonic() + 180
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    return ask
+
+
+@pytest.fixture
+def caches(cluster, tmp_path):
+    return caches_on(cluster, tmp_path)
+
+
+def caches_on(cluster: Cluster, folder: Path, **options: Any) -> NodeCaches:
+    options = {"nodes": [node.node_id for node in cluster.worker_nodes]} | options
+    options = {"capacity": "1MiB", "segment_bytes": "32KiB", "segment_rows": 16} | options
+    return NodeCaches(folder / "{node}", ROW, **options)
+
+
+def draws() -> Callable[..., Any]:
+    def sampler(rng):
+        while True:
+            yield row(int(rng.integers(1 << 20)))
+
+    return sampler
+
+
+def expected(number: int, seed: int = 0) -> list[int]:
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
+    return [int(rng.integers(1 << 20)) for _ in range(16)]
+
+
+def opened(caches: NodeCaches) -> list[ac.Cache]:
+    return [ac.Cache.open(caches.path_on(node)) for node in caches.node_ids()]
+
+
+def tasks(cache: ac.Cache) -> dict[int, list[int]]:
+    """Published task numbers and their ids, by names and a plain Arrow reader; no task twice."""
+    found: dict[int, list[int]] = {}
+    for path in segment_files(cache):
+        number = int(path.stem.rpartition(".")[2])
+        assert number not in found
+        found[number] = read_ids(path)
+    return found
+
+
+def split(caches: NodeCaches) -> dict[int, list[int]]:
+    """The tasks of all nodes; none on two of them."""
+    found: dict[int, list[int]] = {}
+    for cache in opened(caches):
+        assert cache.verify() == []
+        each = tasks(cache)
+        assert not found.keys() & each.keys()
+        found |= each
+    return found
+
+
+# what is published where
+
+
+def test_each_node_gets_a_share_of_what_a_local_pool_would_publish(caches):
+    with SamplerPool(caches, draws(), seed=5, segments=12, **QUICK) as pool:
+        pool.wait(timeout=LONG_SECONDS)
+        stats, nodes = pool.stats(), pool.node_stats()
+    assert split(caches) == {number: expected(number, 5) for number in range(12)}
+    assert (stats.segments, stats.rows, stats.failures) == (12, 192, 0)
+    assert sum(each.segments for each in nodes.values()) == 12
+    assert min(each.segments for each in nodes.values()) > 0
+    assert sum(each.bytes for each in nodes.values()) == stats.bytes
+
+
+def test_all_nodes_get_the_same_bytes(caches, tmp_path):
+    with SamplerPool(caches, draws(), share="replicate", segments=5, **QUICK) as pool:
+        pool.wait(timeout=LONG_SECONDS)
+        assert pool.stats().segments == 5
+        assert [each.segments for each in pool.node_stats().values()] == [5, 5]
+    local = make_cache(tmp_path / "local")
+    with ac.SamplerPool(local, draws(), segments=5, workers=1, progress=False) as here:
+        here.wait(timeout=DEADLINE_SECONDS)
+
+    def files(cache):
+        return {path.stem.split("-", 2)[2]: path.read_bytes() for path in segment_files(cache)}
+
+    one, two = opened(caches)
+    assert files(one) == files(two) == files(local)
+
+
+def test_a_pool_started_again_on_whichever_nodes_repeats_no_task(cluster, caches, tmp_path):
+    one = caches_on(cluster, tmp_path, nodes=caches.node_ids()[1:])
+    for each, segments in ((caches, 4), (one, 3)):
+        with SamplerPool(each, draws(), segments=segments, **QUICK) as pool:
+            pool.wait(timeout=LONG_SECONDS)
+    with SamplerPool(caches, draws(), **QUICK) as pool:  # stopped in mid-run
+        pool.wait(segments=4, timeout=LONG_SECONDS)
+    published = split(caches)
+    assert len(published) == 7 + pool.stats().segments
+    assert published == {number: expected(number) for number in published}
+    with ac.SamplerPool(opened(one)[0], draws(), segments=2, workers=1, progress=False) as local:
+        local.wait(timeout=DEADLINE_SECONDS)
+    assert min(split(caches).keys() - published.keys()) > max(published)
+
+
+def test_every_node_that_is_alive_has_a_cache_if_none_is_named(caches, cluster, tmp_path):
+    everywhere = caches_on(cluster, tmp_path, nodes=None)
+    assert len(everywhere.node_ids()) == 3
+    assert set(everywhere.node_ids()) > set(caches.node_ids())
+    assert everywhere.path_on("abc") == tmp_path / "abc"
+    by_function = NodeCaches(lambda node: tmp_path / node[:3], ROW, "1MiB")
+    assert by_function.path_on("abcdef") == tmp_path / "abc"
+
+
+# waiting
+
+
+def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path):
+    begun = tmp_path / "begun"
+    begun.mkdir()
+
+    def sampler(rng):
+        first = int(rng.integers(1 << 20))
+        Path(begun, str(first)).touch()
+        yield row(first)
+        while True:
+            yield row(int(rng.integers(1 << 20)))
+
+    for node in caches.node_ids():
+        publish(caches.make(node), 30)
+    one, two = opened(caches)
+    held = [one.snapshot(), two.snapshot()]
+    try:
+        with SamplerPool(caches, sampler, **QUICK) as pool:
+            wait_until(
+                lambda: [cache.stats().waiting_writers for cache in (one, two)] == [1, 1], "both to be full"
+            )
+            before = pool.stats().segments
+            most = 3 + 2 * 2  # workers, and two a node
+            wait_until(lambda: len(os.listdir(begun)) >= before + 2, "the samplers")
+            assert len(os.listdir(begun)) <= before + most
+            held.pop().close()
+            pool.wait(segments=before + 10, timeout=LONG_SECONDS)  # into the one that has room
+            assert one.stats().waiting_writers == 1
+            assert pool.stats().waiting_seconds > 0
+    finally:
+        for each in held:
+            each.close()
+    assert one.verify() == two.verify() == []
+    assert one.stats().waiting_writers == 0
+
+
+# what fails
+
+
+def test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on(caches):
+    unlucky = expected(2)[0]
+
+    def read_remote_scan(rng):
+        while True:
+            number = int(rng.integers(1 << 20))
+            if number == unlucky:
+                raise LookupError("no such scan")
+            yield row(number)
+
+    pool = SamplerPool(caches, read_remote_scan, segments=5, retries=1, in_flight="40KiB", **QUICK)
+    assert pool._engine._most == 2, "segments in flight, of 18 KiB"
+    with pytest.raises(ac.SamplerError, match=r"in read_remote_scan(.|\n)*LookupError: no such scan"):
+        pool.wait(timeout=LONG_SECONDS)
+    pool.stop()
+    assert (pool.stats().segments, pool.stats().retries, pool.stats().failures) == (4, 1, 1)
+    assert split(caches) == {number: expected(number) for number in (0, 1, 3, 4)}
+
+
+def test_a_node_that_is_lost_in_mid_run_costs_its_cache_and_no_task(cluster, tmp_path, caplog):
+    third = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+    caches = caches_on(cluster, tmp_path)
+    node = third.node_id
+    with SamplerPool(caches, draws(), segments=40, **QUICK) as pool:
+        wait_until(lambda: pool.node_stats()[node].segments, "the third node to publish")
+        cluster.remove_node(third)
+        pool.wait(timeout=LONG_SECONDS)
+        assert pool.stats().segments == 40
+    gone = tasks(ac.Cache.open(caches.path_on(node)))
+    living = split(caches_on(cluster, tmp_path))
+    assert node not in caches_on(cluster, tmp_path).node_ids()
+    assert living | gone == {number: expected(number) for number in range(40)}
+    with pytest.raises(ValueError, match="not alive"):
+        SamplerPool(caches, draws(), **QUICK)
+    with SamplerPool(caches_on(cluster, tmp_path), draws(), segments=2, **QUICK) as pool:
+        pool.wait(timeout=LONG_SECONDS)
+    assert split(caches_on(cluster, tmp_path)).keys() - living.keys() == {40, 41}
+
+
+SCRIPT = """
+    import os, sys, time
+    from pathlib import Path
+    import ray
+    import arrowcache as ac
+    from arrowcache.ray import NodeCaches, SamplerPool
+    from helpers import ROW, sample
+
+    folder, address, nodes = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split()
+
+    def sampler(rng):
+        Path(folder, "pids", str(os.getpid())).touch()
+        while True:
+            yield sample(int(rng.integers(1 << 20)))
+
+    def path(node):  # asked in the node's actor, and here
+        Path(folder, "actors", str(os.getpid())).touch()
+        return folder / node
+
+    if __name__ == "__main__":
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        caches = NodeCaches(path, ROW, "1MiB", "32KiB", 16, nodes=nodes)
+        pool = SamplerPool(caches, sampler, workers=2, progress=False)
+        pool.wait(segments=3, timeout=60)
+        print("ready", flush=True)
+        if sys.argv[4] == "die":
+            while True:
+                time.sleep(0.1)
+        input()
+        ray.shutdown()
+        try:
+            pool.wait(segments=1 << 20, timeout=20)
+        except ac.SamplerError as error:
+            print(error, flush=True)
+        pool.stop()
+        print(ray.is_initialized(), flush=True)
+"""
+
+
+def ready(mode: str, cluster: Cluster, caches: NodeCaches, folder: Path) -> Script:
+    """A driver whose pool is at work."""
+    for name in ("pids", "actors"):
+        (folder / name).mkdir()
+    script = Script(SCRIPT, folder, cluster.address, " ".join(caches.node_ids()), mode)
+    assert script.line() == "ready"
+    return script
+
+
+def test_samplers_and_actors_end_with_a_driver_that_is_killed(cluster, caches, tmp_path):
+    with ready("die", cluster, caches, tmp_path) as script:
+        script.kill()
+    samplers = [int(pid) for pid in os.listdir(tmp_path / "pids")]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in samplers), "the samplers' end")
+    with SamplerPool(caches, draws(), segments=2, **QUICK) as pool:
+        pool.wait(timeout=LONG_SECONDS)
+    published = split(caches)
+    assert published == {number: expected(number) for number in published}
+
+
+def without_ray_log(text: str) -> str:
+    """What Python wrote to stderr. After `ray.shutdown()` Ray may find a server gone, and say so."""
+    return "".join(line for line in text.splitlines(keepends=True) if not RAY_LOG_LINE.match(line))
+
+
+def test_what_python_says_is_no_line_of_ray_s_log():
+    log = "[2026-11-22 20:08:59,579 E 9734 9824] task_manager.cc:1545: Failed to push error to driver\n"
+    assert without_ray_log(f"Exception ignored in: x\n{log}ValueError: y\n{log}") == (
+        "Exception ignored in: x\nValueError: y\n"
+    )
+
+
+@pytest.mark.parametrize("nodes", ["that work", "that do not answer"])
+def test_a_pool_whose_ray_is_shut_down_says_so_and_starts_no_other(cluster, caches, tmp_path, nodes):
+    with ready("shut down", cluster, caches, tmp_path) as script:
+        if nodes == "that do not answer":
+            actors = {int(pid) for pid in os.listdir(tmp_path / "actors")} - {script.pid}
+            assert len(actors) == 2
+            for pid in actors:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(2)  # for all that was drawn to be handed over, and the next number to be asked for
+        script.say("")
+        assert "Ray was shut down: stop the pool before" in script.line()
+        assert script.line() == "False"
+        code, errors = script.end()
+        assert code == 0
+        assert without_ray_log(errors) == ""
+
+
+# arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"sample": 5}, TypeError, "sample"),
+        ({"workers": 0}, ValueError, "workers"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"name": "a/b"}, ValueError, "name"),
+        ({"segments": 0}, ValueError, "segments"),
+        ({"retries": -1}, ValueError, "retries"),
+        ({"share": "halves"}, ValueError, "share='halves' is unknown: use 'split' or 'replicate'"),
+        ({"caches": "/a/path"}, TypeError, "NodeCaches"),
+        ({"in_flight": "many"}, ValueError, "in_flight"),
+    ],
+)
+def test_a_wrong_argument_fails_in_the_constructor(caches, options, error, words):
+    with pytest.raises(error, match=words):
+        SamplerPool(**{"caches": caches, "sample": draws(), "progress": False, **options})
+
+
+def test_caches_that_cannot_be_had_are_errors_of_the_constructor(cluster, caches, tmp_path):
+    with pytest.raises(TypeError, match="path must be"):
+        NodeCaches(7, ROW, "1MiB")
+    with pytest.raises(ValueError, match="nodes="):
+        NodeCaches("x", ROW, "1MiB", nodes=[])
+    with pytest.raises(ValueError, match="not alive in this cluster"):
+        SamplerPool(caches_on(cluster, tmp_path, nodes=["ab" * 28]), draws(), **QUICK)
+    with pytest.raises(ValueError, match=r"have one folder, .* or one with \{node\} in it"):
+        SamplerPool(NodeCaches(tmp_path / "one", ROW, "1MiB", "32KiB", nodes=caches.nodes), draws(), **QUICK)
+    one, two = caches.node_ids()
+    make_cache(caches.path_on(one), segment_rows=8)
+    with pytest.raises(ac.SchemaError, match=r"segments of 8 rows in .* and of 16 in"):
+        SamplerPool(caches, draws(), **QUICK)
+    (tmp_path / "full" / two).mkdir(parents=True)
+    (tmp_path / "full" / two / "mine.txt").touch()
+    with pytest.raises(ac.CacheFormatError, match=r"mine\.txt"):
+        SamplerPool(caches_on(cluster, tmp_path / "full"), draws(), **QUICK)
+
+
+def test_what_arrives_is_checked_before_it_is_published(caches):
+    node = caches.node_ids()[0]
+    ingest = Ingest(caches, node)  # here, as Ray does it there
+    good = np.frombuffer(file_bytes(ROW, columns_of(ROW, 16)), np.uint8)
+    other = ac.Schema({"id": ac.Tensor("int32")})
+    for bad in (good[:-1], good[100:], np.frombuffer(file_bytes(other, columns_of(other, 16)), np.uint8)):
+        with pytest.raises(ac.CorruptSegmentError):
+            ingest.publish("default.0.0", 0, 16, bad)
+    with pytest.raises(ac.CorruptSegmentError, match="holds 16 rows"):
+        ingest.publish("default.0.0", 0, 15, good)
+    cache = ac.Cache.open(caches.path_on(node))
+    assert segment_files(cache) == []
+    assert ingest.publish("default.0.0", 0, 16, good).rows == 16
+    assert ingest.publish("default.0.0", 0, 16, good).rows == 16, "as told by a publish whose answer was lost"
+    ingest.stop()
+    assert ingest.publish("default.0.1", 1, 16, good).stopped
+    assert len(segment_files(cache)) == 1
+    assert segment_files(cache)[0].read_bytes() == good.tobytes()
+
+
+# where it is used
+
+
+def test_in_a_running_event_loop_a_killed_worker_costs_no_task(caches, tmp_path):
+    sign = tmp_path / "sign"
+
+    def sampler(rng):
+        yield row(int(rng.integers(1 << 20)))
+        try:
+            sign.touch(exist_ok=False)
+        except FileExistsError:
+            while True:
+                yield row(int(rng.integers(1 << 20)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def work():
+        with SamplerPool(caches, sampler, segments=4, **QUICK) as pool:
+            await asyncio.to_thread(pool.wait, timeout=LONG_SECONDS)
+            assert pool.stats().retries == 0, "Ray did it"
+
+    asyncio.run(work())
+    assert split(caches) == {number: expected(number) for number in range(4)}
+
+
+@pytest.mark.slow
+def test_ray_trains_workers_load_from_their_nodes_cache(caches, tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    train = pytest.importorskip("ray.train", reason="ray[train] is not installed")
+    from ray.train.torch import TorchTrainer
+
+    def train_loop(config):
+        from arrowcache.torch import Loader
+
+        context, seen = ray.train.get_context(), []
+        assert context.get_world_size() == 2
+        # Not the local rank: Ray Train tells nodes apart by their addresses, and these two have one.
+        ranks = {"rank": 0, "world_size": 1}
+        with (
+            config["caches"].local() as cache,
+            Loader(cache, 8, epoch_rows=48, timeout=60, **ranks) as loader,
+        ):
+            for epoch, batch in ((epoch, batch) for epoch in range(2) for batch in loader):
+                seen.append((epoch, batch["id"].tolist()))
+        node = ray.get_runtime_context().get_node_id()
+        Path(config["folder"], f"{node}-{context.get_world_rank()}").write_text(repr(seen))
+
+    with SamplerPool(caches, draws(), segments=8, **QUICK) as pool:
+        pool.wait(timeout=LONG_SECONDS)
+    assert min(len(tasks(cache)) for cache in opened(caches)) >= 3, "48 rows on each"
+    (tmp_path / "seen").mkdir()
+    trainer = TorchTrainer(
+        train_loop,
+        train_loop_config={"caches": caches, "folder": str(tmp_path / "seen")},
+        scaling_config=train.ScalingConfig(num_workers=2, use_gpu=False, placement_strategy="STRICT_SPREAD"),
+        run_config=train.RunConfig(storage_path=str(tmp_path / "runs"), name="run"),
+    )
+    trainer.fit()
+    for cache in opened(caches):
+        (path,) = (tmp_path / "seen").glob(f"{cache.path.name}-*")
+        there = {number for ids in tasks(cache).values() for number in ids}
+        seen = __import__("ast").literal_eval(path.read_text())
+        assert len(seen) == 2 * 6
+        assert {number for _, ids in seen for number in ids} <= there

@@ -1,0 +1,383 @@
+"""Sources on S3: moto for what an S3 means, a server of our own for one that fails."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from drawing import require_pure, run_elsewhere, take
+from object_store import Fault, ObjectStore, serve
+from pyarrow import fs
+
+import arrowcache as ac
+from arrowcache.sampling.sources import ArrayWindows, Mix, ParquetRows, Retries
+
+pytest.importorskip("pyarrow._s3fs", reason="this pyarrow has no S3")
+
+ROWS = 400
+
+
+@pytest.fixture(autouse=True)
+def _without_an_instance_of_ec2(monkeypatch):
+    """Who has no credentials asks for those of the machine, at an address that nothing answers."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def fill(folder: Path) -> None:
+    """A bucket: Parquet files below data/, of 16 row groups, arrays in arrays/."""
+    bucket = folder / "bucket"
+    (bucket / "data" / "more").mkdir(parents=True)
+    (bucket / "arrays").mkdir()
+    rng = np.random.default_rng(0)
+    for number, name in enumerate(["a.parquet", "more/b.parquet"]):
+        ids = np.arange(number * ROWS, (number + 1) * ROWS)
+        x = (ids[:, None] + np.arange(64)).astype(np.float32)
+        wide = rng.random((ROWS, 256))
+        table = pa.table(
+            {
+                "id": ids,
+                "x": pa.FixedSizeListArray.from_arrays(x.ravel(), 64),
+                "wide": pa.FixedSizeListArray.from_arrays(wide.ravel(), 256),
+            }
+        )
+        pq.write_table(table, bucket / "data" / name, row_group_size=50)
+    np.save(bucket / "arrays" / "x.npy", np.arange(10_000).reshape(1000, 10))
+
+
+def check(sample) -> int:
+    number = int(sample["id"])
+    assert sample["x"].tolist() == list(range(number, number + 64))
+    return number
+
+
+# -- a server of our own ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path) -> Iterator[ObjectStore]:
+    fill(tmp_path)
+    with serve(tmp_path) as serving:
+        yield serving
+
+
+@pytest.fixture
+def patient() -> Retries:
+    """Retries that note their delays, and take none."""
+    delays: list[float] = []
+    return Retries(4, sleep=delays.append, jitter=lambda: 1.0)
+
+
+def delays_of(retries: Retries) -> list[float]:
+    return retries.sleep.__self__  # type: ignore[attr-defined]  # the list whose append it is
+
+
+def test_rows_from_s3_are_what_was_stored_in_every_process(store):
+    with ParquetRows(store.uri("bucket/data"), ["id", "x"], rows_per_group=10) as source:
+        assert {check(sample) for sample in take(source, 3000)} > set(range(0, 2 * ROWS, 100))
+        require_pure(source)
+
+
+def test_only_footers_are_read_at_construction_and_then_only_what_is_sampled(store):
+    total = sum(file.stat().st_size for file in (store.folder / "bucket" / "data").rglob("*.parquet"))
+    source = ParquetRows(store.uri("bucket/data"), ["id", "x"], rows_per_group=5)
+    footers = store.read_bytes()
+    assert footers <= 2 * 65536 < 0.1 * total
+    take(source, 5)
+    opened = len(store.requests)
+    before = store.read_bytes()
+    take(source, 5 * 40)
+    # one request a row group, for its columns together; two to open the other file
+    assert len(store.requests) - opened <= 40 + 2
+    assert store.read_bytes() - before < 40 * 0.3 * total / 16 + 65536  # without the widest column
+    source.close()
+
+
+def test_windows_of_every_format_come_from_s3(store):
+    volume = np.random.default_rng(1).random((40, 30)).astype(np.float32)
+    folder = store.folder / "bucket" / "arrays"
+    np.save(folder / "v.npy", volume)
+    names = ["v.npy"]
+    h5py, zarr = pytest.importorskip("h5py"), pytest.importorskip("zarr", "3.0")
+    with h5py.File(folder / "v.h5", "w") as file:
+        file.create_dataset("deep/v", data=volume, chunks=(7, 30))
+    zarr.create_array(folder / "v.zarr", data=volume, chunks=(7, 30))
+    names += ["v.h5", "v.zarr"]
+    for name in names:
+        uri = store.uri(f"bucket/arrays/{name}") + ("#deep/v" if name == "v.h5" else "")
+        with ArrayWindows(uri, (8, 9), with_position=True) as source:
+            for sample in take(source, 20):
+                x, y = sample["position"]
+                assert np.array_equal(sample["data"], volume[x : x + 8, y : y + 9])
+            require_pure(source)
+
+
+def test_a_pool_draws_from_s3(store, tmp_path):
+    source = ParquetRows(store.uri("bucket/data"), ["id", "x"])
+    with ac.Cache.create(tmp_path / "cache", source.schema, "64MiB", "1MiB", segment_rows=60) as cache:
+        with ac.SamplerPool(cache, source, workers=2, segments=4) as pool:
+            pool.wait()
+        with cache.snapshot() as snapshot:
+            rows = snapshot.gather(np.arange(len(snapshot)))
+    assert len(rows["id"]) == 240
+    assert np.array_equal(rows["x"][:, 5], rows["id"] + 5)
+
+
+@pytest.mark.parametrize("kind", ["slow_down", "reset", "truncated"])
+def test_what_passes_is_tried_again_and_changes_nothing(store, patient, kind):
+    expected = [s["id"] for s in take(ParquetRows(store.uri("bucket/data"), ["id"], rows_per_group=7), 70)]
+    source = ParquetRows(store.uri("bucket/data"), ["id"], rows_per_group=7, retries=patient)
+    store.faults.append(Fault(kind, 3))
+    assert [s["id"] for s in take(source, 70)] == expected
+    assert store.faults[0].times == 0
+    source.close()
+
+
+@pytest.mark.parametrize("kind", ["slow_down", "reset", "truncated"])
+def test_construction_tries_again_too(store, patient, kind):
+    store.faults += [Fault(kind, 2), Fault("slow_down", 1, method="HEAD")]
+    assert len(ParquetRows(store.uri("bucket/data"), retries=patient)._groups) == 16
+    assert not any(fault.times for fault in store.faults)
+
+
+def test_windows_are_tried_again(store, patient):
+    uri = store.uri("bucket/arrays/x.npy")
+    expected = [s["data"] for s in take(ArrayWindows(uri, (5,)), 20)]
+    source = ArrayWindows(uri, (5,), retries=patient)
+    store.faults += [Fault("slow_down", 2), Fault("truncated", 2)]
+    assert np.array_equal([s["data"] for s in take(source, 20)], expected)
+    assert not any(fault.times for fault in store.faults)
+
+
+@pytest.mark.parametrize("name", ["v.h5#v", "v.zarr"])
+def test_windows_of_hdf5_and_zarr_are_tried_again_and_end_with_the_stores_error(store, patient, name):
+    folder = store.folder / "bucket" / "arrays"
+    if name == "v.h5#v":
+        with pytest.importorskip("h5py").File(folder / "v.h5", "w") as file:
+            file.create_dataset("v", data=np.arange(100_000), chunks=(1000,))
+    else:
+        pytest.importorskip("zarr", "3.0").create_array(folder / "v.zarr", data=np.arange(1000), chunks=(50,))
+    file_name, _, inner = name.partition("#")
+    uri = store.uri(f"bucket/arrays/{file_name}") + (f"#{inner}" if inner else "")
+    with ArrayWindows(uri, (80,), retries=patient) as source:
+        take(source, 1)
+        store.faults.append(Fault("slow_down", 3))
+        for sample in take(source, 30):
+            assert np.array_equal(np.diff(sample["data"]), np.ones(79))
+        assert store.faults[0].times == 0
+        store.faults.append(Fault("slow_down", 10_000))
+        with pytest.raises(OSError, match=rf"in 5 attempts: .*{file_name}"):
+            take(source, 100)
+        store.faults.clear()
+        assert len(take(source, 3)) == 3
+        store.faults.append(Fault("denied", 10_000))
+        with pytest.raises(PermissionError, match="refuses these credentials"):
+            take(source, 100)
+
+
+def test_a_store_that_throttles_is_asked_more_slowly_until_it_answers(store):
+    """Eight samplers at a store that serves two at a time: each comes through, with real delays."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    uri = store.uri("bucket/data")
+    expected = [s["id"] for s in take(ParquetRows(uri, ["id"], rows_per_group=5), 50)]
+    store.most_at_once, store.latency_seconds = 2, 0.005
+    quick = Retries(1000, first_seconds=0.01, most_seconds=0.05)
+    with ThreadPoolExecutor(8) as threads:
+        sources = [
+            threads.submit(ParquetRows, uri, ["id"], rows_per_group=5, retries=quick) for _ in range(8)
+        ]
+        drawn = [threads.submit(take, source.result(), 50) for source in sources]
+        for each in drawn:
+            assert [s["id"] for s in each.result()] == expected
+    assert store.throttled > 0
+
+
+def test_what_does_not_pass_ends_after_growing_delays_with_file_and_cause(store, patient):
+    source = ParquetRows(store.uri("bucket/data/more"), ["id"], retries=patient)
+    store.faults.append(Fault("slow_down", 10_000))
+    with pytest.raises(
+        OSError, match=r"in 5 attempts: .*SERVICE_UNAVAILABLE.*s3://bucket/data/more/b\.parquet"
+    ) as caught:
+        take(source, 1)
+    assert delays_of(patient) == [0.25, 0.5, 1.0, 2.0]
+    assert "secret" not in str(caught.value)
+
+
+def test_rights_that_end_are_no_reason_to_try_again(store, patient):
+    source = ParquetRows(store.uri("bucket/data"), ["id"], retries=patient)
+    asked = len(store.requests)
+    store.faults.append(Fault("denied", 10_000))
+    with pytest.raises(PermissionError, match=r"refuses these credentials.*check the key.*parquet"):
+        take(source, 1)
+    assert len(store.requests) <= asked + 2  # its length, and what was denied
+    assert not delays_of(patient)
+
+
+def test_a_mix_goes_on_without_the_store_that_fails_only_if_asked_to(store, patient, tmp_path):
+    local = ParquetRows(store.folder / "bucket" / "data", ["id"])
+    for on_error in ("skip", "raise"):
+        far = ParquetRows(store.uri("bucket/data"), ["id"], retries=patient)
+        mix = Mix({local: 1, far: 1}, on_error=on_error)
+        store.faults[:] = [Fault("slow_down", 10_000)]
+        if on_error == "skip":
+            assert len(take(mix, 100)) == 100
+        else:
+            with pytest.raises(OSError, match="SERVICE_UNAVAILABLE"):
+                take(mix, 100)
+        store.faults.clear()
+
+
+def test_a_filesystem_of_pyarrow_does_as_well_as_a_uri(store):
+    filesystem = fs.S3FileSystem(
+        access_key="key", secret_key="secret", region="us-east-1", scheme="http",
+        endpoint_override=f"127.0.0.1:{store.port}",
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=2),
+    )  # fmt: skip
+    source = ParquetRows("bucket/data", ["id"], filesystem=filesystem)
+    require_pure(source)
+    assert len(source._groups) == 16
+
+
+def test_a_filesystem_of_fsspec_does_as_well(store):
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("file")
+    source = ParquetRows(str(store.folder / "bucket" / "data"), ["id"], filesystem=files)
+    require_pure(source)
+
+
+READS = """
+import os, sys
+from arrowcache.pickling import unpickled
+from drawing import take
+
+source = unpickled(sys.stdin.buffer.read())
+before = len(os.listdir("/proc/self/task"))
+assert len(take(source, 300)) == 300
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_files_of_a_filesystem_in_python_are_read_without_threads_of_arrow(store):
+    """They held such a file still while the process ended, which then was aborted."""
+    files = pytest.importorskip("fsspec").filesystem("file")
+    source = ParquetRows(str(store.folder / "bucket" / "data"), ["id"], filesystem=files)
+    assert run_elsewhere(READS, source) == "0"
+
+
+@pytest.mark.parametrize("condition", [pc.field("id") >= 0, pc.is_valid(pc.field("x"))])
+def test_with_a_filter_too_they_are_read_by_the_thread_that_draws(store, condition):
+    local, readers = pytest.importorskip("fsspec.implementations.local"), set()
+
+    class Watched(local.LocalFileOpener):
+        def read(self, *arguments):
+            readers.add(threading.get_ident())
+            return self.f.read(*arguments)
+
+    class Files(local.LocalFileSystem):
+        cachable = False
+
+        def _open(self, path, mode="rb", **options):
+            return Watched(path, mode, fs=self, **options)
+
+    source = ParquetRows(str(store.folder / "bucket" / "data"), ["id"], condition, filesystem=Files())
+    readers.clear()  # of the footers
+    assert len(take(source, 300)) == 300
+    assert readers == {threading.get_ident()}
+
+
+def test_files_named_one_by_one_are_on_one_store(store):
+    uris = [store.uri(f"bucket/data/{name}") for name in ("a.parquet", "more/b.parquet")]
+    assert len(ParquetRows(uris)._groups) == 16
+
+
+def test_a_listing_of_many_pages_is_read_to_its_end(store):
+    folder = store.folder / "bucket" / "many"
+    folder.mkdir()
+    for number in range(230):
+        pq.write_table(pa.table({"x": [number]}), folder / f"{number}.parquet")
+    source = ParquetRows(store.uri("bucket/many"))
+    assert len(source._groups) == 230
+
+
+# -- moto --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moto_port(tmp_path_factory) -> Iterator[int]:
+    server = pytest.importorskip("moto.server")
+    boto3 = pytest.importorskip("boto3")
+    folder = tmp_path_factory.mktemp("moto")
+    fill(folder)
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    _, port = running.get_host_and_port()
+    client = boto3.client(
+        "s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
+        aws_access_key_id="key", aws_secret_access_key="secret",
+    )  # fmt: skip
+    client.create_bucket(Bucket="bucket")
+    for file in sorted((folder / "bucket").rglob("*")):
+        if file.is_file():
+            key = str(file.relative_to(folder / "bucket"))
+            client.put_object(Bucket="bucket", Key=key, Body=file.read_bytes())
+    client.close()
+    yield port
+    running.stop()
+
+
+def of_moto(port: int, path: str, key: str = "key", secret: str = "secret") -> str:
+    return f"s3://{key}:{secret}@{path}?endpoint_override=127.0.0.1%3A{port}&scheme=http&region=us-east-1"
+
+
+def test_moto_rows_and_windows(moto_port):
+    source = ParquetRows(of_moto(moto_port, "bucket/data"), rows_per_group=10)
+    assert len({check(sample) for sample in take(source, 100)}) > 50
+    array = np.arange(10_000).reshape(1000, 10)
+    for sample in take(ArrayWindows(of_moto(moto_port, "bucket/arrays/x.npy"), (5,), with_position=True), 5):
+        start = int(sample["position"][0])
+        assert np.array_equal(sample["data"], array[start : start + 5])
+    source.close()
+
+
+def test_moto_a_bucket_or_key_that_is_not_there_is_named(moto_port):
+    for path in ("bucket/no", "none/data", "bucket/data/no.parquet"):
+        with pytest.raises(FileNotFoundError, match=f"s3://{path}"):
+            ParquetRows(of_moto(moto_port, path))
+    with pytest.raises(FileNotFoundError, match=r"s3://bucket/no\.npy"):
+        ArrayWindows(of_moto(moto_port, "bucket/no.npy"), (1,))
+    with pytest.raises(FileNotFoundError, match=r"s3://bucket/arrays/no"):
+        ArrayWindows(of_moto(moto_port, "bucket/arrays/no"), (1,))
+
+
+def require_rights(port: int, after_requests: int) -> None:
+    """Have moto look at credentials, which it otherwise does not."""
+    url, headers = f"http://127.0.0.1:{port}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+    request = urllib.request.Request(url, str(after_requests).encode(), headers, method="POST")
+    urllib.request.urlopen(request, timeout=60).close()
+
+
+@pytest.mark.parametrize("path", ["bucket/data", "bucket/data/a.parquet"])
+def test_moto_wrong_credentials_end_at_once_and_say_what_to_do(moto_port, path, patient):
+    require_rights(moto_port, after_requests=0)
+    try:
+        with pytest.raises(PermissionError, match=rf"check the key, its secret.*s3://{path}") as caught:
+            ParquetRows(of_moto(moto_port, path, key="AKIAWRONG", secret="hidden"), retries=patient)
+    finally:
+        require_rights(moto_port, after_requests=2**31)
+    assert "hidden" not in str(caught.value)
+    assert not delays_of(patient)
+
+
+def test_sources_of_two_stores_are_not_one_source(moto_port, store):
+    with pytest.raises(
+        ValueError, match="in another store than s3://bucket/data: make a source of each"
+    ) as caught:
+        ParquetRows([of_moto(moto_port, "bucket/data"), store.uri("bucket/data")])
+    assert "secret" not in str(caught.value)

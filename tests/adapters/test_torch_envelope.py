@@ -1,0 +1,133 @@
+"""What a transform made or raised arrives from a DataLoader's worker, or an exception in its place."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing.reduction import ForkingPickler
+
+import numpy as np
+import pytest
+from helpers import DEADLINE_SECONDS, make_cache, publish
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch._utils import ExceptionWrapper  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+import arrowcache as ac  # noqa: E402
+from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler  # noqa: E402
+from arrowcache.torch.envelope import failure, open_sealed, seal  # noqa: E402
+
+
+class Stubborn:
+    """Cannot be pickled, for a reason of a class that cannot be either."""
+
+    def __reduce__(self):
+        class Local(Exception):
+            pass
+
+        raise Local("not this one")
+
+
+def raises_local(batch):
+    class Local(Exception):
+        pass
+
+    raise Local("of a class without a name")
+
+
+UNSENDABLE = {
+    "a lock": (lambda: threading.Lock(), "cannot pickle '_thread.lock' object"),
+    "a function without a name": (lambda: lambda: None, "pickle"),
+    "a generator": (lambda: (i for i in ()), "cannot pickle 'generator' object"),
+    "what raises a class without a name": (Stubborn, "not this one"),
+}
+
+
+@pytest.mark.parametrize("what", UNSENDABLE)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_cannot_be_pickled_is_sealed_as_the_exception_that_says_so(what, inside):
+    make, words = UNSENDABLE[what]
+    sealed = seal({"x": torch.arange(3), "odd": make()} if inside else make())
+    assert isinstance(sealed, ExceptionWrapper)
+    arrived = ForkingPickler.loads(ForkingPickler.dumps(sealed))  # as the queue's thread does
+    opened = open_sealed(arrived)
+    assert opened is arrived
+    with pytest.raises(Exception, match=words) as caught:
+        opened.reraise()
+    assert "a DataLoader's worker sent what a transform had made" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [3, None, {"x": [1, "a"]}, {"x": torch.arange(5), "y": torch.zeros(0)}])
+def test_what_can_be_pickled_arrives_as_it_was(content):
+    opened = open_sealed(seal(content))
+    assert type(opened) is type(content)
+    if isinstance(content, dict) and "y" in content:
+        assert all(torch.equal(opened[name], content[name]) for name in content)
+    else:
+        assert opened == content
+
+
+def test_a_failure_keeps_its_class_where_it_can_be_sent_and_its_text_always():
+    def failing(error):
+        try:
+            raise error
+        except Exception:
+            return ForkingPickler.loads(ForkingPickler.dumps(failure("somewhere")))
+
+    with pytest.raises(LookupError, match="Caught LookupError somewhere"):
+        failing(LookupError("77")).reraise()
+    try:
+        raises_local(None)
+    except Exception as error:
+        local = error
+    with pytest.raises(ac.WorkerError, match="of a class without a name"):
+        failing(local).reraise()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    made = make_cache(tmp_path / "cache")
+    publish(made, 4)
+    return made
+
+
+def map_style(cache, transform):
+    sampler = EpochBatchSampler(cache, 16)
+    dataset = CacheDataset(cache, transform=transform)
+    return DataLoader(dataset, batch_sampler=sampler, num_workers=1, timeout=DEADLINE_SECONDS)
+
+
+def iterable_style(cache, transform):
+    dataset = CacheIterableDataset(cache, 16, transform=transform)
+    return DataLoader(dataset, batch_size=None, num_workers=1, timeout=DEADLINE_SECONDS)
+
+
+TRANSFORMS = {
+    "a dict with a lock": (lambda batch: batch | {"odd": threading.Lock()}, "cannot pickle '_thread.lock'"),
+    "a lock alone": (lambda batch: threading.Lock(), "cannot pickle '_thread.lock'"),
+    "what raises a class without a name": (lambda batch: {"odd": Stubborn()}, "not this one"),
+    "an exception of a class without a name": (raises_local, "of a class without a name"),
+}
+
+
+@pytest.mark.parametrize("make_loader", [map_style, iterable_style])
+@pytest.mark.parametrize("what", TRANSFORMS)
+def test_the_consumer_gets_an_error_in_place_of_what_cannot_be_sent(cache, make_loader, what):
+    transform, words = TRANSFORMS[what]
+    loader = make_loader(cache, transform)
+    with pytest.raises(Exception, match=words) as caught:
+        next(iter(loader))
+    assert "DataLoader timed out" not in str(caught.value)
+    assert len(list(make_loader(cache, lambda batch: {"n": np.array([len(batch["id"])])}))) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_what_is_no_dict_arrives_from_an_iterable_as_torch_makes_it_of_it(cache, workers, batch_size):
+    dataset = CacheIterableDataset(cache, 16, None, transform=lambda batch: int(batch["id"][0]))
+    got = list(DataLoader(dataset, batch_size=batch_size, num_workers=workers, timeout=0))
+    if batch_size is None:
+        assert got == [0, 16, 32, 48]
+    else:
+        assert [value.tolist() for value in got] == [[0], [16], [32], [48]]

@@ -1,0 +1,360 @@
+"""A process that has no file, no mapping or no thread left: what is open goes on, the rest says what to do.
+
+Once there is something left again, all works in the same process.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from helpers import ids_of, make_cache, publish, sample
+from processes import Script, limited_by_ulimit_u
+
+import arrowcache as ac
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Twenty segments of 16 rows, ids 0 to 319."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 20)
+    return cache
+
+
+EXHAUSTION = """
+    import ctypes, faulthandler, gc, mmap, os, resource, signal, sys, warnings
+    from pathlib import Path
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(100)
+    import numpy as np
+    import arrowcache as ac
+    from helpers import append_rows, ids_of, sample, wait_until
+
+    class Descriptors:
+        way_out = "ulimit -n"
+
+        def begin(self):
+            self.limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            highest = max(map(int, os.listdir("/proc/self/fd")))
+            self.held = [os.open(os.devnull, os.O_RDONLY)]
+            while self.held[-1] <= highest:
+                self.held.append(os.open(os.devnull, os.O_RDONLY))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self.held[-1] + 1, self.limits[1]))
+
+        def end(self):
+            resource.setrlimit(resource.RLIMIT_NOFILE, self.limits)
+            for fd in self.held:
+                os.close(fd)
+
+    class Mappings:
+        way_out = "vm.max_map_count"
+
+        def begin(self):
+            self.libc = ctypes.CDLL(None)
+            self.libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+            most = int(Path("/proc/sys/vm/max_map_count").read_text())
+            self.memory = mmap.mmap(-1, 2 * most * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+            page = start
+            while self.libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ) == 0:  # each makes two more of it
+                page += 2 * mmap.PAGESIZE
+            assert page < start + len(self.memory) - 2 * mmap.PAGESIZE
+            self.small = []
+            try:
+                while True:  # until not one is left
+                    self.small.append(mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS))
+            except OSError:
+                pass
+
+        def end(self):
+            gc.collect()
+            self.memory.close()
+            for memory in self.small:
+                memory.close()
+
+    class Threads:
+        way_out = "ulimit -u"
+
+        def begin(self):
+            self.limits = resource.getrlimit(resource.RLIMIT_NPROC)
+            resource.setrlimit(resource.RLIMIT_NPROC, (1, self.limits[1]))
+
+        def end(self):
+            resource.setrlimit(resource.RLIMIT_NPROC, self.limits)
+
+    def fails(call, *words):
+        try:
+            result = call()
+        except (OSError, MemoryError, ac.ArrowCacheError) as error:
+            assert all(word in str(error) for word in words), repr(error)
+        else:
+            raise AssertionError(f"it did not fail: {result!r}")
+
+    def same(batch):
+        return batch
+
+    def draws(rng):
+        while True:
+            yield sample(int(rng.integers(1 << 20)))
+
+    def files():
+        return len(os.listdir("/proc/self/fd"))
+
+    def maps():
+        return Path("/proc/self/maps").read_text().count("/segments/")
+"""
+
+EXHAUSTED = (
+    EXHAUSTION
+    + """
+    if __name__ == "__main__":
+        exhausted = {"descriptors": Descriptors, "mappings": Mappings}[sys.argv[2]]()
+        cache = ac.Cache.open(sys.argv[1])
+        loaders = {
+            "plain": ac.Loader(cache, 16),
+            "window": ac.Loader(cache, 16, shuffle="window", window_bytes=1 << 16),
+            "processes": ac.Loader(cache, 16, workers=2, transform=same),
+        }
+        fresh = [ac.Loader(cache, 16), ac.Loader(cache, 16, workers=2, transform=same)]
+        for _ in range(3):
+            for loader in loaders.values():
+                assert len(ids_of(loader)) == 320
+        wait_until(lambda: len(loaders["processes"]._assembly.crew.pids) == 2, "the processes")
+        before = files()
+        epochs = {name: iter(loader) for name, loader in loaders.items()}
+        made = {name: ids_of([next(epoch)]) for name, epoch in epochs.items()}
+        snapshot, unmapped = cache.snapshot(), cache.snapshot()
+        snapshot.gather([0, 319])
+
+        exhausted.begin()
+        for name, epoch in epochs.items():
+            assert sorted(made[name] + ids_of(epoch)) == list(range(320)), name
+        assert snapshot.gather([0, 319])["id"].tolist() == [0, 319]
+        fails(snapshot.table, exhausted.way_out)
+        fails(cache.verify, exhausted.way_out)
+        if sys.argv[2] == "descriptors":
+            writer = cache.writer("raise")
+            for number in range(320, 336):
+                writer.append(sample(number))
+            fails(lambda: writer.append(sample(336)), exhausted.way_out)
+            fails(lambda: ac.Cache.open(sys.argv[1]), exhausted.way_out)
+            for call in (cache.stats, cache.snapshot, lambda: cache.evict(1), lambda: cache.resize("2MiB")):
+                fails(call, exhausted.way_out)
+            fails(lambda: ac.SamplerPool(cache, draws, workers=1, progress=False), exhausted.way_out)
+            for loader in (*fresh, *loaders.values()):
+                fails(lambda: next(iter(loader)), exhausted.way_out)
+        else:
+            append_rows(cache, range(320, 336))
+            for loader in fresh:
+                fails(lambda: next(iter(loader)), "no thread can be started", exhausted.way_out)
+        exhausted.end()
+
+        if sys.argv[2] == "descriptors":
+            writer.close()
+        assert len(snapshot.table()) == 320
+        for each in (snapshot, unmapped):
+            each.close()
+        for loader in (*fresh, *loaders.values()):
+            assert sorted(ids_of(loader)) == list(range(336))
+        with ac.SamplerPool(cache, draws, workers=1, segments=1, progress=False) as pool:
+            pool.wait(timeout=60)
+        assert cache.verify() == []
+        for loader in (*fresh, *loaders.values()):
+            loader.close()
+        gc.collect()
+        wait_until(lambda: files() <= before, "no descriptor to be left")
+        wait_until(lambda: not maps(), "no mapping to be left")
+        assert cache.stats().leased_bytes == 0
+        print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("what", ["descriptors", "mappings"])
+def test_what_is_open_goes_on_and_all_does_once_there_is_some_again(cache, what):
+    with Script(EXHAUSTED, cache.path, what) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")
+
+
+UNMAPPING = (
+    EXHAUSTION
+    + """
+    if __name__ == "__main__":
+        cache, mappings = ac.Cache.open(sys.argv[1]), Mappings()
+        for _ in range(2):
+            snapshots = [cache.snapshot(), cache.snapshot(lambda s: s.seq % 2 == 1)]
+            for snapshot in snapshots:
+                assert snapshot.gather(np.arange(len(snapshot)))["id"][0] in (0, 16)
+            mappings.begin()
+            for snapshot in snapshots:
+                snapshot.close()  # which takes a mapping
+            leased = cache.stats().leased_bytes
+            mappings.end()
+            assert leased, "what is mapped was not leased any more"
+            with cache.snapshot() as snapshot:  # whatever is done next
+                assert snapshot.gather([3, 300])["id"].tolist() == [3, 300]
+            assert cache.stats().leased_bytes == 0
+            assert maps() == 0
+        print("well", flush=True)
+"""
+)
+
+
+def test_what_cannot_be_unmapped_stays_leased_until_it_can(cache):
+    """Ending a mapping takes one; it was unleased, still mapped, and its place in memory lost."""
+    with Script(UNMAPPING, cache.path) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")
+
+
+NO_THREAD = (
+    EXHAUSTION
+    + """
+    if __name__ == "__main__":
+        from tqdm import TqdmMonitorWarning
+
+        warnings.simplefilter("ignore", TqdmMonitorWarning)  # it has a thread of its own
+        threads = Threads()
+        cache = ac.Cache.open(sys.argv[1])
+        loader = ac.Loader(cache, 16, workers=2, transform=same, timeout=60)
+        assert len(ids_of(loader)) == 320
+        wait_until(lambda: len(loader._assembly.crew.pids) == 2, "the processes")
+        epoch = iter(loader)
+        made = ids_of([next(epoch)])
+        fresh = [ac.Loader(cache, 16), ac.Loader(cache, 16, workers=2, worker_type="thread", transform=same)]
+        writer = cache.writer(max_delay=60)
+
+        threads.begin()
+        assert sorted(made + ids_of(epoch)) == list(range(320))
+        for call in (
+            lambda: ac.SamplerPool(cache, draws, workers=1, progress=False),
+            *(lambda each=each: next(iter(each)) for each in fresh),
+            lambda: writer.append(sample(320)),
+        ):
+            fails(call, "no thread can be started", threads.way_out)
+        for pid in loader._assembly.crew.pids:
+            os.kill(pid, signal.SIGKILL)
+        fails(lambda: list(loader), "worker processes cannot start", threads.way_out)
+        threads.end()
+
+        for number in range(320, 336):
+            writer.append(sample(number))
+        writer.close()
+        for each in (loader, *fresh):
+            assert sorted(ids_of(each)) == list(range(336))
+            each.close()
+        with ac.SamplerPool(cache, draws, workers=1, segments=1, progress=False) as pool:
+            pool.wait(timeout=60)
+        print("well", flush=True)
+"""
+)
+
+
+def test_where_no_thread_or_process_can_be_started_the_limit_is_named(tmp_path):
+    within, folder = limited_by_ulimit_u()
+    with folder as name:
+        cache = make_cache(Path(name) / "cache")
+        publish(cache, 20)
+        give_away(cache.path)
+        with Script(NO_THREAD, cache.path, within=within) as script:
+            assert script.line() == "well"
+            assert script.end() == (0, "")
+
+
+def give_away(path: Path) -> None:
+    """To whoever owns the folder that it is in."""
+    owner = path.parent.stat().st_uid
+    for each in (path, *path.rglob("*")):
+        os.chown(each, owner, -1)
+
+
+def refuse_threads(monkeypatch, names: Sequence[str]) -> list[str]:
+    """The first thread of each name cannot be started; returns which were refused."""
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name in names and thread.name not in refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("arrowcache-loader", {}),
+        ("arrowcache-readahead", {}),
+        ("arrowcache-worker-1", {"workers": 2, "worker_type": "thread", "transform": dict}),
+        ("arrowcache-crew", {"workers": 2, "transform": dict}),
+    ],
+)
+def test_a_loader_that_lacks_one_thread_says_so_and_has_it_the_next_time(cache, monkeypatch, name, options):
+    """One whose processes' thread had failed to start waited for them in vain ever after."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    refused = refuse_threads(monkeypatch, [name])
+    with ac.Loader(cache, 16, timeout=60, **options) as loader:
+        with pytest.raises(ac.WorkerError, match=r"no thread can be started: .*ulimit -u.*vm\.max_map_count"):
+            next(iter(loader))
+        assert refused == [name]
+        assert sorted(ids_of(loader)) == list(range(320))
+    loader = None
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_writer_without_its_thread_has_not_taken_the_sample(cache, monkeypatch):
+    """It had, so that whoever gave it again had it twice; and it published nothing by itself any more."""
+    refuse_threads(monkeypatch, ["arrowcache-flush"])
+    with cache.writer(max_delay=0.0) as writer:
+        with pytest.raises(ac.WorkerError, match="no thread"):
+            writer.append(sample(320))
+        for number in range(320, 336):
+            writer.append(sample(number))
+    with ac.Loader(cache, 16) as loader:
+        assert sorted(ids_of(loader)) == list(range(336))
+
+
+def test_a_pool_without_its_thread_says_so_and_leaves_nothing(cache, monkeypatch):
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    refuse_threads(monkeypatch, ["arrowcache-pool"])
+    with pytest.raises(ac.WorkerError, match="no thread"):
+        ac.SamplerPool(cache, lambda rng: iter(()), workers=1, progress=False)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pool_that_lacks_a_descriptor_for_its_semaphores_says_so_and_no_more(cache, monkeypatch):
+    """Nothing is written to stderr by what could not be made, which pytest would take for an error."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    original, made = os.eventfd, []
+
+    def limited(*arguments):
+        if len(made) == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        made.append(original(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(os, "eventfd", limited)
+    with (
+        pytest.raises(OSError, match="ulimit -n"),
+        ac.SamplerPool(cache, lambda rng: iter(()), workers=1, segments=1, progress=False) as pool,
+    ):
+        pool.wait(timeout=60)
+    del pool
+    gc.collect()
+    assert len(made) == 2
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,63 @@
+"""What tests of sources share: samples of one, and the content of a task, here and in another process."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import arrowcache as ac
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.pickling import pickled
+from arrowcache.sampling.rows import single
+from arrowcache.sampling.task import Task, draw
+
+_ELSEWHERE = """
+import sys
+from arrowcache.pickling import unpickled
+from drawing import digest
+print(digest(unpickled(sys.stdin.buffer.read()), *map(int, sys.argv[1:])))
+"""
+
+
+def take(source: Any, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The first samples that a source draws."""
+    samples = single(source(np.random.default_rng(seed)))
+    try:
+        return list(itertools.islice(samples, count))  # type: ignore[arg-type]
+    finally:
+        samples.close()
+
+
+def digest(source: Any, number: int, seed: int, rows: int = 50) -> str:
+    """The content of task `number`, every byte of its segment, as a digest."""
+    builder = SegmentBuilder(source.schema, rows, 1 << 20)
+    assert draw(source, Task("", b"", f"default.{seed}", seed, number, token=0), builder, lambda: False)
+    return hashlib.sha256(b"".join(builder.encode().pieces)).hexdigest()
+
+
+def run_elsewhere(code: str, source: Any, *words: object) -> str:
+    """What a new process prints, to whose input the source travels as to a pool's worker."""
+    found = [str(Path(ac.__file__).parents[1]), str(Path(__file__).parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)],
+        input=pickled(source, "{!r}"), capture_output=True, check=False, timeout=240,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(found)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
+def require_pure(source: Any) -> None:
+    """A task's content is a function of (source, seed, number): again, in between others, and elsewhere."""
+    first = digest(source, 3, 7)
+    assert digest(source, 4, 7) != first
+    assert digest(source, 3, 8) != first
+    assert digest(source, 3, 7) == first
+    assert run_elsewhere(_ELSEWHERE, source, 3, 7) == first

@@ -1,0 +1,402 @@
+"""Values as small pictures: what is drawn, and that nothing ever raises."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import io
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from markup import seen
+
+pytest.importorskip("PIL", reason="the extra 'explore' is not installed")
+from PIL import Image
+
+import arrowcache as ac
+from arrowcache.arrow.schema import DTYPES
+from arrowcache.errors import SchemaError
+from arrowcache.explore.drawing import COLORS, GAP, NAN, Line, Pixels, Words, palette
+from arrowcache.explore.pictures import picture, picture_html
+
+NUMPY_DTYPES = [dtype for dtype in DTYPES if dtype != "bfloat16"]
+
+
+def drawn(value, kind=None, size=96):
+    return picture(value, kind, size).drawing
+
+
+def shown_image(value, kind=None, size=96):
+    """The pixels of the PNG file within the HTML, (h, w, 4)."""
+    (source,) = seen(picture(value, kind, size)._repr_html_()).values("src")
+    data = base64.b64decode(source.removeprefix("data:image/png;base64,"))
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGBA"))
+
+
+def words(value, kind=None):
+    drawing = drawn(value, kind)
+    assert isinstance(drawing, Words)
+    return drawing.text
+
+
+@given(
+    st.sampled_from(NUMPY_DTYPES).flatmap(
+        lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=9))
+    ),
+    st.integers(8, 64),
+)
+def test_any_numbers_of_any_shape_make_a_picture(array, size):
+    made = picture(array, size=size)
+    shown = seen(made._repr_html_())
+    assert len(shown.tags) >= 1
+    assert Image.open(io.BytesIO(made._repr_png_())).size >= (1, 1)
+    assert "\n" not in repr(made)
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(0,), (1,), (300,), (64, 64), (3, 40, 50), (40, 50, 3), (9, 10, 11), (2, 3, 9, 10, 11)]
+)
+def test_every_dtype_is_drawn_in_every_shape(dtype, shape):
+    array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
+    if array.size > 1:
+        assert not isinstance(drawn(array), Words)
+    assert dtype in picture(array).summary
+
+
+# lines
+
+
+def test_a_short_signal_is_a_line_through_its_values():
+    line = drawn(np.array([0.0, 1.0, 3.0, 4.0]))
+    assert isinstance(line, Line)
+    assert line.low.tolist() == line.high.tolist() == [0.0, 0.25, 0.75, 1.0]
+    assert seen(picture_html(np.arange(4.0), ac.Tensor("float64", (4,)))).tags == ["svg", "title", "path"]
+
+
+@given(st.integers(800, 5000), st.integers(0, 2**32), st.booleans())
+def test_a_long_signal_keeps_every_peak(length, seed, has_infinite):
+    signal = np.random.default_rng(seed).normal(size=length).astype(np.float32)
+    line = drawn(np.where(np.arange(length) == 7, np.inf, signal) if has_infinite else signal, size=100)
+    assert len(line.low) == 100
+    if has_infinite:
+        signal[7] = signal[6]  # another of its pixel column, if that has several
+    signal = (signal - signal.min()) / np.ptp(signal)
+    edges = [*(np.arange(100) * length // 100), length]
+    for column, (start, stop) in enumerate(itertools.pairwise(edges)):
+        part = signal[start:stop]
+        assert [line.low[column], line.high[column]] == pytest.approx([part.min(), part.max()], abs=1e-5)
+
+
+@pytest.mark.parametrize("length", [10, 1000])
+@pytest.mark.parametrize("nothing", [np.nan, np.inf, -np.inf])
+def test_what_is_no_finite_number_is_a_gap(length, nothing):
+    signal = np.arange(float(length))
+    signal[: length // 2] = nothing
+    line = drawn(signal, size=50)
+    (run,) = line.runs()
+    assert run.start == pytest.approx(len(line.low) / 2, abs=1)
+    assert line.low[run][0] == 0
+    assert line.high[run][-1] == 1
+    assert (
+        picture(signal).summary
+        == f"float64 ({length},), {length // 2} to {length - 1}, {length // 2} not finite"
+    )
+
+
+def test_a_number_alone_between_gaps_is_a_dot():
+    markup = picture(np.array([np.nan, 1.0, np.nan, 2.0]))._repr_html_()
+    assert markup.count("a1 1 0") == 2 + 2
+    png = np.asarray(Image.open(io.BytesIO(picture(np.array([np.nan, 1.0, np.nan, 2.0]))._repr_png_())))
+    assert png[..., 3].any()
+
+
+def test_complex_numbers_are_magnitudes_and_bools_are_steps():
+    assert drawn(np.array([3 + 4j, 0, 10])).low.tolist() == [0.5, 0.0, 1.0]
+    assert drawn(np.array([True, False])).low.tolist() == [1.0, 0.0]
+
+
+def test_bfloat16_bits_are_numbers():
+    bits = (np.array([1.0, -2.0, 0.0], np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    assert drawn(bits, ac.Tensor("bfloat16", (3,))).low.tolist() == [1.0, 0.0, 2 / 3]
+    assert picture(bits, ac.Ragged("bfloat16")).summary == "bfloat16 (3,), -2 to 1"
+    assert words(bits[0], ac.Tensor("bfloat16")) == "1"
+
+
+def test_moments_in_a_row_are_a_line():
+    moments = np.array(["2024-01-01", "NaT", "2024-01-03"], "datetime64[us]")
+    assert drawn(moments).low.tolist() == pytest.approx([0.0, np.nan, 1.0], nan_ok=True)
+
+
+def test_integers_beyond_a_floats_digits_are_named_exactly():
+    assert "0 to 18446744073709551615" in picture(np.array([2**64 - 1, 0], np.uint64)).summary
+
+
+# maps
+
+
+def test_a_map_goes_from_the_first_color_to_the_last():
+    plane = np.linspace(0, 1, 64 * 64).reshape(64, 64)
+    pixels = drawn(plane)
+    assert isinstance(pixels, Pixels)
+    assert pixels.is_map
+    assert pixels.values.shape == (64, 64)
+    assert (pixels.values[0, 0], pixels.values[-1, -1]) == (0, COLORS - 1)
+    image = shown_image(plane)
+    assert image[0, 0].tolist() == [68, 1, 84, 255]
+    assert image[-1, -1].tolist() == [253, 231, 37, 255]
+    assert np.array_equal(image, palette()[pixels.values])
+
+
+def test_a_few_outliers_do_not_take_the_colors_from_the_rest():
+    plane = np.arange(100.0 * 100).reshape(100, 100)
+    plane[0, 0] = 1e9
+    assert len(np.unique(drawn(plane, size=100).values)) > 200
+
+
+def test_few_numbers_among_many_that_are_the_same_are_seen():
+    plane = np.zeros((64, 64))
+    plane[30, 30] = 1
+    values = drawn(plane).values
+    assert (values[30, 30], values.sum()) == (COLORS - 1, COLORS - 1)
+
+
+@pytest.mark.parametrize("nothing", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", [20, 500])
+def test_what_is_no_finite_number_is_grey(nothing, side):
+    plane = np.arange(float(side * side)).reshape(side, side)
+    plane[: side // 2] = nothing
+    values = drawn(plane, size=50).values
+    assert (values[: len(values) // 2 - 1] == NAN).all()
+    assert (values[len(values) // 2 + 1 :] < COLORS).all()
+    assert palette()[NAN].tolist() == [150, 150, 150, 255]
+
+
+def test_a_large_map_is_averaged():
+    plane = np.kron(np.array([[0.0, 1.0], [2.0, 3.0]]), np.ones((200, 200)))
+    plane += np.resize([-0.4, 0.4], plane.shape)
+    values = drawn(plane, size=40).values
+    assert values.shape == (40, 40)
+    assert [int(values[y, x]) for y in (5, 35) for x in (5, 35)] == pytest.approx(
+        [0, (COLORS - 1) / 3, (COLORS - 1) * 2 / 3, COLORS - 1], abs=1
+    )
+
+
+def test_one_number_that_is_none_does_not_take_its_neighbours_along():
+    plane = np.arange(10_000.0).reshape(100, 100)
+    plane[50, 50] = np.nan
+    assert (drawn(plane, size=25).values < COLORS).all()
+
+
+def test_rows_of_a_ragged_column_of_items_are_a_map():
+    assert drawn(np.arange(12.0).reshape(3, 4), ac.Ragged("float64", (4,))).values.shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"), [((2, 4000), (96, 24)), ((4000, 2), (24, 96)), ((10, 20), (96, 48))]
+)
+def test_a_map_has_its_arrays_shape_unless_it_were_too_flat_to_be_seen(shape, box):
+    assert drawn(np.arange(float(np.prod(shape))).reshape(shape)).box(96) == box
+
+
+@pytest.mark.parametrize("scale", [1e308, 1e-308])
+def test_numbers_at_the_ends_of_float64_are_drawn(scale):
+    plane = np.resize([-scale, 0, scale], (300, 300))
+    with np.errstate(all="raise"):
+        assert len(np.unique(drawn(plane, size=300).values)) == 3
+        assert len(np.unique(drawn(plane.ravel()[:30]).low)) == 3
+        line = drawn(plane.ravel()[:300], size=30)
+        assert (line.low.min(), line.high.max()) == (0, 1)
+        assert not isinstance(drawn(plane, size=30), Words)
+
+
+# images
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("axis", [0, 2])
+def test_images_of_bytes_are_shown_as_they_are_whichever_axis_the_channels_have(channels, axis):
+    image = np.random.default_rng(0).integers(0, 256, (20, 30, channels), np.uint8)
+    pixels = drawn(np.moveaxis(image, 2, axis))
+    assert not pixels.is_map
+    assert np.array_equal(pixels.values, image[..., 0] if channels == 1 else image)
+    rgba = shown_image(np.moveaxis(image, 2, axis))
+    color = np.broadcast_to(image[..., :3], (20, 30, 3))
+    assert np.array_equal(rgba[..., :3][rgba[..., 3] > 0], color[rgba[..., 3] > 0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [((3, 20, 30), (20, 30)), ((20, 30, 3), (20, 30)), ((3, 30, 4), (30, 4)), ((4, 30, 3), (4, 30)),
+     ((3, 30, 3), (30, 3)), ((1, 20, 3), (20, 3))],
+)  # fmt: skip
+def test_which_axis_holds_the_channels_follows_from_the_rule(shape, size):
+    assert drawn(np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)).values.shape[:2] == size
+
+
+def test_of_a_ragged_column_the_last_axis_may_be_channels_and_the_first_never():
+    array = np.arange(3 * 20 * 30.0).reshape(3, 20, 30)
+    assert not drawn(array).is_map
+    assert drawn(array, ac.Ragged("float64", (20, 30))).is_map
+    assert not drawn(array.reshape(20, 30, 3), ac.Ragged("float64", (30, 3))).is_map
+
+
+def test_floats_from_0_to_1_are_shown_as_they_are_and_others_are_scaled_together():
+    image = np.zeros((10, 10, 3))
+    image[..., 0], image[0, 0, 1] = 0.5, 0.25
+    assert drawn(image).values[0, 0].tolist() == [128, 64, 0]
+    wide = np.stack([np.full((10, 10), -100.0), np.full((10, 10), 0.0), np.full((10, 10), 100.0)])
+    assert drawn(wide).values[0, 0].tolist() == [0, 128, 255]
+    rgba = np.concatenate([wide, np.full((1, 10, 10), 0.25)])
+    assert drawn(rgba).values[0, 0].tolist() == [0, 128, 255, 64]
+    wide[0, 0, 0] = np.nan
+    assert drawn(wide).values[0, 0, 0] == 0
+
+
+def test_a_large_image_is_made_small():
+    image = np.zeros((1000, 600, 3), np.uint8)
+    image[:, 300:] = 200
+    values = drawn(image, size=100).values
+    assert values.shape == (100, 60, 3)
+    assert (values[50, 10].tolist(), values[50, 50].tolist()) == ([0] * 3, [200] * 3)
+
+
+# volumes, and more
+
+
+def test_a_volume_shows_its_middle_slices_side_by_side_in_one_scale():
+    volume = np.zeros((20, 30, 40))
+    volume[10], volume[0] = 1, 2  # the first is in the slices across the other two axes only
+    pixels = drawn(volume, size=60)
+    assert pixels.is_map
+    assert (pixels.values == GAP).any()
+    tile = 40
+    first, rest = pixels.values[:, :tile], pixels.values[:, tile + 2 :]
+    first = first[(first != GAP).any(axis=1)]
+    assert np.unique(first).tolist() == [round((COLORS - 1) / 2)]
+    assert {0, COLORS - 1} <= set(np.unique(rest).tolist())
+    assert pixels.box(60)[0] == 120
+
+
+def test_of_more_axes_the_middle_of_the_first_ones_is_shown():
+    array = np.zeros((4, 5, 3, 10, 12), np.uint8)
+    array[2, 2] = 77
+    made = picture(array)
+    assert (made.drawing.values == 77).all()
+    assert made.summary == "uint8 (4, 5, 3, 10, 12) at (2, 2), 77 to 77"
+
+
+# words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.zeros((0, 4)), "empty float64 (0, 4)"),
+        (np.full((3, 5), np.nan), "no finite number"),
+        (np.full(100, -np.inf), "no finite number"),
+        (np.full((3, 5), 2.5), "constant 2.5"),
+        (np.array([2.5, np.nan, np.inf]), "constant 2.5, 2 not finite"),
+        (np.array([7]), "7"),
+        (np.zeros(5, bool), "constant False"),
+        (3, "3"),
+        (True, "True"),
+        (np.float16(0.1), "0.0999756"),
+        (1e-30, "1e-30"),
+        (np.nan, "nan"),
+        (1 - 2j, "1-2j"),
+        (dt.datetime(2024, 2, 29, 12, 30), "2024-02-29 12:30:00"),  # noqa: DTZ001  # naive is UTC
+        (np.datetime64("2024-02-29T12:30:15.123456"), "2024-02-29 12:30:15.123456"),
+        (np.datetime64("NaT"), "NaT"),
+        ("short", "short"),
+        ("a\nb", r"a\nb"),
+        ("", ""),
+        (b"", "0 B of bytes"),
+        (b"x" * 3000, "2.9 KiB of bytes"),
+    ],
+)  # fmt: skip
+def test_where_nothing_can_be_seen_words_say_so(value, text):
+    assert words(value) == text
+    assert text in seen(picture(value)._repr_html_()).text
+    assert Image.open(io.BytesIO(picture(value)._repr_png_())).size >= (1, 1)
+
+
+def test_a_long_text_is_shortened_and_no_markup():
+    long = "<b>&" * 100
+    assert words(long) == long[:59] + "…"
+    assert seen(picture(long)._repr_html_()).tags == ["span"]
+    assert picture(long).summary == "text of 400 characters"
+
+
+def file(image, name):
+    buffer = io.BytesIO()
+    image.save(buffer, name)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", ["png", "jpeg"])
+@pytest.mark.parametrize("mode", ["L", "RGB", "1", "CMYK", "P", "RGBA", "LA"])
+def test_image_files_are_shown(name, mode):
+    if (name, mode) in {("png", "CMYK"), ("jpeg", "P"), ("jpeg", "RGBA"), ("jpeg", "LA")}:
+        mode = "RGB"
+    data = file(Image.new("RGB", (300, 200), (255, 255, 255)).convert(mode), name)
+    made = picture(bytearray(data), ac.Binary(), 60)
+    assert made.drawing.values.shape[:2] == (40, 60)
+    assert made.drawing.values.min() > 250
+    assert made.summary.startswith(f"{name.upper()} of ")
+    assert made.summary.endswith(", 300 x 200")
+
+
+def test_a_png_of_16_bits_is_scaled():
+    ramp = np.linspace(1000, 3000, 50 * 50).reshape(50, 50).astype(np.uint16)
+    values = drawn(file(Image.fromarray(ramp), "png")).values
+    assert (values[0, 0], values[-1, -1]) == (0, 255)
+
+
+@pytest.mark.parametrize("name", ["png", "jpeg"])
+def test_a_damaged_image_file_says_so(name):
+    data = file(Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)), name)
+    for stop in range(8, len(data) - 20, len(data) // 40):
+        assert "damaged" in words(data[:stop])
+
+
+def test_an_image_file_that_claims_to_be_enormous_is_not_decoded():
+    data = bytearray(file(Image.new("L", (8, 8)), "png"))
+    data[16:24] = (60_000).to_bytes(4, "big") * 2
+    import zlib
+
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    assert "too large to be drawn" in words(bytes(data))
+    data[16:24] = (8500).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    assert "8500 x 8500: too large to be drawn" in words(bytes(data))
+
+
+def test_torch_tensors_are_drawn_too():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    tensor = torch.arange(6, dtype=torch.bfloat16, requires_grad=True)
+    assert picture(tensor).summary == "bfloat16 (6,), 0 to 5"
+
+
+@pytest.mark.parametrize("value", [object(), None, [object()], np.array(["a", "b"])])
+def test_what_no_column_can_hold_is_refused(value):
+    with pytest.raises(SchemaError):
+        picture(value)
+
+
+@pytest.mark.parametrize("size", [0, 7, 5000, -1])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match="size"):
+        picture(3, size=size)
+
+
+def test_a_picture_keeps_no_value():
+    array = np.zeros((64, 64), np.uint8)
+    made = picture(array[None])
+    before = made._repr_html_()
+    array[:] = 99
+    assert made._repr_html_() == before

@@ -1,0 +1,342 @@
+"""Plots: what each draws, by its numbers; and what cannot be drawn is a sentence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import EVERY_TYPE, columns_of, make_cache, publish, segment_files
+
+pytest.importorskip("matplotlib", reason="the extra 'explore' is not installed")
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # here alone: a variable would reach the kernels of other tests
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+import arrowcache as ac
+from arrowcache.arrow.segment import encode
+from arrowcache.explore import plots
+from arrowcache.explore.history import History
+from arrowcache.explore.lookout import Lookout
+from arrowcache.explore.plots import (
+    plot_ages,
+    plot_contribution,
+    plot_growth,
+    plot_reuse,
+    plot_throughput,
+    plot_unread,
+    plot_values,
+)
+
+MIB = 2**20
+OF_A_CACHE = [
+    plot_growth,
+    plot_ages,
+    plot_contribution,
+    lambda cache, **more: plot_values(cache, "id", **more),
+]
+OF_A_HISTORY = [plot_throughput, plot_reuse, plot_unread]
+
+
+@pytest.fixture(autouse=True)
+def figures():
+    """No figure outlives its test; each can be drawn."""
+    yield
+    for number in plt.get_fignums():
+        plt.figure(number).canvas.draw()
+    plt.close("all")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Ten segments of 16 rows, ids 0 to 159."""
+    cache = make_cache(tmp_path / "cache", capacity=600 * 1024)
+    publish(cache, 10)
+    return cache
+
+
+@pytest.fixture
+def history(cache):
+    """Of a cache that fills, is read once, and evicts."""
+    lookout = Lookout(cache)
+    assert lookout.look() is None
+    with ac.Loader(cache, 16, shuffle=None) as loader:
+        list(loader)
+        assert lookout.look() is None
+    publish(cache, 20)
+    assert lookout.look() is None
+    return lookout.history
+
+
+def line(ax: Axes, label: str) -> np.ndarray:
+    """The values of a line, by its label."""
+    (found,) = [one for one in ax.get_lines() if one.get_label() == label]
+    return np.asarray(found.get_ydata(), float)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_plot_of_a_cache_takes_it_or_its_path_and_draws_where_it_is_told(cache, number):
+    plot = OF_A_CACHE[number]
+    figure, ax = plt.subplots()
+    assert plot(cache, ax=ax) is ax
+    assert plt.get_fignums() == [figure.number]
+    other = plot(str(cache.path))
+    assert other.figure is not figure
+    assert cache.stats().leased_bytes == 0
+
+
+@pytest.mark.parametrize("plot", OF_A_HISTORY)
+def test_a_plot_of_a_history_draws_where_it_is_told(history, plot):
+    _, ax = plt.subplots()
+    assert plot(history, ax=ax) is ax
+    assert isinstance(plot(history), Axes)
+
+
+@pytest.mark.parametrize("plot", OF_A_HISTORY)
+def test_a_history_of_nothing_is_a_sentence(cache, plot):
+    with pytest.raises(ValueError, match="fewer than two observations"):
+        plot(History())
+    with pytest.raises(TypeError, match="expected a History"):
+        plot(cache)
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_an_empty_cache_makes_an_empty_plot(tmp_path, number):
+    assert isinstance(OF_A_CACHE[number](make_cache(tmp_path / "cache")), Axes)
+
+
+def test_growth_adds_up_what_is_there(cache):
+    for number, path in enumerate(segment_files(cache)):
+        os.utime(path, (1e9 + number, 1e9 + number))
+    ax = plot_growth(str(cache.path))
+    sizes = line(ax, "segments in the cache")
+    assert sizes[-1] == pytest.approx(cache.stats().published_bytes / MIB)
+    assert (np.diff(sizes) > 0).all()
+    assert line(ax, "capacity")[0] == pytest.approx(600 / 1024)
+
+
+def test_growth_over_a_history_shows_what_was_evicted(cache, history):
+    ax = plot_growth(cache, history)
+    stored, evicted = line(ax, "published segments"), line(ax, "evicted since")
+    assert len(stored) == len(evicted) == 3
+    assert stored[-1] == pytest.approx(cache.stats().published_bytes / MIB)
+    each = cache.stats().published_bytes / cache.stats().segments / MIB
+    assert evicted[-1] == pytest.approx(each * (30 - cache.stats().segments))
+
+
+def test_throughput_has_a_line_for_what_was_published_and_for_each_loader(history):
+    ax = plot_throughput(history)
+    published, delivered = line(ax, "published"), line(ax, f"delivered to {os.getpid()}")
+    assert published[0] == 0
+    assert published[1] > 0
+    assert delivered[0] > 0
+    assert np.isnan(delivered[1]), "it was closed"
+
+
+def test_ages_are_those_of_rows_and_at_delivery(cache):
+    for path in segment_files(cache):
+        os.utime(path, (time.time() - 1000, time.time() - 1000))
+    cache = ac.Cache.open(cache.path)  # which has not looked at them yet
+    with ac.Loader(cache, 16, with_ids=True) as loader:
+        ages = np.concatenate([batch["_age_seconds"] for batch in loader])
+        stats = loader.stats()
+    ax = plot_ages(cache, ages, bins=10)
+    in_cache, at_delivery = ax.containers
+    assert sum(bar.get_height() for bar in in_cache) == pytest.approx(1)
+    assert sum(bar.get_height() for bar in at_delivery) == pytest.approx(1)
+    assert all(bar.get_x() > 900 for bar in in_cache)
+    ax = plot_ages(cache, stats)
+    (mean,) = [one for one in ax.get_lines() if one.get_label() == "at delivery, on average"]
+    assert mean.get_xdata()[0] == pytest.approx(1000, abs=100)
+    assert isinstance(plot_ages(cache, []), Axes)
+
+
+def test_reuse_counts_segments_by_leases_seen(history):
+    ax = plot_reuse(history)
+    heights = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in ax.patches}
+    assert heights == dict(history.reuse)
+    assert sum(heights.values()) == 30
+
+
+def test_unread_is_a_share_of_what_came_since(cache, history):
+    ax = plot_unread(history)
+    assert np.isnan(line(ax, "never leased")[0])
+    known = sum(moment.evicted_known for moment in history)
+    share = line(ax, "never leased")[-1]
+    assert np.isnan(share) if not known else share == pytest.approx(100 * history.unread_share)
+    lookout = Lookout(cache)
+    lookout.look()
+    for _ in range(2):
+        publish(cache, 40)
+        lookout.look()
+    assert line(plot_unread(lookout.history), "never leased")[-1] == 100
+
+
+def test_contribution_adds_rows_by_pool_import_and_writer(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 2)
+    part = encode(cache.schema, columns_of(cache.schema, 16))
+    for task in (
+        "digits.0.1",
+        "digits.0.2",
+        "digits.1.1",
+        "tfrecord.0123456789.0.1",
+        "tfrecord.0123456789.1.1",
+    ):
+        cache.store.publish(part, task=task)
+    ax = plot_contribution(cache)
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert dict(zip(names, (bar.get_width() for bar in ax.patches), strict=True)) == {
+        "digits.0": 32, "writer": 32, "digits.1": 16, "tfrecord.01234567": 32,
+    }  # fmt: skip
+
+
+def test_a_name_with_control_characters_is_drawn(tmp_path):
+    schema = {"\x1b[31m$x_y$": ac.Tensor("float32")}
+    with ac.Cache.create(tmp_path / "c", schema, capacity="4MiB", segment_bytes="256KiB") as cache:
+        with cache.writer() as writer:
+            writer.append({"\x1b[31m$x_y$": 1.0})
+        ax = plot_values(cache, "\x1b[31m$x_y$")
+    assert ax.get_ylabel() == r"\x1b[31m\$x_y\$"
+    ax.figure.canvas.draw()  # a character without a glyph would be a warning
+
+
+@pytest.mark.parametrize("plot", OF_A_CACHE)
+def test_a_cache_that_vanishes_is_one_sentence(cache, plot):
+    shutil.rmtree(cache.path)
+    with pytest.raises(FileNotFoundError, match="moved or removed while in use"):
+        plot(cache)
+
+
+def test_values_show_each_segments_share_oldest_first(cache):
+    ax = plot_values(cache, "id", bins=10)
+    (mesh,) = ax.collections
+    shares = np.asarray(mesh.get_array()).reshape(10, 10)
+    assert np.allclose(shares.sum(axis=0), 1)
+    assert (shares.argmax(axis=0) == np.arange(10)).all(), "ids grow with the segments"
+
+
+@pytest.mark.parametrize("column", ["image", "id"])
+def test_of_many_segments_and_values_some_are_drawn(cache, monkeypatch, column):
+    monkeypatch.setattr(plots, "_MOST_SEGMENTS", 4)
+    monkeypatch.setattr(plots, "_MOST_VALUES", 5)
+    taken = []
+    histogram = np.histogram
+    monkeypatch.setattr(
+        np, "histogram", lambda some, edges: taken.append(len(some)) or histogram(some, edges)
+    )
+    ax = plot_values(cache, column)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "3", "6", "9"]
+    assert len(taken) == 4
+    assert all(5 <= count < 10 for count in taken)
+
+
+@pytest.fixture
+def every(tmp_path):
+    """A cache of every type."""
+    cache = ac.Cache.create(tmp_path / "every", EVERY_TYPE, capacity="4MiB", segment_bytes="64KiB")
+    for seed in range(3):
+        cache.store.publish(encode(EVERY_TYPE, columns_of(EVERY_TYPE, 16, seed)))
+    return cache
+
+
+@pytest.mark.parametrize("column", list(EVERY_TYPE))
+def test_every_column_is_drawn_or_says_why_not(every, column):
+    kind = EVERY_TYPE[column]
+    if isinstance(kind, ac.String | ac.Binary) or "complex" in getattr(kind, "dtype", ""):
+        with pytest.raises(ValueError, match=rf"column '{column}' is .*no numbers.*that have some: id"):
+            plot_values(every, column)
+        assert plt.get_fignums() == []
+    else:
+        assert isinstance(plot_values(every, column), Axes)
+
+
+def test_bfloat16_and_timestamps_are_drawn_as_what_they_mean(tmp_path):
+    schema = ac.Schema({"b": ac.Tensor("bfloat16", (2,)), "when": ac.Timestamp(), "flag": ac.Tensor("bool")})
+    cache = ac.Cache.create(tmp_path / "cache", schema, capacity="1MiB", segment_bytes="16KiB")
+    with cache.writer() as writer:
+        bits = np.array([1.0, -3.0], np.float32).view(np.uint32) >> 16
+        for second in range(10):
+            when = np.datetime64("2020-01-01") + np.timedelta64(second, "s")
+            writer.append(b=bits.astype(np.uint16), when=when, flag=second % 2 == 0)
+    assert plot_values(cache, "b").get_ylim() == (-3, 1)
+    low, high = plot_values(cache, "when").get_ylim()
+    assert (low, high) == (1577836800, 1577836809)
+    assert plot_values(cache, "flag").get_ylim() == (0, 1)
+
+
+def test_what_is_not_finite_is_left_out_and_nothing_else_is_a_sentence(tmp_path):
+    schema = ac.Schema({"x": ac.Tensor("float32", ())})
+    cache = ac.Cache.create(
+        tmp_path / "cache", schema, capacity="1MiB", segment_rows=4, segment_bytes="16KiB"
+    )
+    with pytest.raises(ValueError, match="no finite values"):
+        plot_values(cache, "x")
+    with cache.writer() as writer:
+        writer.extend(x=np.array([np.nan, np.inf, -np.inf, np.nan], np.float32))
+    with pytest.raises(ValueError, match="no finite values"):
+        plot_values(cache, "x")
+    with cache.writer() as writer:
+        writer.extend(x=np.array([np.nan, 2, 2, 2], np.float32))
+    assert plot_values(cache, "x").get_ylim() == (1.5, 2.5)
+    assert [label.get_text() for label in plot_values(cache, "x").get_xticklabels()] == ["1"]
+
+
+def test_numbers_that_are_farther_apart_than_any_number_are_drawn(tmp_path):
+    cache = ac.Cache.create(
+        tmp_path / "cache", {"x": ac.Tensor("float64")}, capacity="1MiB", segment_bytes="16KiB"
+    )
+    with cache.writer() as writer:
+        writer.extend(x=np.array([-1.7e308, 0, 1.7e308]))
+    assert plot_values(cache, "x").get_ylim() == (-1e300, 1e300)
+
+
+def test_a_wrong_column_or_number_of_bins_is_a_sentence(cache):
+    with pytest.raises(ValueError, match="unknown column 'nope': the cache has id, image"):
+        plot_values(cache, "nope")
+    with pytest.raises(ValueError, match="bins=0"):
+        plot_values(cache, "id", bins=0)
+    assert plt.get_fignums() == []
+
+
+def test_what_is_evicted_while_it_is_drawn_is_left_out(cache, monkeypatch):
+    original = plots._values
+
+    def evicting(store, segment, *more):
+        if segment.seq == 3:
+            cache.evict(5 * 20 * 1024)
+        return original(store, segment, *more)
+
+    monkeypatch.setattr(plots, "_values", evicting)
+    ax = plot_values(cache, "id")
+    first = [int(label.get_text()) for label in ax.get_xticklabels()]
+    assert {0, 1, 2, 9} <= set(first)
+    assert not {3, 4} & set(first)
+
+
+def test_segments_are_leased_one_at_a_time(cache, monkeypatch):
+    leased = []
+    original = plots.Snapshot.gather
+
+    def gather(self, *arguments):
+        leased.append(len(cache.store.survey().leased))
+        return original(self, *arguments)
+
+    monkeypatch.setattr(plots.Snapshot, "gather", gather)
+    plot_values(cache, "id")
+    assert leased == [1] * 10
+
+
+def test_names_are_no_formulas(tmp_path):
+    schema = ac.Schema({"$\\frac$": ac.Tensor("int64")})
+    cache = ac.Cache.create(Path(tmp_path / "cache"), schema, capacity="1MiB", segment_bytes="16KiB")
+    with cache.writer() as writer:
+        writer.append({"$\\frac$": 1})
+    plot_values(cache, "$\\frac$").figure.canvas.draw()

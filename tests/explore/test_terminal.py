@@ -1,0 +1,234 @@
+"""The live view in a terminal, and what it shows: as text, of a real cache."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+
+import pytest
+from helpers import make_cache, publish, wait_until
+from processes import Script
+
+pytest.importorskip("rich", reason="the extra 'explore' is not installed")
+
+from rich.console import Console
+
+import arrowcache as ac
+from arrowcache.errors import sentence_of
+from arrowcache.explore.board import board_of, format_seconds
+from arrowcache.explore.history import History
+from arrowcache.explore.lookout import Lookout
+from arrowcache.explore.terminal import line_of, render, sparks, watch
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Ten segments of 16 rows, ids 0 to 159."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    return cache
+
+
+def text_of(board) -> str:
+    file = io.StringIO()
+    Console(file=file, width=100).print(render(board))
+    return file.getvalue()
+
+
+def look(lookout: Lookout):
+    error = lookout.look()
+    return board_of(lookout.history, error, lookout.path)
+
+
+def test_it_shows_fill_rates_leases_and_loaders(cache):
+    lookout = Lookout(cache)
+    look(lookout)
+    with ac.Loader(cache, 16) as loader, cache.snapshot(lambda segment: segment.seq >= 8):
+        list(loader)
+        publish(cache, 2)
+        board = look(lookout)
+    json.dumps(board)
+    text = text_of(board)
+    assert str(cache.path) in text
+    assert "12 segments, 192 rows" in text
+    assert board["fill"]["share"] == pytest.approx(cache.stats().allocated_bytes / 2**20)
+    assert 0 < board["fill"]["leased_share"] < board["fill"]["share"]
+    published, evicted, delivered = board["rates"]
+    assert published["values"][-1] > 0
+    assert delivered["values"][-1] > 0
+    assert evicted["values"] == [0]
+    assert [str(os.getpid()), "2 (8 to 9)"] in [[row[0], row[2]] for row in board["leases"]["rows"]]
+    (loader_row,) = board["loaders"]["rows"]
+    assert loader_row[:1] + loader_row[2:4] == [str(os.getpid()), "1", "10"]
+    assert str(os.getpid()) in text
+    assert "8 to 9" in text
+    assert "no writer waits for room" in text
+    assert f"{len(board['leases']['rows'])} leases, 0 waiting, 1 loaders" in line_of(board).plain
+
+
+def test_the_first_look_knows_no_rate(cache):
+    board = look(Lookout(cache))
+    assert {rate["text"] for rate in board["rates"]} == {"unknown"}
+    assert "B/s" not in text_of(board) + line_of(board).plain
+
+
+@pytest.mark.parametrize("width", [100, 80, 40, 20])
+def test_a_view_of_any_width_shows_all_of_a_lease_and_a_loader(cache, width):
+    lookout = Lookout(cache)
+    with ac.Loader(cache, 16) as loader, cache.snapshot(lambda segment: segment.seq >= 8):
+        list(loader)
+        board = look(lookout)
+        leases = [row for row in board["leases"]["rows"] if row[2] == "2 (8 to 9)"]
+        (loaders,) = board["loaders"]["rows"]
+    board["leases"]["rows"] = leases
+    for name in ("leases", "loaders"):
+        board[name]["rows"][0][1] = "train"  # the command of whoever runs the tests may be long
+    file = io.StringIO()
+    Console(file=file, width=width).print(render(board))
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("┏") == {100: 2, 80: 1}.get(width, 0), "tables, where they can be read"
+    together = "".join(text.split())
+    for cell in (*leases[0], *loaders):
+        assert "".join(cell.split()) in together
+
+
+def test_looking_once_fits_the_window_too(cache):
+    file = io.StringIO()
+    with cache.snapshot():
+        watch(cache, once=True, console=Console(file=file, width=40, force_terminal=True, color_system=None))
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= 40
+    assert "segments10(0to9)" in "".join(text.split())
+
+
+def test_one_of_something_is_not_said_as_several(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity="64MiB")
+    publish(cache, 1)
+    lookout = Lookout(cache)
+    with cache.snapshot():
+        board = look(lookout)
+    assert "1 segment, 16 rows" in board["fill"]["text"]
+    assert "1 (0)" in [row[2] for row in board["leases"]["rows"]]
+    publish(cache, 70)
+    assert "71 segments, 1,136 rows" in look(lookout)["fill"]["text"]
+
+
+def test_before_the_first_look_there_is_only_a_path():
+    board = board_of(History(), None, "/cache")
+    assert (board["path"], board["looks"], board["fill"]) == ("/cache", 0, None)
+    assert "/cache" in text_of(board)
+
+
+def test_what_another_process_is_called_is_no_markup(cache):
+    board = look(Lookout(cache))
+    board["leases"]["rows"] = [["1", "[red]train[/nonsense]", "1", "1 B", "1 s"]]
+    board["error"] = "[bold]gone"
+    text = text_of(board)
+    assert "[red]train[/nonsense]" in text
+    assert "[bold]gone" in text
+
+
+def test_a_cache_that_vanishes_is_a_sentence_and_it_goes_on_when_it_is_back(cache, tmp_path):
+    lookout = Lookout(cache)
+    assert look(lookout)["error"] is None
+    cache.path.rename(tmp_path / "elsewhere")
+    for _ in range(2):
+        board = look(lookout)
+        assert str(cache.path) in board["error"]
+        assert "\n" not in board["error"]
+        assert "".join(board["error"].split()) in "".join(text_of(board).split())
+        assert "10 segments" in text_of(board), "what was seen last is still shown"
+        assert board["error"] in line_of(board).plain
+    (tmp_path / "elsewhere").rename(cache.path)
+    board = look(lookout)
+    assert (board["error"], board["looks"]) == (None, 2)
+
+
+@pytest.mark.parametrize("was_seen_gone", [False, True])
+def test_another_cache_in_its_place_is_looked_at_afresh(cache, tmp_path, was_seen_gone):
+    """One whose segments have the same names, but not the same bytes."""
+    lookout = Lookout(cache)
+    look(lookout)
+    if was_seen_gone:  # the same folder
+        for path in cache.path.iterdir():
+            path.rename(tmp_path / path.name)
+        assert look(lookout)["error"]
+    else:
+        cache.path.rename(tmp_path / "elsewhere")
+    other = make_cache(cache.path, ac.Schema({"id": ac.Tensor("int64")}))
+    for _ in range(10):
+        with other.writer() as writer:
+            writer.extend(id=range(16))
+    board = look(lookout)
+    assert board["error"] is None
+    assert board["fill"]["share"] == pytest.approx(other.stats().allocated_bytes / 2**20)
+
+
+def test_sparks_show_the_highest_in_full():
+    assert sparks([0, 1, 4, 8]) == "▁▂▅█"
+    assert sparks([0, 0]) == "▁▁"
+    assert sparks([]) == ""
+    assert len(sparks(range(1000))) == 40
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-3, "0 s"), (59.4, "59 s"), (75, "1 min 15 s"), (3600, "1 h 0 min"), (90061, "25 h 1 min")],
+)
+def test_times_have_one_or_two_units(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_an_error_is_one_line():
+    assert sentence_of(ValueError("a\n  b")) == "a b"
+    assert sentence_of(FileNotFoundError(2, "no cache here", "/x")) == "/x: no cache here"
+    assert sentence_of(OSError(5, "broken")) == "broken"
+    assert sentence_of(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize("interval", [0, 0.01, -1, float("inf"), float("nan"), 1e300])
+def test_an_interval_that_is_none_is_refused(cache, interval):
+    with pytest.raises(ValueError, match=r"interval=.* must be seconds, 0\.05 at least"):
+        watch(cache, interval)
+
+
+def test_looking_once_prints_a_line_or_in_a_terminal_all(cache):
+    for is_terminal in (False, True):
+        file = io.StringIO()
+        watch(cache, once=True, console=Console(file=file, width=100, force_terminal=is_terminal))
+        lines = file.getvalue().splitlines()
+        assert (len(lines) > 3) == is_terminal
+        assert "10 segments, 160 rows" in file.getvalue()
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_a_line_at_once(cache, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    file = io.StringIO()
+    watch(cache, once=True, console=Console(file=file, width=20, force_terminal=True))
+    assert file.getvalue().count("\n") == 1
+    assert "10 segments, 160 rows" in file.getvalue()
+
+
+def test_no_cache_is_an_error_at_once(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        watch(tmp_path / "missing", once=True)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_ctrl_c_ends_it_well(cache, is_terminal):
+    code = """
+        import sys
+        from rich.console import Console
+        from arrowcache.explore.terminal import watch
+        watch(sys.argv[1], 0.05, console=Console(width=100, force_terminal=sys.argv[2] == "True"))
+    """
+    with Script(code, cache.path, is_terminal) as script:
+        for _ in range(3):
+            while "160 rows" not in script.line():
+                pass
+        script.signal_group(signal.SIGINT)
+        assert script.end() == (0, "")
+    wait_until(lambda: cache.stats().leased_bytes == 0, "nothing to be leased")

@@ -1,0 +1,81 @@
+"""Ctrl-C at each step of an epoch: the loader goes on afterwards, and nothing waits for ever."""
+
+import contextlib
+import itertools
+import sys
+import threading
+
+import pytest
+from helpers import CtrlC, make_cache, publish, wait_until
+
+import arrowcache as ac
+
+
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # it came in a destructor
+@pytest.mark.parametrize(
+    ("options", "every"), [({}, 1), ({"workers": 2, "worker_type": "thread", "transform": dict}, 3)]
+)
+def test_ctrl_c_at_any_step_of_an_epoch_leaves_a_loader_that_gives_the_next_one(tmp_path, options, every):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 6)
+    rows = cache.stats().rows
+    for number in itertools.count(0, every):
+        loader, came, interrupt = ac.Loader(cache, 8, timeout=5, **options), [], CtrlC(number)
+        try:
+            with interrupt:
+                for _ in loader:
+                    pass
+        except KeyboardInterrupt:
+            pass
+        if not interrupt.where:
+            loader.close()
+            break
+
+        def run(loader: ac.Loader = loader, came: list[int] = came) -> None:
+            with loader:
+                came.append(sum(len(batch["id"]) for batch in loader))
+
+        after = threading.Thread(target=run, daemon=True)
+        after.start()
+        after.join(20)
+        assert came == [rows], interrupt.where
+        del loader, run, after
+        wait_until(lambda: not cache.stats().leased_bytes, f"the end of leases, after {interrupt.where}")
+    assert number > 300
+
+
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")
+def test_an_epoch_that_ctrl_c_did_not_let_begin_is_not_leased_and_does_not_count(tmp_path):
+    cache = make_cache(tmp_path / "cache", pace=ac.Pace(max_reuse=1))
+    publish(cache, 6)
+    for number in itertools.count():
+        loader, interrupt = ac.Loader(cache, 8, timeout=5), CtrlC(number)
+        try:
+            with interrupt:
+                epoch = iter(loader)
+        except KeyboardInterrupt:
+            pass
+        else:
+            epoch.close()
+        loader.close()
+        stats = cache.stats()
+        assert (stats.leased_bytes, stats.served_rows, stats.most_times_served) == (0, 0, 0), interrupt.where
+        if not interrupt.where:
+            break
+    assert number > 300
+
+
+def test_closing_a_loader_ends_an_epoch_whose_iterator_was_dropped_as_ctrl_c_came(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps what was dropped
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 6)
+    for number in itertools.count():
+        loader, interrupt = ac.Loader(cache, 8, timeout=5), CtrlC(number)
+        iterators = [iter(loader)]
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            iterators.clear()
+        loader.close()
+        assert cache.stats().leased_bytes == 0, interrupt.where
+        if not interrupt.where:
+            break
+    assert number > 20

@@ -1,0 +1,176 @@
+"""WebDatasetShards: samples as they were put into tar files, decoded without pickle."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawing import require_pure, take
+
+import arrowcache as ac
+from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.sources import WebDatasetShards
+
+
+def encoded(array: np.ndarray, allow_pickle: bool = False) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=allow_pickle)
+    return file.getvalue()
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def sample_files(number: int) -> dict[str, bytes]:
+    name = f"train/{number:04}"
+    return {
+        f"{name}.npy": encoded(np.full(4, number, np.float32)), f"{name}.cls": str(number).encode(),
+        f"{name}.txt": f"n{number}".encode(), f"{name}.meta.json": json.dumps([number, 1]).encode(),
+        f"{name}.bin": bytes([number]) * 3,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    path = tmp_path / "shards"
+    path.mkdir()
+    for shard in range(4):
+        files = {"train/": b"", "README": b"no sample", "train/.hidden": b"no sample"}
+        for number in range(shard * 20, shard * 20 + 20):
+            files |= sample_files(number)
+        write_tar(path / f"{shard}.tar", files)
+    return path
+
+
+def check(sample) -> int:
+    number = sample["cls"]
+    assert np.array_equal(sample["npy"], np.full(4, number, np.float32))
+    assert (sample["txt"], sample["meta.json"], sample["bin"]) == (
+        f"n{number}",
+        [number, 1],
+        bytes([number]) * 3,
+    )
+    return int(number)
+
+
+def test_samples_are_what_was_stored(folder):
+    source = WebDatasetShards(folder)
+    assert source.schema == ac.Schema(
+        {
+            "npy": ac.Tensor("float32", (4,)), "cls": ac.Tensor("int64"), "txt": ac.String(),
+            "meta.json": ac.Tensor("int64", (2,)), "bin": ac.Binary(),
+        }
+    )  # fmt: skip
+    assert {check(sample) for sample in take(source, 800)} == set(range(80))
+    require_pure(source)
+
+
+def test_a_shard_is_read_in_order_but_for_a_small_shuffle(folder):
+    first = [s["cls"] for s in take(WebDatasetShards(folder, shuffle=0), 20)]
+    assert first == list(range(first[0], first[0] + 20))
+    mixed = [s["cls"] for s in take(WebDatasetShards(folder, shuffle=5), 20)]
+    assert sorted(mixed) == first
+    assert mixed != first
+    assert all(
+        at <= number - first[0] + 14 and number - first[0] <= at + 5 for at, number in enumerate(mixed)
+    )
+
+
+def test_only_the_fields_asked_for_are_decoded(folder):
+    assert list(take(WebDatasetShards(folder, fields=["txt"]), 1)[0]) == ["txt"]
+    raw = WebDatasetShards(folder, lambda field, data: data, fields=["npy"])
+    assert raw.schema == ac.Schema({"npy": ac.Binary()})
+    ragged = WebDatasetShards(folder, schema={"npy": ac.Ragged("float32")})
+    assert len(take(ragged, 3)) == 3
+
+
+def test_pictures_become_arrays_where_pillow_is_installed(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 255, (5, 7, 3), np.uint8)
+    file = io.BytesIO()
+    image.fromarray(pixels).save(file, "png")
+    write_tar(tmp_path / "a.tar", {"1.png": file.getvalue()})
+    assert np.array_equal(take(WebDatasetShards(tmp_path), 1)[0]["png"], pixels)
+    write_tar(tmp_path / "a.tar", {"1.jpg": b"no picture"})
+    with pytest.raises(SchemaError, match=r"a\.tar, sample '1': field 'jpg' cannot be decoded"):
+        WebDatasetShards(tmp_path)
+
+
+def test_a_sample_that_lacks_a_field_is_an_error_that_names_shard_sample_and_field(folder):
+    write_tar(folder / "1.tar", sample_files(20) | {"train/0021.cls": b"21"})
+    with pytest.raises(SchemaError, match=r"1\.tar, sample 'train/0021': there is no field 'npy'"):
+        take(WebDatasetShards(folder / "1.tar"), 2)
+
+
+def test_what_cannot_be_decoded_is_an_error_that_names_the_field(tmp_path):
+    for name, data in (("x.cls", b"cat"), ("x.json", b"{}"), ("x.json", b"{"), ("x.txt", b"\xff")):
+        write_tar(tmp_path / "a.tar", {name: data})
+        with pytest.raises(SchemaError, match=r"a\.tar, sample 'x': field '\w+' cannot be decoded"):
+            WebDatasetShards(tmp_path)
+
+
+def test_a_field_that_drifts_is_an_error_that_names_shard_sample_and_field(tmp_path):
+    write_tar(tmp_path / "a.tar", {"1.npy": encoded(np.zeros(3)), "2.npy": encoded(np.zeros(4))})
+    source = WebDatasetShards(tmp_path)
+    with pytest.raises(SchemaError, match=r"a\.tar, sample '2': field 'npy': expected shape \(3,\)"):
+        take(source, 2)
+
+
+def test_whatever_a_decoder_raises_names_shard_sample_and_field(folder):
+    def decode(field, data):
+        return {}[field]
+
+    with pytest.raises(SchemaError, match=r"0\.tar, sample 'train/0000': field 'cls' .* KeyError: 'cls'"):
+        WebDatasetShards(folder / "0.tar", decode, fields=["cls"])
+
+
+@pytest.mark.parametrize("files", [{}, {"README": b"no dot, no field"}])
+def test_shards_without_a_sample_end_the_task(tmp_path, files):
+    write_tar(tmp_path / "a.tar", files)
+    with pytest.raises(SamplerError, match=r"a\.tar: there is no sample"):
+        WebDatasetShards(tmp_path)
+    declared = WebDatasetShards(tmp_path, schema={"cls": ac.Tensor("int64")})
+    with pytest.raises(SamplerError, match=r"a\.tar: the last of 100 shards in a row without a sample"):
+        take(declared, 1)
+
+
+def test_pickles_are_never_read(tmp_path):
+    write_tar(tmp_path / "a.tar", {"x.npy": encoded(np.array([{}], object), allow_pickle=True)})
+    with pytest.raises(SchemaError, match="Object arrays cannot be loaded"):
+        WebDatasetShards(tmp_path)
+
+
+def test_damaged_shards_are_an_error_that_names_them(folder):
+    shard = folder / "2.tar"
+    whole = shard.read_bytes()
+    source = WebDatasetShards(shard)
+    shard.write_bytes(bytes([1]) * len(whole))
+    with pytest.raises(SamplerError, match=r"2\.tar: cannot be read as tar"):
+        take(source, 1)
+    for kept in (3000, len(whole) // 2, 4096):
+        shard.write_bytes(whole[:kept])
+        with pytest.raises(SamplerError, match=r"2\.tar"):
+            take(WebDatasetShards(shard), 100)
+    shard.write_bytes(b"")
+    with pytest.raises(SamplerError, match=r"2\.tar"):
+        WebDatasetShards(shard)
+
+
+def test_arguments_that_cannot_work_fail_at_once(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        WebDatasetShards(tmp_path / "nothing")
+    with pytest.raises(TypeError, match="fields must be a list"):
+        WebDatasetShards(folder, fields="txt")
+    with pytest.raises(ValueError, match="shuffle"):
+        WebDatasetShards(folder, shuffle=-1)
+    with pytest.raises(ValueError, match="fields are txt, and schema has cls"):
+        WebDatasetShards(folder, fields=["txt"], schema={"cls": ac.Tensor("int64")})

@@ -1,0 +1,164 @@
+"""Retries and stores: what is tried again, what never, and that no secret is told."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from helpers import in_child
+from pyarrow import fs
+
+from arrowcache.sampling.sources.choice import Choice, parse_weights
+from arrowcache.sampling.sources.kept import Kept
+from arrowcache.sampling.sources.retries import Retries
+from arrowcache.sampling.sources.store import at_once, locate
+
+
+def failing(*errors: Exception):
+    """Raises these, one a call, then returns 7."""
+    left = list(errors)
+
+    def read() -> int:
+        if left:
+            raise left.pop(0)
+        return 7
+
+    return read
+
+
+@pytest.mark.parametrize("failures", [0, 1, 3])
+def test_what_passes_is_tried_again_after_delays_that_double_up_to_a_bound(failures):
+    delays: list[float] = []
+    retries = Retries(3, 1.0, 3.0, sleep=delays.append, jitter=lambda: 0.5)
+    assert retries.run(failing(*[OSError("reset")] * failures), "x") == 7
+    assert delays == [0.5, 1.0, 1.5][:failures]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError("gone"), FileNotFoundError),
+        (PermissionError("no"), PermissionError),
+        (IsADirectoryError(21, "folder"), IsADirectoryError),
+        (OSError("When reading x: AWS Error ACCESS_DENIED during HeadObject"), PermissionError),
+        (OSError("AWS Error INVALID_ACCESS_KEY_ID during ListObjectsV2"), PermissionError),
+        (OSError("AWS Error SIGNATURE_DOES_NOT_MATCH during ListObjectsV2"), PermissionError),
+        (OSError("AWS Error UNKNOWN (HTTP status 403) during HeadBucket"), PermissionError),
+        (OSError("google::cloud::Status(UNAUTHENTICATED: who)"), PermissionError),
+        (OSError("AWS Error NO_SUCH_BUCKET during ListObjectsV2"), FileNotFoundError),
+    ],
+)
+def test_what_cannot_pass_ends_at_once_with_its_own_type(error, kind):
+    delays: list[float] = []
+    with pytest.raises(kind, match="a/file"):
+        Retries(3, sleep=delays.append).run(failing(error, error), "a/file")
+    assert not delays
+
+
+def test_the_last_error_names_file_cause_and_attempts():
+    retries = Retries(2, sleep=lambda _: None)
+    with pytest.raises(OSError, match=r"in 3 attempts: curlCode 7: 'a/file'") as caught:
+        retries.run(failing(*[OSError("curlCode\n  7")] * 3), "a/file")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with pytest.raises(OSError, match="at the first attempt"):
+        Retries(0).run(failing(OSError("x")), "a/file")
+
+
+@pytest.mark.parametrize(
+    "options", [{"count": -1}, {"count": 1.5}, {"first_seconds": -1}, {"most_seconds": float("nan")}]
+)
+def test_retries_that_cannot_be_fail_at_once(options):
+    with pytest.raises((ValueError, TypeError), match="must be"):
+        Retries(**options)
+
+
+def test_a_file_called_access_denied_is_no_refusal():
+    assert Retries(1, sleep=lambda _: None).run(failing(OSError("ACCESS_DENIED.npy: reset")), "x") == 7
+
+
+def test_other_errors_pass_through():
+    with pytest.raises(KeyError):
+        Retries(3).run(failing(KeyError("x")), "a/file")
+
+
+def test_a_store_is_pickled_without_its_connection_and_connects_again_after_a_fork(tmp_path):
+    store, (path,) = locate(tmp_path, None, 0)
+    (tmp_path / "x").write_bytes(b"data")
+    connection = store.filesystem
+    assert store.filesystem is connection
+    assert pickle.loads(pickle.dumps(store)).find(f"{path}/x", ()) == [(f"{path}/x", 4)]
+
+    def body() -> None:
+        assert store.filesystem is not connection
+        assert store.find(f"{path}/x", ()) == [(f"{path}/x", 4)]
+
+    with in_child(body):
+        pass
+
+
+def test_a_filesystem_that_is_given_is_used(tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"data")
+    inner = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    store, paths = locate(["x.bin"], inner, 0)
+    assert paths == ["x.bin"]
+    assert pickle.loads(pickle.dumps(store)).open("x.bin").read() == b"data"
+
+
+def test_a_path_with_a_hash_or_a_space_is_a_path(tmp_path):
+    folder = tmp_path / "a #1 %20"
+    folder.mkdir()
+    (folder / "x.bin").write_bytes(b"data")
+    store, (path,) = locate(folder, None, 0)
+    assert [Path(file.path).name for file in store.find(path, (".bin",))] == ["x.bin"]
+
+
+def test_what_is_done_at_once_keeps_its_order_and_ends_with_the_first_error():
+    assert at_once(lambda n: n * n, range(100)) == [n * n for n in range(100)]
+    with pytest.raises(ZeroDivisionError):
+        at_once(lambda n: 1 // (n - 5), range(100))
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_was_not_used_for_longest_is_closed_first():
+    kept: Kept[Thing] = Kept(2)
+    first, second = kept.get(1, Thing), kept.get(2, Thing)
+    assert kept.get(1, Thing) is first
+    third = kept.get(3, Thing)
+    assert (first.closed, second.closed, third.closed) == (False, True, False)
+    kept.drop(1)
+    kept.drop(1)
+    assert first.closed
+    copy = pickle.loads(pickle.dumps(kept))
+    assert copy.get(3, Thing) is not third
+
+    def body() -> None:
+        assert kept.get(3, Thing) is not third
+        kept.close()
+        assert not third.closed
+
+    with in_child(body):
+        pass
+    kept.close()
+    assert third.closed
+
+
+def test_a_draw_at_the_end_of_the_range_is_the_last_choice():
+    class Last:
+        def random(self) -> float:
+            return 1 - 2**-53
+
+    assert Choice([0.1] * 10).draw(Last()) == 9  # type: ignore[arg-type]
+    assert Choice([3.0]).draw(Last()) == 0  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2 weights for 1"):
+        parse_weights([1, 2], ["x"])
+    for large in (1.7e308, 10**400):
+        with pytest.raises(ValueError, match="so large that their sum is infinite"):
+            parse_weights([large, large], ["x", "y"])

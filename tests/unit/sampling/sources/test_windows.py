@@ -1,0 +1,250 @@
+"""ArrayWindows: every place equally likely, arrays cut at the same place, in every format alike."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawing import require_pure, take
+
+import arrowcache as ac
+from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.sources import ArrayWindows
+
+FORMATS = ["npy", "h5", "zarr"]
+
+
+def store(folder: Path, name: str, array: np.ndarray, kind: str) -> str:
+    """Write an array in one of the formats; returns how it is named."""
+    if kind == "npy":
+        np.save(folder / f"{name}.npy", array)
+        return str(folder / f"{name}.npy")
+    chunks = tuple(max(1, size // 3) for size in array.shape)
+    if kind == "h5":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(folder / "all.h5", "a") as file:
+            file.create_dataset(f"group/{name}", data=array, chunks=chunks, compression="gzip")
+        return f"{folder / 'all.h5'}#group/{name}"
+    zarr = pytest.importorskip("zarr", "3.0")
+    zarr.create_array(f"{folder}/all.zarr/{name}", data=array, chunks=chunks)
+    return f"{folder / 'all.zarr'}#{name}"
+
+
+@pytest.fixture
+def volume() -> np.ndarray:
+    return np.random.default_rng(1).random((9, 12, 7)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_window_is_what_the_array_has_at_its_position(tmp_path, volume, kind):
+    uri = store(tmp_path, "volume", volume, kind)
+    with ArrayWindows(uri, (3, 5), with_position=True) as source:
+        assert source.schema == ac.Schema(
+            {
+                "data": ac.Tensor("float32", (3, 5, 7)),
+                "recording": ac.Tensor("int64"), "position": ac.Tensor("int64", (2,)),
+            }
+        )  # fmt: skip
+        seen = set()
+        for sample in take(source, 300):
+            x, y = sample["position"]
+            seen.add((int(x), int(y)))
+            assert np.array_equal(sample["data"], volume[x : x + 3, y : y + 5])
+            assert sample["data"].flags.writeable  # a copy of its own
+        assert seen <= {(x, y) for x in range(7) for y in range(8)}
+        assert len(seen) > 50
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_several_arrays_are_cut_at_the_same_place(tmp_path, kind):
+    signal = np.arange(400, dtype=np.float64).reshape(200, 2)
+    label = np.arange(200, dtype=np.int16) * 2
+    arrays = {
+        "signal": store(tmp_path, "signal", signal, kind),
+        "label": store(tmp_path, "label", label, kind),
+    }
+    with ArrayWindows(arrays, {"signal": (16,), "label": (1,)}) as source:
+        starts = set()
+        for sample in take(source, 400):
+            assert sample["label"].shape == (1,)
+            starts.add(int(sample["label"][0]) // 2)
+            assert sample["signal"][:, 0].tolist() == list(
+                range(sample["label"][0], sample["label"][0] + 32, 2)
+            )
+    assert min(starts) < 10
+    assert 175 < max(starts) <= 184
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_task_is_a_function_of_the_source_the_seed_and_its_number(tmp_path, volume, kind):
+    require_pure(ArrayWindows(store(tmp_path, "volume", volume, kind), (2, 2, 2), with_position=True))
+
+
+def test_recordings_are_drawn_as_often_as_they_have_places_or_by_weight(tmp_path):
+    long, short = (store(tmp_path, f"a{n}", np.full(n, n, np.int32), "npy") for n in (310, 110))
+    for weights, share in ((None, 0.75), ([1, 3], 0.25), ([1e-9, 1], 0.0)):
+        samples = take(ArrayWindows([long, short], (11,), weights=weights, with_position=True), 2000)
+        assert {(int(s["recording"]), int(s["data"][0])) for s in samples} <= {(0, 310), (1, 110)}
+        assert abs(np.mean([s["recording"] == 0 for s in samples]) - share) < 0.06
+
+
+def test_every_place_is_equally_likely(tmp_path):
+    uri = store(tmp_path, "x", np.arange(20), "npy")
+    counts = np.bincount([int(s["data"][0]) for s in take(ArrayWindows(uri, (5,)), 8000)], minlength=16)
+    assert len(counts) == 16
+    assert np.abs(counts - 500).max() < 6 * np.sqrt(500)
+
+
+def test_npy_in_fortran_order_and_of_another_byte_order(tmp_path, volume):
+    for name, array in (("fortran", np.asfortranarray(volume)), ("swapped", volume.astype(">f4"))):
+        np.save(tmp_path / f"{name}.npy", array)
+        source = ArrayWindows(tmp_path / f"{name}.npy", (4, 4, 4), with_position=True)
+        assert source.schema["data"] == ac.Tensor("float32", (4, 4, 4))
+        for sample in take(source, 30):
+            x, y, z = sample["position"]
+            assert np.array_equal(sample["data"], volume[x : x + 4, y : y + 4, z : z + 4])
+
+
+def test_a_window_as_large_as_the_array_is_the_array(tmp_path):
+    array = np.arange(12).reshape(3, 4) > 5
+    (sample,) = take(ArrayWindows(store(tmp_path, "x", array, "npy"), (3, 4)), 1)
+    assert np.array_equal(sample["data"], array)
+
+
+def test_chunks_of_zarr_that_were_never_written_hold_the_fill_value(tmp_path):
+    zarr = pytest.importorskip("zarr", "3.0")
+    array = zarr.create_array(tmp_path / "x.zarr", shape=(10,), chunks=(5,), dtype="int32", fill_value=7)
+    array[:5] = 1
+    with ArrayWindows(tmp_path / "x.zarr", (10,)) as source:
+        assert take(source, 1)[0]["data"].tolist() == [1] * 5 + [7] * 5
+
+
+def test_a_pool_publishes_windows(tmp_path):
+    label = np.arange(1000, dtype=np.int64)
+    arrays = {name: store(tmp_path, name, label * factor, "npy") for name, factor in (("a", 1), ("b", 3))}
+    source = ArrayWindows(arrays, (8,))
+    with ac.Cache.create(tmp_path / "cache", source.schema, "64MiB", "1MiB", segment_rows=50) as cache:
+        with ac.SamplerPool(cache, source, workers=1, segments=2) as pool:
+            pool.wait()
+        with cache.snapshot() as snapshot:
+            rows = snapshot.gather(np.arange(len(snapshot)))
+    assert rows["a"].shape == (100, 8)
+    assert np.array_equal(rows["b"], rows["a"] * 3)
+
+
+# -- bad input ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_window_larger_than_the_array_is_an_error_naming_array_axis_and_sizes(tmp_path, volume, kind):
+    uri = store(tmp_path, "volume", volume, kind)
+    with pytest.raises(ValueError, match=r"volume.*'data' is 13 long on axis 1, and the array 12"):
+        ArrayWindows(uri, (3, 13))
+    with pytest.raises(ValueError, match=r"volume.*more axes than the array"):
+        ArrayWindows(uri, (3, 3, 3, 3))
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
+def test_a_weight_that_cannot_be_is_an_error_naming_it(tmp_path, weight):
+    uri = store(tmp_path, "x", np.arange(10), "npy")
+    with pytest.raises(ValueError, match=r"the weight of arrays\[1\]"):
+        ArrayWindows([uri, uri], (3,), weights=[1, weight])
+
+
+def test_arrays_that_do_not_fit_each_other_are_an_error_naming_file_and_field(tmp_path):
+    x, y = (store(tmp_path, name, np.zeros(size), "npy") for name, size in (("x", 10), ("y", 11)))
+    narrow = store(tmp_path, "narrow", np.zeros(10, np.float32), "npy")
+    with pytest.raises(SchemaError, match=r"y\.npy: field 'b' has 11 cells on axis 0, and 'a' 10"):
+        ArrayWindows({"a": x, "b": y}, (3,))
+    with pytest.raises(SchemaError, match=r"narrow\.npy: field 'data' is .*float32.*float64.*x\.npy"):
+        ArrayWindows([x, narrow], (3,))
+    with pytest.raises(SchemaError, match=r"text\.npy: field 'data': dtype 'str32' cannot be stored"):
+        ArrayWindows(store(tmp_path, "text", np.array(["a"]), "npy"), (1,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"window": ()}, ValueError), ({"window": (0,)}, ValueError), ({"window": (2.5,)}, TypeError),
+        ({"window": "12"}, ValueError), ({"window": {"y": (1,)}}, ValueError),
+        ({"weights": [1, 2]}, ValueError), ({"weights": ["1"]}, TypeError),
+        ({"arrays": []}, ValueError), ({"arrays": {}}, ValueError),
+        ({"arrays": [{"a": "x"}, {"b": "x"}]}, ValueError),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_work_fail_at_once(tmp_path, arguments, error):
+    uri = store(tmp_path, "x", np.arange(10), "npy")
+    with pytest.raises(error):
+        ArrayWindows(**{"arrays": uri, "window": (3,), **arguments})
+    with pytest.raises(ValueError, match="with_position adds position"):
+        ArrayWindows({"position": uri}, (3,), with_position=True)
+
+
+def test_what_is_not_there_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no\.npy"):
+        ArrayWindows(tmp_path / "no.npy", (1,))
+    pytest.importorskip("h5py")
+    pytest.importorskip("zarr", "3.0")
+    uri = store(tmp_path, "x", np.arange(10), "h5")
+    with pytest.raises(FileNotFoundError, match=r"no\.h5"):
+        ArrayWindows(str(tmp_path / "no.h5#x"), (1,))
+    with pytest.raises(ValueError, match=r"all\.h5#y: no dataset 'y'; the file has #group/x"):
+        ArrayWindows(uri.replace("group/x", "y"), (1,))
+    with pytest.raises(ValueError, match=r"all\.h5: say which dataset; the file has #group/x"):
+        ArrayWindows(tmp_path / "all.h5", (1,))
+    with pytest.raises(FileNotFoundError, match=r"no array of Zarr v3.*nothing"):
+        ArrayWindows(tmp_path / "nothing", (1,))
+
+
+def test_damaged_files_are_an_error_that_names_them(tmp_path, volume):
+    npy = Path(store(tmp_path, "x", volume, "npy"))
+    npy.write_bytes(npy.read_bytes()[:-1])
+    with pytest.raises(SamplerError, match=r"x\.npy: cannot be read as \.npy: it has 3151 bytes, and should"):
+        ArrayWindows(npy, (1,))
+    npy.write_bytes(b"nothing of the kind")
+    with pytest.raises(SamplerError, match=r"x\.npy: cannot be read as \.npy: its header"):
+        ArrayWindows(npy, (1,))
+    np.save(npy, np.array([{}], object), allow_pickle=True)
+    with pytest.raises(SamplerError, match=r"x\.npy: cannot be read as \.npy: it holds Python objects"):
+        ArrayWindows(npy, (1,))
+
+
+def test_damaged_hdf5_is_an_error_that_names_it(tmp_path, volume):
+    store(tmp_path, "x", volume, "h5")
+    path = tmp_path / "all.h5"
+    path.write_bytes(path.read_bytes()[:700])
+    with pytest.raises(SamplerError, match=r"all\.h5#group/x: cannot be read as HDF5: .*truncated"):
+        ArrayWindows(f"{path}#group/x", (1,))
+
+
+def test_damaged_zarr_is_an_error_that_names_it(tmp_path, volume):
+    uri = store(tmp_path, "x", volume, "zarr")
+    source = ArrayWindows(uri, (9, 12, 7))
+    folder = tmp_path / "all.zarr" / "x"
+    chunk = folder / "c" / "0" / "0" / "0"
+    chunk.write_bytes(b"nothing of the kind")
+    with source, pytest.raises(SamplerError, match=r"all\.zarr#x: cannot be read as Zarr v3"):
+        take(source, 1)
+    (folder / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    with pytest.raises(SamplerError, match=r"all\.zarr#x: cannot be read as Zarr v3"):
+        ArrayWindows(uri, (1,))
+
+
+def test_zarr_v2_is_refused(tmp_path):
+    zarr = pytest.importorskip("zarr", "3.0")
+    zarr.create_array(tmp_path / "x.zarr", shape=(10,), chunks=(5,), dtype="int32", zarr_format=2)
+    with pytest.raises(FileNotFoundError, match="no array of Zarr v3"):
+        ArrayWindows(tmp_path / "x.zarr", (1,))
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "uri"), [("zarr", "zarr3", "x.zarr"), ("h5py", "hdf5", "x.h5#x")]
+)
+def test_a_package_that_is_missing_is_named_with_what_to_install(tmp_path, monkeypatch, package, module, uri):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"arrowcache.sampling.sources.{module}", raising=False)
+    advice = rf"{package}: pip install 'arrowcache\[sources\]'"
+    with pytest.raises(ModuleNotFoundError, match=advice):
+        ArrayWindows(f"{tmp_path}/{uri}", (1,))

@@ -1,0 +1,144 @@
+"""A cache at one moment: what is counted, rates, words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markup import seen
+
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.overview import CacheStats, Looks, Overview, Rate, capacity_parts, ingest_rate
+
+MIB = 1 << 20
+NOW = 1_000_000.0
+STATS = CacheStats(
+    capacity_bytes=100 * MIB, allocated_bytes=50 * MIB, published_bytes=40 * MIB, incoming_bytes=6 * MIB,
+    leased_bytes=10 * MIB, segments=10, rows=160, oldest_seq=7, next_seq=17, quarantined=0, waiting_writers=0,
+)  # fmt: skip
+
+
+def segments(count, apart=1.0, newest=1.0):
+    """Of 16 rows and 4 KiB, so many seconds apart; the newest is so many seconds old."""
+    return [
+        SegmentInfo(7 + i, 16, f"p.0.{i}", 1000, 4096, NOW - newest - apart * (count - 1 - i))
+        for i in range(count)
+    ]
+
+
+@given(*[st.integers(0, 100)] * 4)
+def test_the_parts_of_the_capacity_add_up(unleased, leased, incoming, other):
+    published = unleased + leased
+    stats = replace(
+        STATS, capacity_bytes=400, published_bytes=published, leased_bytes=leased, incoming_bytes=incoming,
+        allocated_bytes=published + incoming + other,
+    )  # fmt: skip
+    parts = {name: nbytes for name, nbytes, _, _ in capacity_parts(stats)}
+    assert sum(parts.values()) == 400
+    assert parts.get("published", 0) == unleased
+    assert parts.get("leased", 0) == leased
+    assert parts.get("incoming", 0) == incoming
+    assert 0 not in parts.values()
+
+
+def test_the_ingest_rate_is_that_of_the_last_minute():
+    rate = ingest_rate(segments(100), NOW)
+    assert rate == (59 / 60, 16 * 59 / 60, 4096 * 59 / 60, "last minute")
+
+
+def test_a_young_cache_begins_with_its_oldest_segment_which_does_not_count():
+    assert ingest_rate(segments(11, newest=0.0), NOW) == (1.0, 16.0, 4096.0, "last 10 s")
+
+
+def test_a_slow_cache_is_looked_at_for_longer():
+    rate = ingest_rate(segments(100, apart=600.0, newest=300.0), NOW)
+    assert rate is not None
+    assert (rate.segments, rate.when) == (6 / 3600, "last hour")
+    rate = ingest_rate(segments(100, apart=7200.0, newest=4000.0), NOW)
+    assert rate is not None
+    assert (rate.segments, rate.when) == (12 / 86400, "last day")
+
+
+@pytest.mark.parametrize(
+    "listed", [[], segments(1), segments(5, newest=1e6), segments(3, apart=0.0, newest=0.0)]
+)
+def test_too_few_segments_tell_no_rate(listed):
+    assert ingest_rate(listed, NOW) is None
+
+
+def test_a_clock_that_was_set_back_makes_no_rate_below_nothing():
+    rate = ingest_rate(segments(5, newest=-100.0), NOW)
+    assert rate is None or rate.segments >= 0
+
+
+def test_the_first_look_tells_no_rate_and_the_next_one_does():
+    looks = Looks()
+    assert looks.add(100.0, 3) is None
+    assert looks.add(100.5, 4) is None  # too soon after it
+    assert looks.add(104.0, 11) == (4.0, 8)
+
+
+def test_looks_reach_back_a_minute_and_no_further_than_needed():
+    looks = Looks()
+    for second in range(1000):
+        since = looks.add(float(second), 2 * second)
+    assert since == (60.0, 120)
+    assert len(looks._looks) <= 62
+    assert looks.add(5000.0, 3000) == (4001.0, 1002)  # nobody looked for long: since the last time
+
+
+def overview(stats=STATS, listed=(), **fields):
+    return Overview(**{
+        "stats": stats, "segments": listed, "now": NOW, "ingest": ingest_rate(listed, NOW),
+        "evicted": 7, "eviction": None,
+    } | fields)  # fmt: skip
+
+
+def test_the_text_is_a_few_lines():
+    text = overview(listed=segments(11, newest=0.0), eviction=Rate(2.0, 32.0, 8192.0, "last 30 s")).as_text()
+    assert text.splitlines() == [
+        "10 segments, 160 rows, 50.0 MiB of 100.0 MiB (50 %), 256.0 KiB a row on the disk",
+        (
+            "[████████████▓▓▓▓▒▒░░                    ] █ published 30.0 MiB, ▓ leased 10.0 MiB, "
+            "▒ incoming 6.0 MiB, ░ quarantine and bookkeeping 4.0 MiB, free 50.0 MiB"
+        ),
+        "seq 7 to 17, published 10 s to 0 s ago",
+        "by p.0",
+        "ingest    4.0 KiB/s, 16 rows/s, 1 segments/s (last 10 s)",
+        "eviction  7 segments so far; about 8.0 KiB/s, 32 rows/s, 2 segments/s (last 30 s)",
+    ]
+
+
+def test_a_notebook_shows_the_same_words():
+    seen_overview = overview(listed=segments(11, newest=0.0), eviction=Rate(2.0, 32.0, 8192.0, "last 30 s"))
+    shown = seen(seen_overview.as_html())
+    for line in seen_overview.as_text().splitlines()[2:]:
+        for word in line.removeprefix("by ").split("  "):
+            assert word.strip() in shown.text
+    assert shown.tags.count("rect") == 11
+    assert "leased 10.0 MiB" in shown.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"evicted": 0}, "eviction  0 segments so far"),
+        ({}, "eviction  7 segments so far; the next look tells the rate"),
+        ({"eviction": Rate(0.0, 0.0, 0.0, "last 5 s")}, "7 segments so far; none in the last 5 s"),
+        ({"listed": []}, "ingest    nothing to tell it by"),
+        ({"listed": segments(1, newest=90.0)}, "ingest    no rate yet, the newest segment came 1.5 min ago"),
+        ({"stats": replace(STATS, quarantined=2)}, "on the disk, 2 segments in quarantine"),
+        ({"stats": replace(STATS, waiting_writers=1)}, "on the disk, 1 writer waiting for room"),
+        ({"stats": replace(STATS, waiting_writers=2, paced="why")}, "on the disk, 2 writers waiting as why"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_or_not_well_is_said(changes, words):
+    assert words in overview(**changes).as_text()
+
+
+def test_statistics_print_their_bar():
+    assert str(STATS).splitlines()[1].startswith("[████████████▓▓▓▓▒▒░░ ")
+    assert "\n" not in repr(STATS)
+    assert "free 50.0 MiB" in seen(STATS._repr_html_()).text

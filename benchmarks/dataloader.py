@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from arrowcache.torch import Loader, dataloader
+from benchmarks.history import remember
 from benchmarks.measure import filled_cache, interleaved, machine
 
 TOTAL_BYTES = 1 << 30
@@ -58,6 +59,7 @@ def main() -> None:
     unit = seconds["arrowcache.torch.Loader"]
     for name, taken in seconds.items():
         print(f"{name:42} {TOTAL_BYTES / taken / 1e9:6.2f} {unit / taken:6.2f}")
+    remember("dataloader", {f"{name} over Loader": unit / taken for name, taken in seconds.items()})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import arrowcache as ac
+from benchmarks.history import remember
 from benchmarks.measure import filled_cache, machine
 
 TOTAL_BYTES = 1 << 30
@@ -71,6 +72,7 @@ def main() -> None:
     print("milliseconds")
     header = ("row", "batch", "shuffle", "first epoch", "later", "gap", "seam", "ratio", "worst")
     print(" ".join(f"{name:>11}" for name in (*header, "busy: gap", "seam", "ratio", "worst")))
+    ratios = {}
     for row_bytes, batch_rows in ((65536, 64), (1024, 1024)):
         with tempfile.TemporaryDirectory() as folder:
             cache = filled_cache(Path(folder) / "cache", row_bytes, TOTAL_BYTES)
@@ -81,9 +83,12 @@ def main() -> None:
                 for is_busy in (False, True):
                     usual, at_seam, worst = seam(cache, batch_rows, shuffle, is_busy=is_busy)
                     figures += [usual, at_seam, at_seam / usual, worst]
+                    consumer = "spinning" if is_busy else "waiting"
+                    ratios[f"{row_bytes} bytes, {shuffle}, {consumer}: gap over the seam"] = usual / at_seam
                 text = " ".join(f"{figure:11.2f}" for figure in figures)
                 print(f"{row_bytes:11} {batch_rows:11} {shuffle!s:>11} {text}")
             cache.close()
+    remember("epochs", ratios)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.history import remember
 from benchmarks.measure import filled_cache, interleaved, machine, mapped_files, random_blocks
 
 TOTAL_BYTES = 1 << 30
@@ -54,9 +55,12 @@ def measure(row_bytes: int, batch_rows: int) -> tuple[float, float]:
 def main() -> None:
     print(machine())
     print(f"{'row':>8} {'batch':>6} {'gather GB/s':>12} {'memcpy GB/s':>12} {'ratio':>6}")
+    ratios = {}
     for row_bytes, batch_rows in ((65536, 64), (65536, 256), (1024, 64), (1024, 1024), (1024, 4096)):
         gather, memcpy = measure(row_bytes, batch_rows)
         print(f"{row_bytes:8} {batch_rows:6} {gather:12.2f} {memcpy:12.2f} {gather / memcpy:6.2f}")
+        ratios[f"{row_bytes} bytes, {batch_rows} rows: gather over memcpy"] = gather / memcpy
+    remember("gather", ratios)
 
 
 if __name__ == "__main__":

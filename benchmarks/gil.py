@@ -15,7 +15,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -24,28 +24,15 @@ import numpy as np
 
 import arrowcache as ac
 import arrowcache.torch
+from benchmarks.history import remember
 from benchmarks.measure import filled_cache, machine, mapped_files, random_blocks
+from benchmarks.spinning import spin
 
 TOTAL_BYTES = 1 << 30
 ROW_BYTES, BATCH_ROWS = 65536, 64
 BATCH_BYTES = ROW_BYTES * BATCH_ROWS
 TURN_SECONDS = 2.0
 REPEATS = 7
-
-
-def spin(take: Callable[[], object], rate: float) -> tuple[float, float]:
-    """Loop for a turn, calling `take` at `rate` bytes/s; (loops per second, delivered GB/s)."""
-    period, loops, taken = BATCH_BYTES / rate, 0, 0
-    started = now = time.perf_counter()
-    while now - started < TURN_SECONDS:
-        for _ in range(200):
-            loops += 1
-        now = time.perf_counter()
-        if now - started >= taken * period:
-            take()
-            taken += 1
-    seconds = time.perf_counter() - started
-    return loops / seconds, taken * BATCH_BYTES / seconds / 1e9
 
 
 def copy_at_rate(folder: str, rate: float, started: Event, stopped: Event) -> None:
@@ -70,7 +57,7 @@ def beside_a_copy(folder: str, rate: float) -> tuple[float, float]:
     process.start()
     started.wait()
     try:
-        return spin(lambda: None, rate)
+        return spin(lambda: None, rate, BATCH_BYTES, TURN_SECONDS)
     finally:
         stopped.set()
         process.join()
@@ -92,7 +79,7 @@ def measure(rate: float) -> dict[str, float]:
         kept, delivered = [], []
         for _ in range(REPEATS):
             with_copy, _ = beside_a_copy(path, rate)
-            with_loader, gigabytes = spin(lambda: next(stream), rate)
+            with_loader, gigabytes = spin(lambda: next(stream), rate, BATCH_BYTES, TURN_SECONDS)
             kept.append(with_loader / with_copy)
             delivered.append(gigabytes)
         stream.close()
@@ -104,9 +91,12 @@ def measure(rate: float) -> dict[str, float]:
 def main() -> None:
     print(machine())
     print(f"{'asked GB/s':>10} {'delivered GB/s':>15} {'loop kept':>10}")
+    ratios = {}
     for rate in (0.6e9, 2e9):
         result = measure(rate)
         print(f"{rate / 1e9:10.1f} {result['delivered']:15.2f} {result['kept']:10.3f}")
+        ratios[f"at {rate / 1e9:g} GB/s: what the loop kept"] = result["kept"]
+    remember("gil", ratios)
 
 
 if __name__ == "__main__":

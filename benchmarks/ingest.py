@@ -23,6 +23,7 @@ import loky
 import numpy as np
 
 import arrowcache as ac
+from benchmarks.history import remember
 from benchmarks.measure import machine
 
 ROW_BYTES = 65536
@@ -89,12 +90,15 @@ def measure(folder: Path, executor: Executor) -> tuple[float, float]:
 def main() -> None:
     print(machine())
     print(f"{'on':>6} {'publish GB/s':>13} {'write GB/s':>11} {'ratio':>6}")
+    ratios = {}
     with loky.ProcessPoolExecutor(WORKERS) as executor:
         list(executor.map(warm, range(2 * WORKERS)))
         for name, parent in (("tmpfs", "/dev/shm"), ("disk", None)):
             with tempfile.TemporaryDirectory(dir=parent) as folder:
                 published, written = measure(Path(folder), executor)
                 print(f"{name:>6} {published:13.2f} {written:11.2f} {published / written:6.2f}")
+                ratios[f"{name}: publishing over write"] = published / written
+    remember("ingest", ratios)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ from pathlib import Path
 import numpy as np
 
 import arrowcache.torch
+from benchmarks.history import remember
 from benchmarks.measure import cpu_seconds, filled_cache, machine, mapped_files, random_blocks
 
 TOTAL_BYTES = 1 << 30
 REPEATS = 9
 
 
-def measure(row_bytes: int, batch_rows: int) -> dict[str, float]:
-    """GB/s of loader and memcpy, CPU seconds per GB of the loader."""
+def measure(row_bytes: int, batch_rows: int) -> dict[str, list[float]]:
+    """GB/s of loader and memcpy, CPU seconds per GB of the loader, of each turn."""
     with tempfile.TemporaryDirectory() as folder:
         cache = filled_cache(Path(folder) / "cache", row_bytes, TOTAL_BYTES)
         blocks = random_blocks(mapped_files(cache), batch_rows * row_bytes, TOTAL_BYTES // 4)
@@ -46,19 +47,20 @@ def measure(row_bytes: int, batch_rows: int) -> dict[str, float]:
                     rates["cpu"].append(used / (nbytes / 1e9))
                     rates["memcpy"].append(len(blocks) * slot.nbytes / copying / 1e9)
         cache.close()
-    return {name: statistics.median(values) for name, values in rates.items()}
+    return rates
 
 
 def main() -> None:
     print(machine())
     print(f"{'row':>8} {'batch':>6} {'loader GB/s':>12} {'memcpy GB/s':>12} {'ratio':>6} {'CPU s/GB':>9}")
+    ratios = {}
     for row_bytes, batch_rows in ((65536, 64), (65536, 256), (1024, 64), (1024, 1024), (1024, 4096)):
-        result = measure(row_bytes, batch_rows)
-        loader, memcpy = result["loader"], result["memcpy"]
-        print(
-            f"{row_bytes:8} {batch_rows:6} {loader:12.2f} {memcpy:12.2f} {loader / memcpy:6.2f} "
-            f"{result['cpu']:9.3f}"
-        )
+        rates = measure(row_bytes, batch_rows)
+        loader, memcpy, cpu = (statistics.median(rates[name]) for name in ("loader", "memcpy", "cpu"))
+        pairs = zip(rates["loader"], rates["memcpy"], strict=True)
+        ratios[f"{row_bytes} bytes, {batch_rows} rows: loader over memcpy"] = [a / b for a, b in pairs]
+        print(f"{row_bytes:8} {batch_rows:6} {loader:12.2f} {memcpy:12.2f} {loader / memcpy:6.2f} {cpu:9.3f}")
+    remember("loader", ratios)
 
 
 if __name__ == "__main__":

@@ -21,19 +21,21 @@ import numpy as np
 import arrowcache as ac
 
 
-def machine() -> str:
-    """One line that names where a figure was measured."""
+def hardware() -> str:
+    """The machine, whatever runs on it."""
     model = "unknown CPU"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} x {model}, {memory:.0f} GiB"
+
+
+def machine() -> str:
+    """One line that names where a figure was measured."""
     libraries = " ".join(f"{name} {version(name)}" for name in ("arrowcache", "numpy", "pyarrow"))
-    return (
-        f"{os.cpu_count()} x {model}, {memory:.0f} GiB, Linux {platform.release()}, "
-        f"Python {platform.python_version()}, {libraries}"
-    )
+    return f"{hardware()}, Linux {platform.release()}, Python {platform.python_version()}, {libraries}"
 
 
 def filled_cache(

@@ -22,6 +22,7 @@ import numpy as np
 
 import arrowcache as ac
 from arrowcache.reading.output import page_aligned
+from benchmarks.history import remember
 from benchmarks.measure import interleaved, machine, mapped_files, random_blocks
 
 SEGMENTS = 2000
@@ -92,7 +93,7 @@ def copying(cache: ac.Cache, batch_bytes: int, nbytes: int) -> Callable[[], None
     return run
 
 
-def compare(title: str, caches: dict[str, ac.Cache], batch_rows: int) -> None:
+def compare(title: str, caches: dict[str, ac.Cache], batch_rows: int) -> dict[str, float]:
     """Rates of each cache and of memcpy on the last of them, and each one's ratio to the last."""
     last = list(caches.values())[-1]
     row_bytes = sum(kind.row_bytes for kind in last.schema.fixed.values())
@@ -103,33 +104,38 @@ def compare(title: str, caches: dict[str, ac.Cache], batch_rows: int) -> None:
         cases[f"loader {name}"] = loading(cache, batch_rows, rows)
     cases["memcpy"] = copying(last, batch_rows * row_bytes, rows * row_bytes)
     rates = {name: rows * row_bytes / s / 1e9 for name, s in interleaved(cases, REPEATS).items()}
+    ratios = {}
     for way in ("gather", "loader"):
         values = [rates[f"{way} {name}"] for name in caches]
         base = values[-1] if len(values) > 1 else rates["memcpy"]
         print(f"{title:>8} {batch_rows:6} {way:>7} {values[0]:7.2f} {base:7.2f} {values[0] / base:6.2f}")
+        ratios[f"{title}, {batch_rows} rows: {way}"] = values[0] / base
+    return ratios
 
 
 def main() -> None:
     print(machine())
     print(f"{'segments':>8} {'batch':>6} {'way':>7} {'GB/s':>7} {'over':>7} {'ratio':>6}")
+    ratios: dict[str, float] = {}
     lengths = np.random.default_rng(3).integers(8, 249, SEGMENTS).tolist()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         short = made(folder / "short", KIB_ROWS, "64MiB", lengths, publish_each=True)
         large = made(folder / "large", KIB_ROWS, "64MiB", [sum(lengths)])
         for batch_rows in (64, 1024):
-            compare("short", {"short": short, "large": large}, batch_rows)
+            ratios |= compare("short", {"short": short, "large": large}, batch_rows)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = [5000] * (SEGMENTS // 10)  # 512 KiB hold 502 rows
         small = made(folder / "small", KIB_ROWS, "512KiB", parts)
         large = made(folder / "large", KIB_ROWS, "64MiB", parts)
         for batch_rows in (64, 1024):
-            compare("512 KiB", {"small": small, "large": large}, batch_rows)
+            ratios |= compare("512 KiB", {"small": small, "large": large}, batch_rows)
     with tempfile.TemporaryDirectory() as name:
         odd = made(Path(name) / "odd", ODD, "64MiB", [4500] * 12)
         for batch_rows in (64, 256):
-            compare("odd", {"odd": odd}, batch_rows)
+            ratios |= compare("odd", {"odd": odd}, batch_rows)
+    remember("segments", ratios)
 
 
 if __name__ == "__main__":

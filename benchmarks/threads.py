@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import arrowcache as ac
+from benchmarks.history import remember
 from benchmarks.measure import filled_cache, machine
 
 TOTAL_BYTES = 1 << 30
@@ -46,6 +47,7 @@ def measure(row_bytes: int, batch_rows: int) -> dict[int, list[float]]:
 def main() -> None:
     print(machine())
     print(f"{'row':>8} {'batch':>6} {'default':>8} {'one':>8} {'two':>8}  two over one (of each turn)")
+    found = {}
     for row_bytes, batch_rows in ((1024, 64), (1024, 1024), (1024, 4096), (1024, 65536), (65536, 64)):
         rates = measure(row_bytes, batch_rows)
         ratios = sorted(two / one for one, two in zip(rates[1], rates[2], strict=True))
@@ -54,6 +56,8 @@ def main() -> None:
             f"{row_bytes:8} {batch_rows:6} {default:8.2f} {one:8.2f} {two:8.2f}  "
             f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
         )
+        found[f"{row_bytes} bytes, {batch_rows} rows: two threads over one"] = ratios
+    remember("threads", found)
 
 
 if __name__ == "__main__":

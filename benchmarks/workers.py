@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 import arrowcache as ac
+from benchmarks.history import remember
 from benchmarks.measure import filled_cache, interleaved, machine, mapped_files, random_blocks
 from benchmarks.memory import fill
 
@@ -66,7 +67,8 @@ def copy(blocks: list[np.ndarray[Any, Any]], slot: np.ndarray[Any, Any]) -> None
         slot.view(np.float32)[::1024].sum()
 
 
-def rates(cache: ac.Cache) -> None:
+def rates(cache: ac.Cache) -> dict[str, float]:
+    """What each delivers over memcpy."""
     loaders = {
         "default (a thread), no transform": ac.Loader(cache, BATCH_ROWS),
         "default (a thread), identity": ac.Loader(cache, BATCH_ROWS, transform=identity),
@@ -88,9 +90,11 @@ def rates(cache: ac.Cache) -> None:
         print(f"{name:38} {TOTAL_BYTES / taken / 1e9:6.2f} {seconds['memcpy'] / taken:10.2f}")
     for loader in loaders.values():
         loader.close()
+    return {f"{name}, over memcpy": seconds["memcpy"] / taken for name, taken in seconds.items()}
 
 
-def python(cache: ac.Cache) -> None:
+def python(cache: ac.Cache) -> dict[str, float]:
+    """What each makes of a transform in Python over the default."""
     loaders = {
         "default (a thread)": ac.Loader(cache, BATCH_ROWS, transform=busy),
         "2 threads": ac.Loader(cache, BATCH_ROWS, workers=2, worker_type="thread", transform=busy),
@@ -106,6 +110,8 @@ def python(cache: ac.Cache) -> None:
         print(f"{name:38} {steps / taken:9.0f} {seconds['default (a thread)'] / taken:13.2f}")
     for loader in loaders.values():
         loader.close()
+    unit = seconds["default (a thread)"]
+    return {f"python, {name} over default": unit / taken for name, taken in seconds.items()}
 
 
 def start(cache: ac.Cache) -> None:
@@ -155,11 +161,11 @@ def main() -> None:
     print(machine())
     with tempfile.TemporaryDirectory() as folder:
         cache = filled_cache(Path(folder) / "cache", ROW_BYTES, TOTAL_BYTES)
-        rates(cache)
-        python(cache)
+        ratios = rates(cache) | python(cache)
         start(cache)
         cache.close()
     memory()
+    remember("workers", ratios)
 
 
 if __name__ == "__main__":

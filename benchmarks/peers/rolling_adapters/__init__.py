@@ -1,0 +1,1 @@
+"""One module a peer of the rolling case: `running` and `reader`, as `peers.stream.Rolling` says."""

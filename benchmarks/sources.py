@@ -1,0 +1,232 @@
+"""How fast do sources fill a cache, against reading the same without one, and do more samplers help?
+
+Question 1, parquet: ParquetRows from local files into a cache, by one process, against pyarrow.dataset, which
+reads the same row groups' columns into memory and keeps nothing. Method: uncompressed and zstd files of
+float32 vectors and labels, page cache warm; the same process runs the tasks of a pool, drawing, encoding and
+publishing on tmpfs or disk, then `fragment.to_table()` of just those row groups, and then write()s as many
+bytes to plain files where the cache is; turns interleaved, medians. CPU seconds of all threads, too, which
+other work on the machine changes less.
+
+Question 2, s3: samples a second by 1, 2, 4 and 8 sampler processes, from a store that answers after 20 ms
+(tests/object_store.py, a process of its own): windows of 4 KiB of .npy, and row groups of 16 KiB. Method: a
+pool on as many loky processes, which have all drawn before the clock; a fixed number of segments a process.
+Run: `python -m benchmarks.sources`. Results: benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import loky
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as pads
+import pyarrow.parquet as pq
+
+import arrowcache as ac
+from arrowcache.pickling import pickled
+from arrowcache.sampling.sources import ArrayWindows, ParquetRows
+from arrowcache.sampling.task import Task, run
+from arrowcache.storage.locks import LockFile
+from benchmarks.history import remember
+from benchmarks.measure import machine
+
+VECTOR = 1024  # float32: 4 KiB a row
+GROUP_ROWS = 1024
+FILES, GROUPS_A_FILE = 2, 32  # 256 MiB
+SEGMENT_ROWS = 8 * GROUP_ROWS
+SEGMENT_BYTES = SEGMENT_ROWS * (4 * VECTOR + 8)
+TASKS = 3
+REPEATS = 7
+
+LATENCY_SECONDS = 0.02
+PROCESSES = (1, 2, 4, 8)
+SEGMENTS_A_PROCESS, ROWS_A_SEGMENT, TURNS = 4, 32, 2
+SERVER = Path(__file__).parents[1] / "tests" / "object_store.py"
+
+
+def write_files(folder: Path, compression: str) -> None:
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(FILES):
+        rows = GROUP_ROWS * GROUPS_A_FILE
+        values = rng.integers(0, 1 << 12, (rows, VECTOR)).astype(np.float32)  # as of a 12-bit sensor
+        vectors = pa.FixedSizeListArray.from_arrays(values.ravel(), VECTOR)
+        table = pa.table({"x": vectors, "y": np.arange(rows)})
+        pq.write_table(
+            table, folder / f"{number}.parquet", row_group_size=GROUP_ROWS, compression=compression,
+            use_dictionary=False,
+        )  # fmt: skip
+
+
+class Clock:
+    """Seconds and CPU seconds of the calls it is given; their medians, as GB/s."""
+
+    def __init__(self) -> None:
+        self.seconds: list[tuple[float, float]] = []
+
+    def take(self, call: Callable[[], object]) -> None:
+        started = time.perf_counter(), time.process_time()
+        call()
+        self.seconds.append((time.perf_counter() - started[0], time.process_time() - started[1]))
+
+    def rates(self) -> tuple[float, float]:
+        nbytes = TASKS * SEGMENT_BYTES / 1e9
+        wall, cpu = zip(*self.seconds[1:], strict=True)  # the first warms up
+        return nbytes / statistics.median(wall), nbytes / statistics.median(cpu)
+
+
+def parquet(files: Path, folder: Path) -> list[tuple[float, float]]:
+    """(GB/s, GB a CPU second) of the same rows: into the cache, into memory, and of plain writing."""
+    source = ParquetRows(files)
+    cache = ac.Cache.create(
+        folder / "cache", source.schema, "1GB", segment_bytes="64MiB", segment_rows=SEGMENT_ROWS
+    )
+    cache.store.folder.claim_tasks("default.0", 1)
+    lock = LockFile(cache.path / "pools" / "default.0")
+    lock.try_range(0, 1, exclusive=True)
+    packed = pickled(source, "{!r}")
+    data = np.random.default_rng(0).integers(0, 255, SEGMENT_BYTES, np.uint8)
+    fragments = {
+        fragment.path: fragment for fragment in pads.dataset(files, format="parquet").get_fragments()
+    }
+
+    def fill(numbers: range) -> None:
+        for number in numbers:
+            done = run(Task(str(cache.path), packed, "default.0", 0, number, 0))
+            assert done.rows == SEGMENT_ROWS, done
+
+    def read(groups: list[tuple[str, int]]) -> None:
+        for path, number in groups:
+            assert fragments[path].subset(row_group_ids=[number]).to_table().num_rows == GROUP_ROWS
+
+    def write() -> None:
+        for number in range(TASKS):
+            with (folder / f"{number}.bin").open("wb", buffering=0) as file:
+                os.posix_fallocate(file.fileno(), 0, SEGMENT_BYTES)
+                file.write(data.data)
+
+    clocks = Clock(), Clock(), Clock()
+    for turn in range(REPEATS + 1):
+        numbers = range(turn * TASKS, (turn + 1) * TASKS)
+        groups = drawn_groups(source, numbers)
+        clocks[0].take(lambda numbers=numbers: fill(numbers))  # type: ignore[misc]  # mypy and defaults
+        clocks[1].take(lambda groups=groups: read(groups))  # type: ignore[misc]  # mypy and defaults
+        clocks[2].take(write)
+        for path in folder.glob("*.bin"):
+            path.unlink()
+    lock.close()
+    cache.close()
+    return [clock.rates() for clock in clocks]
+
+
+def drawn_groups(source: ParquetRows, numbers: range) -> list[tuple[str, int]]:
+    """The row groups that these tasks read, by their own draws."""
+    drawn = []
+    for number in numbers:
+        rng = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(number,)))
+        for _ in range(SEGMENT_ROWS // GROUP_ROWS):
+            group = source._groups[source._choice.draw(rng)]
+            rng.choice(GROUP_ROWS, GROUP_ROWS, replace=False)
+            drawn.append((source._files[group.file].path, group.number))
+    return drawn
+
+
+# -- the store that answers late -----------------------------------------------------------------------
+
+
+def warm(_: int) -> int:
+    time.sleep(0.5)
+    return os.getpid()
+
+
+def scaling(make: Callable[[str], Any], uri: str, folder: Path) -> dict[int, float]:
+    """Samples a second by so many processes; means of turns, which alternate."""
+    source = make(uri)
+    rates: dict[int, list[float]] = {count: [] for count in PROCESSES}
+    for _ in range(TURNS):
+        for count in PROCESSES:
+            with loky.ProcessPoolExecutor(count) as executor:
+                list(executor.map(warm, range(2 * count)))
+                cache = ac.Cache.create(
+                    folder / "cache", source.schema, "1GB", "4MiB", segment_rows=ROWS_A_SEGMENT
+                )
+                for segments in (2 * count, SEGMENTS_A_PROCESS * count):  # the first connects
+                    started = time.perf_counter()
+                    with ac.SamplerPool(
+                        cache, source, workers=count, executor=executor, segments=segments
+                    ) as pool:
+                        pool.wait()
+                    seconds = time.perf_counter() - started
+                rates[count].append(SEGMENTS_A_PROCESS * count * ROWS_A_SEGMENT / seconds)
+                cache.close()
+                shutil.rmtree(folder / "cache")
+    return {count: statistics.mean(found) for count, found in rates.items()}
+
+
+def fill_store(folder: Path) -> None:
+    (folder / "bucket").mkdir()
+    np.save(folder / "bucket" / "x.npy", np.random.default_rng(0).random((4096, 512)))  # rows of 4 KiB
+    x = np.random.default_rng(0).random((4096, 512)).astype(np.float32)
+    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(x.ravel(), 512)})
+    pq.write_table(table, folder / "bucket" / "x.parquet", row_group_size=8, use_dictionary=False)
+
+
+def show_parquet() -> dict[str, float]:
+    """What ParquetRows delivers over pyarrow.dataset."""
+    ratios = {}
+    print(f"{'files':>6} {'on':>6} {'cache GB/s':>11} {'dataset':>8} {'write':>6} {'ratio':>6} {'of CPU':>7}")
+    for compression in ("none", "zstd"):
+        for on, parent in (("tmpfs", "/dev/shm"), ("disk", None)):
+            with tempfile.TemporaryDirectory() as files, tempfile.TemporaryDirectory(dir=parent) as name:
+                write_files(Path(files) / "files", compression)
+                cached, plain, written = parquet(Path(files) / "files", Path(name))
+            row = f"{cached[0]:11.2f} {plain[0]:8.2f} {written[0]:6.2f} {cached[0] / plain[0]:6.2f}"
+            print(f"{compression:>6} {on:>6} {row} {cached[1] / plain[1]:7.2f}", flush=True)
+            ratios[f"{compression}, {on}: ParquetRows over pyarrow.dataset"] = cached[0] / plain[0]
+    return ratios
+
+
+def show_s3() -> dict[str, float]:
+    """What eight processes fetch over one."""
+    ratios = {}
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    cases: dict[str, tuple[str, Callable[[str], Any]]] = {
+        "windows": ("x.npy", lambda uri: ArrayWindows(uri, (1,))),
+        "row groups": ("x.parquet", lambda uri: ParquetRows(uri, rows_per_group=1)),
+    }
+    print(f"{'s3, 20 ms':>12} " + " ".join(f"{count:>8}" for count in PROCESSES) + "   8 over 1")
+    with tempfile.TemporaryDirectory() as name:
+        fill_store(Path(name))
+        command = [sys.executable, str(SERVER), name, str(LATENCY_SECONDS)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            for case, (key, make) in cases.items():
+                options = f"endpoint_override=127.0.0.1%3A{port}&scheme=http&region=us-east-1"
+                rates = scaling(make, f"s3://key:secret@bucket/{key}?{options}", Path(name))
+                row = " ".join(f"{rate:8.0f}" for rate in rates.values())
+                print(f"{case:>12} {row}   {rates[8] / rates[1]:8.2f}", flush=True)
+                ratios[f"S3, {case}: eight processes over one"] = rates[8] / rates[1]
+            server.communicate()  # closes its input, which ends it
+    return ratios
+
+
+def main() -> None:
+    print(machine())
+    remember("sources", show_parquet() | show_s3())
+
+
+if __name__ == "__main__":
+    from benchmarks import sources  # noqa: PLW0406  # what is pickled from __main__ starts anew each task
+
+    sources.main()

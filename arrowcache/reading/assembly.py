@@ -190,7 +190,8 @@ class Assembly:
     def _note(self, epoch: Epoch, readings: list[Reading]) -> None:
         """Take in how making a group went."""
         self._group.note(has_waited=any(reading.has_waited for reading in readings))
-        epoch.is_cold |= any(reading.was_on_disk for reading in readings)
+        epoch.snapshot.asks_ahead = was_on_disk = any(reading.was_on_disk for reading in readings)
+        epoch.is_cold |= was_on_disk
 
     def _pays_to_split(self, rows: int) -> bool:
         small = self._row_bytes <= _SMALL_ROW_BYTES * len(self._fixed)

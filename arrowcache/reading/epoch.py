@@ -262,6 +262,7 @@ class Epochs:
         if self._share.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
             rows -= max(0, order.steps * batch_size - (plan.stream_rows - plan.position))
         self._pacing.add_served(rows, undo)
+        snapshot.asks_ahead = True  # until some of it was found in memory
         return Epoch(plan, snapshot, order, was_resumed=resumed is not None, claimed_rows=rows)
 
     def give_back(self, epoch: Epoch) -> None:

@@ -91,6 +91,8 @@ class Feed:
             if not job.step:  # not beside the first batch, for which somebody waits
                 prepare = partial(self._epochs.prepare, epoch.plan.epoch + 1, snapshot.segments)
                 self._readahead.soon(prepare)
+                if not in_order:
+                    self._readahead.reach_everything()
 
     def _begin_ahead(self, done: Future[None]) -> None:
         """Begin the next epoch, if there are rows enough: in the read-ahead's thread.

@@ -1,8 +1,11 @@
-"""Pieces: NumPy work on many elements, cut so that the GIL is not handed over on the way."""
+"""Pieces: NumPy work on many elements, cut so that the GIL is not handed over on the way; or the contrary."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
 
 _ELEMENTS_UNDER_GIL = 500
 
@@ -15,3 +18,8 @@ def pieces(count: int) -> Iterator[slice]:
     """
     for start in range(0, count, _ELEMENTS_UNDER_GIL):
         yield slice(start, min(start + _ELEMENTS_UNDER_GIL, count))
+
+
+def without_gil(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same positions, again if they are few: of more than 500 NumPy reads elements without the GIL."""
+    return np.resize(positions, max(len(positions), _ELEMENTS_UNDER_GIL + 1))

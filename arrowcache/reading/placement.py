@@ -15,7 +15,8 @@ and any batch of any rows of any segments is one NumPy call a column. Two ways l
 
 Rows of up to 128 KiB are bound by latency: one byte of each is read first, since those misses
 overlap and those of the copies hardly do (7.3 to 9.3 GB/s at 1 KiB, 7.7 to 10.7 at 4 KiB, 24.5 to
-25.6 at 64 KiB). What is too small to be worth a hand-over of the GIL is copied without one.
+25.6 at 64 KiB). What is too small to be worth a hand-over of the GIL is copied without one, if it is in
+memory: while a disk is read nobody waits for the GIL.
 
 Variable-length columns: the same arithmetic gives (start, length) of each value, which are a
 list-view array over the arena, and Arrow's flatten of it is the copy.
@@ -35,11 +36,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
-from arrowcache.reading.pieces import pieces
+from arrowcache.reading.pieces import pieces, without_gil
 from arrowcache.reading.values import Values
-from arrowcache.storage.mapping import AddressRange
+from arrowcache.storage.mapping import AddressRange, populate, will_need_all
 
 _TOUCHED_WIDTHS = range(512, 128 * 1024)
+_LEAST_ASKED_BYTES, _FEW_ROWS = 16 * 1024, 1024  # a disk reads pages, each for a microsecond of its own
 _SMALL_BYTES = 128 * 1024  # not worth handing the GIL over, which may take 5 ms to come back
 
 
@@ -90,7 +92,14 @@ class Placement:
         return self._starts.searchsorted(ids, side="right") - 1
 
     def gather(
-        self, name: str, ids: NDArray[np.int64], segments: NDArray[np.int64], out: NDArray[Any]
+        self,
+        name: str,
+        ids: NDArray[np.int64],
+        segments: NDArray[np.int64],
+        out: NDArray[Any],
+        *,
+        is_warm: bool,
+        ask_ahead: bool,
     ) -> None:
         """Copy one fixed-width column of some rows.
 
@@ -98,21 +107,23 @@ class Placement:
             name: the column.
             ids: (n,) row numbers; `segments` is `segments_of(ids)`.
             out: (n, *shape), C-contiguous, of the column's numpy_dtype: filled.
+            is_warm: their pages are in memory, as far as is known; else they are read without the GIL.
+            ask_ahead: have the disk read what is not in memory side by side, and not row after row.
         """
         if not len(ids):
             return
         dense = self._dense.get(name) or self._plan_dense(name)
         width, flat = dense.items.itemsize, out.reshape(-1).view(np.uint8)
-        if flat.nbytes <= _SMALL_BYTES:
+        if is_warm and flat.nbytes <= _SMALL_BYTES:
             for piece in pieces(len(ids)):
-                picked = self._pick(name, ids[piece], segments[piece])
+                picked = self._pick(name, ids[piece], segments[piece], is_warm=True)
                 flat[piece.start * width : piece.stop * width] = picked.view(np.uint8)
             return
         elsewhere = _NONE
         if dense.elsewhere is not None:
             elsewhere = dense.elsewhere[segments].nonzero()[0]
             if 2 * len(elsewhere) > len(ids):
-                flat[:] = self._pick(name, ids, segments).view(np.uint8)
+                flat[:] = self._pick(name, ids, segments, is_warm=is_warm).view(np.uint8)
                 return
         target = flat.view(dense.items.dtype)
         positions = np.empty_like(ids)
@@ -120,19 +131,26 @@ class Placement:
             positions[piece] = ids[piece] + dense.offsets[segments[piece]]
         if len(elsewhere):
             positions[elsewhere] = dense.some_item
-        _touch(dense.heads, positions)
-        dense.items.take(positions, 0, target, "clip")
+        if ask_ahead and not is_warm and (len(ids) <= _FEW_ROWS or width >= _LEAST_ASKED_BYTES):
+            will_need_all(_address(dense.items) + positions * width, width)
+        else:
+            _touch(dense.heads, positions, is_warm=is_warm)
+        dense.items.take(positions, 0, target, "clip")  # without the GIL
         if len(elsewhere):
-            target[elsewhere] = self._pick(name, ids[elsewhere], segments[elsewhere])
+            target[elsewhere] = self._pick(name, ids[elsewhere], segments[elsewhere], is_warm=is_warm)
 
-    def gather_values(self, name: str, ids: NDArray[np.int64], segments: NDArray[np.int64]) -> Values:
-        """Copy one variable-length column of some rows (ids, segments: as `gather`)."""
+    def gather_values(
+        self, name: str, ids: NDArray[np.int64], segments: NDArray[np.int64], *, is_warm: bool
+    ) -> Values:
+        """Copy one variable-length column of some rows (ids, segments, is_warm: as `gather`)."""
         kind = self._schema.variable[name]
         element = kind.arrow_type.value_type if isinstance(kind, Ragged) else pa.uint8()
         width = element.bit_width // 8
         places = self._variable_at[segments, self._number_of[name]]
         offsets = _items(self._source, 4, 0, 4).view(np.int32)
         first = places[:, 0] // 4 + ids - self._starts[segments]
+        if not is_warm:
+            offsets.take(first, mode="clip")  # without the GIL
         starts = offsets[first].astype(np.int64)
         lengths = offsets[first + 1] - starts
         starts += places[:, 1] // width
@@ -169,7 +187,9 @@ class Placement:
         )
         return self._dense[name]
 
-    def _pick(self, name: str, ids: NDArray[np.int64], segments: NDArray[np.int64]) -> NDArray[Any]:
+    def _pick(
+        self, name: str, ids: NDArray[np.int64], segments: NDArray[np.int64], *, is_warm: bool
+    ) -> NDArray[Any]:
         """Rows of any segments, in memory of their own: the first of two passes."""
         plan = self._anywhere.get(name)
         if plan is None:
@@ -182,7 +202,11 @@ class Placement:
                 items, _heads(self._source, items), width // step, offsets
             )
         positions = ids * plan.factor + plan.offsets[segments]
-        _touch(plan.heads, positions)
+        if not is_warm:
+            start, step, width = _address(plan.items), plan.items.strides[0], plan.items.itemsize
+            for position in positions.tolist():
+                populate(start + position * step, width)
+        _touch(plan.heads, positions, is_warm=True)
         picked: NDArray[Any] = plan.items[positions]
         return picked
 
@@ -213,8 +237,11 @@ def _heads(source: AddressRange, items: NDArray[Any]) -> NDArray[np.uint8] | Non
     """The first byte of each item, where reading it ahead of the copy pays."""
     if items.itemsize not in _TOUCHED_WIDTHS:
         return None
-    start = items.__array_interface__["data"][0]
-    return as_array(source, start, len(items), "|u1", (items.strides[0],))
+    return as_array(source, _address(items), len(items), "|u1", (items.strides[0],))
+
+
+def _address(items: NDArray[Any]) -> int:
+    return int(items.__array_interface__["data"][0])
 
 
 def _items(source: AddressRange, width: int, start: int, step: int) -> NDArray[Any]:
@@ -224,10 +251,14 @@ def _items(source: AddressRange, width: int, start: int, step: int) -> NDArray[A
     return as_array(source, source.address + start, count, f"|V{width}", strides)
 
 
-def _touch(heads: NDArray[np.uint8] | None, positions: NDArray[np.int64]) -> None:
-    if heads is not None:
-        for piece in pieces(len(positions)):
-            heads[positions[piece]]
+def _touch(heads: NDArray[np.uint8] | None, positions: NDArray[np.int64], *, is_warm: bool) -> None:
+    if heads is None:
+        return
+    if not is_warm:
+        heads[without_gil(positions)]
+        return
+    for piece in pieces(len(positions)):
+        heads[positions[piece]]
 
 
 class _Memory:

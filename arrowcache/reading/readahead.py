@@ -84,8 +84,7 @@ class ReadAhead:
             self._touched &= {segment.seq for segment in segments}
             self._epoch, self._in_order, self._passed = epoch, in_order, 0
             self._newest = segments[-1].seq if segments else -1
-            fits = epoch.snapshot.nbytes <= memory_bytes() // 2
-            self._want(range(len(segments)) if fits and not in_order else range(0))
+            self._want(range(0))
         self.retire(rest)  # after the new one was mapped: what both read stays mapped
 
     def retire(self, snapshots: list[Snapshot]) -> None:
@@ -112,6 +111,15 @@ class ReadAhead:
         with self._lock:
             if self._epoch is not None and segments != self._wanted:
                 self._want(segments)
+
+    def reach_everything(self) -> None:
+        """The epoch in progress reads all segments at once: have all warm, if they fit into memory.
+
+        Not before its first batch is made: that would wait for the disk behind all of them.
+        """
+        epoch = self._epoch
+        if epoch is not None and epoch.snapshot.nbytes <= memory_bytes() // 2:
+            self.reach(range(len(epoch.snapshot.segments)))
 
     def wait_for(self, segments: range, is_over: Callable[[], bool]) -> None:
         """Wait until these segments are warm: reading them sooner would be slower, off a cold disk."""

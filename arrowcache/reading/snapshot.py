@@ -30,6 +30,7 @@ from arrowcache.arrow.label import labelled
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.arena import NO_CELL, Arena, Claim
 from arrowcache.reading.output import output_arrays
+from arrowcache.reading.pieces import pieces
 from arrowcache.reading.placement import Placement
 from arrowcache.reading.values import Column, interleave, to_column
 from arrowcache.reading.view import Viewer, has_room
@@ -54,6 +55,7 @@ class _Placed(NamedTuple):
     placement: Placement
     cells: NDArray[np.int64]
     complete: bool  # every segment has a cell
+    warm: NDArray[np.bool_]  # whose pages are in memory, as far as is known; becomes so by and by
 
 
 class Snapshot:
@@ -74,6 +76,7 @@ class Snapshot:
         self._readers = 0
         self._closed = True  # until there is something to be let go
         self._released = 0  # so many of the oldest segments were given up
+        self.asks_ahead = False  # of rows that may have to come from the disk; whoever reads on says so
         self._suspect_below = store.suspect_below()
         self._set_segments(segments)
         self._claim = Claim(self._segments)
@@ -177,7 +180,7 @@ class Snapshot:
                     placed = self._map_some(np.unique(missing).tolist())
                 if (placed.cells[segments] == NO_CELL).any():
                     return self._gather_spilled(ids, segments, names, arrays)
-            return self._gather_from(placed.placement, ids, segments, names, arrays)
+            return self._gather_from(placed, ids, segments, names, arrays)
         finally:
             self._end_read()
 
@@ -312,11 +315,17 @@ class Snapshot:
 
         Blocks: while the disk reads; ends early when `is_wanted` says no more, or the snapshot is closed.
         """
-        address, nbytes = self._arena.memory_of(self._segments[index])
+        segment, placed = self._segments[index], self._placed
+        address, nbytes = self._arena.memory_of(segment)
+        is_warm = nbytes > 0
         for start in range(0, nbytes, _TOUCH_BYTES):
             if not is_wanted() or self._closed or index < self._released:
                 return
-            populate(address + start, min(_TOUCH_BYTES, nbytes - start))
+            is_warm &= populate(address + start, min(_TOUCH_BYTES, nbytes - start))
+        if is_warm:
+            self._arena.note_warm(segment)
+            if placed is not None:
+                placed.warm[index] = True
 
     def announce(self, index: int) -> None:
         """Have the disk begin to read a mapped segment."""
@@ -466,7 +475,8 @@ class Snapshot:
         """Make what is mapped now readable, in one assignment; under `_mapping`."""
         cells = self._cells.copy()
         complete = bool((cells >= 0).all())
-        self._placed = _Placed(self._arena.place(cells, self._starts), cells, complete)
+        warm = self._arena.is_warm(cells)
+        self._placed = _Placed(self._arena.place(cells, self._starts), cells, complete, warm)
         return self._placed
 
     def _map_some(self, indices: Iterable[int], damaged: list[int] | None = None) -> _Placed:
@@ -505,20 +515,23 @@ class Snapshot:
 
     def _gather_from(
         self,
-        placement: Placement,
+        placed: _Placed,
         ids: NDArray[np.int64],
         segments: NDArray[np.int64],
         names: Sequence[str],
         arrays: Mapping[str, NDArray[Any]],
     ) -> dict[str, Column]:
-        schema = self._store.settings.schema
+        schema, placement, ask_ahead = self._store.settings.schema, placed.placement, self.asks_ahead
+        is_warm = all(placed.warm[segments[piece]].all() for piece in pieces(len(segments)))
         columns: dict[str, Column] = {}
         for name in names:
             if name in arrays:
-                placement.gather(name, ids, segments, arrays[name])
-                columns[name] = arrays[name]
+                out = arrays[name]
+                placement.gather(name, ids, segments, out, is_warm=is_warm, ask_ahead=ask_ahead)
+                columns[name] = out
             else:
-                columns[name] = to_column(schema[name], placement.gather_values(name, ids, segments))
+                values = placement.gather_values(name, ids, segments, is_warm=is_warm)
+                columns[name] = to_column(schema[name], values)
         return columns
 
     def _gather_spilled(
@@ -535,7 +548,8 @@ class Snapshot:
             rows, first = ids[places] - self._starts[index], np.zeros(len(places), np.int64)
             some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
             with self._arena.alone(self._segments[index], check_bytes=False) as placement:
-                parts.append((places, self._gather_from(placement, rows, first, names, some)))
+                alone = _Placed(placement, np.zeros(1, np.int64), True, np.zeros(1, np.bool_))
+                parts.append((places, self._gather_from(alone, rows, first, names, some)))
             for name, array in arrays.items():
                 array[places] = some[name]
         return {

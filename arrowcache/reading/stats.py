@@ -344,7 +344,7 @@ class Reading:
         cpu_seconds = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
         waits, preemptions = now.ru_nvcsw - before.ru_nvcsw, now.ru_nivcsw - before.ru_nivcsw
         self.has_waited = wall_seconds > 1.5 * cpu_seconds and waits > preemptions
-        self.was_on_disk = now.ru_majflt > before.ru_majflt
+        self.was_on_disk = (now.ru_majflt, now.ru_inblock) > (before.ru_majflt, before.ru_inblock)
         on_disk = max(0.0, wall_seconds - cpu_seconds) if self.was_on_disk else 0.0
         self._meter.leave({"store": on_disk, "gather": wall_seconds - on_disk})
 

@@ -20,12 +20,15 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from arrowcache.shortage import explained
 
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
+_SYS_PROCESS_MADVISE, _MOST_RANGES = 440, 1024  # Linux 5.10, of all architectures; UIO_MAXIOV
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
@@ -41,6 +44,7 @@ for _library in (_libc, _quick):
     _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     _library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 2]
 _quick.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
 _quick.lseek.argtypes, _quick.lseek.restype = [ctypes.c_int, ctypes.c_long, ctypes.c_int], ctypes.c_long
 
@@ -72,21 +76,46 @@ def _munmap(address: int, nbytes: int, pid: int) -> None:
         _libc.munmap(address, nbytes)
 
 
-def populate(address: int, nbytes: int) -> None:
+def populate(address: int, nbytes: int) -> bool:
     """Read mapped pages from the disk, if they are not in memory, and enter them into the page tables.
 
     A hint: what cannot be had now is had at the first touch. Blocks while the disk reads; other
-    threads go on.
+    threads go on. Returns: whether they are in memory now.
     """
     start = address // PAGE_BYTES * PAGE_BYTES
     if nbytes and _libc.madvise(start, address + nbytes - start, _MADV_POPULATE_READ):
         _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)  # an older kernel
+        return False
+    return True
 
 
 def will_need(address: int, nbytes: int) -> None:
     """Have the disk begin to read mapped pages; returns at once."""
     start = address // PAGE_BYTES * PAGE_BYTES
     _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)
+
+
+def will_need_all(starts: NDArray[np.int64], nbytes: int) -> None:
+    """Have the disk begin to read `nbytes` from each of these mapped addresses, all at the same time.
+
+    A hint, and none where the kernel reserves such a call for the privileged, before Linux 6.13. Blocks while
+    the disk's queue is full; other threads go on.
+    """
+    ranges = np.empty((len(starts), 2), np.int64)
+    ranges[:, 0] = starts // PAGE_BYTES * PAGE_BYTES
+    ranges[:, 1] = starts + nbytes - ranges[:, 0]
+    try:
+        this_process = os.pidfd_open(os.getpid())
+    except OSError:  # no descriptor is left, or a sandbox forbids it
+        return
+    try:
+        for first in range(0, len(ranges), _MOST_RANGES):
+            some = ranges[first : first + _MOST_RANGES]
+            _libc.syscall(
+                _SYS_PROCESS_MADVISE, this_process, some.ctypes.data, len(some), mmap.MADV_WILLNEED, 0
+            )
+    finally:
+        os.close(this_process)
 
 
 def will_read_on(address: int, nbytes: int) -> None:

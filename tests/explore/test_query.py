@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from every_type import every_type
 from helpers import EVERY_TYPE, make_cache, publish, segment_files, seqs, wait_until
+from page_cache import drop_from_memory, resident_bytes
 
 import arrowcache as ac
 from arrowcache import explore
@@ -176,24 +173,6 @@ def test_a_cache_that_vanishes_is_one_sentence(cache):
         sql(cache, "select 1")
 
 
-def resident_bytes(path: Path) -> int:
-    """How much of a file is in memory."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as mapped:
-        pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
-        memory = np.frombuffer(mapped, np.uint8)
-        code = libc.mincore(*map(ctypes.c_size_t, (memory.ctypes.data, len(mapped), pages.ctypes.data)))
-        del memory
-        assert code == 0, os.strerror(ctypes.get_errno())
-    return int((pages & 1).sum()) * mmap.PAGESIZE
-
-
-def drop_from_memory(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def test_a_group_by_reads_the_pages_of_its_column_only(tmp_path):
     schema = ac.Schema({"image": ac.Tensor("float32", (128, 128)), "label": ac.Tensor("int64")})
     cache = ac.Cache.create(
@@ -202,10 +181,7 @@ def test_a_group_by_reads_the_pages_of_its_column_only(tmp_path):
     with cache.writer() as writer:
         writer.extend(image=np.ones((480, 128, 128), np.float32), label=np.arange(480) % 3)
     files = segment_files(cache)
-    for path in files:
-        drop_from_memory(path)
-    if any(map(resident_bytes, files)):
-        pytest.skip("this file system keeps its files in memory")
+    drop_from_memory(*files)
     frame = sql(cache, "select label, count(*) as n from cache group by 1 order by 1")
     assert frame["n"].tolist() == [160, 160, 160]
     few = sum(map(resident_bytes, files))

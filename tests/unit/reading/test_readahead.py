@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import warnings
 import weakref
 from functools import partial
@@ -29,6 +30,7 @@ from arrowcache import Loader, Snapshot
 from arrowcache.reading import readahead
 from arrowcache.reading.arena import Arena
 from arrowcache.reading.readahead import ReadAhead
+from arrowcache.reading.stats import Reading
 
 
 @pytest.fixture
@@ -166,6 +168,53 @@ def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, monkeypatch):
 
 
 # while an epoch runs
+
+
+def test_nothing_is_warmed_before_the_first_batch_of_an_epoch_is_made(cache, monkeypatch):
+    """Its rows would wait for the disk behind all others."""
+    order, gather_into, warm = [], Snapshot.gather_into, Snapshot.warm
+
+    def gathering(self, *arguments):
+        deadline = time.monotonic() + 0.5
+        while not order and time.monotonic() < deadline:
+            time.sleep(0.01)  # for a read-ahead that has begun already
+        order.append("gather")
+        return gather_into(self, *arguments)
+
+    def warming(self, *arguments):
+        order.append("warm")
+        warm(self, *arguments)
+
+    monkeypatch.setattr(Snapshot, "gather_into", gathering)
+    monkeypatch.setattr(Snapshot, "warm", warming)
+    with Loader(cache, 16) as loader:
+        ids_of(loader)
+        wait_until(lambda: order.count("warm") >= 10, "all segments to be warm")
+    assert order[0] == "gather"
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_an_epoch_asks_ahead_until_its_rows_are_found_in_memory(cache, monkeypatch, is_on_disk):
+    asked, gather_into, leave = [], Snapshot.gather_into, Reading.__exit__
+
+    def gathering(self, *arguments):
+        asked.append(self.asks_ahead)
+        return gather_into(self, *arguments)
+
+    def leaving(self, *arguments):
+        leave(self, *arguments)
+        self.was_on_disk = is_on_disk
+
+    monkeypatch.setattr(Snapshot, "gather_into", gathering)
+    monkeypatch.setattr(Reading, "__exit__", leaving)
+    with Loader(cache, 16, shuffle="rows") as loader:
+        ids_of(loader)
+    assert len(asked) > 1
+    assert asked[0]
+    assert set(asked[1:]) == {is_on_disk}
+    with cache.snapshot() as mine:
+        mine.gather([0])
+    assert not asked[-1], "nobody reads on"
 
 
 @pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])

@@ -29,7 +29,8 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markup import seen
-from processes import Script
+from processes import Child, Script
+from slow_pages import SlowPages, require_slow_pages
 
 import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
@@ -196,6 +197,54 @@ def test_without_cells_the_rows_are_the_same(tmp_path, monkeypatch, kind, cells)
         assert_same(cache, expected, ids, got)
         assert Arena.of(cache.store).mapped() <= cells
     assert arena_module._budget._left == cells, "every cell was given back"
+
+
+@pytest.mark.parametrize("asks_ahead", [False, True])
+@pytest.mark.parametrize("kind", [*SCHEMAS, "wide_pair"])
+def test_what_may_be_on_the_disk_is_read_without_the_gil(tmp_path, kind, asks_ahead):
+    """Its pages come when another thread has had the GIL, and not before."""
+    require_slow_pages()
+    schema = WIDE_PAIR if kind == "wide_pair" else SCHEMAS[kind]
+    cache = build(tmp_path / "cache", schema, LAYOUTS["mixed"])
+
+    def gather(path):
+        cache, pages = ac.Cache.open(path), SlowPages()
+        with cache.snapshot() as snapshot:
+            snapshot.asks_ahead = asks_ahead
+            snapshot.map_all()
+            for segment in snapshot.segments:
+                pages.replace(*Arena.of(cache.store).memory_of(segment))
+            ids = np.random.default_rng(0).permutation(len(snapshot))
+            got = [snapshot.gather(some) for some in (ids[:5], ids)]
+        return ids, got, pages.brought
+
+    with Child(gather, str(cache.path)) as child:
+        ids, got, brought = child.result()
+    assert brought > 0
+    for some, columns in zip((ids[:5], ids), got, strict=True):
+        assert_same(cache, plain_rows(cache), some, columns)
+
+
+def test_what_was_warmed_is_known_to_be_warm_for_as_long_as_it_is_mapped(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["plain"], [10, 10, 10])
+
+    def warm(snapshot):
+        snapshot.map_all()
+        snapshot.gather([0])
+        return snapshot._placed.warm.tolist()
+
+    with cache.snapshot() as first:
+        assert warm(first) == [False, False, False]
+        first.warm(0, lambda: True)
+        first.warm(1, lambda: False)  # cut short
+        assert warm(first) == [True, False, False]
+        with cache.snapshot() as second:
+            assert warm(second) == [True, False, False]
+            second.warm(2, lambda: True)
+        with cache.snapshot() as second:
+            assert warm(second) == [True, False, True]
+    with cache.snapshot() as third:
+        assert warm(third) == [False, False, False]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -499,10 +548,10 @@ def test_closing_lets_a_gather_in_another_thread_end_first(tmp_path, monkeypatch
     inside, go_on = threading.Event(), threading.Event()
     real = placement_module.Placement.gather
 
-    def slow(self, *args):
+    def slow(self, *args, **options):
         inside.set()
         assert go_on.wait(20)
-        real(self, *args)
+        real(self, *args, **options)
 
     monkeypatch.setattr(placement_module.Placement, "gather", slow)
     got = {}

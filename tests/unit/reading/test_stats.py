@@ -41,7 +41,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wall = self.cpu = 1000.0
-        self.disk_faults = self.waits = self.preemptions = 0
+        self.disk_faults = self.disk_blocks = self.waits = self.preemptions = 0
         clocks = SimpleNamespace(perf_counter=lambda: self.wall, time=lambda: self.wall)
         monkeypatch.setattr(stats_module, "time", clocks)
         usage = SimpleNamespace(RUSAGE_THREAD=1, getrusage=self.usage)
@@ -51,7 +51,7 @@ class Clock:
         assert who == 1, "of this thread alone"
         return SimpleNamespace(
             ru_utime=self.cpu / 4, ru_stime=self.cpu * 3 / 4, ru_majflt=self.disk_faults,
-            ru_nvcsw=self.waits, ru_nivcsw=self.preemptions,
+            ru_inblock=self.disk_blocks, ru_nvcsw=self.waits, ru_nivcsw=self.preemptions,
         )  # fmt: skip
 
 
@@ -94,16 +94,19 @@ def test_a_stage_counts_what_passes_in_it_even_if_it_fails(clock):
 
 
 @pytest.mark.parametrize(
-    ("disk_faults", "store", "gather"), [(0, 0.0, 5.0), (1, 3.0, 2.0)], ids=["in memory", "from disk"]
+    ("disk_faults", "disk_blocks", "store", "gather"),
+    [(0, 0, 0.0, 5.0), (1, 0, 3.0, 2.0), (0, 8, 3.0, 2.0)],
+    ids=["in memory", "from disk", "from disk, asked for before"],
 )
 def test_reading_counts_as_store_what_it_waited_for_the_disk_and_as_gather_the_rest(
-    clock, disk_faults, store, gather
+    clock, disk_faults, disk_blocks, store, gather
 ):
     meter = Meter()
     with meter.reading():
         clock.wall += 5
         clock.cpu += 2
         clock.disk_faults += disk_faults
+        clock.disk_blocks += disk_blocks
     assert (meter.seconds["store"], meter.seconds["gather"]) == (store, gather)
 
 

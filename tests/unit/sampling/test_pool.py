@@ -786,7 +786,7 @@ def test_a_forked_child_ends_though_its_parent_had_the_pools_lock(cache, how):
 
 SCRIPT = """
     import os, sys, time
-    import numpy.random  # its import swallows 3 % of the Ctrl-C that come within it, and is else a loader's to do
+    import numpy.random  # what a loader imports; this swallows 3 % of the Ctrl-C that come within it
     import arrowcache as ac
     from helpers import sample
 

@@ -10,8 +10,10 @@ import os
 import signal
 import sys
 
+import numpy as np
 import pytest
 from helpers import in_child, wait_until
+from page_cache import drop_from_memory, resident_bytes
 
 from arrowcache.storage import mapping
 from arrowcache.storage.mapping import AddressRange, FileMapping, open_file
@@ -250,3 +252,41 @@ class Quick:
 
     def __getattr__(self, name):
         return getattr(self._library, name)
+
+
+# what comes from the disk
+
+
+def test_populating_says_whether_the_pages_are_in_memory(file):
+    area = AddressRange(16 * PAGE)
+    nbytes = map_into(area, file, 4 * PAGE)
+    assert mapping.populate(area.address + 4 * PAGE, nbytes)
+    assert not mapping.populate(area.address + 8 * PAGE, PAGE), "no file is mapped there"
+    area.close()
+
+
+def test_many_ranges_are_asked_of_the_disk_at_once(tmp_path):
+    if os.geteuid() and tuple(map(int, os.uname().release.split(".")[:2])) < (6, 13):
+        pytest.skip("this kernel lets only a privileged process ask for many ranges")
+    path, count, width = tmp_path / "file", 1500, 5000
+    path.write_bytes(bytes(2 * count * width))
+    drop_from_memory(path)
+    area = AddressRange(1 << 24)
+    fd, nbytes = open_file(path, 1 << 24)
+    area.map_file(fd, 0, nbytes)
+    os.close(fd)
+    starts = area.address + np.arange(count) * 2 * width
+    mapping.will_need_all(starts, width)
+    wait_until(lambda: resident_bytes(path) >= count * width, "them to be read")
+    mapping.will_need_all(starts + (1 << 40), width)  # no such addresses: a hint fails in silence
+    area.close()
+
+
+def test_without_a_descriptor_nothing_is_asked_of_the_disk(monkeypatch, file):
+    def refuse(pid):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    before = os.listdir("/proc/self/fd")
+    mapping.will_need_all(np.zeros(3, np.int64), PAGE)
+    assert os.listdir("/proc/self/fd") == before

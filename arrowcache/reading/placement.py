@@ -150,7 +150,7 @@ class Placement:
         offsets = _items(self._source, 4, 0, 4).view(np.int32)
         first = places[:, 0] // 4 + ids - self._starts[segments]
         if not is_warm:
-            offsets.take(first, mode="clip")  # without the GIL
+            offsets.take(np.concatenate((first, first + 1)), mode="clip")  # without the GIL
         starts = offsets[first].astype(np.int64)
         lengths = offsets[first + 1] - starts
         starts += places[:, 1] // width
@@ -159,6 +159,8 @@ class Placement:
         views = pa.LargeListViewArray.from_arrays(pa.array(starts), pa.array(lengths), arena)
         data = _writable(views.flatten())
         if 0 <= data.ctypes.data - self._source.address < self._source.nbytes:
+            if not is_warm:
+                populate(data.ctypes.data, data.nbytes)  # without the GIL
             data = data.copy()  # of one contiguous run Arrow makes a view
         ends = np.concatenate(([0], np.cumsum(lengths)))
         if not isinstance(kind, Ragged):

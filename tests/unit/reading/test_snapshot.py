@@ -225,6 +225,25 @@ def test_what_may_be_on_the_disk_is_read_without_the_gil(tmp_path, kind, asks_ah
         assert_same(cache, plain_rows(cache), some, columns)
 
 
+def test_where_a_value_ends_is_read_without_the_gil_too(tmp_path):
+    """It may be on another page than where it begins."""
+    require_slow_pages()
+    schema = ac.Schema({"r": ac.Ragged("int64")})
+    cache = ac.Cache.create(tmp_path / "cache", schema, "64MiB", segment_bytes="1MiB", segment_rows=2100)
+    with cache.writer() as writer:
+        writer.extend(r=[[number] for number in range(2100)])
+
+    def gather(path):
+        cache, pages = ac.Cache.open(path), SlowPages()
+        with cache.snapshot() as snapshot:
+            snapshot.map_all()
+            pages.replace(*Arena.of(cache.store).memory_of(snapshot.segments[0]))
+            return [snapshot.gather([number])["r"].data.tolist() for number in range(2100)]
+
+    with Child(gather, str(cache.path)) as child:
+        assert child.result() == [[number] for number in range(2100)]
+
+
 def test_what_was_warmed_is_known_to_be_warm_for_as_long_as_it_is_mapped(tmp_path):
     cache = build(tmp_path / "cache", SCHEMAS["plain"], [10, 10, 10])
 

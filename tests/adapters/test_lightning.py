@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
 import subprocess
 import sys
 import threading
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
 from helpers import make_cache, publish, wait_until
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
+if importlib.util.find_spec("mpi4py") is not None and not find_library("mpi"):
+    pytest.skip(
+        "Lightning asks mpi4py, which finds no MPI: apt-get install --no-install-recommends openmpi-bin",
+        allow_module_level=True,
+    )
 
 import lightning
 import torch

@@ -126,7 +126,7 @@ class Arena:
         self._dirty: list[int] = []  # to be emptied before they are free
         self._unused = iter(range(cells))
         self._file_at = np.zeros(cells, np.int64)
-        self._warm = np.zeros(cells, np.bool_)  # all pages were in memory at some time
+        self._warm = np.zeros(cells, np.bool_)  # all pages were brought to memory
         self._reserve = cells  # mappings that are left to segments, before lanes get any
         may_have_lanes = cells < budget.total and _most_range_bytes() == _MAX_RANGE_BYTES
         self._lanes = self._make_lanes(cells) if may_have_lanes else {}
@@ -255,17 +255,15 @@ class Arena:
             return 0, 0
         return self._range.address + int(self._file_at[number]), segment.nbytes
 
-    def is_warm(self, cells: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of which of these cells all pages were in memory, since they were mapped."""
-        warm = cells >= 0
-        warm[warm] = self._warm[cells[warm]]
-        return warm
+    def are_warm(self, cells: NDArray[np.int64]) -> bool:
+        """Whether the pages of all these cells were brought to memory. The kernel may take some back."""
+        return bool(self._warm[cells].all())
 
-    def note_warm(self, segment: SegmentInfo) -> None:
-        """A mapped segment's pages are in memory."""
+    def note_warm(self, segment: SegmentInfo, *, is_warm: bool) -> None:
+        """A mapped segment's pages were brought to memory, or were read for the last time."""
         number = self._cells.get(segment.seq)
         if number is not None:
-            self._warm[number] = True
+            self._warm[number] = is_warm
 
     def mapped(self) -> int:
         """How many segments are mapped."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.pipeline import BARRIER, Job, Pipeline, Stream
+from arrowcache.reading.pipeline import BARRIER, Job, Made, Pipeline, Stream
 from arrowcache.reading.readahead import ReadAhead
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.remote import RemoteAssembly
@@ -87,12 +87,14 @@ class Feed:
                 if left < _LEAD_SECONDS and share < _LEAD_SHARE:
                     is_asked = ahead.set_running_or_notify_cancel()
                     self._readahead.soon(partial(self._begin_ahead, ahead))
-            yield job
-            if not job.step:  # not beside the first batch, for which somebody waits
-                prepare = partial(self._epochs.prepare, epoch.plan.epoch + 1, snapshot.segments)
-                self._readahead.soon(prepare)
-                if not in_order:
-                    self._readahead.reach_everything()
+            yield job if job.step else job._replace(finish=partial(self._finish_first, job, epoch))
+
+    def _finish_first(self, job: Job, epoch: Epoch) -> Iterator[list[Made]]:
+        """What is not to be done beside an epoch's first batch, for which somebody waits."""
+        self._readahead.soon(partial(self._epochs.prepare, epoch.plan.epoch + 1, epoch.snapshot.segments))
+        if not epoch.plan.is_in_order:
+            self._readahead.reach_everything()
+        yield from job.finish()
 
     def _begin_ahead(self, done: Future[None]) -> None:
         """Begin the next epoch, if there are rows enough: in the read-ahead's thread.

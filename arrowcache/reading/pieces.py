@@ -21,5 +21,5 @@ def pieces(count: int) -> Iterator[slice]:
 
 
 def without_gil(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same positions, again if they are few: of more than 500 NumPy reads elements without the GIL."""
+    """The same positions, at least one, again if they are few: NumPy reads more than 500 without the GIL."""
     return np.resize(positions, max(len(positions), _ELEMENTS_UNDER_GIL + 1))

@@ -16,7 +16,7 @@ and any batch of any rows of any segments is one NumPy call a column. Two ways l
 Rows of up to 128 KiB are bound by latency: one byte of each is read first, since those misses
 overlap and those of the copies hardly do (7.3 to 9.3 GB/s at 1 KiB, 7.7 to 10.7 at 4 KiB, 24.5 to
 25.6 at 64 KiB). What is too small to be worth a hand-over of the GIL is copied without one, if it is in
-memory: while a disk is read nobody waits for the GIL.
+memory, as far as is known: while a disk is read nobody waits for the GIL.
 
 Variable-length columns: the same arithmetic gives (start, length) of each value, which are a
 list-view array over the arena, and Arrow's flatten of it is the copy.
@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import Ragged, Schema
 from arrowcache.reading.pieces import pieces, without_gil
 from arrowcache.reading.values import Values
-from arrowcache.storage.mapping import AddressRange, populate, will_need_all
+from arrowcache.storage.mapping import PAGE_BYTES, AddressRange, populate, will_need_all
 
 _TOUCHED_WIDTHS = range(512, 128 * 1024)
 _LEAST_ASKED_BYTES, _FEW_ROWS = 16 * 1024, 1024  # a disk reads pages, each for a microsecond of its own
@@ -131,9 +131,8 @@ class Placement:
             positions[piece] = ids[piece] + dense.offsets[segments[piece]]
         if len(elsewhere):
             positions[elsewhere] = dense.some_item
-        if ask_ahead and not is_warm and (len(ids) <= _FEW_ROWS or width >= _LEAST_ASKED_BYTES):
-            will_need_all(_address(dense.items) + positions * width, width)
-        else:
+        is_worth_it = ask_ahead and not is_warm and (len(ids) <= _FEW_ROWS or width >= _LEAST_ASKED_BYTES)
+        if not (is_worth_it and will_need_all(_address(dense.items) + positions * width, width)):
             _touch(dense.heads, positions, is_warm=is_warm)
         dense.items.take(positions, 0, target, "clip")  # without the GIL
         if len(elsewhere):
@@ -204,11 +203,13 @@ class Placement:
                 items, _heads(self._source, items), width // step, offsets
             )
         positions = ids * plan.factor + plan.offsets[segments]
-        if not is_warm:
-            start, step, width = _address(plan.items), plan.items.strides[0], plan.items.itemsize
-            for position in positions.tolist():
-                populate(start + position * step, width)
-        _touch(plan.heads, positions, is_warm=True)
+        if is_warm:
+            _touch(plan.heads, positions, is_warm=True)
+        else:  # every page of each row
+            step, width = plan.items.strides[0], plan.items.itemsize
+            within = np.append(np.arange(0, width, PAGE_BYTES), width - 1)
+            memory = _items(self._source, 1, 0, 1).view(np.uint8)
+            memory[without_gil((positions[:, None] * step + within).reshape(-1))]
         picked: NDArray[Any] = plan.items[positions]
         return picked
 

@@ -227,10 +227,10 @@ class ReadAhead:
     def _warm(self, snapshot: Snapshot, index: int) -> None:
         if index + 1 in self._wanted:
             snapshot.announce(index + 1)
-        snapshot.warm(index, lambda: index in self._wanted)
-        with self._lock:
-            self._touched.add(snapshot.segments[index].seq)
-            self._changed.notify_all()
+        if snapshot.warm(index, lambda: index in self._wanted):
+            with self._lock:
+                self._touched.add(snapshot.segments[index].seq)
+                self._changed.notify_all()
 
     def _look_for_new(self, epoch: Epoch) -> None:
         """Map and touch what was published since the epoch began, for the next one."""
@@ -253,8 +253,8 @@ class ReadAhead:
         snapshot.map_all()
         if not self._in_order and epoch.snapshot.nbytes + snapshot.nbytes <= memory_bytes() // 2:
             for index, segment in enumerate(snapshot.segments):
-                snapshot.warm(index, lambda: self._epoch is epoch)
-                self._touched.add(segment.seq)
+                if snapshot.warm(index, lambda: self._epoch is epoch):
+                    self._touched.add(segment.seq)
 
 
 def memory_bytes() -> int:

@@ -55,7 +55,6 @@ class _Placed(NamedTuple):
     placement: Placement
     cells: NDArray[np.int64]
     complete: bool  # every segment has a cell
-    warm: NDArray[np.bool_]  # whose pages are in memory, as far as is known; becomes so by and by
 
 
 class Snapshot:
@@ -180,7 +179,8 @@ class Snapshot:
                     placed = self._map_some(np.unique(missing).tolist())
                 if (placed.cells[segments] == NO_CELL).any():
                     return self._gather_spilled(ids, segments, names, arrays)
-            return self._gather_from(placed, ids, segments, names, arrays)
+            is_warm = all(self._arena.are_warm(placed.cells[segments[piece]]) for piece in pieces(len(ids)))
+            return self._gather_from(placed.placement, ids, segments, names, arrays, is_warm=is_warm)
         finally:
             self._end_read()
 
@@ -310,22 +310,21 @@ class Snapshot:
                 )
             yield view
 
-    def warm(self, index: int, is_wanted: Callable[[], bool]) -> None:
+    def warm(self, index: int, is_wanted: Callable[[], bool]) -> bool:
         """Have a mapped segment's pages in memory and in the page tables, ahead of their use.
 
         Blocks: while the disk reads; ends early when `is_wanted` says no more, or the snapshot is closed.
+        Returns: whether it did not.
         """
-        segment, placed = self._segments[index], self._placed
+        segment = self._segments[index]
         address, nbytes = self._arena.memory_of(segment)
-        is_warm = nbytes > 0
+        is_warm = True
         for start in range(0, nbytes, _TOUCH_BYTES):
             if not is_wanted() or self._closed or index < self._released:
-                return
+                return False
             is_warm &= populate(address + start, min(_TOUCH_BYTES, nbytes - start))
-        if is_warm:
-            self._arena.note_warm(segment)
-            if placed is not None:
-                placed.warm[index] = True
+        self._arena.note_warm(segment, is_warm=is_warm)
+        return True
 
     def announce(self, index: int) -> None:
         """Have the disk begin to read a mapped segment."""
@@ -338,7 +337,9 @@ class Snapshot:
         with self._lock:
             if self._closed or count <= self._released:
                 return
-            self._released = count
+            passed, self._released = self._segments[self._released : count], count
+        for segment in passed:  # the next epoch may have it mapped still, when the kernel took its pages back
+            self._arena.note_warm(segment, is_warm=False)
         assert self._lease is not None
         lease, last = self._lease, self._segments[-1].seq
         first = self._segments[count].seq if count < len(self._segments) else last + 1
@@ -475,8 +476,7 @@ class Snapshot:
         """Make what is mapped now readable, in one assignment; under `_mapping`."""
         cells = self._cells.copy()
         complete = bool((cells >= 0).all())
-        warm = self._arena.is_warm(cells)
-        self._placed = _Placed(self._arena.place(cells, self._starts), cells, complete, warm)
+        self._placed = _Placed(self._arena.place(cells, self._starts), cells, complete)
         return self._placed
 
     def _map_some(self, indices: Iterable[int], damaged: list[int] | None = None) -> _Placed:
@@ -515,14 +515,15 @@ class Snapshot:
 
     def _gather_from(
         self,
-        placed: _Placed,
+        placement: Placement,
         ids: NDArray[np.int64],
         segments: NDArray[np.int64],
         names: Sequence[str],
         arrays: Mapping[str, NDArray[Any]],
+        *,
+        is_warm: bool,
     ) -> dict[str, Column]:
-        schema, placement, ask_ahead = self._store.settings.schema, placed.placement, self.asks_ahead
-        is_warm = all(placed.warm[segments[piece]].all() for piece in pieces(len(segments)))
+        schema, ask_ahead = self._store.settings.schema, self.asks_ahead
         columns: dict[str, Column] = {}
         for name in names:
             if name in arrays:
@@ -548,8 +549,8 @@ class Snapshot:
             rows, first = ids[places] - self._starts[index], np.zeros(len(places), np.int64)
             some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
             with self._arena.alone(self._segments[index], check_bytes=False) as placement:
-                alone = _Placed(placement, np.zeros(1, np.int64), True, np.zeros(1, np.bool_))
-                parts.append((places, self._gather_from(alone, rows, first, names, some)))
+                part = self._gather_from(placement, rows, first, names, some, is_warm=False)
+                parts.append((places, part))
             for name, array in arrays.items():
                 array[places] = some[name]
         return {

@@ -28,7 +28,8 @@ from arrowcache.shortage import explained
 
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
-_SYS_PROCESS_MADVISE, _MOST_RANGES = 440, 1024  # Linux 5.10, of all architectures; UIO_MAXIOV
+_SYS_PIDFD_OPEN, _SYS_PROCESS_MADVISE = 434, 440  # Linux 5.10, of all architectures
+_MOST_RANGES = 1024  # UIO_MAXIOV
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
@@ -95,25 +96,25 @@ def will_need(address: int, nbytes: int) -> None:
     _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)
 
 
-def will_need_all(starts: NDArray[np.int64], nbytes: int) -> None:
+def will_need_all(starts: NDArray[np.int64], nbytes: int) -> bool:
     """Have the disk begin to read `nbytes` from each of these mapped addresses, all at the same time.
 
-    A hint, and none where the kernel reserves such a call for the privileged, before Linux 6.13. Blocks while
-    the disk's queue is full; other threads go on.
+    Blocks while the disk's queue is full; other threads go on. Returns: whether it was asked. Before Linux
+    6.13 the kernel takes such a call from the privileged alone.
     """
     ranges = np.empty((len(starts), 2), np.int64)
     ranges[:, 0] = starts // PAGE_BYTES * PAGE_BYTES
     ranges[:, 1] = starts + nbytes - ranges[:, 0]
+    this_process = _libc.syscall(_SYS_PIDFD_OPEN, os.getpid(), None, 0, 0, 0)  # not every Python has it
+    if this_process < 0:  # no descriptor is left, or a sandbox forbids it
+        return False
     try:
-        this_process = os.pidfd_open(os.getpid())
-    except OSError:  # no descriptor is left, or a sandbox forbids it
-        return
-    try:
+        asked = True
         for first in range(0, len(ranges), _MOST_RANGES):
             some = ranges[first : first + _MOST_RANGES]
-            _libc.syscall(
-                _SYS_PROCESS_MADVISE, this_process, some.ctypes.data, len(some), mmap.MADV_WILLNEED, 0
-            )
+            call = _SYS_PROCESS_MADVISE, this_process, some.ctypes.data, len(some), mmap.MADV_WILLNEED, 0
+            asked &= _libc.syscall(*call) >= 0
+        return asked
     finally:
         os.close(this_process)
 

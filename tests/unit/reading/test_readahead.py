@@ -170,7 +170,8 @@ def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, monkeypatch):
 # while an epoch runs
 
 
-def test_nothing_is_warmed_before_the_first_batch_of_an_epoch_is_made(cache, monkeypatch):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_is_warmed_before_the_first_batch_of_an_epoch_is_made(cache, monkeypatch, workers):
     """Its rows would wait for the disk behind all others."""
     order, gather_into, warm = [], Snapshot.gather_into, Snapshot.warm
 
@@ -183,14 +184,33 @@ def test_nothing_is_warmed_before_the_first_batch_of_an_epoch_is_made(cache, mon
 
     def warming(self, *arguments):
         order.append("warm")
-        warm(self, *arguments)
+        return warm(self, *arguments)
 
     monkeypatch.setattr(Snapshot, "gather_into", gathering)
     monkeypatch.setattr(Snapshot, "warm", warming)
+    with Loader(cache, 16, workers=workers, worker_type="thread") as loader:
+        epoch = iter(loader)
+        next(epoch)
+        wait_until(lambda: order.count("warm") >= 10, "all segments to be warm")
+        epoch.close()
+    assert order[0] == "gather"
+
+
+def test_what_an_epochs_end_cut_short_is_warmed_in_the_next(cache, monkeypatch):
+    is_first, warm = True, Snapshot.warm
+
+    def cut_short(self, index, is_wanted):
+        return warm(self, index, (lambda: False) if is_first else is_wanted)
+
+    monkeypatch.setattr(Snapshot, "warm", cut_short)
     with Loader(cache, 16) as loader:
         ids_of(loader)
-        wait_until(lambda: order.count("warm") >= 10, "all segments to be warm")
-    assert order[0] == "gather"
+        is_first = False
+        epoch = iter(loader)
+        next(epoch)
+        cells = np.arange(10)
+        wait_until(lambda: Arena.of(cache.store).are_warm(cells), "all segments to be warm")
+        epoch.close()
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])

@@ -249,19 +249,22 @@ def test_what_was_warmed_is_known_to_be_warm_for_as_long_as_it_is_mapped(tmp_pat
 
     def warm(snapshot):
         snapshot.map_all()
-        snapshot.gather([0])
-        return snapshot._placed.warm.tolist()
+        arena, cells = Arena.of(cache.store), snapshot._cells
+        return [arena.are_warm(cells[index : index + 1]) for index in range(len(cells))]
 
     with cache.snapshot() as first:
         assert warm(first) == [False, False, False]
-        first.warm(0, lambda: True)
-        first.warm(1, lambda: False)  # cut short
+        assert first.warm(0, lambda: True)
+        assert not first.warm(1, lambda: False), "cut short"
         assert warm(first) == [True, False, False]
         with cache.snapshot() as second:
             assert warm(second) == [True, False, False]
             second.warm(2, lambda: True)
+        assert warm(first) == [True, False, True], "the same memory"
         with cache.snapshot() as second:
             assert warm(second) == [True, False, True]
+            first.release_oldest(1)
+            assert warm(second) == [False, False, True], "it was read"
     with cache.snapshot() as third:
         assert warm(third) == [False, False, False]
 

@@ -9,12 +9,14 @@ import itertools
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers import in_child, wait_until
 from page_cache import drop_from_memory, resident_bytes
 
+import arrowcache as ac
 from arrowcache.storage import mapping
 from arrowcache.storage.mapping import AddressRange, FileMapping, open_file
 
@@ -276,17 +278,36 @@ def test_many_ranges_are_asked_of_the_disk_at_once(tmp_path):
     area.map_file(fd, 0, nbytes)
     os.close(fd)
     starts = area.address + np.arange(count) * 2 * width
-    mapping.will_need_all(starts, width)
+    assert mapping.will_need_all(starts, width)
     wait_until(lambda: resident_bytes(path) >= count * width, "them to be read")
-    mapping.will_need_all(starts + (1 << 40), width)  # no such addresses: a hint fails in silence
+    assert not mapping.will_need_all(starts + (1 << 40), width), "no such addresses"
     area.close()
 
 
-def test_without_a_descriptor_nothing_is_asked_of_the_disk(monkeypatch, file):
-    def refuse(pid):
-        raise OSError(errno.EMFILE, "Too many open files")
+@pytest.mark.parametrize("refused", [0, 1])
+def test_where_the_kernel_takes_no_such_call_nothing_is_asked_of_the_disk(monkeypatch, refused):
+    calls, real = [], mapping._libc.syscall
 
-    monkeypatch.setattr(os, "pidfd_open", refuse)
+    def refuse(number, *arguments):
+        calls.append(number)
+        return -1 if len(calls) > refused else real(number, *arguments)
+
+    monkeypatch.setattr(mapping, "_libc", SimpleNamespace(syscall=refuse))
     before = os.listdir("/proc/self/fd")
-    mapping.will_need_all(np.zeros(3, np.int64), PAGE)
+    assert not mapping.will_need_all(np.zeros(3, np.int64), PAGE)
+    assert len(calls) == refused + 1
     assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("width", [64, 1 << 15])
+def test_rows_are_read_where_the_disk_cannot_be_asked(tmp_path, monkeypatch, width):
+    monkeypatch.delattr(os, "pidfd_open")  # as in some builds of Python
+    monkeypatch.setattr(mapping, "_SYS_PIDFD_OPEN", -1)
+    schema = ac.Schema({"x": ac.Tensor("uint8", (width,))})
+    cache = ac.Cache.create(tmp_path / "cache", schema, "64MiB", segment_bytes="4MiB")
+    with cache.writer() as writer:
+        writer.extend(x=np.arange(40, dtype=np.uint8)[:, None].repeat(width, 1))
+    with ac.Loader(cache, 8) as loader:
+        rows = np.concatenate([batch["x"].copy() for batch in loader])
+    assert sorted(rows[:, 0].tolist()) == list(range(40))
+    assert (rows == rows[:, :1]).all()

@@ -90,11 +90,11 @@ class Feed:
             yield job if job.step else job._replace(finish=partial(self._finish_first, job, epoch))
 
     def _finish_first(self, job: Job, epoch: Epoch) -> Iterator[list[Made]]:
-        """What is not to be done beside an epoch's first batch, for which somebody waits."""
+        """Its batches, and what is not to be done beside an epoch's first one, for which somebody waits."""
         self._readahead.soon(partial(self._epochs.prepare, epoch.plan.epoch + 1, epoch.snapshot.segments))
         if not epoch.plan.is_in_order:
             self._readahead.reach_everything()
-        yield from job.finish()
+        return job.finish()  # not a generator: an error's traceback would keep all of this
 
     def _begin_ahead(self, done: Future[None]) -> None:
         """Begin the next epoch, if there are rows enough: in the read-ahead's thread.

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from benchmarks.peers.page_cache import resident_bytes
 
-def resident_bytes(path: Path) -> int:
-    """How much of a file is in memory."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as mapped:
-        pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
-        memory = np.frombuffer(mapped, np.uint8)
-        code = libc.mincore(*map(ctypes.c_size_t, (memory.ctypes.data, len(mapped), pages.ctypes.data)))
-        del memory
-        assert code == 0, os.strerror(ctypes.get_errno())
-    return int((pages & 1).sum()) * mmap.PAGESIZE
+__all__ = ["drop_from_memory", "resident_bytes"]
 
 
 def drop_from_memory(*paths: Path) -> None:

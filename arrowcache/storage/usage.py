@@ -5,14 +5,16 @@ never synced: a process that is killed leaves what it had counted; a power cut m
 cannot be written, as on a full disk, is not counted: no publish and no epoch fails for a statistic. The
 disk gets the counts of evicted segments back, a page at a time.
 
-A loader that waits share-locks one byte far behind the counts, so that samplers know, until it ends or dies.
+Two bytes far behind the counts are signs, share-locked until who shows one ends or dies: one by each loader
+that waits, so that samplers know; one by each writer that is open and each pool with tasks left, so that
+loaders know.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +27,7 @@ from arrowcache.storage.locks import LockFile
 
 _COUNT = np.dtype("<u4")
 _MOST_COUNT = 2**32 - 1
-_SIGN = 2**62  # the byte that a waiting loader locks
+_LOADER_WAITS, _SOMEBODY_WRITES = 2**62, 2**62 + 1  # the bytes that are signs
 _PAGE_COUNTS = 4096 // _COUNT.itemsize
 
 
@@ -100,18 +102,50 @@ class Usage:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A loader waits inside: no sampler waits for training meanwhile, if a descriptor can be had."""
-        with ExitStack() as sign:
-            with suppress(OSError):
-                file = LockFile(self._folder.usage)
-                sign.callback(file.close)
-                file.try_range(_SIGN, 1, exclusive=False)
+        sign = self._show(_LOADER_WAITS)
+        try:
             yield
+        finally:
+            if sign is not None:
+                sign.close()
 
     def a_loader_waits(self) -> bool:
         """Raises: OSError: it cannot be told."""
+        return self._is_shown(_LOADER_WAITS)
+
+    def show_writing(self) -> LockFile | None:
+        """Show that somebody writes, until the sign is closed or this process dies.
+
+        A forked child does not prolong it. None: no descriptor is left.
+        """
+        return self._show(_SOMEBODY_WRITES)
+
+    def somebody_writes(self) -> bool:
+        """A writer is open, or a sampler pool has tasks left, in this process or another.
+
+        Raises: OSError: it cannot be told.
+        """
+        return self._is_shown(_SOMEBODY_WRITES)
+
+    def _show(self, sign: int) -> LockFile | None:
+        try:
+            file = LockFile(self._folder.usage)
+        except OSError:
+            return None
+        try:
+            file.try_range(sign, 1, exclusive=False)
+        except OSError:
+            file.close()
+            return None
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _is_shown(self, sign: int) -> bool:
         file = LockFile(self._folder.usage)
         try:
-            return file.conflict(_SIGN, 1) is not None
+            return file.conflict(sign, 1) is not None
         finally:
             file.close()
 

@@ -136,3 +136,20 @@ def test_a_cache_without_counts_goes_on_without_them(tmp_path):
 
 def test_counts_begin_behind_the_record():
     assert UsageRecord.nbytes <= USAGE_COUNTS
+
+
+def test_a_sign_of_writing_is_seen_until_the_last_one_is_closed(usage):
+    assert not usage.somebody_writes()
+    first, second = usage.show_writing(), usage.show_writing()
+    first.close()
+    assert usage.somebody_writes()
+    assert not usage.a_loader_waits()
+    second.close()
+    assert not usage.somebody_writes()
+
+
+def test_the_two_signs_are_told_apart(usage):
+    with usage.waiting():
+        assert usage.a_loader_waits()
+        assert not usage.somebody_writes()
+    assert not usage.a_loader_waits()

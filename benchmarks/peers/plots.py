@@ -1,4 +1,4 @@
-"""Plots of what was measured: throughput by row size, CPU seconds a GB, a rolling cache over time."""
+"""Plots of the measured figures: throughput by kind and row size, CPU seconds a GB, a rolling cache."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import matplotlib as mpl
 
-from benchmarks.peers.registry import PEERS
+from benchmarks.peers.registry import IN_PLACE, PEERS, STREAMED, Peer
 from benchmarks.peers.results import ROWS, Results, Rolling, median
 
+KINDS = (STREAMED, IN_PLACE)
 PICTURES = Path(__file__).parents[1] / "pictures"
 
 
@@ -24,43 +25,45 @@ def draw(results: Results) -> None:
 
 
 def throughput(results: Results) -> None:
+    """A line a peer, by kind; a mark a row size."""
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
+    groups = [(kind, [peer for peer in PEERS if peer.kind == kind and not is_own(peer)]) for kind in KINDS]
+    lines: list[tuple[str, Peer | None]] = [("arrowcache", PEERS[0])]
+    for kind, peers in groups:
+        lines += [(kind, None), *((peer.name, peer) for peer in peers)]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.6), sharex=True, sharey=True, layout="constrained")
     for panel, workers in zip(panels, (0, 2), strict=True):
-        for number, peer in enumerate(PEERS):
+        for size, (row, color) in enumerate(zip(ROWS, ("C1", "C0", "C2"), strict=True)):
             points = [
-                (row, over)
-                for row in ROWS
-                if (over := results.ratio(results.find(peer.name, row, workers=workers))) is not None
+                (over, place)
+                for place, (_, peer) in enumerate(lines)
+                if peer and (over := results.ratio(results.find(peer.name, row, workers=workers))) is not None
             ]
-            if not points:
-                continue
-            own = peer.name == "arrowcache"
-            panel.plot(
-                *zip(*points, strict=True), label=peer.name, marker="o^vs"[number // 5],
-                markersize=5 if own else 4,
-                color="black" if own else f"C{number % 5}", linewidth=2.5 if own else 1,
-                linestyle="-" if peer.is_packaged else ":",
-            )  # fmt: skip
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xticks(list(ROWS), list(ROWS.values()))
+            if points:
+                panel.scatter(
+                    *zip(*points, strict=True), label=f"{ROWS[row]} rows", color=color, marker="os^"[size],
+                    s=26, zorder=3, alpha=0.9,
+                )  # fmt: skip
+            if (own := results.ratio(results.find("arrowcache", row, workers=workers))) is not None:
+                panel.axvline(own, color=color, linewidth=0.8, linestyle="--", alpha=0.6)
+        panel.set_xscale("log")
         panel.set_title("no workers" if not workers else f"{workers} workers", fontsize=10)
+        panel.set_xlabel("GB/s over memcpy; dashed: arrowcache", fontsize=9)
         panel.grid(alpha=0.3)
-        panel.set_xlabel("row", fontsize=9)
-    panels[0].set_ylabel("GB/s over memcpy", fontsize=9)
-    never = ", ".join(peer.name for peer in PEERS if min(peer.workers))
-    figure.supxlabel(f"Never without workers: {never}.", fontsize=8)
-    entries = {
-        label: line
-        for panel in panels
-        for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(entries.values(), entries.keys(), loc="outside right center", fontsize=7)
+        panel.set_yticks(range(len(lines)), [name for name, _ in lines], fontsize=8)
+    for label, (_, peer) in zip(panels[0].get_yticklabels(), lines, strict=True):
+        label.set_weight("bold" if peer is None or is_own(peer) else "normal")
+        label.set_style("normal" if peer is None or peer.is_packaged else "italic")
+    panels[0].invert_yaxis()
+    panels[1].legend(fontsize=7, loc="lower left")
     PICTURES.mkdir(exist_ok=True)
     figure.savefig(PICTURES / "peers-throughput.png", dpi=110)
     plt.close(figure)
+
+
+def is_own(peer: Peer) -> bool:
+    return peer.name == "arrowcache"
 
 
 def cpu(results: Results) -> None:

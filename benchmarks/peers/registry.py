@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STREAMED = "streaming data sets and caches"  # with a format of their own
+IN_PLACE = "memory indexed in place"  # arrays that are whole on this machine
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -16,6 +19,7 @@ class Peer:
         distribution: whose version is told.
         advice: where its documentation says how it is fast.
         how: what the adapter does of that, in one line.
+        kind: STREAMED or IN_PLACE, as which it is used here; arrowcache is set beside both.
         workers: counts that it can be given.
         is_packaged: a data loader, not a yardstick written by hand.
         has_epochs: it delivers every row once. One that has none samples with replacement: its epochs are
@@ -31,6 +35,7 @@ class Peer:
     distribution: str
     advice: str
     how: str
+    kind: str = STREAMED
     workers: tuple[int, ...] = (0, 1, 2)
     is_packaged: bool = True
     has_epochs: bool = True
@@ -92,6 +97,7 @@ PEERS = [
         "torch",
         "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
         "a row at a time, persistent worker processes",
+        kind=IN_PLACE,
         is_packaged=False,
     ),
     Peer(
@@ -101,6 +107,7 @@ PEERS = [
         "torch",
         "https://docs.pytorch.org/docs/stable/data.html",
         "__getitems__: one np.take a batch, persistent worker processes",
+        kind=IN_PLACE,
         is_packaged=False,
     ),
     Peer(
@@ -142,6 +149,7 @@ PEERS = [
         "spdl",
         "https://facebookresearch.github.io/spdl/latest/getting_started/index.html",
         "its threads np.take batches of a mapped .npy file: it has no format; workers are threads, 0 is one",
+        kind=IN_PLACE,
         workers=(0, 2),
         is_endless=True,
     ),
@@ -169,6 +177,7 @@ PEERS = [
         "torchrl",
         "https://docs.pytorch.org/rl/stable/reference/data.html",
         "SamplerWithoutReplacement; no worker processes: workers are batches that threads sample ahead",
+        kind=IN_PLACE,
     ),
     Peer(
         "tensordict",
@@ -177,6 +186,7 @@ PEERS = [
         "tensordict",
         "https://docs.pytorch.org/tensordict/main/data_loading.html",
         "memory-mapped, one index a batch, torch DataLoader",
+        kind=IN_PLACE,
     ),
 ]
 

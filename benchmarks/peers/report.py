@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.peers import faults, plots
 from benchmarks.peers.case import RUNS, Case
-from benchmarks.peers.registry import ABSENT, PEERS, Peer
+from benchmarks.peers.registry import ABSENT, IN_PLACE, PEERS, STREAMED, Peer
 from benchmarks.peers.results import ROWS, Results, Rolling, median
 from benchmarks.peers.rolling import FILL_SECONDS, MB, ROLLING, TITLES, table_row
 
@@ -64,15 +64,8 @@ How each was set up, with segments, shards or chunks of 16 MiB and what has a pr
 [shards]: https://docs.mosaicml.com/projects/streaming/en/stable/dataset_configuration/shard_retrieval.html
 """
 
-_FOREMOST = """### Beside what people use today
-
-The same rows, shuffled, page cache warm, each batch copied into one preallocated array, every loader in an
-environment of its own and used as its own documentation advises; processor time is that of all its processes
-together. In brackets the least and the most of five runs; where two ranges overlap, the difference is within
-noise. `make peers` measures it;
-[benchmarks/RESULTS.md](benchmarks/RESULTS.md#peers-side-by-side-with-what-people-use-today) has every
-peer and case with versions, advice and spread, a cache that rolls while it is read, and what each survives.
-
+_BESIDE_NOTE = """
+In brackets the least and the most of five runs; where two ranges overlap, the difference is within noise.
 """
 
 #: How many times as fast as the best packaged peer arrowcache was asked to be, by row size and workers.
@@ -149,7 +142,7 @@ def everything(results: Results) -> str:
 
 def cases(results: Results) -> str:
     """What was measured of each data set and peer."""
-    measured = [peer for peer in PEERS if any(entry["peer"] == peer.name for entry in results.entries)]
+    measured = [peer for peer in by_kind() if any(entry["peer"] == peer.name for entry in results.entries)]
     notes = sorted(
         f"- {peer.name}, {line_of_failure(entry)}"
         for peer in measured
@@ -164,13 +157,22 @@ def cases(results: Results) -> str:
         f"**Machine:** {machines}. **Date:** {days}. {made_of}\n",
         "### What was run\n",
         table(
-            ["peer", "version", "used as its documentation advises", "advice"],
-            ([peer.name, version_of(results, peer), peer.how, link(peer.advice)] for peer in measured),
+            ["peer", "kind", "version", "used as its documentation advises", "advice"],
+            (
+                [peer.name, kind_of(peer), version_of(results, peer), peer.how, link(peer.advice)]
+                for peer in measured
+            ),
         ),
         *[f"Not here: **{name}**: {reason}.\n" for name, reason in ABSENT.items()],
-        "### Asked and reached: warm, shuffled, copied\n",
+        *[
+            part
+            for kind in (STREAMED, IN_PLACE)
+            for part in (f"### Beside {kind}: warm, shuffled, copied\n", beside(results, kind))
+        ],
+        "### Asked of arrowcache beside the best packaged peer, and reached\n",
         targets(results),
         as_good(results),
+        begins(results),
         "### Warm, shuffled, copied into one slot: GB/s, and in brackets over memcpy\n",
         _CASES_NOTE,
         grid(
@@ -192,32 +194,58 @@ def cases(results: Results) -> str:
 
 
 def foremost(results: Results) -> str:
-    """What README.md tells: the best packaged peers of each case, beside arrowcache."""
+    """What README.md tells: one sentence, and one picture."""
+    row = 64 << 10
+    own = results.find("arrowcache", row)
+    found = [(kind, fastest(results, kind, row)) for kind in (STREAMED, IN_PLACE)]
+    if own is None or any(entry is None for _, entry in found):
+        return ""
+    others = ", ".join(
+        f"{number(_known(entry, 'gbps'))} the fastest of {kind} ({entry['peer']})"
+        for kind, entry in found
+        if entry is not None
+    )
+    return (
+        f"Shuffled rows of 64 KiB in one process, page cache warm, GB/s: "
+        f"{number(_known(own, 'gbps'))} arrowcache, {others}; "
+        "[RESULTS.md](benchmarks/RESULTS.md#peers-side-by-side-with-what-people-use-today) has every case, "
+        "those in which another is better, and what each survives.\n\n"
+        "![GB/s over memcpy of each peer, by kind](benchmarks/pictures/peers-throughput.png)\n"
+    )
+
+
+def fastest(results: Results, kind: str, row: int, workers: int = 0) -> dict[str, Any] | None:
+    """The entry of a kind that delivers most, yardsticks by hand included."""
+    found = [results.find(peer.name, row, workers=workers) for peer in PEERS if is_of(peer, kind)]
+    done = [entry for entry in found if entry is not None and "failed" not in entry]
+    return max(done, key=lambda entry: _known(entry, "gbps"), default=None)
+
+
+def is_of(peer: Peer, kind: str) -> bool:
+    """Whether a peer is another one of a kind."""
+    return peer.kind == kind and peer.name != "arrowcache"
+
+
+def beside(results: Results, kind: str) -> str:
+    """The best peers of a kind in each case, yardsticks by hand included, beside arrowcache."""
     rows = []
+    peers = [peer for peer in PEERS if is_of(peer, kind)]
     for workers in (0, 2):
         for row in ROWS:
             own = results.find("arrowcache", row, workers=workers)
-            fastest, least = best(results, row, workers)
-            if own is None or fastest is None or least is None:
+            most, least = best(results, row, workers, peers)
+            if own is None or most is None or least is None:
                 continue
             rows.append([
-                ROWS[row], str(workers), extent(own, "gbps"), f"{fastest['peer']}: {extent(fastest, 'gbps')}",
-                times(own, fastest, "gbps"), extent(own, "cpu_per_gb"),
+                ROWS[row], str(workers), extent(own, "gbps"), f"{most['peer']}: {extent(most, 'gbps')}",
+                times(own, most, "gbps"), extent(own, "cpu_per_gb"),
                 f"{least['peer']}: {extent(least, 'cpu_per_gb')}",
             ])  # fmt: skip
     head = [
-        "rows, shuffled", "workers", "arrowcache, GB/s (all runs)", "fastest packaged peer", "times as fast",
-        "CPU s a GB", "least of the packaged peers",
+        "rows, shuffled", "workers", "arrowcache, GB/s (all runs)", "the fastest", "times as fast",
+        "CPU s a GB", "the least",
     ]  # fmt: skip
-    if not rows:
-        return ""
-    return (
-        _FOREMOST
-        + table(head, rows)
-        + "\n![GB/s over memcpy by the size of a row](benchmarks/pictures/peers-throughput.png)\n\n"
-        + as_good(results, ("gbps", "cpu_per_gb"))
-        + begins(results)
-    )
+    return table(head, rows) + _BESIDE_NOTE
 
 
 def begins(results: Results) -> str:
@@ -235,7 +263,7 @@ def begins(results: Results) -> str:
     )
     if starts:
         told += f"With worker processes its first batch takes {min(starts):.0f} to {max(starts):.0f} ms. "
-    return told + "RESULTS.md has all.\n"
+    return told + "\n"
 
 
 def is_less(results: Results, peer: Peer, figure: str) -> bool:
@@ -247,17 +275,19 @@ def is_less(results: Results, peer: Peer, figure: str) -> bool:
     return False
 
 
-def best(results: Results, row: int, workers: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Of the packaged peers: the entry that delivers most, and the one that takes least processor time."""
-    found = [(peer, results.find(peer.name, row, workers=workers)) for peer in PACKAGED]
+def best(
+    results: Results, row: int, workers: int, peers: Sequence[Peer] = PACKAGED
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Of some peers: the entry that delivers most, and the one that takes least processor time."""
+    found = [(peer, results.find(peer.name, row, workers=workers)) for peer in peers]
     done = [(peer, entry) for peer, entry in found if entry is not None and "failed" not in entry]
-    fastest = max((entry for _, entry in done), key=lambda entry: _known(entry, "gbps"), default=None)
+    most = max((entry for _, entry in done), key=lambda entry: _known(entry, "gbps"), default=None)
     least = min(
         (entry for peer, entry in done if peer.counts_cpu),
         key=lambda entry: _known(entry, "cpu_per_gb"),
         default=None,
     )
-    return fastest, least
+    return most, least
 
 
 def targets(results: Results) -> str:
@@ -265,14 +295,14 @@ def targets(results: Results) -> str:
     rows = []
     for (row, workers), least in TIMES_AS_FAST.items():
         own = results.find("arrowcache", row, workers=workers)
-        fastest, cheapest = best(results, row, workers)
-        if own is None or fastest is None or cheapest is None:
+        most, cheapest = best(results, row, workers)
+        if own is None or most is None or cheapest is None:
             continue
-        ahead = _known(own, "gbps") / _known(fastest, "gbps")
+        ahead = _known(own, "gbps") / _known(most, "gbps")
         share = _known(own, "cpu_per_gb") / _known(cheapest, "cpu_per_gb")
         rows.append([
             ROWS[row], str(workers),
-            f"{least:g}", verdict(ahead, ahead >= least), fastest["peer"],
+            f"{least:g}", verdict(ahead, ahead >= least), most["peer"],
             f"{MOST_CPU_SHARE:g}", verdict(share, share <= MOST_CPU_SHARE), cheapest["peer"],
         ])  # fmt: skip
     head = [
@@ -289,9 +319,7 @@ def verdict(value: float, is_reached: bool) -> str:
 def as_good(results: Results, figures: Collection[str] = tuple(FIGURES)) -> str:
     """The cases in which another is as good as arrowcache, within a twentieth, or better: a line a peer."""
     lines = []
-    for peer in PEERS:
-        if peer.name == "arrowcache":
-            continue
+    for peer in by_kind()[1:]:
         said = [
             f"{FIGURES[figure]} {', '.join(found)}"
             for figure in figures
@@ -316,6 +344,15 @@ def wins(results: Results, peer: Peer, figure: str) -> list[str]:
             both = " / ".join(number(value * SCALES.get(figure, 1.0)) for value in (theirs, own))
             found.append(f"{ROWS[row]} x {case.get('workers', 0)}{what} ({both})")
     return found
+
+
+def by_kind() -> list[Peer]:
+    """All peers: arrowcache, then one kind after the other."""
+    return sorted(PEERS, key=lambda peer: ("", STREAMED, IN_PLACE).index(kind_of(peer)))
+
+
+def kind_of(peer: Peer) -> str:
+    return "" if peer.name == "arrowcache" else peer.kind
 
 
 def grid(peers: Sequence[Peer], cell: Cell) -> str:

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 from benchmarks.peers import report
 from benchmarks.peers.__main__ import parse
 from benchmarks.peers.case import Case
-from benchmarks.peers.registry import PEERS
+from benchmarks.peers.registry import IN_PLACE, PEERS, STREAMED
 from benchmarks.peers.results import Results, Rolling
 from benchmarks.peers.workload import Workload
 
@@ -41,15 +41,29 @@ def test_only_what_was_measured_is_told(tmp_path):
         case = Case(Workload(64 << 10, rows=64, batch_rows=8), workers=2)
         results.add(peer, case, figures | {"gbps": [rate], "cpu_per_gb": [rate]})
     results.add("Lance", case, {"failed": "no word"})
-    row = next(line for line in report.foremost(results).splitlines() if line.startswith("| 64 KiB"))
-    assert "Ray Data: 2.0 (2.0 to 2.0)" in row  # np.memmap by hand is no data loader
+    told = report.everything(results)
+    row = next(line for line in report.beside(results, STREAMED).splitlines() if line.startswith("| 64 KiB"))
+    assert "Ray Data: 2.0 (2.0 to 2.0)" in row  # np.memmap is of the other kind
     assert "| 1.5 |" in row
-    assert "- *torch DataLoader, np.memmap*: GB/s 64 KiB x 2 (9.0 / 3.0)" in report.foremost(results)
-    assert "- litdata: CPU s a GB 64 KiB x 2 (1.0 / 3.0)" in report.foremost(results)
+    by_hand = report.beside(results, IN_PLACE).splitlines()
+    assert any("torch DataLoader, np.memmap: 9.0 (9.0 to 9.0)" in line for line in by_hand)
+    assert "- *torch DataLoader, np.memmap*: GB/s 64 KiB x 2 (9.0 / 3.0)" in told
+    assert "- litdata: CPU s a GB 64 KiB x 2 (1.0 / 3.0)" in told
     asked = next(line for line in report.targets(results).splitlines() if line.startswith("| 64 KiB"))
     assert "| 5 | 1.5, not reached | Ray Data | 0.5 | 3.0, not reached | litdata |" in asked
     assert "litdata: 1.0" in row  # what Ray takes is not known
     assert "- Lance, 64 KiB, 2 workers, copy: no word" in report.everything(results)
+
+
+def test_readme_gets_one_sentence_with_the_fastest_of_each_kind(tmp_path):
+    results = Results(tmp_path / "results.json")
+    assert report.foremost(results) == ""
+    for peer, rate in (("arrowcache", 3.0), ("litdata", 1.0), ("Grain", 2.0), ("SPDL", 4.0)):
+        case = Case(Workload(64 << 10, rows=64, batch_rows=8))
+        results.add(peer, case, {"gbps": [rate], "memcpy_gbps": [4.0]})
+    sentence = report.foremost(results).splitlines()[0]
+    assert "3.0 arrowcache, 2.0 the fastest of streaming data sets and caches (Grain)" in sentence
+    assert "4.0 the fastest of memory indexed in place (SPDL)" in sentence
 
 
 def test_a_rate_is_over_the_median_of_all_memcpys_of_its_kind(tmp_path):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,8 @@ def anonymous_file() -> int:
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise  # else: an old kernel, or a sandbox
+        import tempfile
+
         with tempfile.TemporaryFile(prefix="arrowcache-") as file:
             return os.dup(file.fileno())
 

@@ -9,37 +9,107 @@ General layout, from top to bottom; an import only points down:
     reading/                 snapshots, orders, the arena, loaders: one pass over what is there
     storage/                 the folder: publish, evict, lease, recover
     arrow/                   schema <-> columns, segment <-> file
-    errors.py, units.py      the exception tree; sizes in bytes
+    linux.py                 the kernel's calls; errors.py, units.py: the exception tree; sizes in bytes
     html.py, text.py         what displays are made of
 
 sampling and reading meet in storage and nowhere else.
+
+`import arrowcache` imports none of these: each public name is imported with its first use (PEP 562).
 """
 
-from arrowcache.arrow.schema import Binary, Ragged, Schema, String, Tensor, Timestamp
-from arrowcache.cache import Cache
-from arrowcache.errors import (
-    ArrowCacheError,
-    CacheFormatError,
-    CacheFullError,
-    CorruptSegmentError,
-    LoaderTimeoutError,
-    LockTimeoutError,
-    MissingSegmentsError,
-    SamplerError,
-    SchemaError,
-    WorkerError,
-)
-from arrowcache.reading.loader import Loader
-from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.stats import LoaderStats
-from arrowcache.reading.values import Values
-from arrowcache.sampling.pool import PoolStats, SamplerPool
-from arrowcache.sampling.rows import Rows
-from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.overview import CacheStats
-from arrowcache.storage.pace import Pace
-from arrowcache.storage.verification import Problem
-from arrowcache.storage.writer import Writer
+import sys
+from typing import TYPE_CHECKING
+
+
+def _require_linux(platform: str) -> None:
+    if platform != "linux":
+        raise ImportError(
+            f"arrowcache needs Linux, and this is {platform}: it rests on the kernel's open-file-description "
+            "locks, memory maps and /proc; use it in a container, a virtual machine or WSL"
+        )
+
+
+_require_linux(sys.platform)
+
+if TYPE_CHECKING:
+    from arrowcache.arrow.schema import Binary, Ragged, Schema, String, Tensor, Timestamp
+    from arrowcache.cache import Cache
+    from arrowcache.errors import (
+        ArrowCacheError,
+        CacheFormatError,
+        CacheFullError,
+        CorruptSegmentError,
+        LoaderTimeoutError,
+        LockTimeoutError,
+        MissingSegmentsError,
+        SamplerError,
+        SchemaError,
+        WorkerError,
+    )
+    from arrowcache.reading.loader import Loader
+    from arrowcache.reading.snapshot import Snapshot
+    from arrowcache.reading.stats import LoaderStats
+    from arrowcache.reading.values import Values
+    from arrowcache.sampling.pool import PoolStats, SamplerPool
+    from arrowcache.sampling.rows import Rows
+    from arrowcache.storage.layout import SegmentInfo
+    from arrowcache.storage.overview import CacheStats
+    from arrowcache.storage.pace import Pace
+    from arrowcache.storage.verification import Problem
+    from arrowcache.storage.writer import Writer
+else:  # a type checker that saw this would take any name for one of ours
+
+    def __getattr__(name: str) -> object:
+        """Import a public name; it is a plain attribute from then on."""
+        match name:
+            case "Binary" | "Ragged" | "Schema" | "String" | "Tensor" | "Timestamp":
+                from arrowcache.arrow import schema as home
+            case "Cache":
+                from arrowcache import cache as home
+            case (
+                "ArrowCacheError"
+                | "CacheFormatError"
+                | "CacheFullError"
+                | "CorruptSegmentError"
+                | "LoaderTimeoutError"
+                | "LockTimeoutError"
+                | "MissingSegmentsError"
+                | "SamplerError"
+                | "SchemaError"
+                | "WorkerError"
+            ):
+                from arrowcache import errors as home
+            case "Loader":
+                from arrowcache.reading import loader as home
+            case "Snapshot":
+                from arrowcache.reading import snapshot as home
+            case "LoaderStats":
+                from arrowcache.reading import stats as home
+            case "Values":
+                from arrowcache.reading import values as home
+            case "PoolStats" | "SamplerPool":
+                from arrowcache.sampling import pool as home
+            case "Rows":
+                from arrowcache.sampling import rows as home
+            case "SegmentInfo":
+                from arrowcache.storage import layout as home
+            case "CacheStats":
+                from arrowcache.storage import overview as home
+            case "Pace":
+                from arrowcache.storage import pace as home
+            case "Problem":
+                from arrowcache.storage import verification as home
+            case "Writer":
+                from arrowcache.storage import writer as home
+            case _:
+                fact = f"module {__name__!r} has no attribute {name!r}"
+                raise AttributeError(fact, name=name, obj=sys.modules[__name__])
+        value = globals()[name] = getattr(home, name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "sys"})
+
 
 __version__ = "0.1.0"
 

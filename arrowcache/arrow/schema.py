@@ -19,7 +19,6 @@ see the bits as uint16; PyTorch and TensorFlow see bfloat16. Every column is non
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -335,6 +334,8 @@ class Schema(Mapping[str, FieldType]):
         names: tuple[str, ...] = tuple(columns)
         for name in names:
             if name not in self._fields:
+                import difflib
+
                 near = difflib.get_close_matches(str(name), self._fields)
                 hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
                 raise ValueError(f"unknown column {name!r}: {hint}the cache has {', '.join(self._fields)}")

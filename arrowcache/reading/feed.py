@@ -10,13 +10,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from functools import partial
+from typing import TYPE_CHECKING
 
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.pipeline import BARRIER, Job, Made, Pipeline, Stream
 from arrowcache.reading.readahead import ReadAhead
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.workers.remote import RemoteAssembly
+
+if TYPE_CHECKING:
+    from arrowcache.reading.workers.remote import RemoteAssembly
 
 _AHEAD_BYTES = 256 << 20  # of a pass in order
 _LEAD_SECONDS, _LEAD_SHARE = 2.0, 0.1  # how long before an epoch is made the next one may begin

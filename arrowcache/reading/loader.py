@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from arrowcache.arrow.schema import Schema
+from arrowcache.cgroup import memory_bytes
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs, Terms
 from arrowcache.reading.feed import Feed
@@ -25,10 +26,9 @@ from arrowcache.reading.order import SHUFFLES
 from arrowcache.reading.panel import Panel
 from arrowcache.reading.pipeline import Pipeline, Stream
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.readahead import ReadAhead, memory_bytes
+from arrowcache.reading.readahead import ReadAhead
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
-from arrowcache.reading.workers.remote import RemoteAssembly
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.store import once_unlocked
@@ -36,6 +36,8 @@ from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_secon
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from arrowcache.reading.workers.remote import RemoteAssembly
 
 WORKER_TYPES = ("process", "thread")
 _MOST_WORKERS = 256
@@ -139,8 +141,12 @@ class Loader:
         require_step(self._terms, ranks)
         self._meter = Meter(self._workers, shuffle)
         self._epochs = Epochs(self._store, where, self._terms, self._timeout, ranks, self._meter)
-        in_processes = self._workers > 0 and worker_type == "process"
-        self._assembly: Assembly | RemoteAssembly = (RemoteAssembly if in_processes else Assembly)(
+        make: type[Assembly | RemoteAssembly] = Assembly
+        if self._workers > 0 and worker_type == "process":
+            from arrowcache.reading.workers import remote  # brings much that others do without
+
+            make = remote.RemoteAssembly
+        self._assembly = make(
             self._store,
             self._names,
             self._terms.batch_size,

@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from arrowcache import linux
+
 PANEL_NAME = "arrowcache-loader"
 PANEL_LINK = f"/memfd:{PANEL_NAME} (deleted)"
 TIMED = ("seconds", "stall", "samplers", "pace", "store", "gather", "transform", "start")
@@ -57,7 +59,7 @@ class Panel:
         """A panel of a loader of the cache in a folder; None: there is no memory or descriptor for one."""
         try:
             status = os.stat(folder)
-            fd = os.memfd_create(PANEL_NAME, os.MFD_CLOEXEC)
+            fd = linux.memory_file(PANEL_NAME)
             try:
                 if fd + _SPARE_DESCRIPTORS >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
                     return None

@@ -21,8 +21,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
+from arrowcache.cgroup import memory_bytes
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import start
@@ -255,16 +255,3 @@ class ReadAhead:
             for index, segment in enumerate(snapshot.segments):
                 if snapshot.warm(index, lambda: self._epoch is epoch):
                     self._touched.add(segment.seq)
-
-
-def memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or its control group's if that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (Path("/sys/fs/cgroup") / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total

@@ -20,6 +20,8 @@ from loky.backend import resource_tracker as loky_tracker
 from loky.backend.context import LokyContext
 from loky.backend.process import LokyProcess
 
+from arrowcache import linux
+
 
 class NamelessSemaphore:
     """As `multiprocessing.Semaphore`; it travels to a process that is being started, as all of those do."""
@@ -27,14 +29,14 @@ class NamelessSemaphore:
     _fd = -1  # none could be had
 
     def __init__(self, value: int = 1) -> None:
-        self._fd = os.eventfd(value, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+        self._fd = linux.event(value, semaphore=True)
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
         """Count down by one, waiting while it is zero; whether it was done in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                os.eventfd_read(self._fd)
+                linux.take_event(self._fd)
                 return True
             except BlockingIOError:  # it is zero
                 left = None if deadline is None else deadline - time.monotonic()
@@ -44,7 +46,7 @@ class NamelessSemaphore:
 
     def release(self) -> None:
         """Count up by one."""
-        os.eventfd_write(self._fd, 1)
+        linux.add_event(self._fd)
 
     @property
     def _semlock(self) -> NamelessSemaphore:

@@ -9,13 +9,13 @@ one of theirs.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from typing import Any
 
+from arrowcache import linux
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
 from arrowcache.sampling.task import Done, Task, run
@@ -24,7 +24,6 @@ from arrowcache.storage.layout import tasks_listed
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.store import Store
 
-_PR_SET_PDEATHSIG = 1
 _END_SECONDS = 1.0  # of STOP_SECONDS, for tasks to end by themselves
 
 
@@ -181,6 +180,6 @@ def _kill(executor: Any) -> None:
 def _begin_worker(parent: int) -> None:
     """Tie a worker process to the pool's, which ends its workers in order; if it is killed, they are too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux.die_with_parent()
     if os.getppid() != parent:  # it died before we asked to be told
         os._exit(1)

@@ -7,7 +7,6 @@ decision is made here: who calls holds cache.lock where the protocol asks for it
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import itertools
 import os
@@ -16,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from arrowcache import linux
 from arrowcache.errors import CacheFormatError
 from arrowcache.storage import layout
 from arrowcache.storage.layout import LockRecord, SegmentInfo, Settings
@@ -29,9 +29,6 @@ _NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL)  # a link, a socket, w
 _MOST_TASKS = 2**62
 _CLAIM_ATTEMPTS = 10
 _MOST_RANKS_BYTES = 64 << 20
-_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, which goes with FALLOC_FL_KEEP_SIZE
-_libc = ctypes.CDLL(None)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _MOST_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
 
 
@@ -256,7 +253,8 @@ class Folder:
         """Give the disk back the pages of a range, which reads as zeros then; not all file systems can."""
         fd = os.open(self.usage, os.O_RDWR | os.O_NONBLOCK | _OWN)
         try:
-            _libc.fallocate(fd, _PUNCH_HOLE, start, nbytes)
+            with contextlib.suppress(OSError):
+                linux.free_range(fd, start, nbytes)
         finally:
             os.close(fd)
 

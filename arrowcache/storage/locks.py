@@ -16,7 +16,6 @@ import errno
 import fcntl
 import os
 import socket
-import struct
 import threading
 import weakref
 from collections.abc import Iterable
@@ -24,10 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from arrowcache import linux
 from arrowcache.storage.processes import OpenFile, command, open_files
 
-_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
-_F_OFD_GETLK, _F_OFD_SETLK = 36, 37  # Linux; fcntl names them only from Python 3.9 on glibc
 _REFUSED = (errno.EAGAIN, errno.EACCES)
 
 _open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
@@ -77,7 +75,7 @@ class LockFile:
         """Lock a range of bytes, if no other description's lock conflicts."""
         kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
         try:
-            fcntl.fcntl(self.fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+            linux.set_lock(self.fd, kind, start, length)
         except OSError as error:
             if error.errno in _REFUSED:
                 return False
@@ -101,14 +99,14 @@ class LockFile:
                 self._keeper = keeper.detach()
 
     def unlock_range(self, start: int, length: int) -> None:
-        fcntl.fcntl(self.fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
+        linux.set_lock(self.fd, fcntl.F_UNLCK, start, length)
 
     def conflict(self, start: int, length: int) -> range | None:
         """Some range that another description has locked within the given one; None: it is free."""
-        query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-        kind, _, first, size, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, _F_OFD_GETLK, query))
-        if kind == fcntl.F_UNLCK:
+        found = linux.conflicting_lock(self.fd, start, length)
+        if found is None:
             return None
+        first, size = found
         stop = start + length if size == 0 else min(first + size, start + length)
         return range(max(first, start), stop)
 
@@ -121,7 +119,7 @@ class LockFile:
                 with suppress(OSError):  # closing does as well, unless a child forked meanwhile shares it
                     fcntl.flock(fd, fcntl.LOCK_UN)
                 with suppress(OSError):
-                    fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+                    linux.set_lock(fd, fcntl.F_UNLCK, 0, 0)
             finally:
                 os.close(fd)
                 self.is_closed = True

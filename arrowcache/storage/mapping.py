@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import _thread
 import atexit
-import ctypes
 import errno
 import mmap
 import os
@@ -24,30 +23,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from arrowcache import linux
 from arrowcache.shortage import explained
 
-_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
-_SYS_PIDFD_OPEN, _SYS_PROCESS_MADVISE = 434, 440  # Linux 5.10, of all architectures
-_MOST_RANGES = 1024  # UIO_MAXIOV
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
-_FAILED = ctypes.c_void_p(-1).value
 _AGAIN_SECONDS = 0.05
-_EHWPOISON = 133  # Linux; errno has no name for it
-_UNREADABLE = (errno.EFAULT, _EHWPOISON)  # what madvise says where a touch would be a SIGBUS
+_UNREADABLE = (errno.EFAULT, linux.EHWPOISON)  # what madvise says where a touch would be a SIGBUS
 _ANY_LENGTH = 2**63 - 1
 _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the GIL
-_quick = ctypes.PyDLL(None, use_errno=True)  # these keep it: handing it over takes longer than they do
-for _library in (_libc, _quick):
-    _library.mmap.restype = ctypes.c_void_p
-    _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    _library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    _library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 2]
-_quick.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
-_quick.lseek.argtypes, _quick.lseek.restype = [ctypes.c_int, ctypes.c_long, ctypes.c_int], ctypes.c_long
 
 
 def _mmap(
@@ -57,24 +41,23 @@ def _mmap(
     flags: int,
     fd: int = -1,
     start: int = 0,
-    library: ctypes.CDLL = _quick,
+    *,
+    keep_gil: bool = True,
 ) -> int:
-    result = library.mmap(address or None, nbytes, protection, flags, fd, start)
-    if result is None or result == _FAILED:
-        code = ctypes.get_errno()
-        why = explained(OSError(code, os.strerror(code))).strerror
-        raise OSError(code, f"mmap of {nbytes} bytes: {why}")
-    return int(result)
+    try:
+        return linux.map_memory(address, nbytes, protection, flags, fd, start, keep_gil=keep_gil)
+    except OSError as error:
+        raise OSError(error.errno, f"mmap of {nbytes} bytes: {explained(error).strerror}") from None
 
 
-def _for_unmapping(nbytes: int) -> ctypes.CDLL:
-    """Whose call unmaps so many bytes of which pages may be mapped: large ones take long."""
-    return _quick if nbytes < _KEPT_GIL_BYTES else _libc
+def _takes_long(nbytes: int) -> bool:
+    """Unmapping so many bytes takes longer than handing over the GIL, if their pages are mapped."""
+    return nbytes >= _KEPT_GIL_BYTES
 
 
 def _munmap(address: int, nbytes: int, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has no such mapping
-        _libc.munmap(address, nbytes)
+        linux.unmap_memory(address, nbytes, keep_gil=False)
 
 
 def populate(address: int, nbytes: int) -> bool:
@@ -84,8 +67,8 @@ def populate(address: int, nbytes: int) -> bool:
     threads go on. Returns: whether they are in memory now.
     """
     start = address // PAGE_BYTES * PAGE_BYTES
-    if nbytes and _libc.madvise(start, address + nbytes - start, _MADV_POPULATE_READ):
-        _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)  # an older kernel
+    if nbytes and linux.advise(start, address + nbytes - start, linux.MADV_POPULATE_READ, keep_gil=False):
+        will_need(address, nbytes)  # an older kernel
         return False
     return True
 
@@ -93,7 +76,7 @@ def populate(address: int, nbytes: int) -> bool:
 def will_need(address: int, nbytes: int) -> None:
     """Have the disk begin to read mapped pages; returns at once."""
     start = address // PAGE_BYTES * PAGE_BYTES
-    _libc.madvise(start, address + nbytes - start, mmap.MADV_WILLNEED)
+    linux.advise(start, address + nbytes - start, mmap.MADV_WILLNEED, keep_gil=False)
 
 
 def will_need_all(starts: NDArray[np.int64], nbytes: int) -> bool:
@@ -105,15 +88,18 @@ def will_need_all(starts: NDArray[np.int64], nbytes: int) -> bool:
     ranges = np.empty((len(starts), 2), np.int64)
     ranges[:, 0] = starts // PAGE_BYTES * PAGE_BYTES
     ranges[:, 1] = starts + nbytes - ranges[:, 0]
-    this_process = _libc.syscall(_SYS_PIDFD_OPEN, os.getpid(), None, 0, 0, 0)  # not every Python has it
-    if this_process < 0:  # no descriptor is left, or a sandbox forbids it
+    try:
+        this_process = linux.process_file(os.getpid())
+    except OSError:  # no descriptor is left, or a sandbox forbids it
         return False
     try:
         asked = True
-        for first in range(0, len(ranges), _MOST_RANGES):
-            some = ranges[first : first + _MOST_RANGES]
-            call = _SYS_PROCESS_MADVISE, this_process, some.ctypes.data, len(some), mmap.MADV_WILLNEED, 0
-            asked &= _libc.syscall(*call) >= 0
+        for first in range(0, len(ranges), linux.MOST_RANGES):
+            some = ranges[first : first + linux.MOST_RANGES]
+            try:
+                linux.advise_ranges(this_process, some.ctypes.data, len(some), mmap.MADV_WILLNEED)
+            except OSError:
+                asked = False
         return asked
     finally:
         os.close(this_process)
@@ -122,7 +108,7 @@ def will_need_all(starts: NDArray[np.int64], nbytes: int) -> bool:
 def will_read_on(address: int, nbytes: int) -> None:
     """Let a touch of a part of a sparse mapping read what is around it too, as ever."""
     start = address // PAGE_BYTES * PAGE_BYTES
-    _quick.madvise(start, address + nbytes - start, mmap.MADV_NORMAL)
+    linux.advise(start, address + nbytes - start, mmap.MADV_NORMAL)
 
 
 def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
@@ -131,13 +117,13 @@ def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
     Raises: OSError: it cannot be opened. ValueError: empty, or longer than `limit`.
     """
     fd = _open(path)
-    nbytes = _quick.lseek(fd, 0, os.SEEK_END)
-    if nbytes < 0:
-        code = ctypes.get_errno()
-        _quick.close(fd)
-        raise OSError(code, os.strerror(code), os.fspath(path))
+    try:
+        nbytes = linux.file_bytes(fd)
+    except OSError as error:
+        linux.close_quickly(fd)
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
     if not 0 < nbytes <= limit:
-        _quick.close(fd)
+        linux.close_quickly(fd)
         raise ValueError(f"{os.path.basename(path)} has {nbytes} bytes, a segment has 1 to {limit}")
     return fd, nbytes
 
@@ -149,9 +135,9 @@ def is_readable(address: int, nbytes: int) -> bool:
     """
     start = address // PAGE_BYTES * PAGE_BYTES
     for _ in range(2):  # what failed once may have been chance
-        if not _libc.madvise(start, address + nbytes - start, _MADV_POPULATE_READ):
-            return True
-        if ctypes.get_errno() not in _UNREADABLE:  # an older kernel, or no memory for page tables
+        advice = linux.MADV_POPULATE_READ
+        refused = linux.advise(start, address + nbytes - start, advice, keep_gil=False)
+        if refused not in _UNREADABLE:  # else an older kernel, or no memory for page tables
             return True
     return False
 
@@ -167,12 +153,12 @@ class AddressRange:
     """
 
     def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | linux.MAP_NORESERVE
         reserved = nbytes + HUGE_PAGE
-        start = _mmap(0, reserved, _PROT_NONE, flags)
+        start = _mmap(0, reserved, linux.PROT_NONE, flags)
         self.nbytes = nbytes
         self.address = -(-start // HUGE_PAGE) * HUGE_PAGE
-        _libc.madvise(start, reserved, mmap.MADV_DONTFORK)
+        linux.advise(start, reserved, mmap.MADV_DONTFORK, keep_gil=False)
         self._unmap = weakref.finalize(self, _munmap, start, reserved, os.getpid())
         self._unmap.atexit = False
 
@@ -182,14 +168,14 @@ class AddressRange:
         Raises: OSError: it cannot be mapped.
         """
         address = self.address + offset
-        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, fd, start)
-        _quick.madvise(address, nbytes, mmap.MADV_DONTFORK)
+        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | linux.MAP_FIXED, fd, start)
+        linux.advise(address, nbytes, mmap.MADV_DONTFORK)
 
     def unmap(self, offset: int, nbytes: int) -> None:
         """Turn addresses into reserved ones again, whatever files are mapped there."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        _mmap(self.address + offset, nbytes, _PROT_NONE, flags, library=_for_unmapping(nbytes))
-        _quick.madvise(self.address + offset, nbytes, mmap.MADV_DONTFORK)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | linux.MAP_NORESERVE | linux.MAP_FIXED
+        _mmap(self.address + offset, nbytes, linux.PROT_NONE, flags, keep_gil=not _takes_long(nbytes))
+        linux.advise(self.address + offset, nbytes, mmap.MADV_DONTFORK)
 
     def buffer(self, offset: int, nbytes: int) -> pa.Buffer:
         """Arrow's view of a mapped part, valid while it is mapped."""
@@ -232,17 +218,18 @@ class FileMapping:
         try:
             # Its addresses first: what Ctrl-C has nobody remember is some of these, and no mapped file.
             self.address = address = _reserve(self.nbytes)
-            _mmap(address, self.nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd)
-            _quick.madvise(address, self.nbytes, mmap.MADV_DONTFORK)
+            flags = mmap.MAP_PRIVATE | linux.MAP_NORESERVE | linux.MAP_FIXED
+            _mmap(address, self.nbytes, protection, flags, fd)
+            linux.advise(address, self.nbytes, mmap.MADV_DONTFORK)
             if sparse:
-                _quick.madvise(address, self.nbytes, mmap.MADV_RANDOM)
+                linux.advise(address, self.nbytes, mmap.MADV_RANDOM)
             _live[address] = None
             self._on_unmap = on_unmap
         except BaseException:
             self._unmap()
             raise
         finally:
-            _quick.close(fd)
+            linux.close_quickly(fd)
 
     def populate(self, start: int, nbytes: int) -> None:
         """`populate` for bytes of the file."""
@@ -270,24 +257,24 @@ class FileMapping:
             return
         if self.address:
             _live.pop(self.address, None)  # first: once unmapped, the address is anybody's
-            library = _for_unmapping(self._touched_bytes)
+            keep_gil = not _takes_long(self._touched_bytes)
             address, self.address = self.address, 0
-            library.munmap(address, self.nbytes)
+            linux.unmap_memory(address, self.nbytes, keep_gil=keep_gil)
         if self._on_unmap is not None:
             self._on_unmap()
 
 
 def _reserve(nbytes: int) -> int:
     """Addresses for a file, without memory; from a huge page on, where it has one: see AddressRange."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | linux.MAP_NORESERVE
     if nbytes < HUGE_PAGE:
-        return _mmap(0, nbytes, _PROT_NONE, flags)
+        return _mmap(0, nbytes, linux.PROT_NONE, flags)
     reserved = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + HUGE_PAGE
-    start = _mmap(0, reserved, _PROT_NONE, flags)
+    start = _mmap(0, reserved, linux.PROT_NONE, flags)
     before = -start % HUGE_PAGE
     if before:
-        _quick.munmap(start, before)
-    _quick.munmap(start + reserved - (HUGE_PAGE - before), HUGE_PAGE - before)
+        linux.unmap_memory(start, before)
+    linux.unmap_memory(start + reserved - (HUGE_PAGE - before), HUGE_PAGE - before)
     return start + before
 
 
@@ -298,17 +285,18 @@ def _interrupt_again() -> None:
 
 def _open(path: str | os.PathLike[str]) -> int:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe may have its name by now
-    # The time of its first reading is a change of the file's inode, which waits where the disk is busy.
-    fd = int(_quick.open(os.fsencode(path), flags | os.O_NOATIME))
-    if fd < 0 and ctypes.get_errno() == errno.EPERM:  # it is another user's
-        fd = int(_quick.open(os.fsencode(path), flags))
-    if fd < 0:
-        code = ctypes.get_errno()
-        why = os.strerror(code)
-        if code in (errno.EMFILE, errno.ENFILE):
-            why = str(explained(OSError(code, why)).strerror)
-        raise OSError(code, why, os.fspath(path))
-    return fd
+    name = os.fsencode(path)
+    try:
+        # The time of its first reading is a change of the file's inode, which waits where the disk is busy.
+        try:
+            return linux.open_quickly(name, flags | os.O_NOATIME)
+        except PermissionError as error:
+            if error.errno != errno.EPERM:
+                raise
+        return linux.open_quickly(name, flags)  # it is another user's
+    except OSError as error:
+        known = explained(error) if error.errno in (errno.EMFILE, errno.ENFILE) else error
+        raise OSError(error.errno, known.strerror, os.fspath(path)) from None
 
 
 def most_mappings() -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from pathlib import Path
 from typing import Protocol
 
@@ -53,7 +52,6 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
 
     Raises: FileExistsError, CacheFormatError (a folder of something else), SchemaError.
     """
-    _require_linux()
     folder = Folder(path)
     if os.path.lexists(path) and not path.is_dir():  # in this order: another may create it meanwhile
         raise FileExistsError(f"{path} is not a folder")
@@ -93,7 +91,6 @@ def open_store(path: Path, *, check: str) -> Store:
 
     Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, or no working locks.
     """
-    _require_linux()
     if check not in CHECKS:
         raise ValueError(f"check={check!r} is unknown: use {' or '.join(map(repr, CHECKS))}")
     folder = Folder(path)
@@ -120,11 +117,6 @@ def _foreign_files(path: Path) -> list[str]:
     if inside and not (path / layout.CACHE_JSON).exists():
         foreign += sorted(inside)
     return foreign
-
-
-def _require_linux() -> None:
-    if sys.platform != "linux":
-        raise OSError("arrowcache needs Linux: open-file-description locks, MADV_POPULATE_READ and /proc")
 
 
 def boot_id() -> str:

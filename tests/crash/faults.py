@@ -6,7 +6,6 @@ cut. What cannot fail on its own, such as closing a file of a local disk, is no 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -20,6 +19,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
+from arrowcache import linux
 from arrowcache.storage import folder, mapping
 
 CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES)
@@ -114,7 +114,8 @@ class Faults:
             for name in ("_open", "_mmap"):
                 wrapped = self._wrapped(name, getattr(mapping, name))
                 stack.enter_context(mock.patch.object(mapping, name, wrapped))
-            stack.enter_context(mock.patch.object(mapping._quick, "lseek", self._lseek(mapping._quick.lseek)))
+            lseek = self._wrapped("lseek", linux.file_bytes)
+            stack.enter_context(mock.patch.object(linux, "file_bytes", lseek))
             stack.enter_context(mock.patch.object(os, "open", self._os_open(os.open)))
             stack.enter_context(mock.patch.object(os, "scandir", self._scandir(os.scandir)))
             yield self
@@ -137,17 +138,6 @@ class Faults:
         def call(*arguments: Any) -> Iterable[Any]:
             if self.meet("scandir", arguments):
                 return [_Entry(self, entry) for entry in original(*arguments)]
-            return original(*arguments)
-
-        return call
-
-    def _lseek(self, original: Callable[..., int]) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
-            try:
-                self.meet("lseek", ())
-            except OSError as error:
-                ctypes.set_errno(error.errno or 0)
-                return -1
             return original(*arguments)
 
         return call

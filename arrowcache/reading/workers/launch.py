@@ -8,6 +8,7 @@ is killed when that thread ends.
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing.spawn
 import os
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
+from arrowcache import linux
 from arrowcache.reading.workers.channel import Channel
 
 _START = (
@@ -62,19 +64,17 @@ class WorkerProcess:
                 pass_fds=fds,
                 env={**dict.fromkeys(_THREADS, "1"), **os.environ, **(environment or {})},
             )
+            self.pid = self._process.pid
+            try:
+                self.watch = _watch(self.pid)
+            except BaseException:
+                self.end()
+                raise
         except BaseException:
             self.channel.close()
             raise
         finally:
             theirs.close()
-        self.pid = self._process.pid
-        try:
-            self.watch = os.pidfd_open(self.pid)  # readable once it has ended
-        except OSError:
-            self.kill()
-            self.wait(_REAP_SECONDS)
-            self.channel.close()
-            raise
 
     @property
     def has_ended(self) -> bool:
@@ -119,3 +119,17 @@ class WorkerProcess:
                 return f"was killed by signal {-code} ({signal.Signals(-code).name})"
             return f"was killed by signal {-code}"
         return f"ended with exit code {code}"
+
+
+def _watch(pid: int) -> int:
+    """A descriptor that is readable once the process has ended."""
+    try:
+        return linux.process_file(pid)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        raise OSError(
+            error.errno,
+            f"pidfd_open: {error.strerror}: this kernel ({os.uname().release}) is older than Linux 5.3, or a "
+            "sandbox forbids the call",
+        ) from error

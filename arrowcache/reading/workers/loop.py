@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+from arrowcache import linux
 from arrowcache.shortage import start
 
 _JOIN_SECONDS = 5.0
@@ -40,7 +41,7 @@ class Loop:
         self._mutex = threading.Lock()
         self._holder = 0  # the other thread that holds it
         self.is_stopping = False
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bell = linux.event()
         try:
             self._selector = selectors.DefaultSelector()
         except BaseException:
@@ -75,7 +76,7 @@ class Loop:
     def wake(self) -> None:
         """Have a turn soon."""
         with suppress(OSError):  # closed, or full: it rings already
-            os.eventfd_write(self._bell, 1)
+            linux.add_event(self._bell)
 
     def watch(self, what: int | HasFileno, action: Callable[[], object]) -> None:
         """Call `action` whenever a descriptor has something to read, or has ended."""
@@ -122,4 +123,4 @@ class Loop:
 
     def _unring(self) -> None:
         with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+            linux.take_event(self._bell)

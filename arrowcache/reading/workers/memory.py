@@ -8,21 +8,24 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache import linux
+
 
 def anonymous_file() -> int:
     """A descriptor of an empty file without a name, which inherits to nobody by itself."""
     try:
-        return os.memfd_create("arrowcache", os.MFD_CLOEXEC)
+        return linux.memory_file("arrowcache")
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise  # else: an old kernel, or a sandbox
+        import tempfile
+
         with tempfile.TemporaryFile(prefix="arrowcache-") as file:
             return os.dup(file.fileno())
 

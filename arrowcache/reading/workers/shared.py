@@ -39,11 +39,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache import linux
 from arrowcache.reading.workers.memory import anonymous_file, array_over, map_all
-from arrowcache.storage.mapping import _MAP_FIXED as MAP_FIXED
-from arrowcache.storage.mapping import _MAP_NORESERVE as MAP_NORESERVE
 from arrowcache.storage.mapping import PAGE_BYTES
-from arrowcache.storage.mapping import _mmap as map_memory
 from arrowcache.units import format_bytes
 
 STAGES_OF_WORKERS = ("", "gather", "transform")
@@ -175,9 +173,9 @@ class SharedRing:
     def forget_in_child(self) -> None:
         """See module docstring."""
         if self.fd >= 0:
-            flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
+            flags = mmap.MAP_PRIVATE | linux.MAP_FIXED | linux.MAP_NORESERVE
             protection = mmap.PROT_READ | mmap.PROT_WRITE
-            map_memory(self._words.ctypes.data, self._nbytes, protection, flags, self.fd)
+            linux.map_memory(self._words.ctypes.data, self._nbytes, protection, flags, self.fd)
         self._lock = threading.Lock()  # another thread may have held it, in the middle of anything
         self._returned, self._ready = deque(), {}
 

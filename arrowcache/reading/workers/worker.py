@@ -15,7 +15,6 @@ Numeric libraries get one thread each, unless the environment says otherwise: wo
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -25,13 +24,12 @@ import sys
 from collections import deque
 from contextlib import closing, suppress
 
+from arrowcache import linux
 from arrowcache.reading.workers.bench import Bench, Places
 from arrowcache.reading.workers.channel import Channel, Message
 from arrowcache.reading.workers.maker import Maker
 from arrowcache.reading.workers.memory import bytes_of, map_all
 from arrowcache.reading.workers.parcel import pack_error
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(end: int, memory: int, plan: int, parent: int, number: int) -> None:
@@ -63,7 +61,7 @@ def tie_to(parent: int) -> bool:
     """Leave Ctrl-C to the main process, and die when it does; False: it died before we asked to be told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux.die_with_parent()
     return os.getppid() == parent
 
 

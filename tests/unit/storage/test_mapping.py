@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import itertools
 import os
 import signal
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from helpers import in_child, wait_until
 from page_cache import drop_from_memory, resident_bytes
 
 import arrowcache as ac
+from arrowcache import linux
 from arrowcache.storage import mapping
 from arrowcache.storage.mapping import AddressRange, FileMapping, open_file
 
@@ -85,8 +84,13 @@ def test_a_file_that_does_not_fit_or_is_empty_is_refused(file, tmp_path):
 def test_unmapping_much_lets_go_of_the_gil(monkeypatch):
     """Of a finished epoch's segments it takes long; all other threads stood still meanwhile."""
     area, called = AddressRange(16 << 20), []
-    without_gil = mapping._libc.mmap
-    monkeypatch.setattr(mapping._libc, "mmap", lambda *call: called.append(call[1]) or without_gil(*call))
+    real = linux.map_memory
+
+    def map_memory(address, nbytes, *arguments, keep_gil):
+        called.extend([nbytes] if not keep_gil else [])
+        return real(address, nbytes, *arguments, keep_gil=keep_gil)
+
+    monkeypatch.setattr(linux, "map_memory", map_memory)
     area.unmap(0, PAGE)
     area.unmap(0, 16 << 20)
     assert called == [16 << 20]
@@ -175,7 +179,9 @@ def test_ctrl_c_at_any_step_of_mapping_a_file_leaves_it_unmapped(file, sparse):
         def trace(frame, event, _):
             nonlocal came, left
             function = frame.f_code
-            if function.co_filename != mapping.__file__ or function.co_name not in ("__init__", "_mmap"):
+            if function.co_filename not in (mapping.__file__, linux.__file__):
+                return None
+            if function.co_name not in ("__init__", "_mmap", "map_memory"):
                 return None
             if event in ("line", "return") and not came:
                 if left == 0:
@@ -234,26 +240,15 @@ def test_a_file_of_another_user_is_mapped_all_the_same(tmp_path, monkeypatch):
     """Linux refuses to leave out the time of a reading of it."""
     path, asked = read_long_ago(tmp_path / "file"), []
 
-    def quick_open(name, flags):
+    def open_quickly(name, flags):
         asked.append(flags)
         if flags & os.O_NOATIME:
-            ctypes.set_errno(errno.EPERM)
-            return -1
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
         return os.open(name, flags)
 
-    monkeypatch.setattr(mapping, "_quick", Quick(mapping._quick, quick_open))
+    monkeypatch.setattr(linux, "open_quickly", open_quickly)
     assert bytes(FileMapping(path).buffer()) == bytes(PAGE)
     assert len(asked) == 2
-
-
-class Quick:
-    """A library with a function of our own in it."""
-
-    def __init__(self, library, function):
-        self._library, self.open = library, function
-
-    def __getattr__(self, name):
-        return getattr(self._library, name)
 
 
 # what comes from the disk
@@ -284,25 +279,27 @@ def test_many_ranges_are_asked_of_the_disk_at_once(tmp_path):
     area.close()
 
 
-@pytest.mark.parametrize("refused", [0, 1])
+@pytest.mark.parametrize("refused", ["process_file", "advise_ranges"])
 def test_where_the_kernel_takes_no_such_call_nothing_is_asked_of_the_disk(monkeypatch, refused):
-    calls, real = [], mapping._libc.syscall
+    asked = []
 
-    def refuse(number, *arguments):
-        calls.append(number)
-        return -1 if len(calls) > refused else real(number, *arguments)
+    def refuse(*_):
+        asked.append(refused)
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(mapping, "_libc", SimpleNamespace(syscall=refuse))
+    monkeypatch.setattr(linux, refused, refuse)
     before = os.listdir("/proc/self/fd")
     assert not mapping.will_need_all(np.zeros(3, np.int64), PAGE)
-    assert len(calls) == refused + 1
+    assert asked == [refused]
     assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("width", [64, 1 << 15])
 def test_rows_are_read_where_the_disk_cannot_be_asked(tmp_path, monkeypatch, width):
-    monkeypatch.delattr(os, "pidfd_open")  # as in some builds of Python
-    monkeypatch.setattr(mapping, "_SYS_PIDFD_OPEN", -1)
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(linux, "process_file", refuse)
     schema = ac.Schema({"x": ac.Tensor("uint8", (width,))})
     cache = ac.Cache.create(tmp_path / "cache", schema, "64MiB", segment_bytes="4MiB")
     with cache.writer() as writer:

@@ -255,13 +255,6 @@ def test_a_file_system_without_working_locks_is_refused_with_the_reason(path, mo
         ac.Cache.open(path)
 
 
-def test_another_system_than_linux_is_refused(path, monkeypatch):
-    monkeypatch.setattr("sys.platform", "darwin")
-    with pytest.raises(OSError, match="needs Linux"):
-        make_cache(path)
-    assert not path.exists()
-
-
 def test_a_missing_folder_is_not_found(path):
     with pytest.raises(FileNotFoundError, match="create"):
         ac.Cache.open(path)

@@ -1,0 +1,232 @@
+"""Linux: the kernel's calls that Python has no name for, or that not every Python names.
+
+A Python built against an old C library, as those of uv and conda are, lacks `os.memfd_create`,
+`os.pidfd_open` and more, on the newest kernel too. Each call here looks for Python's name; where there is
+none it makes the system call by its number. A processor whose numbers are not known here, and a kernel
+without the call, answer with ENOSYS.
+
+No other module calls the C library. Nothing here decides anything: what an error means, and what is done
+without the call, is the caller's. Standard library only.
+
+Some calls take less time than handing over the GIL does: those keep it, as they say. All others let go of
+it. Wherever memory is named, it is by its address: the caller knows that it is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import struct
+import sys
+
+PROT_NONE = 0
+MAP_FIXED, MAP_NORESERVE = 0x10, getattr(mmap, "MAP_NORESERVE", 0x4000)
+MADV_POPULATE_READ = 22  # Linux 5.14
+EHWPOISON = 133  # a page of memory, or of the disk, is broken
+MOST_RANGES = 1024  # of one `advise_ranges`: UIO_MAXIOV
+
+_MFD_CLOEXEC = 1
+_EFD_SEMAPHORE, _EFD_NONBLOCK, _EFD_CLOEXEC = 1, os.O_NONBLOCK, os.O_CLOEXEC
+_PR_SET_PDEATHSIG = 1
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+_COUNT = struct.Struct("=Q")  # what an eventfd reads and writes
+
+_GENERIC = {"memfd_create": 279, "eventfd2": 19, "pidfd_open": 434, "process_madvise": 440}
+_NUMBERS = {
+    "x86_64": _GENERIC | {"memfd_create": 319, "eventfd2": 290},
+    "aarch64": _GENERIC,
+    "riscv64": _GENERIC,
+}  # by os.uname().machine
+_BITS_64 = sys.maxsize > 1 << 32  # a 32-bit process on such a machine has other numbers
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_quick = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL
+for _library in (_libc, _quick):
+    _library.mmap.restype = ctypes.c_void_p
+    _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    _library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.syscall.restype = ctypes.c_long
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_quick.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_quick.lseek.argtypes, _quick.lseek.restype = [ctypes.c_int, ctypes.c_long, ctypes.c_int], ctypes.c_long
+_FAILED = ctypes.c_void_p(-1).value
+
+
+# files without a name
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of an empty file in memory, which no other program inherits.
+
+    Args:
+        name: what its link in /proc says: `/memfd:<name> (deleted)`.
+    Raises: OSError: ENOSYS, EPERM: an old kernel, or a sandbox; EMFILE, ENFILE, ENOMEM.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, _MFD_CLOEXEC)
+    return _syscall("memfd_create", os.fsencode(name), _MFD_CLOEXEC)
+
+
+def event(count: int = 0, *, semaphore: bool = False) -> int:
+    """A descriptor of a counter, which no other program inherits. It is readable above zero; nothing blocks.
+
+    Args:
+        semaphore: `take_event` counts down by one; else to zero.
+    Raises: OSError: EMFILE, ENFILE, ENOMEM.
+    """
+    flags = _EFD_CLOEXEC | _EFD_NONBLOCK | (_EFD_SEMAPHORE if semaphore else 0)
+    if hasattr(os, "eventfd"):
+        return os.eventfd(count, flags)
+    return _syscall("eventfd2", count, flags)
+
+
+def add_event(fd: int) -> None:
+    """Count up by one. Raises: BlockingIOError: it is as high as it can be."""
+    os.write(fd, _COUNT.pack(1))
+
+
+def take_event(fd: int) -> None:
+    """Count down, as `event` says. Raises: BlockingIOError: it is zero."""
+    os.read(fd, _COUNT.size)
+
+
+def free_range(fd: int, start: int, nbytes: int) -> None:
+    """Give the disk back a range of a file, which reads as zeros then.
+
+    Raises: OSError: EOPNOTSUPP: the file system cannot.
+    """
+    if _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, nbytes):
+        raise _error()
+
+
+def open_quickly(path: bytes, flags: int) -> int:
+    """As `os.open`; keeps the GIL."""
+    return _checked(_quick.open(path, flags))
+
+
+def file_bytes(fd: int) -> int:
+    """The length of a file; keeps the GIL. Raises: OSError: ESPIPE: it has none."""
+    return _checked(_quick.lseek(fd, 0, os.SEEK_END))
+
+
+def close_quickly(fd: int) -> None:
+    """As `os.close`, but never fails; keeps the GIL."""
+    _quick.close(fd)
+
+
+# locks of open file descriptions, on ranges of bytes
+
+
+def set_lock(fd: int, kind: int, start: int, length: int) -> None:
+    """Lock a range, or unlock it; never waits.
+
+    Args:
+        kind: fcntl.F_RDLCK, F_WRLCK or F_UNLCK.
+        length: 0: to the end, wherever that will be.
+    Raises: OSError: EAGAIN, EACCES: another description's lock conflicts.
+    """
+    fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+
+
+def conflicting_lock(fd: int, start: int, length: int) -> tuple[int, int] | None:
+    """Start and length of a lock that keeps this description from locking a range for writing; None: none."""
+    query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    kind, _, first, size, _ = _FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, query))
+    return None if kind == fcntl.F_UNLCK else (first, size)
+
+
+# processes
+
+
+def process_file(pid: int) -> int:
+    """A descriptor of a process, which is readable once it has ended.
+
+    Raises: OSError: ENOSYS, EPERM: Linux before 5.3, or a sandbox; ESRCH; EMFILE, ENFILE.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    return _syscall("pidfd_open", pid, 0)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    Who calls looks afterwards whether the parent is still there: it may have ended before.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# memory
+
+
+def map_memory(
+    address: int,
+    nbytes: int,
+    protection: int,
+    flags: int,
+    fd: int = -1,
+    start: int = 0,
+    *,
+    keep_gil: bool = True,
+) -> int:
+    """mmap: returns the address.
+
+    Args:
+        address: 0: anywhere.
+        start: byte of the file, at a page.
+    Raises: OSError: as of mmap.
+    """
+    library = _quick if keep_gil else _libc
+    result = library.mmap(address or None, nbytes, protection, flags, fd, start)
+    if result is None or result == _FAILED:
+        raise _error()
+    return int(result)
+
+
+def unmap_memory(address: int, nbytes: int, *, keep_gil: bool = True) -> None:
+    """munmap; what is not mapped stays so."""
+    (_quick if keep_gil else _libc).munmap(address, nbytes)
+
+
+def advise(address: int, nbytes: int, advice: int, *, keep_gil: bool = True) -> int:
+    """madvise, from an address at a page on. Returns: 0, or the error's number."""
+    library = _quick if keep_gil else _libc
+    return ctypes.get_errno() if library.madvise(address, nbytes, advice) else 0
+
+
+def advise_ranges(process: int, ranges: int, count: int, advice: int) -> None:
+    """process_madvise on ranges of a process' memory.
+
+    Args:
+        process: its `process_file`.
+        ranges: address of `count` pairs of 64-bit numbers: an address at a page, and bytes.
+        count: MOST_RANGES at most.
+    Raises: OSError: ENOSYS, EPERM: Linux before 5.10, or, before 6.13, no privilege; ENOMEM: no such memory.
+    """
+    _syscall("process_madvise", process, ranges, count, advice, 0)
+
+
+def _syscall(name: str, *arguments: int | bytes) -> int:
+    number = _NUMBERS.get(os.uname().machine, {}).get(name) if _BITS_64 else None
+    if number is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    words = [ctypes.c_char_p(word) if isinstance(word, bytes) else ctypes.c_long(word) for word in arguments]
+    return _checked(_libc.syscall(ctypes.c_long(number), *words))
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        raise _error()
+    return int(result)
+
+
+def _error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))

@@ -347,7 +347,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Whatever a new snapshot has is right, its damaged segments being out of it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            with Snapshot.take(self.cache.store, headroom=False) as snapshot:
+            with Snapshot.take(self.cache.store) as snapshot:
                 snapshot.map_all()
                 expected = [i for segment in snapshot.segments for i in self.published[segment.seq]]
                 got = snapshot.gather(range(len(snapshot)))

@@ -67,8 +67,9 @@ class Cache:
             capacity: the budget in bytes for everything under the folder.
             segment_bytes: upper bound on a segment's file.
             segment_rows: rows of a full segment; None: as many as segment_bytes allows.
-            headroom: share of the capacity, in [0, 1), that snapshots leave unleased when the cache
-                is nearly full, so that samplers go on; at least two segments.
+            headroom: share of the capacity, in [0, 1), that a loader's epoch leaves to writers where the
+                cache is nearly full and somebody writes, so that samplers go on while it runs: it leaves out
+                the oldest rows. At least two segments; 0: none, so samplers wait for the epoch's end.
             durable: sync each segment before it is published, and its name before publishing
                 returns, so that a power cut loses nothing that was published, and nothing needs to be
                 checked after one. Each publish waits for the disk: a writer has some third (segments of
@@ -122,6 +123,8 @@ class Cache:
     ) -> Writer:
         """A writer of samples; use it in a `with` block, or close it.
 
+        While it is open, epochs that begin leave the cache's headroom to writers.
+
         Args:
             on_full: "wait" for room (a warning after 30 s names what it waits for), or "raise".
             timeout: seconds to wait at most; None: no bound.
@@ -130,7 +133,9 @@ class Cache:
         return Writer(self.store, on_full=on_full, timeout=timeout, max_delay=max_delay)
 
     def snapshot(self, where: Callable[[SegmentInfo], bool] | None = None) -> Snapshot:
-        """Lease what is published now; use it in a `with` block, or close it.
+        """Lease what is published now, every row; use it in a `with` block, or close it.
+
+        Until then nothing of it is evicted: of a full cache writers wait, or raise, as they were told.
 
         Args:
             where: which segments, by SegmentInfo(seq, rows, task, nbytes, ...); None for all.
@@ -150,7 +155,7 @@ class Cache:
         return verification.verify(self.store, repair=repair)
 
     def dataset(self) -> pyarrow.dataset.Dataset:
-        """A pyarrow dataset over the mapped files, without a copy; leases them while it lives."""
+        """A pyarrow dataset of every row, over the mapped files; it leases them while it lives."""
         import pyarrow.dataset  # 20 ms that few need
 
         with self.snapshot() as snapshot:

@@ -4,10 +4,11 @@ Question: samplers read a remote store of given bandwidth and latency, and publi
 nodes that read at a given rate: how much arrives, how often is a sample served, how old is it then, and how
 much leaves unread? benchmarks/SIZING.md gives the rule that follows.
 Method: a discrete simulation (simpy), of segments, with the cache's own rules: the oldest leaves first, never
-what an epoch leased; a snapshot leaves the oldest `headroom` unleased. A worker waits `latency` a segment,
-then takes its bytes at `stream` bytes a second, and as fast as its share of the store allows, which serves
-pieces in turns. `--check` runs the small case for real, on this machine, with a SamplerPool whose samplers
-sleep, and a Loader whose consumer does, and prints both; nothing but sleeping limits either.
+what an epoch leased; beside samplers an epoch leaves the oldest `headroom` unleased. A worker waits
+`latency` a segment, then takes its bytes at `stream` bytes a second, and as fast as its share of the store
+allows, which serves pieces in turns. `--check` runs the small case for real, on this machine, with a
+SamplerPool whose samplers sleep, and a Loader whose consumer does, and prints both; nothing but sleeping
+limits either.
 Run: `python -m benchmarks.scale` and `python -m benchmarks.scale --check`. Results: benchmarks/RESULTS.md.
 """
 
@@ -86,7 +87,8 @@ class Node:
     def snapshot(self) -> list[SegmentInfo]:
         listed = list(self.segments)
         free = int(self.case.capacity - len(listed) * self.case.segment)
-        wanted = int(max(self.case.headroom * self.case.capacity, 2 * self.case.segment))
+        least = 2 * self.case.segment if self.case.headroom else 0
+        wanted = int(max(self.case.headroom * self.case.capacity, least))
         return listed[skip_for_headroom(listed, free, wanted) :]
 
 

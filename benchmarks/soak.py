@@ -57,7 +57,8 @@ def of_torch(cache: ac.Cache) -> ac.Loader:
 
 def of_snapshots(cache: ac.Cache) -> Iterator[Epochs]:
     while True:
-        with cache.snapshot() as snapshot:
+        newest = [segment.seq for segment in cache.store.segments()][-SEGMENTS * 6 // 10 :]
+        with cache.snapshot(where=lambda segment: segment.seq >= newest[0]) as snapshot:  # noqa: B023
             ids = np.random.default_rng(0).permutation(len(snapshot))
             yield iter([snapshot.gather(ids[:1000]), *snapshot.views(columns=["x", "y"]), snapshot.table()])
 
@@ -101,24 +102,24 @@ def soak(kind: str, folder: Path, epochs: int) -> list[list[float]]:
     held: deque[Any] = deque(maxlen=HELD)
     samples, number, oldest = [], 0, -1
     readers = KINDS[kind](cache)
-    for epoch in range(epochs):
-        with cache.writer() as writer:
+    with cache.writer() as writer:  # open all the time: epochs leave the headroom to it
+        for epoch in range(epochs):
             for _ in range(SEGMENTS if epoch == 0 else 3):
                 ids = np.arange(number, number + ROWS)
                 writer.extend(x=np.ones((ROWS, 256), np.float32), y=ids, name=[str(i) for i in ids])
                 number += ROWS
-        stats = cache.stats()
-        assert stats.oldest_seq is not None
-        assert epoch < 10 or stats.oldest_seq > oldest, "nothing was evicted: the cache is to roll on"
-        oldest = stats.oldest_seq
-        for index, batch in enumerate(next(readers)):
-            if index % 16 == 0 or not isinstance(batch, dict):  # a table
-                held.append(batch)
-            del batch
-        while len(held) > HELD // 2:  # what is held is leased: let the cache roll on
-            held.popleft()
-        if (epoch + 1) % EVERY == 0:
-            samples.append(count())
+            stats = cache.stats()
+            assert stats.oldest_seq is not None
+            assert epoch < 10 or stats.oldest_seq > oldest, "nothing was evicted: the cache is to roll on"
+            oldest = stats.oldest_seq
+            for index, batch in enumerate(next(readers)):
+                if index % 16 == 0 or not isinstance(batch, dict):  # a table
+                    held.append(batch)
+                del batch
+            while len(held) > HELD // 2:  # what is held is leased: let the cache roll on
+                held.popleft()
+            if (epoch + 1) % EVERY == 0:
+                samples.append(count())
     return samples
 
 

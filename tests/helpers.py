@@ -228,3 +228,16 @@ class CtrlC:
             self.where = f"{function.co_filename}: {function.co_name}"
             raise KeyboardInterrupt
         self._left -= 1
+
+
+def nearly_full(path: Path, headroom: float = 0.1) -> ac.Cache:
+    """A cache of four segments, 5,000 rows with ids 0 to 4999, of which none was evicted; nobody writes.
+
+    300 MB with rows of 48 KiB, a hundred times smaller: two segments are more than what is free.
+    """
+    schema = ac.Schema({"id": ac.Tensor("int64"), "data": ac.Tensor("uint8", (480,))})
+    cache = ac.Cache.create(path, schema, "3MB", "640KiB", headroom=headroom)
+    with cache.writer() as writer:
+        writer.extend(id=np.arange(5000), data=np.zeros((5000, 480), np.uint8))
+    assert cache.stats().rows == 5000
+    return cache

@@ -154,10 +154,10 @@ def drift(
             raise ValueError(f"{len(seqs)} segments can be read, and drift compares two: wait for more")
         count = max(1, int(len(seqs) * share))
         oldest, newest = frozenset(seqs[:count]), frozenset(seqs[-count:])
-        with Snapshot.take(store, lambda segment: segment.seq in oldest, headroom=False) as part:
+        with Snapshot.take(store, lambda segment: segment.seq in oldest) as part:
             snapshot.release_oldest(len(seqs) - count)  # `part` has the oldest, and moves on
             first = _look(part, wanted, "oldest", progress)
-        with Snapshot.take(store, lambda segment: segment.seq in newest, headroom=False) as part:
+        with Snapshot.take(store, lambda segment: segment.seq in newest) as part:
             snapshot.close()
             last = _look(part, wanted, "newest", progress)
     rows = [_difference(first[name], last[name]) for name in names]

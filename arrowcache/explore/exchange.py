@@ -66,7 +66,7 @@ def export_parquet(
             errno.EEXIST, "the folder holds files already: give a new or an empty one", str(folder)
         )
     written = []
-    with Snapshot.take(store, headroom=False) as snapshot:
+    with Snapshot.take(store) as snapshot:
         for segment, batch in walk(snapshot, names, "exporting", progress):
             arrays = [plain(batch.column(name), schema[name]) for name in names]
             table = pa.RecordBatch.from_arrays(arrays, names=list(names))

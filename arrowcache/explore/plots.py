@@ -209,7 +209,7 @@ def _require_numbers(store: Store, name: str, kind: FieldType) -> None:
 
 def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> NDArray[np.float64]:
     """Some finite values of a segment, evenly spread; none if it is gone."""
-    with Snapshot.take(store, lambda other: other.seq == segment.seq, headroom=False) as snapshot:
+    with Snapshot.take(store, lambda other: other.seq == segment.seq) as snapshot:
         elements = kind.elements if isinstance(kind, Tensor) else 1
         rows = min(len(snapshot), max(1, _MOST_VALUES // max(1, elements)))
         if not rows:

@@ -58,9 +58,9 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     second is "Label_1". The query sees no file, no variable and no network.
 
     Returns: the result, in memory; a nested array as an ndarray of its shape.
-    Blocks: while it runs. Until then all segments of a snapshot are leased; as with an epoch, the oldest
-        ones of a nearly full cache are left to the samplers. Pages of columns that the query does not
-        name are not read, but for the few that say where each column lies.
+    Blocks: while it runs. Until then every segment is leased: of a full cache samplers wait so long. Pages
+        of columns that the query does not name are not read, but for the few that say where each column
+        lies.
     Raises: ValueError: the query fails; says why, in a sentence, with the names that come near.
         CorruptSegmentError: a damaged segment, which was quarantined.
     """

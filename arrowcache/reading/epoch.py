@@ -10,12 +10,18 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from arrowcache.errors import CorruptSegmentError, LoaderTimeoutError, MissingSegmentsError
+from arrowcache.errors import (
+    ArrowCacheError,
+    CorruptSegmentError,
+    LoaderTimeoutError,
+    MissingSegmentsError,
+)
+from arrowcache.reading.headroom import Headroom
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.order import Share, prepare_epoch
 from arrowcache.reading.pacing import Pacing
@@ -55,6 +61,8 @@ class Epoch:
     is_cold: bool = False  # some of it had to be read from the disk
     was_resumed: bool = False
     claimed_rows: int = 0  # of this rank: the pace counts them as served
+    began: float = field(default_factory=time.time)
+    held_up_seconds: float = 0.0  # that writers waited for its lease, as counted so far
 
     def rest(self) -> Plan:
         """What was not delivered yet."""
@@ -91,6 +99,7 @@ class Epochs:
         self._store, self._where, self._terms = store, where, terms
         self._timeout_seconds = timeout_seconds
         self._agreement: Agreement | None = None
+        self.headroom = Headroom()
         self.join(membership, share)
         self._meter = meter
         self._pacing = Pacing(store, where, terms.epoch_rows, paced=terms.paced)
@@ -105,6 +114,8 @@ class Epochs:
         """Be this rank, as of the constructor, from the next epoch on; none is in progress."""
         self.close()
         self._agreement = None if membership is None else Agreement(self._store, membership)
+        if membership is not None and membership.rank % membership.local_world_size:
+            self.headroom.warns = False  # the first rank of this node does
         alone = Share(membership.rank, membership.world_size) if membership else Share()
         self._share = share or alone
         self.step_rows = self._terms.batch_size * self._share.world_size  # of all ranks
@@ -144,7 +155,8 @@ class Epochs:
         """
         terms, plan = self._terms, self._resumed
         if plan is None:
-            with Snapshot.take(self._store, self._pacing.where()) as snapshot:
+            where, known = self._pacing.where(), self.headroom.known
+            with Snapshot.take(self._store, where, yields_since=known) as snapshot:
                 plan = self._plan(self.next, snapshot)
         return max(1, plan.order(terms.batch_size, self._share, terms.drop_last).steps)
 
@@ -230,9 +242,10 @@ class Epochs:
             self.next += 1
 
     def _come_to(self, epoch: Epoch) -> None:
-        self._meter.begin_epoch()
+        self._meter.begin_epoch(epoch.snapshot.left_out_rows)
         self.next = epoch.plan.epoch + 1
         self.progress = epoch
+        self.headroom.warn(epoch.snapshot, self._store.settings, stacklevel=5)
 
     def _begin(
         self,
@@ -262,6 +275,7 @@ class Epochs:
         if self._share.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
             rows -= max(0, order.steps * batch_size - (plan.stream_rows - plan.position))
         self._pacing.add_served(rows, undo)
+        self.headroom.took(snapshot)
         snapshot.asks_ahead = True  # until some of it was found in memory
         return Epoch(plan, snapshot, order, was_resumed=resumed is not None, claimed_rows=rows)
 
@@ -272,6 +286,14 @@ class Epochs:
             epoch.claimed_rows -= rest
             unread = not epoch.delivered and not epoch.was_resumed and self._agreement is None
             self._pacing.give_back(rest, epoch.snapshot if unread else None)
+
+    def note_held_up(self, epoch: Epoch) -> None:
+        """Count how long writers have waited for an epoch's lease, before it goes, or now. Never fails."""
+        with suppress(OSError, ArrowCacheError):
+            waited = min(self._store.held_up_seconds(epoch.snapshot.covers), time.time() - epoch.began)
+            more = max(0.0, waited - epoch.held_up_seconds)  # a wait that goes on counts once
+            epoch.held_up_seconds += more
+            self._meter.hold_up(more)
 
     def settle(self) -> bool:
         """An epoch gave up segments: so may the ranks' agreement on it, if all have joined.
@@ -362,7 +384,7 @@ class Epochs:
 
     def _retake(self, plan: Plan) -> Snapshot:
         """Lease what is there of a planned epoch, the oldest segments too."""
-        snapshot = Snapshot.take(self._store, plan.includes, headroom=False)
+        snapshot = Snapshot.take(self._store, plan.includes)
         try:
             snapshot.map_all()
         except BaseException:
@@ -434,7 +456,7 @@ class Epochs:
         """An open snapshot of enough rows, mapped, as the pace allows; what it counts goes on the stack."""
         if not self._pacing.may_begin():
             return None
-        snapshot = Snapshot.take(self._store, self._pacing.where())
+        snapshot = Snapshot.take(self._store, self._pacing.where(), yields_since=self.headroom.known)
         enough = False
         try:
             self._rows_seen = len(snapshot)

@@ -142,12 +142,14 @@ class Feed:
                 self._drop(upcoming)
             return False
         self._assembly.end(previous)
+        self._epochs.note_held_up(previous)
         self._readahead.retire([previous.snapshot])  # after the new one: what both read stays mapped
         self._readahead.soon(partial(self._epochs.ended, previous))
         return True
 
     def _stop_leasing(self, epoch: Epoch) -> None:
         self._assembly.end(epoch)
+        self._epochs.note_held_up(epoch)
         epoch.snapshot.close()
         self._readahead.drop()
 
@@ -160,6 +162,7 @@ class Feed:
         if upcoming is not None:
             self._drop(upcoming)
         self._assembly.end(epoch)
+        self._epochs.note_held_up(epoch)
         self._readahead.park(epoch.snapshot)
         self._epochs.ended(epoch)
         for each in self._undelivered:

@@ -254,7 +254,9 @@ class Loader:
         self._assembly.require_views()
 
     def stats(self) -> LoaderStats:
-        """What was delivered so far, and what held it up."""
+        """What was delivered so far, what held it up, and what it held up."""
+        if self._epochs.progress is not None:
+            self._epochs.note_held_up(self._epochs.progress)
         ring_bytes, ring_growths = self._assembly.ring_stats()
         return self._meter.stats(ring_bytes, ring_growths, self._assembly.in_progress())
 

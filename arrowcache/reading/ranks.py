@@ -125,7 +125,7 @@ class Agreement:
                 with self._store.locked():
                     theirs = self._join(name, epoch, record)
                     if theirs is None:
-                        self._propose(name, epoch, record, mine.segments)
+                        self._propose(name, epoch, record, mine)
             if theirs is None:
                 agreed, mine = mine, None
             else:
@@ -178,24 +178,30 @@ class Agreement:
             undo.callback(file.close)
             if not file.is_held():
                 return None
-            segments = self._segments_of(self._checked(name, file.read(), epoch, terms), epoch)
+            record = self._checked(name, file.read(), epoch, terms)
+            segments = self._segments_of(record, epoch)
             keeper, lease = self._lease(segments), self._lease(segments)
             for each in (keeper, lease):
                 if each is not None:
                     undo.callback(each.close)
             file.hold()
             file.append(joiner_line(self._membership.rank, os.getpid()))
-            snapshot = _Adopted(self._store, segments, lease)
+            snapshot = _Adopted(
+                self._store,
+                segments,
+                lease,
+                next_seq=record.next_seq,
+                left_out_rows=record.left_out_rows,
+            )
             undo.pop_all()
         self._hold(_Held(name, epoch, file, keeper))
         return snapshot
 
-    def _propose(
-        self, name: str, epoch: int, terms: Mapping[str, Term], segments: Sequence[SegmentInfo]
-    ) -> None:
+    def _propose(self, name: str, epoch: int, terms: Mapping[str, Term], mine: Snapshot) -> None:
         """Link the epoch's file, in place of debris; under cache.lock, with the segments leased."""
-        folder = self._store.folder
-        data = RanksRecord(terms, [segment.seq for segment in segments]).pack()
+        folder, segments = self._store.folder, mine.segments
+        seqs = [segment.seq for segment in segments]
+        data = RanksRecord(terms, seqs, mine.next_seq, mine.left_out_rows).pack()
         data += joiner_line(self._membership.rank, os.getpid())
         folder.sweep()
         self._store.require_room(len(data))

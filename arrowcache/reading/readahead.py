@@ -237,7 +237,11 @@ class ReadAhead:
         newest, where = self._newest, self._where
         if self._store.folder.read_record().next_seq <= newest + 1:
             return
-        snapshot = Snapshot.take(self._store, lambda s: s.seq > newest and (where is None or where(s)))
+
+        def is_new(segment: SegmentInfo) -> bool:
+            return segment.seq > newest and (where is None or where(segment))
+
+        snapshot = Snapshot.take(self._store, is_new, yields_since=newest + 1)
         if not len(snapshot):
             snapshot.close()
             return

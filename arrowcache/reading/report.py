@@ -80,4 +80,10 @@ def _facts(stats: LoaderStats) -> list[tuple[str, str]]:
         f"private, {format_bytes(stats.file_bytes)} of mapped files"
     )
     age = [("age", f"{format_seconds(stats.age_seconds)} since rows were published, on average")]
-    return [*(age if stats.rows else []), ("memory", memory)]
+    facts = [*(age if stats.rows else []), ("memory", memory)]
+    if stats.left_out_rows:
+        rows = format_count(stats.left_out_rows, "row")
+        facts.append(("left out", f"the oldest {rows} of the last epoch, to samplers"))
+    if stats.held_up_seconds:
+        facts.append(("held up", f"samplers, for {format_seconds(stats.held_up_seconds)}, by its lease"))
+    return facts

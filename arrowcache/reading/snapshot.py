@@ -64,8 +64,18 @@ class Snapshot:
     child. While it is open, none of its segments is evicted.
     """
 
-    def __init__(self, store: Store, segments: Sequence[SegmentInfo], lease: Lease | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        segments: Sequence[SegmentInfo],
+        lease: Lease | None,
+        *,
+        next_seq: int = 0,
+        left_out_rows: int = 0,
+    ) -> None:
         self._store = store
+        self.next_seq = next_seq  # of the segment that was published next
+        self.left_out_rows = left_out_rows  # of the oldest segments: a loader left them to writers
         self._arena = Arena.of(store)
         self._folder = os.fspath(store.folder.segments)
         self._lease = lease
@@ -88,12 +98,20 @@ class Snapshot:
 
     @classmethod
     def take(
-        cls, store: Store, where: Callable[[SegmentInfo], bool] | None = None, *, headroom: bool = True
+        cls,
+        store: Store,
+        where: Callable[[SegmentInfo], bool] | None = None,
+        *,
+        yields_since: float | None = None,
     ) -> Snapshot:
-        """Lease what is published now, but for the headroom's oldest segments (unless told not to)."""
-        segments, lease = store.lease(where, headroom=headroom)
+        """Lease what is published now: all of it, but for a loader, which says so by `yields_since`.
+
+        Args:
+            where, yields_since: as of `Store.lease`.
+        """
+        segments, lease, next_seq, left_out_rows = store.lease(where, yields_since=yields_since)
         try:
-            return cls(store, segments, lease)
+            return cls(store, segments, lease, next_seq=next_seq, left_out_rows=left_out_rows)
         except BaseException:
             if lease is not None:
                 lease.close()
@@ -462,6 +480,11 @@ class Snapshot:
             self._arena.release(self._claim, len(self._claim.segments), unlease)
         else:
             unlease()
+
+    def covers(self, seq: int) -> bool:
+        """Whether its lease is on a segment, by its number."""
+        lease = self._lease
+        return lease is not None and lease.covers(seq)
 
     def on_contention(self, let_go: Callable[[], None]) -> None:
         """Have `let_go` called when a writer of this process waits for this snapshot's lease."""

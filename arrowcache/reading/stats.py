@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arrowcache.reading import report
+from arrowcache.units import format_seconds
 
 if TYPE_CHECKING:
     from typing import Self
@@ -64,6 +65,11 @@ class LoaderStats:
     buffer was added to it: it goes on growing while the consumer keeps batches. `private_bytes` and
     `file_bytes` are the whole process' resident memory: its own, and pages of mapped files, which
     the kernel takes back when it needs them. `workers` and `shuffle` are the loader's.
+
+    `left_out_rows` is how many of the oldest rows the epoch that began last leaves to samplers: 0, but
+    where the cache is nearly full and somebody writes to it (see `headroom` of `Cache.create`); 0 also
+    of the rest of a resumed epoch. `held_up_seconds` is how long samplers waited for room that this loader
+    leased, of those waits that lasted to the end of an epoch, or last: `advice` says so, where that is much.
     """
 
     epochs: int
@@ -88,10 +94,23 @@ class LoaderStats:
     file_bytes: int
     workers: int
     shuffle: str | None
+    left_out_rows: int = 0
+    held_up_seconds: float = 0.0
 
     @property
     def advice(self) -> str:
-        """What to do to be faster, that was not done yet."""
+        """What to do to be faster, that was not done yet; and what to do for samplers that it holds up."""
+        if not self.held_up_seconds or self.held_up_seconds < _NO_STALL * self.seconds:
+            return self._own_advice()
+        in_order = (
+            "" if self.shuffle in ("window", None) else "shuffle='window', which gives up what was read, "
+        )
+        return (
+            f"{self._own_advice()}; but samplers waited {format_seconds(self.held_up_seconds)} for room "
+            f"that this loader's lease takes: {in_order}more headroom, or more capacity"
+        )
+
+    def _own_advice(self) -> str:
         more = f"more than {self.workers} workers" if self.workers else "workers=2, worker_type='thread'"
         match self.bottleneck:
             case "store":
@@ -120,7 +139,8 @@ class Meter:
         self._lock = threading.RLock()  # a signal handler may ask, or close, while its thread is counting
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.epochs = self.batches = self.rows = self.nbytes = self.copied_bytes = self.stalls = 0
-        self.epoch_seconds = self.stall_seconds = 0.0
+        self.epoch_seconds = self.stall_seconds = self.held_up_seconds = 0.0
+        self.left_out_rows = 0
         self._age_row_seconds = 0.0
         # in progress: since when. By thread, so that what an interrupt left behind is soon replaced
         self._stages: dict[int, tuple[str, float]] = {}
@@ -230,9 +250,15 @@ class Meter:
             self._shows_a_wait = False
             self.show()
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, left_out_rows: int = 0) -> None:
         with self._lock:
             self.epochs += 1
+            self.left_out_rows = left_out_rows
+
+    def hold_up(self, seconds: float) -> None:
+        """Writers waited so long, or so much longer, for room that the loader leases."""
+        with self._lock:
+            self.held_up_seconds += seconds
 
     def take_back_epoch(self) -> None:
         with self._lock:
@@ -295,6 +321,8 @@ class Meter:
                 file_bytes=file_bytes,
                 workers=self._workers,
                 shuffle=self._shuffle,
+                left_out_rows=self.left_out_rows,
+                held_up_seconds=self.held_up_seconds,
             )
 
 

@@ -315,6 +315,15 @@ class Folder:
         names = [name for name in _plain(self.incoming) if name.endswith(suffix)]
         return sum(not self._is_unlocked(self.incoming / name) for name in names)
 
+    def waiting_since(self) -> float | None:
+        """Since when, in seconds since 1970, the writer waits that has waited longest; None: none waits."""
+        since = []
+        for name in _plain(self.incoming):
+            if name.endswith(layout.WAIT) and not self._is_unlocked(self.incoming / name):
+                with contextlib.suppress(FileNotFoundError):  # it has found room
+                    since.append(os.stat(self.incoming / name).st_mtime)
+        return min(since, default=None)
+
     # publishing
 
     def new_part(self) -> Part:

@@ -113,8 +113,8 @@ class Settings:
 
     @property
     def headroom_bytes(self) -> int:
-        """What a snapshot leaves unleased: at least two segments."""
-        return max(int(self.headroom * self.capacity_bytes), 2 * self.segment_bytes)
+        """What a loader's snapshot leaves to writers: at least two segments; 0 where headroom is 0."""
+        return max(int(self.headroom * self.capacity_bytes), 2 * self.segment_bytes) if self.headroom else 0
 
     def with_capacity(self, capacity_bytes: int) -> Settings:
         return replace(self, capacity_bytes=capacity_bytes)
@@ -276,14 +276,22 @@ class RanksRecord:
     """The first line of a file in ranks/: which segments an epoch reads, and on what terms.
 
     `seqs` ascends. On the disk it is runs, so thousands of segments in a row are two numbers, and
-    the worst, every other of 16,000, are 32 kB. A checksum tells a damaged line.
+    the worst, every other of 16,000, are 32 kB. A checksum tells a damaged line. `next_seq` is the number
+    that came next when the snapshot was taken; `left_out_rows` is how many rows it left to writers.
     """
 
     terms: Mapping[str, Term]
     seqs: Sequence[int]
+    next_seq: int = 0
+    left_out_rows: int = 0
 
     def pack(self) -> bytes:
-        record = {"version": FORMAT_VERSION, "terms": dict(self.terms), "runs": _to_runs(self.seqs)}
+        record = {
+            "version": FORMAT_VERSION,
+            "terms": dict(self.terms),
+            "runs": _to_runs(self.seqs),
+            "seen": [self.next_seq, self.left_out_rows],
+        }
         text = json.dumps(record, separators=(",", ":")).encode()
         return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
 
@@ -301,7 +309,11 @@ class RanksRecord:
             record = json.loads(text)
             if record["version"] != FORMAT_VERSION:
                 raise CacheFormatError(f"it has format version {record['version']}, not {FORMAT_VERSION}")
-            return cls(dict(record["terms"]), _from_runs(record["runs"]))
+            seqs = _from_runs(record["runs"])
+            next_seq, left_out_rows = record["seen"]
+            parse_count(next_seq, "next_seq", 0, MOST_SEQ)
+            parse_count(left_out_rows, "left_out_rows", 0, _MOST_BYTES)
+            return cls(dict(record["terms"]), seqs, next_seq, left_out_rows)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CacheFormatError(f"it does not hold what it should: {error!r}") from error
 

@@ -80,6 +80,18 @@ class Published(NamedTuple):
     waiting_seconds: float
 
 
+class Leased(NamedTuple):
+    """What a snapshot has: segments, oldest first, and the lease on them, None where there are none.
+
+    `next_seq` is the number of the next segment. `left_out_rows` is how many rows were left to writers.
+    """
+
+    segments: list[SegmentInfo]
+    lease: Lease | None
+    next_seq: int
+    left_out_rows: int
+
+
 class _Listing(NamedTuple):
     """What segments/ held when it was last listed. Segments never change: one stat a name."""
 
@@ -248,28 +260,29 @@ class Store:
         Raises: CacheFullError, LockTimeoutError, Cancelled, OSError; nothing is left behind.
         """
         policy = policy or RoomPolicy()
-        for left in reversed(range(_DISK_FULL_ATTEMPTS)):
-            started = time.monotonic()
-            part: Part | None = None
-            try:
-                part = self._make_room(segment.nbytes, policy)
-                waited = time.monotonic() - started
-                part.reserve(segment.nbytes)
-                part.write(segment.pieces)
-                if self.settings.durable:
-                    part.sync()
-                info = self._link(part, segment.rows, task, on_visible)
-                if self.settings.durable:
-                    self._sync_names()  # after the bytes: a name that outlasts a power cut has them
-                return Published(info, waited)
-            except OSError as error:
-                if error.errno not in _DISK_FULL:
-                    raise explained(error, self.folder.path) from None
-            finally:
-                if part is not None:
-                    part.discard()
-            if left:  # else it would go in vain
-                self.evict(segment.nbytes)
+        with self.usage.writing():
+            for left in reversed(range(_DISK_FULL_ATTEMPTS)):
+                started = time.monotonic()
+                part: Part | None = None
+                try:
+                    part = self._make_room(segment.nbytes, policy)
+                    waited = time.monotonic() - started
+                    part.reserve(segment.nbytes)
+                    part.write(segment.pieces)
+                    if self.settings.durable:
+                        part.sync()
+                    info = self._link(part, segment.rows, task, on_visible)
+                    if self.settings.durable:
+                        self._sync_names()  # after the bytes: a name that outlasts a power cut has them
+                    return Published(info, waited)
+                except OSError as error:
+                    if error.errno not in _DISK_FULL:
+                        raise explained(error, self.folder.path) from None
+                finally:
+                    if part is not None:
+                        part.discard()
+                if left:  # else it would go in vain
+                    self.evict(segment.nbytes)
         raise CacheFullError(self._why(segment.nbytes, _Blocked.DISK_FULL, policy))
 
     def _link(self, part: Part, rows: int, task: str, on_visible: Callable[[], None]) -> SegmentInfo | None:
@@ -441,7 +454,8 @@ class Store:
         if blocked is _Blocked.OWN_LEASE:
             return (
                 f"{text}; this very process reads them, so waiting would not end: close its "
-                "snapshots or end its epoch, raise capacity, or raise headroom"
+                "snapshots or end its epoch, open the writer before an epoch, which then leaves the headroom "
+                "to it, raise capacity, or raise headroom"
             )
         wait = ", or pass on_full='wait'" if policy.on_full == "raise" else ""
         return f"{text}; raise capacity, or raise headroom{wait}"
@@ -474,42 +488,70 @@ class Store:
     # leasing and reading
 
     def lease(
-        self, where: Callable[[SegmentInfo], bool] | None = None, *, headroom: bool = True
-    ) -> tuple[list[SegmentInfo], Lease | None]:
-        """Lease what is published, but for the headroom's oldest segments and what `where` refuses.
+        self, where: Callable[[SegmentInfo], bool] | None = None, *, yields_since: float | None = None
+    ) -> Leased:
+        """Lease what is published, but for what `where` refuses.
 
         Args:
-            headroom: False: also the oldest ones.
-        Returns: the segments, oldest first, and the lease; None when there are none.
+            yields_since: None: all of it. A number: leave the headroom's oldest segments to writers, if
+                somebody writes, or if a segment of this number or a higher one was published;
+                `math.inf`: if somebody writes.
         """
         with self.locked():
             self.refresh_settings()
-            listed = self.segments()
-            if headroom:
-                free, wanted = self._free_and_headroom_bytes(self.allocated_bytes(listed))
-                listed = listed[skip_for_headroom(listed, free, wanted) :]
+            listed, next_seq = self.segments(), self.folder.read_record().next_seq
+            left_out: list[SegmentInfo] = []
+            if yields_since is not None and (next_seq > yields_since or self._somebody_writes()):
+                count = self._headroom_segments(listed)
+                listed, left_out = listed[count:], listed[:count]
             if not listed:
-                return [], None
+                return Leased([], None, next_seq, 0)
             lease = Lease(self.folder.lease_lock, listed[0].seq, listed[-1].seq)
         if where is not None:
             try:
                 listed = [segment for segment in listed if where(segment)]
+                left_out = [segment for segment in left_out if where(segment)]
             except BaseException:
                 lease.close()
                 raise
-            if not listed:
-                lease.close()
-                return [], None
-            lease.narrow(listed[0].seq, listed[-1].seq)
-        return listed, lease
+        left_out_rows = sum(segment.rows for segment in left_out)
+        if not listed:
+            lease.close()
+            return Leased([], None, next_seq, left_out_rows)
+        lease.narrow(listed[0].seq, listed[-1].seq)
+        return Leased(listed, lease, next_seq, left_out_rows)
 
-    def _free_and_headroom_bytes(self, allocated: int) -> tuple[int, int]:
-        """What may still be written, and what a snapshot leaves to samplers; a disk may hold less than the
-        capacity."""
-        status = os.statvfs(self.folder.path)
+    def _somebody_writes(self) -> bool:
+        try:
+            return self.usage.somebody_writes()
+        except OSError:  # it cannot be told: no writer is to stand still for that, and no epoch fails
+            return True
+
+    def _headroom_segments(self, listed: list[SegmentInfo]) -> int:
+        """How many of the oldest are left to writers; a disk may hold less than the capacity."""
+        if not self.settings.headroom_bytes:
+            return 0
+        allocated, status = self.allocated_bytes(listed), os.statvfs(self.folder.path)
         holds = min(self.settings.capacity_bytes, allocated + status.f_bavail * status.f_frsize)
         headroom = self.settings.with_capacity(holds).headroom_bytes
-        return holds - allocated, max(headroom, room_of_two(self.settings.segment_bytes))
+        wanted = max(headroom, room_of_two(self.settings.segment_bytes))
+        return skip_for_headroom(listed, holds - allocated, wanted)
+
+    def held_up_seconds(self, covers: Callable[[int], bool]) -> float:
+        """How long a writer has waited for room that a lease takes; 0.0: none waits, or not for this lease.
+
+        Args:
+            covers: whether the lease is on a segment, by its number: is it on the oldest that is leased?
+        Takes no lock. Raises: OSError: the folder is gone.
+        """
+        since = self.folder.waiting_since()
+        if since is None:
+            return 0.0
+        listed = self.segments()
+        leased = self.leased(listed)
+        if not leased or not covers(leased[0].seq) or self._why_paced(listed):
+            return 0.0
+        return max(0.0, time.time() - since)
 
     # looking after it
 

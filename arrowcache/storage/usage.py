@@ -102,12 +102,8 @@ class Usage:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A loader waits inside: no sampler waits for training meanwhile, if a descriptor can be had."""
-        sign = self._show(_LOADER_WAITS)
-        try:
+        with _until_closed(self._show(_LOADER_WAITS)):
             yield
-        finally:
-            if sign is not None:
-                sign.close()
 
     def a_loader_waits(self) -> bool:
         """Raises: OSError: it cannot be told."""
@@ -119,6 +115,12 @@ class Usage:
         A forked child does not prolong it. None: no descriptor is left.
         """
         return self._show(_SOMEBODY_WRITES)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Somebody writes inside: as `show_writing`, if a descriptor can be had."""
+        with _until_closed(self.show_writing()):
+            yield
 
     def somebody_writes(self) -> bool:
         """A writer is open, or a sampler pool has tasks left, in this process or another.
@@ -161,6 +163,15 @@ class Usage:
             self._folder.change_usage(
                 0, UsageRecord.nbytes, lambda data: change(UsageRecord.unpack(data)).pack()
             )
+
+
+@contextmanager
+def _until_closed(sign: LockFile | None) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if sign is not None:
+            sign.close()
 
 
 def _counts(data: bytes, count: int) -> NDArray[np.int64]:

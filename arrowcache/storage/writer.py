@@ -55,6 +55,9 @@ class Writer:
         self._flusher: threading.Thread | None = None
         self._wake: SimpleQueue[object] = SimpleQueue()  # unlike a condition, whole wherever Ctrl-C comes
         self._pid = os.getpid()
+        self._sign = (
+            store.usage.show_writing()
+        )  # loaders see that somebody writes, until this ends or is gone
 
     def append(self, sample: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
         """Append one sample, given as keyword arguments or as one mapping.
@@ -177,6 +180,8 @@ class Writer:
     def _end(self) -> None:
         self._closed = True
         self._wake_flusher()
+        if self._sign is not None:
+            self._sign.close()
 
     # max_delay
 

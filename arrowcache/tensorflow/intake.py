@@ -80,9 +80,10 @@ class Intake:
             CacheFullError also: this very process leases what would have to be evicted.
         """
         try:
-            for number in range(len(self._shares)):
-                self._launch(number)
-            self._watch()
+            with self._store.usage.writing():
+                for number in range(len(self._shares)):
+                    self._launch(number)
+                self._watch()
         except (ArrowCacheError, ValueError) as error:
             self._end()
             raise self._with_count(error) from error.__cause__

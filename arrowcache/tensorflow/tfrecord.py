@@ -40,8 +40,7 @@ def to_tfrecords(
 ) -> list[Path]:
     """Write what a cache holds as TFRecord files, one a segment, named `<seq>.tfrecord`.
 
-    It is one snapshot of everything, also of the oldest segments that an epoch would leave to the samplers.
-    A segment's lease ends when its file is complete.
+    It is one snapshot of everything. A segment's lease ends when its file is complete.
 
     Each sample is a tf.train.Example, of a feature a column: scalar integers, bool and timestamps
     (microseconds since 1970) as an int64_list, text and bytes as a bytes_list, all else as its
@@ -66,7 +65,7 @@ def to_tfrecords(
             errno.EEXIST, "the folder holds files already: give a new or an empty one", str(folder)
         )
     written = []
-    with Snapshot.take(store, headroom=False) as snapshot:
+    with Snapshot.take(store) as snapshot:
         start = 0
         for count, segment in enumerate(snapshot.segments, start=1):
             values = snapshot.gather(np.arange(start, start + segment.rows), names)

@@ -308,8 +308,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     def _batches(self, epochs: Epochs, turn: Turn, place: _Place) -> Iterator[dict[str, Any]]:
         epochs.resume(place.plan, "raise")
         mine = slice(turn.worker + place.made * turn.workers, None, turn.workers)
+        self._numbers.recall(epochs.headroom)
+        may_warn = epochs.headroom.warns
         epoch = epochs.begin(made=mine)
         assert epoch is not None  # nobody cancels it
+        self._numbers.remember(epochs.headroom, warned=may_warn and not epochs.headroom.warns)
         try:
             self._place = place = place._replace(plan=epoch.plan)
             in_order = epoch.plan.is_in_order

@@ -5,20 +5,24 @@ workers that live for one epoch would all begin with number 0, for ever. So the 
 that a dataset shares with its copies. All workers of one pass give the same token; the first to come
 takes the next number, the others get the same. Whoever calls must hold cache.lock.
 
-The table is the next number, how many passes there were, and an entry for each of the last ones: token,
-number, and words with a bit for each worker that took the number.
+The table is the next number, how many passes there were, what is known of the headroom, and an entry for each
+of the last passes: token, number, and words with a bit for each worker that took the number.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
+
+from arrowcache.reading.headroom import Headroom
 
 _PASSES = 64  # that are told apart at once
 _BITS, _WORDS = 62, 16  # of a word that are used, and words of an entry
 MOST_WORKERS = _BITS * _WORDS
 _MASK = (1 << 63) - 1
+_HEAD = 4  # numbers before the entries
 
 
 class Turn(NamedTuple):
@@ -43,8 +47,21 @@ class EpochNumbers:
 
     def __init__(self, table: torch.Tensor | None = None) -> None:
         if table is None:
-            table = torch.zeros(2 + _PASSES * (2 + _WORDS), dtype=torch.int64)
+            table = torch.zeros(_HEAD + _PASSES * (2 + _WORDS), dtype=torch.int64)
         self.table = table if table.is_shared() else table.share_memory_()  # type: ignore[no-untyped-call]
+
+    def recall(self, headroom: Headroom) -> None:
+        """Have a process' headroom be that of all: workers may live for one epoch only. Needs no lock."""
+        if known := int(self.table[2]):
+            headroom.known = known - 1
+        headroom.warns = headroom.warns and not self.table[3]
+
+    def remember(self, headroom: Headroom, *, warned: bool) -> None:
+        """Have all know of an epoch's snapshot, and whether its loader has warned. Needs no lock."""
+        if headroom.known < math.inf:
+            self.table[2] = int(headroom.known) + 1
+        if warned:
+            self.table[3] = 1
 
     def set(self, number: int) -> None:
         """Have the next pass be of this number."""
@@ -64,7 +81,7 @@ class EpochNumbers:
                 f"a CacheIterableDataset takes at most {MOST_WORKERS} workers, not {turn.workers}: "
                 "lower num_workers"
             )
-        entries = self.table[2:].view(_PASSES, 2 + _WORDS)
+        entries = self.table[_HEAD:].view(_PASSES, 2 + _WORDS)
         word, bit = 2 + turn.worker // _BITS, 1 << turn.worker % _BITS
         if turn.workers > 1:
             for at, entry in enumerate(entries.tolist()):

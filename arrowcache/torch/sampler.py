@@ -115,6 +115,12 @@ class EpochBatchSampler(Sampler[list[int]]):
         """The number of the next epoch."""
         return self._epochs.next
 
+    @property
+    def left_out_rows(self) -> int:
+        """How many of the oldest rows the epoch that began last leaves to samplers, as of `LoaderStats`."""
+        progress = self._epochs.progress
+        return 0 if progress is None else progress.snapshot.left_out_rows
+
     def set_epoch(self, epoch: int) -> None:
         """Have the next epoch be number `epoch`: with the seed it decides the order.
 

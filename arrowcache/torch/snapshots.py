@@ -223,7 +223,7 @@ class _Retaken:
         seqs, rows = name.seqs(), name.rows()
         wanted = set(seqs[oldest:].tolist())
         self._rows_before, self._oldest = int(rows[:oldest].sum()), oldest
-        self._snapshot = Snapshot.take(store_of(name.path), lambda s: s.seq in wanted, headroom=False)
+        self._snapshot = Snapshot.take(store_of(name.path), lambda s: s.seq in wanted)
         missing = len(wanted) - len(self._snapshot.segments)
         if missing:
             self._snapshot.close()

@@ -1,4 +1,4 @@
-"""Complaints about what an epoch holds: stale, repeated, disagreed on, clumped. Rows 14 to 17."""
+"""Complaints about what an epoch holds: stale, repeated, disagreed on, clumped, left out. Rows 14-17, 24."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import held_rank_files, ids_of, make_cache, publish
+from helpers import held_rank_files, ids_of, make_cache, nearly_full, publish
 from processes import Child
 
 import arrowcache as ac
@@ -153,3 +153,23 @@ def test_complaint_17_shuffles_do_not_clump(tmp_path):
     assert company > 0.3
     spread, _ = spread_and_company(cache.path, shuffle="blocks")
     assert spread > 0.65
+
+
+@pytest.mark.parametrize("headroom", [0.1, 0])
+def test_complaint_24_no_row_is_left_out_in_silence(tmp_path, headroom):
+    cache = nearly_full(tmp_path / "nearly-full", headroom)
+    with ac.Loader(cache, 50, columns=["id"]) as loader:
+        assert sorted(ids_of(loader)) == list(range(5000)), "nobody writes"
+        with cache.snapshot() as snapshot:
+            assert len(snapshot) == cache.stats().rows == 5000
+        with cache.writer():
+            if headroom:
+                with pytest.warns(RuntimeWarning, match="an epoch leaves out the oldest 2656 of 5000 rows"):
+                    epoch = iter(loader)
+            else:
+                epoch = iter(loader)
+            delivered = len(ids_of(epoch))
+        stats = loader.stats()
+        assert 5000 - stats.left_out_rows - 50 < delivered <= 5000 - stats.left_out_rows, "but a last batch"
+        assert bool(stats.left_out_rows) == bool(headroom)
+        assert ("left out" in str(stats)) == bool(headroom)

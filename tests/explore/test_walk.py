@@ -16,7 +16,7 @@ from arrowcache.storage.mapping import live_mappings
 def test_what_was_passed_is_evicted_while_one_walks_on(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="512KiB")
     publish(cache, segments=14)
-    with Snapshot.take(cache.store, headroom=False) as snapshot:
+    with Snapshot.take(cache.store) as snapshot:
         seen = []
         for segment, batch in walk(snapshot, ["id"], "", progress=False):
             seen.append((segment.seq, batch.column("id")[0].as_py()))

@@ -8,6 +8,7 @@ descriptors are closed as the kernel closes them, without a word to the library.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -36,6 +37,7 @@ import arrowcache as ac
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import recovery
 from arrowcache.storage.locks import LockFile
+from arrowcache.storage.sizing import room_of_two
 
 SCHEMA = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("float32", (16, 16)), "text": ac.String()})
 ROWS = 8
@@ -89,7 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(headroom=st.sampled_from([0.0, 0.1, 0.4]), durable=st.sampled_from([False, False, True]))
     def create(self, headroom, durable):
-        self.capacity = 320 * KIB  # half of the segments that fit are read, the others are the headroom
+        self.capacity = 320 * KIB  # of a full one an epoch reads half of the segments beside a writer
         self.cache = ac.Cache.create(
             self.path, SCHEMA, self.capacity, "12KiB", segment_rows=ROWS, headroom=headroom, durable=durable
         )
@@ -184,20 +186,41 @@ class CacheMachine(RuleBasedStateMachine):
 
     # reading
 
-    @rule(target=snapshots, odd=st.booleans())
-    def lease(self, odd):
-        snapshot = self.cache.snapshot(where=(lambda segment: segment.seq % 2 == 1) if odd else None)
+    @rule(target=snapshots, odd=st.booleans(), since=st.sampled_from(["none", "never", "always", "now"]))
+    def lease(self, odd, since):
+        """As who looks, or as a loader whose snapshot before was so long ago."""
+        there, left_out = seqs(self.cache), []
+        next_seq = self.cache.stats().next_seq
+        yields_since = {"none": None, "never": math.inf, "always": 0, "now": next_seq}[since]
+        where = (lambda segment: segment.seq % 2 == 1) if odd else None
+        snapshot = Snapshot.take(self.cache.store, where, yields_since=yields_since)
         self.opened.append(snapshot)
         seen = [segment.seq for segment in snapshot.segments]
-        there = seqs(self.cache)
-        if not odd and there:
-            assert seen == there[len(there) - len(seen) :], "all but the oldest, which are the headroom"
-            assert seen[-1] == there[-1]
+        is_written = bool(self.pending) or (since == "always" and next_seq > 0)
+        if self.settings.headroom and is_written and since != "none":
+            left_out = self.headroom(there)
+        wanted = [seq for seq in there if not odd or seq % 2]
+        assert seen == [seq for seq in wanted if seq not in left_out]
+        assert snapshot.left_out_rows == sum(len(self.published[s]) for s in wanted if s in left_out)
         if not seen:
             snapshot.close()
             return multiple()
         self.leases.append(set(seen))
         return snapshot, self.leases[-1]
+
+    @property
+    def settings(self):
+        return self.cache.store.settings
+
+    def headroom(self, there):
+        """The oldest, as few as make two segments and the share that was asked for; never the newest."""
+        wanted = max(self.settings.headroom * self.capacity, room_of_two(self.settings.segment_bytes))
+        sizes = [path.stat().st_blocks * 512 for path in segment_files(self.cache)]
+        free, left_out = self.capacity - disk_bytes(self.path), 0
+        while left_out < len(there) - 1 and free < wanted:
+            free += sizes[left_out]
+            left_out += 1
+        return there[:left_out]
 
     @rule(pair=snapshots, seed=st.integers(0, 99))
     def gather(self, pair, seed):
@@ -347,7 +370,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Whatever a new snapshot has is right, its damaged segments being out of it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            with Snapshot.take(self.cache.store, headroom=False) as snapshot:
+            with Snapshot.take(self.cache.store) as snapshot:
                 snapshot.map_all()
                 expected = [i for segment in snapshot.segments for i in self.published[segment.seq]]
                 got = snapshot.gather(range(len(snapshot)))

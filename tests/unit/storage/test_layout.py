@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -65,6 +66,11 @@ def test_another_name_is_none_of_ours(name):
 def test_settings_survive_their_text():
     assert Settings.from_json(SETTINGS.text) == SETTINGS
     assert Settings.from_json(SETTINGS.with_capacity(7).text).capacity_bytes == 7
+
+
+def test_no_headroom_is_none():
+    assert replace(SETTINGS, headroom=0.0).headroom_bytes == 0
+    assert replace(SETTINGS, headroom=1e-9).headroom_bytes == 2_000_000
 
 
 def test_headroom_is_a_share_of_the_capacity_but_at_least_two_segments():
@@ -213,14 +219,21 @@ def test_another_name_in_ranks_is_none_of_ours(name):
 terms = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
 
 
-@given(terms, st.sets(st.integers(0, 300) | st.integers(0, MOST_SEQ - 1)), st.sets(st.integers(0, 2**22)))
-def test_what_ranks_agree_on_survives_its_bytes(terms, seqs, pids):
-    data = RanksRecord(terms, sorted(seqs)).pack()
+@given(
+    terms,
+    st.sets(st.integers(0, 300) | st.integers(0, MOST_SEQ - 1)),
+    st.sets(st.integers(0, 2**22)),
+    st.integers(0, MOST_SEQ),
+    st.integers(0, 2**60),
+)
+def test_what_ranks_agree_on_survives_its_bytes(terms, seqs, pids, next_seq, left_out_rows):
+    data = RanksRecord(terms, sorted(seqs), next_seq, left_out_rows).pack()
     for pid in pids:
         data += joiner_line(1, pid)
     read = RanksRecord.unpack(data)
     assert read.terms == terms
     assert list(read.seqs) == sorted(seqs)
+    assert (read.next_seq, read.left_out_rows) == (next_seq, left_out_rows)
     assert joiners(data) == {b"1 %d\n" % pid for pid in pids}
 
 
@@ -247,16 +260,21 @@ def test_half_of_what_ranks_agree_on_is_noticed(length):
         [],
         {},
         {"version": 1},
-        {"version": 2, "terms": {}, "runs": []},
-        {"version": 1, "terms": 5, "runs": []},
-        {"version": 1, "terms": {}, "runs": [1]},
-        {"version": 1, "terms": {}, "runs": ["a", "b"]},
-        {"version": 1, "terms": {}, "runs": None},
-        {"version": 1, "terms": {}, "runs": [0, 2**40]},
-        {"version": 1, "terms": {}, "runs": [2**62, 1]},
-        {"version": 1, "terms": {}, "runs": [5, 1, -5, 1]},
-        {"version": 1, "terms": {}, "runs": [0, True]},
-        {"version": 1, "terms": {}, "runs": [0, -3]},
+        {"version": 2, "terms": {}, "runs": [], "seen": [0, 0]},
+        {"version": 1, "terms": 5, "runs": [], "seen": [0, 0]},
+        {"version": 1, "terms": {}, "runs": [1], "seen": [0, 0]},
+        {"version": 1, "terms": {}, "runs": ["a", "b"], "seen": [0, 0]},
+        {"version": 1, "terms": {}, "runs": None, "seen": [0, 0]},
+        {"version": 1, "terms": {}, "runs": [0, 2**40], "seen": [0, 0]},
+        {"version": 1, "terms": {}, "runs": [2**62, 1], "seen": [0, 0]},
+        {"version": 1, "terms": {}, "runs": [5, 1, -5, 1], "seen": [0, 0]},
+        {"version": 1, "terms": {}, "runs": [0, True], "seen": [0, 0]},
+        {"version": 1, "terms": {}, "runs": [0, -3], "seen": [0, 0]},
+        {"version": 1, "terms": {}, "runs": []},
+        {"version": 1, "terms": {}, "runs": [], "seen": [0]},
+        {"version": 1, "terms": {}, "runs": [], "seen": [-1, 0]},
+        {"version": 1, "terms": {}, "runs": [], "seen": [0, "1"]},
+        {"version": 1, "terms": {}, "runs": [], "seen": 5},
     ],
 )
 def test_content_that_is_sound_but_none_of_ours_is_refused(record):

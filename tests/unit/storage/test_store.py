@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ from hypothesis import strategies as st
 
 import arrowcache as ac
 from arrowcache.arrow.segment import encode
+from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import locks as locks_module
 from arrowcache.storage import store as store_module
 from arrowcache.storage.layout import FREED, MOST_SEQ, ranks_name, segment_name
@@ -462,7 +464,7 @@ def test_the_lock_is_let_go_when_its_body_raises(cache):
 
 def test_a_lease_takes_what_is_published_and_says_so_in_the_statistics(cache):
     publish(cache, 3)
-    segments, lease = cache.store.lease()
+    segments, lease, *_ = cache.store.lease()
     assert [segment.seq for segment in segments] == [0, 1, 2]
     stats = cache.stats()
     assert stats.leased_bytes == stats.published_bytes > 0
@@ -471,29 +473,110 @@ def test_a_lease_takes_what_is_published_and_says_so_in_the_statistics(cache):
 
 
 def test_an_empty_cache_leases_nothing(cache):
-    assert cache.store.lease() == ([], None)
+    assert cache.store.lease() == ([], None, 0, 0)
 
 
 def test_where_chooses_segments_and_a_failing_one_leaves_no_lease(cache):
     publish(cache, 6)
-    segments, lease = cache.store.lease(lambda segment: segment.seq in (2, 4))
+    segments, lease, *_ = cache.store.lease(lambda segment: segment.seq in (2, 4))
     assert [segment.seq for segment in segments] == [2, 4]
     file = LockFile(cache.store.folder.lease_lock)
     free = [seq for seq in range(6) if file.conflict(seq, 1) is None]
     file.close()
     assert free == [0, 1, 5], "the range is narrowed to what is read"
     lease.close()
-    assert cache.store.lease(lambda segment: False) == ([], None)
+    assert cache.store.lease(lambda segment: False)[:2] == ([], None)
     assert cache.stats().leased_bytes == 0
     with pytest.raises(KeyError):
         cache.store.lease(lambda segment: {}[segment.seq])
     assert cache.stats().leased_bytes == 0
 
 
-def test_a_snapshot_of_a_full_cache_leaves_the_headroom_to_writers(tmp_path):
+def test_a_snapshot_of_a_full_cache_has_everything_and_leaves_no_room(tmp_path):
     cache = make_cache(tmp_path / "cache", headroom=0.3)
     fill(cache)
     with cache.snapshot() as snapshot:
+        assert [segment.seq for segment in snapshot.segments] == seqs(cache)
+        assert snapshot.left_out_rows == 0
+        before = seqs(cache)
+        with pytest.raises(ac.CacheFullError, match=f"oldest of them by pid {os.getpid()} .*this very"):
+            publish_many(cache, 200)
+        assert seqs(cache)[: len(before)] == before
+
+
+@pytest.mark.parametrize(
+    ("since", "is_left"), [(None, False), (math.inf, False), (9.0, True), (0.0, True)],
+    ids=["who looks", "first", "published since", "all since"],
+)  # fmt: skip
+def test_a_lease_yields_to_what_was_published_since(cache, since, is_left):
+    fill(cache)
+    assert cache.stats().next_seq > 9
+    leased = cache.store.lease(yields_since=since)
+    assert ([segment.seq for segment in leased.segments] != seqs(cache)) == is_left
+    assert (leased.left_out_rows > 0) == is_left
+    assert leased.next_seq == cache.stats().next_seq
+    leased.lease.close()
+
+
+def test_a_lease_yields_where_nothing_was_published_only_if_somebody_writes(cache):
+    fill(cache)
+    known = cache.stats().next_seq
+    for _ in range(2):
+        leased = cache.store.lease(yields_since=known)
+        assert [segment.seq for segment in leased.segments] == seqs(cache)
+        leased.lease.close()
+        with cache.store.usage.writing():
+            leased = cache.store.lease(yields_since=known)
+            assert 0 < len(leased.segments) < len(seqs(cache))
+            leased.lease.close()
+
+
+def test_who_leaves_no_headroom_leaves_none_however_full_it_is(tmp_path):
+    cache = make_cache(tmp_path / "cache", headroom=0)
+    fill(cache)
+    leased = cache.store.lease(yields_since=0)
+    assert [segment.seq for segment in leased.segments] == seqs(cache)
+    leased.lease.close()
+
+
+def test_a_publish_shows_that_somebody_writes_while_it_waits(cache, other):
+    fill(cache)
+    assert other.try_range(seqs(cache)[0], 1, exclusive=False)
+    shown = []
+
+    def is_cancelled():
+        shown.append(cache.store.usage.somebody_writes())
+        return True
+
+    with pytest.raises(Cancelled):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", None, is_cancelled))
+    assert shown == [True]
+    assert not cache.store.usage.somebody_writes()
+
+
+def test_a_wait_for_room_is_counted_to_the_lease_that_covers_the_oldest_segment(cache, other):
+    fill(cache)
+    oldest = seqs(cache)[0]
+    held_up, told = cache.store.held_up_seconds, []
+    assert held_up(lambda seq: True) == 0, "nobody waits"
+    assert other.try_range(oldest, 1, exclusive=False)
+
+    def is_cancelled():
+        told.append((held_up(lambda seq: seq == oldest), held_up(lambda seq: seq > oldest)))
+        return told[-1][0] > 0
+
+    with pytest.raises(Cancelled):
+        cache.store.publish(segment(), policy=RoomPolicy("wait", None, is_cancelled))
+    mine, of_others = told[-1]
+    assert mine > 0
+    assert of_others == 0
+    assert held_up(lambda seq: True) == 0
+
+
+def test_an_epochs_lease_of_a_full_cache_leaves_the_headroom_to_writers(tmp_path):
+    cache = make_cache(tmp_path / "cache", headroom=0.3)
+    fill(cache)
+    with Snapshot.take(cache.store, yields_since=0) as snapshot:
         leased = [segment.seq for segment in snapshot.segments]
         skipped = [seq for seq in seqs(cache) if seq not in leased]
         assert skipped == seqs(cache)[: len(skipped)]

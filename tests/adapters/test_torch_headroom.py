@@ -1,0 +1,121 @@
+"""Headroom in PyTorch: whichever way a cache is read, every row is there where nobody writes."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from helpers import ids_of, nearly_full
+from torch.utils.data import DataLoader
+
+from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
+
+EVERY_ROW = list(range(5000))
+_OLDEST_TWO = 2656  # rows of two of the four segments of `nearly_full`
+
+
+@pytest.fixture(params=[0.1, 0], ids=["headroom", "no headroom"])
+def idle(request, tmp_path):
+    """Nearly full, and nobody writes."""
+    return nearly_full(tmp_path / "cache", request.param)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return nearly_full(tmp_path / "cache")
+
+
+def by_loader(cache):
+    return Loader(cache, 100, drop_last=False)
+
+
+def by_dataloader(cache, num_workers=0):
+    return dataloader(cache, 100, num_workers, drop_last=False)
+
+
+def by_sampler(cache):
+    sampler = EpochBatchSampler(cache, 100, drop_last=False)
+    return DataLoader(CacheDataset(cache), batch_sampler=sampler)
+
+
+def by_iterable(cache, num_workers=0):
+    dataset = CacheIterableDataset(cache, 100, drop_last=False)
+    return DataLoader(dataset, batch_size=None, num_workers=num_workers)
+
+
+def by_workers(cache):
+    return by_dataloader(cache, 2)
+
+
+def by_workers_of_an_iterable(cache):
+    return by_iterable(cache, 2)
+
+
+IN_THIS_PROCESS = [by_loader, by_dataloader, by_sampler, by_iterable]
+EVERY_WAY = [*IN_THIS_PROCESS, by_workers, by_workers_of_an_iterable]
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_every_epoch_has_every_row_where_nobody_writes(idle, way):
+    batches = way(idle)
+    for _ in range(2):
+        assert sorted(ids_of(batches)) == EVERY_ROW
+
+
+@pytest.mark.parametrize("way", IN_THIS_PROCESS)
+def test_an_epoch_leaves_the_oldest_to_an_open_writer_and_says_so_once(cache, way):
+    batches = way(cache)
+    with cache.writer():
+        with pytest.warns(RuntimeWarning, match=f"leaves out the oldest {_OLDEST_TWO} of 5000") as caught:
+            epochs = [sorted(ids_of(batches)) for _ in range(2)]
+        assert len(caught) == 1
+    assert epochs == [EVERY_ROW[_OLDEST_TWO:]] * 2
+    assert sorted(ids_of(batches)) == EVERY_ROW
+
+
+@pytest.mark.parametrize("way", [by_workers, by_workers_of_an_iterable])
+def test_workers_leave_the_same_rows_to_an_open_writer(cache, way):
+    batches = way(cache)
+    with cache.writer(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert sorted(ids_of(batches)) == EVERY_ROW[_OLDEST_TWO:]
+    assert sorted(ids_of(batches)) == EVERY_ROW
+
+
+def test_a_sampler_tells_how_many_rows_and_how_many_batches(cache):
+    sampler = EpochBatchSampler(cache, 100, drop_last=False)
+    loader = DataLoader(CacheDataset(cache), batch_sampler=sampler)
+    assert (len(sampler), sampler.left_out_rows) == (50, 0)
+    with cache.writer():
+        assert len(sampler) == 24
+        with pytest.warns(RuntimeWarning, match="leaves out"):
+            ids_of(loader)
+        assert sampler.left_out_rows == _OLDEST_TWO
+    ids_of(loader)
+    assert sampler.left_out_rows == 0
+
+
+def test_workers_that_live_for_one_epoch_know_what_was_published_since_and_warn_once(cache):
+    said = cache.path.parent / "said"
+
+    def note(message: Warning | str, *_: object) -> None:
+        with said.open("a") as file:
+            print(message, file=file)
+
+    def note_warnings(_: int) -> None:
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+
+    dataset = CacheIterableDataset(cache, 100, drop_last=False)
+    loader = DataLoader(
+        dataset, None, num_workers=2, worker_init_fn=note_warnings, multiprocessing_context="fork"
+    )
+    assert sorted(ids_of(loader)) == EVERY_ROW
+    with cache.writer() as writer:
+        for number in range(5000, 5010):
+            writer.append({"id": number, "data": [0] * 480})
+    assert 0 not in ids_of(loader), "something was published since"
+    assert sorted(ids_of(loader)) == list(range(5010)), "nothing was since"
+    with cache.writer():
+        assert 0 not in ids_of(loader)
+    assert said.read_text().count("an epoch leaves out") == 1

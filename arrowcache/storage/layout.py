@@ -224,7 +224,7 @@ class UsageRecord:
 
     `served_rows` are those of epochs, a row of two epochs twice; `unread_rows` those that were evicted
     before any epoch read them; `paced_inserted_rows` and `paced_served_rows` what was inserted and served
-    when the pace was set.
+    when the pace was set, or rows left by hand.
     """
 
     inserted_rows: int = 0

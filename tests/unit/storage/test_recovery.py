@@ -85,6 +85,20 @@ def test_a_number_leaps_once_a_restart_and_never_past_the_last(path, restart):
     assert ac.Cache.open(path).stats().next_seq == MOST_SEQ
 
 
+def test_after_a_restart_a_cache_shows_as_many_evictions_as_there_were(path, restart):
+    """It showed a million: the numbers leap then."""
+    publish(make_cache(path), 3)
+    restart()
+    cache = ac.Cache.open(path)
+    publish(cache, 1)
+    assert "0 segments so far" in str(cache)
+    cache.evict(sum(segment.allocated_bytes for segment in cache.store.segments()[:3]))
+    assert seqs(cache)[0] >= 1_000_000
+    assert "3 segments so far" in str(cache)
+    assert "3 segments so far" in cache._repr_html_()
+    assert cache.stats().evicted_segments == 3
+
+
 def test_what_a_power_cut_brought_back_leaves_again_where_it_does_not_fit(path, restart):
     cache = make_cache(path)
     publish(cache, 1)

@@ -209,6 +209,15 @@ class Folder:
         except CacheFormatError as error:
             raise CacheFormatError(f"{self.path}: {error}") from None
 
+    def require_known(self) -> None:
+        """Make sure that no newer release keeps something here.
+
+        Raises: CacheFormatError: one does. OSError: the folder cannot be listed.
+        """
+        if unknown := layout.newer_names(os.listdir(self.path)):
+            error = layout.newer_format(f"{self.path} has {', '.join(unknown[:3])}")
+            raise CacheFormatError(f"{error}. What is your own there move elsewhere")
+
     def write_settings(self, settings: Settings) -> None:
         """Replace cache.json atomically, synced."""
         part = self.new_part()

@@ -1,6 +1,6 @@
 """Layout: the on-disk names and records, as values. Pure: text and bytes in, values out.
 
-<cache>/        mode 0700
+<cache>/        mode 0700, or group-writable: its mode decides that of all below, see `modes`
   cache.json    format version, schema, capacity, segment bytes; replaced atomically
   segments/     <seq:020d>-<rows>-<task>.arrow: published, immutable; seq grows
   incoming/     <uuid>.part: being written, locked by its writer; <uuid>.wait: a writer that
@@ -21,13 +21,14 @@ version in cache.json; a key, or a value under a sound checksum, that it cannot 
 name such as a format may have: lower-case letters and "_", alone or before ".json" or ".lock". So whatever is
 added gets such a name, or is a key of cache.json and raises FORMAT_VERSION, and whoever opens a cache first
 looks at all of that. Any other name there is somebody's own (.nfs0001, lost+found, cache.json.bak, Notes.md):
-it is left alone, and so is each unknown name in a subfolder. Files keep the mode of the folder, see `modes`.
+it is left alone, and so is each unknown name in a subfolder.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,6 +102,21 @@ def tasks_listed(pool: str, segments: Iterable[SegmentInfo]) -> int:
     names = [segment.task.rpartition(".") for segment in segments]
     numbers = [int(number) for name, _, number in names if name == pool and _TASK_NUMBER.fullmatch(number)]
     return max(numbers, default=-1) + 1
+
+
+def modes(mode: int) -> tuple[int, int]:
+    """Modes of the files and folders of a cache whose own folder has this one.
+
+    A group that may do all there shares the cache: who reads must lock, and so write.
+    """
+    if mode & stat.S_IRWXG == stat.S_IRWXG:
+        return 0o660, 0o770 | mode & stat.S_ISGID
+    return 0o600, 0o700
+
+
+def shared_on_purpose(mode: int) -> bool:
+    """Whether an empty folder was made for a group: a umask of 002 alone leaves others rights, too."""
+    return mode & stat.S_IRWXG == stat.S_IRWXG and bool(mode & stat.S_ISGID or not mode & stat.S_IRWXO)
 
 
 def newer_names(names: Iterable[str]) -> list[str]:

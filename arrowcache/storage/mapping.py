@@ -305,8 +305,8 @@ def _open(path: str | os.PathLike[str]) -> int:
     if fd < 0:
         code = ctypes.get_errno()
         why = os.strerror(code)
-        if code in (errno.EMFILE, errno.ENFILE):
-            why = str(explained(OSError(code, why)).strerror)
+        if code in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM):
+            why = str(explained(OSError(code, why), Path(path).parent).strerror)
         raise OSError(code, why, os.fspath(path))
     return fd
 

@@ -20,6 +20,7 @@ from typing import Protocol
 from arrowcache.errors import CacheFormatError, SchemaError
 from arrowcache.shortage import explaining
 from arrowcache.storage import layout
+from arrowcache.storage.access import require_access
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import Settings
 from arrowcache.storage.locks import LockFile
@@ -93,7 +94,7 @@ def open_store(path: Path, *, check: str) -> Store:
     """Open the cache at a path and recover it.
 
     Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, one of a newer format, or no working
-        locks; nothing was touched then.
+        locks. PermissionError: this user may use only a part of it. Nothing was touched then.
     """
     _require_linux()
     if check not in CHECKS:
@@ -102,6 +103,7 @@ def open_store(path: Path, *, check: str) -> Store:
     with explaining(path):
         store = Store(folder, folder.read_settings(), check_bytes=check == "bytes")
         folder.require_known()  # before anything is touched
+        require_access(store)
         folder.complete()
         require_working_locks(folder)
         recover(store)

@@ -202,7 +202,7 @@ def train(
             seconds=seconds,
             segments=len(segments),
             rows=loaded_now.rows - loaded.rows,
-            evicted=on_disk.next_seq - on_disk.segments - on_disk.quarantined,
+            evicted=on_disk.evicted_segments,
             sampler_mb_s=(drawn_now.bytes - drawn.bytes) / seconds / 1e6,
             loader_mb_s=(loaded_now.bytes - loaded.bytes) / seconds / 1e6,
             stall_percent=100 * (loaded_now.stall_seconds - loaded.stall_seconds) / seconds,

@@ -59,7 +59,7 @@ class Pacing:
                 self._store.refresh_settings()
             pace = self._store.settings.pace
             if pace is not None:
-                self.reason = pace.keeps_loader(self._store.flow(listed))
+                self.reason = pace.keeps_loader(self._store.flow(listed), self._epoch_rows)
         return not self.reason
 
     def where(self) -> Callable[[SegmentInfo], bool] | None:

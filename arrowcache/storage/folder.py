@@ -14,6 +14,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from arrowcache import linux
 from arrowcache.errors import CacheFormatError
@@ -32,6 +33,22 @@ _MOST_RANKS_BYTES = 64 << 20
 _MOST_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
 
 
+class Rights(NamedTuple):
+    """What is given to new files and folders: by the mode of the cache's own folder, whatever the umask."""
+
+    file_mode: int
+    folder_mode: int
+    group: int | None  # None: it does not matter
+
+    def give_group(self, target: int | Path) -> None:
+        """Have a file of our own belong to the group; without setgid it has its maker's.
+
+        Raises: PermissionError: this user is not in the group.
+        """
+        if self.group is not None and os.stat(target).st_gid != self.group:
+            os.chown(target, -1, self.group)
+
+
 class Part:
     """A half-written file in incoming/, locked by this writer: not debris while it is open.
 
@@ -40,9 +57,14 @@ class Part:
 
     _has_other_name = False  # its bytes are published, or may be
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rights: Rights) -> None:
         self.path = path
-        self._file = LockFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._file = LockFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, rights.file_mode)
+        try:
+            rights.give_group(self._file.fd)
+        except BaseException:
+            self.discard()
+            raise
         if not self._file.try_exclusive() or not os.fstat(self._file.fd).st_nlink:
             raise BlockingIOError(errno.EAGAIN, "a new file is locked by somebody else, or swept", str(path))
 
@@ -143,10 +165,18 @@ class Folder:
         self.usage = path / layout.USAGE
 
     def create(self) -> None:
-        """Make the folder and all in it but cache.json, synced; what exists already stays."""
+        """Make the folder and all in it but cache.json, synced; what exists already stays.
+
+        It gets mode 0700, unless it was made for a group.
+        """
         new = [self.path, *itertools.takewhile(lambda parent: not parent.exists(), self.path.parents)]
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path.chmod(0o700)
+        status = os.stat(self.path)
+        mode = stat.S_IMODE(status.st_mode)
+        is_shared = layout.shared_on_purpose(mode)
+        wanted = mode & ~stat.S_IRWXO if is_shared else 0o700
+        if mode != wanted and not (is_shared and status.st_uid != os.geteuid()):
+            self.path.chmod(wanted)
         self.complete()
         for path in new:
             with contextlib.suppress(PermissionError):  # of a parent that this user may not list
@@ -157,13 +187,22 @@ class Folder:
 
         Raises: CacheFormatError: something else has the name of one, such as a link to elsewhere.
         """
+        rights = self.rights()
         for name in layout.FOLDERS:
             if not self._is_there(self.path / name, stat.S_ISDIR):
-                (self.path / name).mkdir(mode=0o700, exist_ok=True)
-                (self.path / name).chmod(0o700)  # whatever the umask
+                with contextlib.suppress(FileExistsError):  # another process was first
+                    (self.path / name).mkdir(mode=0o700)
+                    rights.give_group(self.path / name)
+                    (self.path / name).chmod(rights.folder_mode)  # whatever the umask
         for file in (self.cache_lock, self.lease_lock, self.usage):
             if not self._is_there(file, stat.S_ISREG):
-                os.close(_created(file))
+                os.close(_created(file, rights))
+
+    def rights(self) -> Rights:
+        """What new files get. Asked anew for each: a cache is shared, or not any more, while it is used."""
+        status = os.stat(self.path)
+        file_mode, folder_mode = layout.modes(status.st_mode)
+        return Rights(file_mode, folder_mode, status.st_gid if file_mode & stat.S_IRWXG else None)
 
     def _is_there(self, path: Path, is_right: Callable[[int], bool]) -> bool:
         try:
@@ -205,6 +244,15 @@ class Folder:
             return Settings.from_json(text)
         except CacheFormatError as error:
             raise CacheFormatError(f"{self.path}: {error}") from None
+
+    def require_known(self) -> None:
+        """Make sure that no newer release keeps something here.
+
+        Raises: CacheFormatError: one does. OSError: the folder cannot be listed.
+        """
+        if unknown := layout.newer_names(os.listdir(self.path)):
+            error = layout.newer_format(f"{self.path} has {', '.join(unknown[:3])}")
+            raise CacheFormatError(f"{error}. What is your own there move elsewhere")
 
     def write_settings(self, settings: Settings) -> None:
         """Replace cache.json atomically, synced."""
@@ -269,11 +317,19 @@ class Folder:
         return sorted(name for name in self.names_in_segments() if layout.parse_segment_name(name))
 
     def segment_info(self, name: str) -> SegmentInfo | None:
-        """The segment of a name; None: it is gone, or not a regular file."""
+        """The segment of a name; None: it is gone, or not a regular file.
+
+        Raises: PermissionError: this user may not read it: nor then any of the cache.
+        """
+        path = f"{self._segments}/{name}"
         try:
-            return _info(name, os.lstat(f"{self._segments}/{name}"))
+            status = os.lstat(path)
         except FileNotFoundError:
             return None
+        info = _info(name, status)
+        if info is not None and not (status.st_mode & stat.S_IRUSR and status.st_uid == os.geteuid()):
+            require_right(path, os.R_OK)
+        return info
 
     def quarantined_names(self) -> list[str]:
         """Segments in quarantine/, oldest first."""
@@ -327,11 +383,11 @@ class Folder:
     # publishing
 
     def new_part(self) -> Part:
-        return Part(self.incoming / f"{uuid.uuid4().hex}{layout.PART}")
+        return Part(self.incoming / f"{uuid.uuid4().hex}{layout.PART}", self.rights())
 
     def new_wait(self) -> Part:
         """The sign of a waiting writer: an empty, locked file."""
-        return Part(self.incoming / f"{uuid.uuid4().hex}{layout.WAIT}")
+        return Part(self.incoming / f"{uuid.uuid4().hex}{layout.WAIT}", self.rights())
 
     def link(self, part: Part, segment_name: str) -> None:
         """Make a part visible as a segment; FileExistsError rather than replacing one."""
@@ -377,10 +433,10 @@ class Folder:
         """A part, made without cache.lock: a sweep that comes before it is locked takes it for debris."""
         for _ in range(_CLAIM_ATTEMPTS):
             try:
-                return Part(path)
+                return Part(path, self.rights())
             except BlockingIOError:
                 pass
-        return Part(path)
+        return Part(path, self.rights())
 
     def sweep(self) -> int:
         """Unlink the debris of dead writers and ranks; returns how many files. Only under cache.lock."""
@@ -402,7 +458,7 @@ class Folder:
         path = self.quarantine / f"{segment_name}{layout.REASON}"
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)  # rather than to write to where a link leads
-            fd = _created(path, os.O_EXCL)
+            fd = _created(path, self.rights(), os.O_EXCL)
             try:
                 os.pwrite(fd, f"{reason}\n".encode(errors="backslashreplace"), 0)
             finally:
@@ -432,7 +488,7 @@ class Folder:
             least: a number that the first one is not below, whatever the file has lost.
         Raises: CacheFormatError: a number that no pool ever had.
         """
-        fd = _created(self.pools / pool)
+        fd = _created(self.pools / pool, self.rights())
         try:
             data = os.pread(fd, 8, 0)
             first = max(least, int.from_bytes(data, "little") if len(data) == 8 else 0)
@@ -491,18 +547,32 @@ class Folder:
             file = LockFile(path)
         except FileNotFoundError:
             return False
+        except PermissionError:  # another user is just making it
+            return False
         try:
             return file.try_exclusive() and file.try_range(0, 1, exclusive=True)
         finally:
             file.close()
 
 
-def _created(path: Path, flags: int = 0) -> int:
+def require_right(path: Path | str, right: int) -> None:
+    """Make sure that this user may read, or do what else `os.access` asks about, where something is.
+
+    Raises: PermissionError: not.
+    """
+    if not os.access(path, right, effective_ids=True) and os.path.lexists(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+
+
+def _created(path: Path, rights: Rights, flags: int = 0) -> int:
     """Open a file of our own, made if it is not there: the descriptor. No link is followed."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | flags | _OWN, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | flags | _OWN, rights.file_mode)
     try:
-        if os.fstat(fd).st_mode & 0o600 != 0o600:  # a umask took it
-            os.fchmod(fd, 0o600)
+        status = os.fstat(fd)
+        if status.st_uid == os.geteuid():  # else another user made it
+            rights.give_group(fd)
+            if status.st_mode & rights.file_mode != rights.file_mode:  # a umask took it
+                os.fchmod(fd, rights.file_mode)
     except BaseException:
         os.close(fd)
         raise

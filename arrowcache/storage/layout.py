@@ -1,6 +1,6 @@
 """Layout: the on-disk names and records, as values. Pure: text and bytes in, values out.
 
-<cache>/        mode 0700
+<cache>/        mode 0700, or group-writable: its mode decides that of all below, see `modes`
   cache.json    format version, schema, capacity, segment bytes; replaced atomically
   segments/     <seq:020d>-<rows>-<task>.arrow: published, immutable; seq grows
   incoming/     <uuid>.part: being written, locked by its writer; <uuid>.wait: a writer that
@@ -15,12 +15,20 @@
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
   usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
+
+How the format grows. A release refuses what it does not know as a newer format, and touches nothing: another
+version in cache.json; a key, or a value under a sound checksum, that it cannot read; and, beside cache.json, a
+name such as a format may have: lower-case letters and "_", alone or before ".json" or ".lock". So whatever is
+added gets such a name, or is a key of cache.json and raises FORMAT_VERSION, and whoever opens a cache first
+looks at all of that. Any other name there is somebody's own (.nfs0001, lost+found, cache.json.bak, Notes.md):
+it is left alone, and so is each unknown name in a subfolder.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,11 +47,13 @@ FORMAT_VERSION = 1
 CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE = "cache.json", "cache.lock", "lease.lock", "usage"
 SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS = "segments", "incoming", "quarantine", "ranks", "pools"
 FOLDERS = (SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS)
+TOP_NAMES = frozenset({CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE, *FOLDERS})
 PART, WAIT, GONE, FREED, REASON = ".part", ".wait", ".gone", ".freed", ".reason"
 
 TASK_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,99}")
 INCOMING_NAME = re.compile(r"[0-9a-f]{32}\.(part|wait|gone|freed)")
 RANKS_NAME = re.compile(r"[A-Za-z0-9_.]{0,40}-[0-9a-f]{16}-\d{1,20}-\d{1,20}(\.\d{1,20})?", re.ASCII)
+_FORMATS_NAME = re.compile(r"[a-z][a-z_]*(\.(json|lock))?", re.ASCII)
 MOST_SEQ = 2**60  # lock bytes and counters end at 2**63; no publisher gets here
 _MOST_ROWS = 2**31 - 1  # of a segment: Arrow's offsets
 _MOST_BYTES = 2**62
@@ -94,6 +104,34 @@ def tasks_listed(pool: str, segments: Iterable[SegmentInfo]) -> int:
     return max(numbers, default=-1) + 1
 
 
+def modes(mode: int) -> tuple[int, int]:
+    """Modes of the files and folders of a cache whose own folder has this one.
+
+    A group that may do all there shares the cache: who reads must lock, and so write.
+    """
+    if mode & stat.S_IRWXG == stat.S_IRWXG:
+        return 0o660, 0o770 | mode & stat.S_ISGID
+    return 0o600, 0o700
+
+
+def shared_on_purpose(mode: int) -> bool:
+    """Whether an empty folder was made for a group: a umask of 002 alone leaves others rights, too."""
+    return mode & stat.S_IRWXG == stat.S_IRWXG and bool(mode & stat.S_ISGID or not mode & stat.S_IRWXO)
+
+
+def newer_names(names: Iterable[str]) -> list[str]:
+    """Which names of a cache's own folder are of a newer format; what is hidden or a copy is somebody's own."""
+    return sorted(name for name in names if name not in TOP_NAMES and _FORMATS_NAME.fullmatch(name))
+
+
+def newer_format(what: str) -> CacheFormatError:
+    """The error about something that this release does not know."""
+    return CacheFormatError(
+        f"{what}, which this arrowcache does not know: a newer one made or changed the cache. Nothing was "
+        "touched: use that release"
+    )
+
+
 def shown(name: str) -> str:
     """A file's name, which may be anything, as one line of text that can be printed."""
     return name if name.isprintable() else ascii(name)[1:-1]
@@ -142,8 +180,10 @@ class Settings:
 
         A text without a checksum, as the first versions wrote it, is taken as it is.
 
-        Raises: CacheFormatError: not ours, damaged, or of another format version.
+        Raises: CacheFormatError: not ours, damaged, or of another format version. Under a checksum that fits
+            nothing is damaged: what cannot be read there is a newer format.
         """
+        is_sound = False
         try:
             record: dict[str, Any] = json.loads(text)
             if record["format"] != "arrowcache":
@@ -151,13 +191,14 @@ class Settings:
             if record["version"] != FORMAT_VERSION:
                 raise CacheFormatError(
                     f"the cache has format version {record['version']}, this arrowcache reads "
-                    f"{FORMAT_VERSION}: use the arrowcache that made it, or make a new cache"
+                    f"{FORMAT_VERSION}. Nothing was touched: use the release that made it"
                 )
             checksum = record.pop("checksum", None)
-            if checksum is not None and checksum != _checksum(record):
-                raise ValueError("its checksum does not fit its content")
+            is_sound = checksum == _checksum(record)
             if unknown := set(record) - {"format", "version", *cls.__dataclass_fields__}:
-                raise ValueError(f"it has {', '.join(sorted(unknown))}")
+                raise newer_format(f"cache.json has {', '.join(map(repr, sorted(unknown)))}")
+            if checksum is not None and not is_sound:
+                raise ValueError("its checksum does not fit its content")
             settings = cls(
                 Schema.from_json(record["schema"]),
                 parse_count(record["capacity_bytes"], "capacity_bytes", -_MOST_BYTES, _MOST_BYTES),
@@ -175,9 +216,11 @@ class Settings:
                 raise ValueError(f"headroom={settings.headroom}, durable={settings.durable!r}")
             return settings
         except (KeyError, TypeError, ValueError, OverflowError, SchemaError, RecursionError) as error:
+            if is_sound:
+                raise newer_format(f"cache.json has something ({error})") from error
             raise CacheFormatError(
-                f"cache.json is damaged: {error!r}; put back a copy of it, or remove the folder and make "
-                "a new cache"
+                f"cache.json is damaged: {error!r}. The segments beside it are plain Arrow files, and may be "
+                "whole: put back a copy of cache.json, or that of a new cache of the same schema and sizes"
             ) from error
 
 
@@ -224,7 +267,7 @@ class UsageRecord:
 
     `served_rows` are those of epochs, a row of two epochs twice; `unread_rows` those that were evicted
     before any epoch read them; `paced_inserted_rows` and `paced_served_rows` what was inserted and served
-    when the pace was set.
+    when the pace was set, or rows left by hand.
     """
 
     inserted_rows: int = 0

@@ -47,15 +47,15 @@ class LockFile:
     is_closed = False  # all locks are dropped
     _keeper = -1  # see `outlast_mappings`
 
-    def __init__(self, path: Path, flags: int = os.O_RDWR) -> None:
+    def __init__(self, path: Path, flags: int = os.O_RDWR, mode: int = 0o600) -> None:
         self.path = path
         with _opening:
-            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             _open_files.add(self)
         try:
             status = os.fstat(self.fd)
-            if flags & os.O_CREAT and status.st_mode & 0o600 != 0o600:  # a umask took it
-                os.fchmod(self.fd, 0o600)
+            if flags & os.O_CREAT and status.st_mode & mode != mode:  # a umask took it
+                os.fchmod(self.fd, mode)
             self.identity = file_identity(status)
         except BaseException:
             self.close()

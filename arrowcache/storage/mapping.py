@@ -295,8 +295,9 @@ def _open(path: str | os.PathLike[str]) -> int:
                 raise
         return linux.open_quickly(name, flags)  # it is another user's
     except OSError as error:
-        known = explained(error) if error.errno in (errno.EMFILE, errno.ENFILE) else error
-        raise OSError(error.errno, known.strerror, os.fspath(path)) from None
+        is_known = error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
+        why = explained(error, Path(path).parent).strerror if is_known else error.strerror
+        raise OSError(error.errno, why, os.fspath(path)) from None
 
 
 def most_mappings() -> int:

@@ -1,7 +1,7 @@
 """Overview: a cache at one moment, as people see it: fill, ages, samplers, rates. Pure.
 
-Nothing on the disk counts what was evicted. But numbers are given out one after another and leave
-oldest first, so all below the oldest are gone, and two looks at a cache tell a rate.
+What was evicted is counted on the disk, and two looks at a cache tell a rate. Sequence numbers are no counts:
+after a restart of the machine they leap.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Rate(NamedTuple):
 
 
 class Looks:
-    """When the oldest segment had which number: what an object remembers of earlier looks at a cache.
+    """How many segments were evicted by when: what an object remembers of earlier looks at a cache.
 
     Of the last minute, and the one before; single operations, which no thread can tear.
     """
@@ -128,15 +128,13 @@ class Overview:
     segments: Sequence[SegmentInfo]
     now: float
     ingest: Rate | None
-    evicted: int
     eviction: Rate | None
 
     @classmethod
     def of(cls, stats: CacheStats, segments: Sequence[SegmentInfo], looks: Looks) -> Overview:
         """Take a look now, which `looks` remembers."""
         now = time.time()
-        evicted = stats.next_seq if stats.oldest_seq is None else stats.oldest_seq
-        since = looks.add(time.monotonic(), evicted)
+        since = looks.add(time.monotonic(), stats.evicted_segments)
         eviction = None
         if since is not None:
             seconds, count = since
@@ -147,7 +145,7 @@ class Overview:
                 count * stats.published_bytes / mean / seconds,
                 f"last {format_seconds(seconds)}",
             )
-        return cls(stats, segments, now, ingest_rate(segments, now), evicted, eviction)
+        return cls(stats, segments, now, ingest_rate(segments, now), eviction)
 
     def as_text(self) -> str:
         """Few lines: the capacity, the segments, the rates."""
@@ -172,12 +170,12 @@ class Overview:
         if self.ingest is None and self.segments:
             age = self.now - max(segment.published for segment in self.segments)
             comes = f"no rate yet, the newest segment came {format_seconds(max(0.0, age))} ago"
-        goes = f"{format_count(self.evicted, 'segment')} so far"
+        goes = f"{format_count(self.stats.evicted_segments, 'segment')} so far"
         if self.eviction is not None and self.eviction.segments:
             goes += f"; about {self.eviction}"  # as large as those that are here
         elif self.eviction is not None:
             goes += f"; none in the {self.eviction.when}"
-        elif self.evicted:
+        elif self.stats.evicted_segments:
             goes += "; the next look tells the rate"
         return [("ingest", comes), ("eviction", goes)]
 

@@ -1,9 +1,15 @@
 """Pace: how far training and sampling may run ahead of each other. Pure.
 
-After the rate limiter of Reverb (Cassirer et al., "Reverb: A Framework for Experience Replay", 2021):
-a ratio of samples served to samples inserted, held within a tolerance. What differs: an epoch is served
-as a whole, so the loader is asked where one begins, while it leases nothing; and samplers never wait
-while a loader does, so that the two cannot wait for each other, whatever the numbers.
+After the rate limiter of Reverb (`SampleToInsertRatio`; Cassirer et al., "Reverb: A Framework for
+Experience Replay", 2021): a ratio of samples served to samples inserted, held within a tolerance. What
+differs: an epoch is served as a whole, so the loader is asked where one begins, while it leases nothing; and
+samplers never wait while a loader does, so that the two cannot wait for each other, whatever the numbers.
+
+Without a tolerance of the user's, call `lag` the rows that are due: samples_per_insert times those inserted,
+less those served. An epoch of n rows begins once n / 2 are due, so that it ends as far ahead as it began
+behind. A sampler waits once half of the cache's rows are due, and a little more, so that one side need not
+wait for each jitter of the other: it goes on wherever an epoch has to wait. While the cache has room, and
+nothing leaves it, samplers do not wait: a cache that is filled before training begins is the common start.
 """
 
 from __future__ import annotations
@@ -17,17 +23,21 @@ from typing import Any, NamedTuple
 
 from arrowcache.units import format_count, parse_count
 
+_SLACK = 0.03  # of all that was inserted: samplers may be so much further ahead than half an epoch
+_MOST_SLACK = 1 / 8  # of the cache's rows: however long it runs
+
 
 class Flow(NamedTuple):
     """What came and went since the pace was set, and what is here.
 
     `inserted_rows` were published, `served_rows` are those of epochs that began, a row of two epochs twice;
-    `rows` are in the cache now.
+    `rows` are in the cache now. `fills`: a segment finds room, so nothing has to leave for it.
     """
 
     inserted_rows: int
     served_rows: int
     rows: int
+    fills: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +51,18 @@ class Pace:
         max_reuse: how many epochs may read the same segment; then it is left out, and an epoch waits until
             there are others. None: no limit.
         tolerance: by how many served rows training may lag behind `samples_per_insert` before samplers wait,
-            and be ahead of it before epochs do. None: as many as what the cache holds at the time is to be
-            served, at least once: samplers fill the cache, and wait before what was served too seldom leaves.
+            and be ahead of it before epochs do. None: rows served for each row published stay within 10 % of
+            samples_per_insert, and a segment a sampler.
 
-    It is asked when an epoch begins and when a segment is published, so an epoch may overshoot by its rows,
-    and each sampler by a segment. For samples_per_insert, what was served and published before it was set
-    does not count; for max_reuse every epoch does.
+    The 10 % hold after the start, which is over once training served (10 + samples_per_insert) times the rows
+    of the full cache: samplers fill the cache first, and then wait until training has caught up; and half an
+    epoch more or less is much beside the first few. They hold while both sides are able to go on: a cache
+    that is not full yet keeps no sampler, and training that is slow or over is behind.
+
+    It is asked when an epoch begins and when a segment is published. An epoch counts from its beginning on,
+    with all its rows. With a tolerance, an epoch may overshoot it by its rows, and each sampler by a segment.
+    For samples_per_insert, what was served and published before it was set does not count, nor what was before
+    the last `cache.evict()` or `cache.resize()` that evicted; for max_reuse every epoch does.
     Raises: ValueError, TypeError: a number that does not fit.
     """
 
@@ -80,32 +96,55 @@ class Pace:
         """Why a sampler waits, if no loader does; empty: it does not."""
         if self.samples_per_insert is None or flow.rows < self.min_rows:
             return ""
-        lag = self.samples_per_insert * flow.inserted_rows - flow.served_rows
-        if lag <= self._tolerance(flow):
+        lag, most = self._lag(flow), self._most_lag(flow)
+        if lag <= most:
             return ""
         return (
             f"training is {lag:,.0f} served rows behind samples_per_insert={self.samples_per_insert:g}, "
-            f"and the tolerance is {self._tolerance(flow):,.0f}"
+            f"and {'it may be' if self.tolerance is None else 'the tolerance is'} {most:,.0f}"
         )
 
-    def keeps_loader(self, flow: Flow) -> str:
-        """Why an epoch does not begin yet, whichever segments it reads; empty: it may."""
+    def keeps_loader(self, flow: Flow, epoch_rows: int | None = None) -> str:
+        """Why an epoch does not begin yet, whichever segments it reads; empty: it may.
+
+        Args:
+            epoch_rows: what it serves; None: each row of the cache once.
+        """
         if flow.rows < self.min_rows:
             return f"the cache holds {format_count(flow.rows, 'row')} of min_rows={self.min_rows}"
         if self.samples_per_insert is None:
             return ""
-        lead = flow.served_rows - self.samples_per_insert * flow.inserted_rows
-        if lead <= self._tolerance(flow):
+        lag = self._lag(flow)
+        if self.tolerance is not None:
+            if -lag <= self.tolerance:
+                return ""
+            return (
+                f"training is {-lag:,.0f} served rows ahead of samples_per_insert="
+                f"{self.samples_per_insert:g}, and the tolerance is {self.tolerance:,.0f}"
+            )
+        # Not above half of the cache's rows: where that is due, a sampler may wait.
+        needed = min(flow.rows, flow.rows if epoch_rows is None else epoch_rows) / 2
+        if lag >= needed or flow.served_rows <= 0:
             return ""
         return (
-            f"training is {lead:,.0f} served rows ahead of samples_per_insert={self.samples_per_insert:g}, "
-            f"and the tolerance is {self._tolerance(flow):,.0f}"
+            f"with samples_per_insert={self.samples_per_insert:g}, {max(0.0, lag):,.0f} served rows are due, "
+            f"and an epoch begins at {needed:,.0f}, half of its own"
         )
 
-    def _tolerance(self, flow: Flow) -> float:
+    def _lag(self, flow: Flow) -> float:
+        """How many rows are still to be served of what was inserted; negative: training is ahead."""
+        assert self.samples_per_insert is not None
+        return self.samples_per_insert * flow.inserted_rows - flow.served_rows
+
+    def _most_lag(self, flow: Flow) -> float:
+        """The lag at which a sampler goes on still."""
         if self.tolerance is not None:
             return self.tolerance
-        return max(1.0, self.samples_per_insert or 0.0) * flow.rows
+        if flow.fills:
+            return math.inf
+        assert self.samples_per_insert is not None
+        slack = min(_SLACK * flow.inserted_rows, _MOST_SLACK * flow.rows)
+        return flow.rows / 2 + self.samples_per_insert * slack
 
     def to_json(self) -> dict[str, Any]:
         """A record of plain numbers; `from_json` is the inverse."""

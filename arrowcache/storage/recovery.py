@@ -19,6 +19,7 @@ from typing import Protocol
 from arrowcache.errors import CacheFormatError, SchemaError
 from arrowcache.shortage import explaining
 from arrowcache.storage import layout
+from arrowcache.storage.access import require_access
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import Settings
 from arrowcache.storage.locks import LockFile
@@ -58,6 +59,7 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
     exists = os.path.lexists(path / layout.CACHE_JSON)
     if exists:
         folder.read_settings()  # or it is not ours, and nothing of it is touched
+        folder.require_known()
     elif path.exists() and (foreign := _foreign_files(path)):
         raise CacheFormatError(
             f"{path} holds other files ({', '.join(map(layout.shown, foreign[:3]))}): "
@@ -89,13 +91,16 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
 def open_store(path: Path, *, check: str) -> Store:
     """Open the cache at a path and recover it.
 
-    Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, or no working locks.
+    Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, one of a newer format, or no working
+        locks. PermissionError: this user may use only a part of it. Nothing was touched then.
     """
     if check not in CHECKS:
         raise ValueError(f"check={check!r} is unknown: use {' or '.join(map(repr, CHECKS))}")
     folder = Folder(path)
     with explaining(path):
         store = Store(folder, folder.read_settings(), check_bytes=check == "bytes")
+        folder.require_known()  # before anything is touched
+        require_access(store)
         folder.complete()
         require_working_locks(folder)
         recover(store)
@@ -104,9 +109,7 @@ def open_store(path: Path, *, check: str) -> Store:
 
 def _foreign_files(path: Path) -> list[str]:
     """What in a folder no cache put there; without cache.json ours is only a cache half made."""
-    ours = {layout.CACHE_JSON, layout.CACHE_LOCK, layout.LEASE_LOCK, layout.USAGE, *layout.FOLDERS}
-    names = sorted(os.listdir(path))
-    foreign = [name for name in names if name not in ours]
+    foreign = sorted(set(os.listdir(path)) - layout.TOP_NAMES)
     inside = [
         f"{name}/{entry}"
         for name in layout.FOLDERS

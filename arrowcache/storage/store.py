@@ -282,7 +282,7 @@ class Store:
                     if part is not None:
                         part.discard()
                 if left:  # else it would go in vain
-                    self.evict(segment.nbytes)
+                    self._evict(segment.nbytes)
         raise CacheFullError(self._why(segment.nbytes, _Blocked.DISK_FULL, policy))
 
     def _link(self, part: Part, rows: int, task: str, on_visible: Callable[[], None]) -> SegmentInfo | None:
@@ -481,9 +481,18 @@ class Store:
 
     def _why_paced(self, listed: list[SegmentInfo]) -> str:
         """Why writers wait for training; empty: they do not, as while a loader waits."""
-        pace = self.settings.pace
-        why = "" if pace is None else pace.keeps_sampler(self.flow(listed))
+        pace, why = self.settings.pace, ""
+        if pace is not None:
+            flow = self.flow(listed)
+            why = pace.keeps_sampler(flow)
+            if why and self._fills(listed):  # asked last: it looks at the disk
+                why = pace.keeps_sampler(flow._replace(fills=True))
         return "" if why and self.usage.a_loader_waits() else why
+
+    def _fills(self, listed: list[SegmentInfo]) -> bool:
+        """Whether a full segment finds room, so that nothing has to leave."""
+        free, _ = self._free_and_headroom_bytes(self.allocated_bytes(listed))
+        return free >= self.settings.segment_bytes + PART_SLACK_BYTES + BOOKKEEPING_BYTES
 
     # leasing and reading
 
@@ -598,7 +607,17 @@ class Store:
                 self.folder.remove(path)  # under the lock: the file is made at once
 
     def evict(self, nbytes: int) -> int:
-        """Evict the oldest unleased segments until `nbytes` are freed; returns the bytes freed."""
+        """Evict the oldest unleased segments until `nbytes` are freed; returns the bytes freed.
+
+        The pace counts anew: what left so cannot be served any more.
+        """
+        freed = self._evict(nbytes)
+        if freed:
+            with self.locked():
+                self.usage.begin_pace()
+        return freed
+
+    def _evict(self, nbytes: int) -> int:
         with self.locked():
             listed = self.segments()
             self._end_idle_leases(listed)
@@ -631,8 +650,11 @@ class Store:
             while excess > 0 and (quarantined := self.folder.quarantined_names()):
                 self.folder.drop_quarantined(quarantined[0])
                 excess = self.allocated_bytes(listed) + 2 * PART_SLACK_BYTES - capacity_bytes
-            for path, _ in self._retire(listed, excess):
+            retired = self._retire(listed, excess)
+            for path, _ in retired:
                 self.folder.remove(path)  # under the lock: when it is released, the capacity holds
+            if retired:
+                self.usage.begin_pace()  # what left so cannot be served any more
             self.settings = settings
             self.folder.write_settings(self.settings)
 

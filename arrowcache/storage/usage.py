@@ -92,7 +92,7 @@ class Usage:
                 self._folder.free_usage(USAGE_COUNTS, last * 4096)
 
     def begin_pace(self) -> None:
-        """A pace was set: it goes by what is inserted and served from now on."""
+        """A pace was set, or rows left by hand: it goes by what is inserted and served from now on."""
         self._change(
             lambda record: replace(
                 record, paced_inserted_rows=record.inserted_rows, paced_served_rows=record.served_rows

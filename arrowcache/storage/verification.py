@@ -2,8 +2,8 @@
 
 Structure is checked whenever a segment is first mapped, bytes by `verify`, by check="bytes" and
 after a restart of the machine. What fails moves to quarantine/, under its exclusive lock byte
-like an eviction, with the reason beside it; it is reported, and never read. What cannot be opened
-or mapped, because of the disk or of rights, is reported and stays: it may be sound.
+like an eviction, with the reason beside it; it is reported, and never read. What the disk does not give is
+reported and stays: it may be sound. What this user may not read is neither: the cache is not used at all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes
 
 _OUT_OF_RESOURCES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_NO_RIGHT = (errno.EACCES, errno.EPERM)
 _NO_SEGMENT = (  # the name is that of nothing, a link, a socket, a folder, an empty file, a pipe
     errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EINVAL, errno.ESPIPE,
 )  # fmt: skip
@@ -49,12 +50,12 @@ class UnreadableSegmentError(CorruptSegmentError):
 def unfit(error: BaseException) -> CorruptSegmentError | None:
     """What the failure to map a segment's file says of the segment.
 
-    Returns: None: nothing; this process has too little memory or too many files open.
+    Returns: None: nothing; this process has too little memory or too many files open, or no right to read it.
     """
     code = getattr(error, "errno", None)
     if isinstance(error, ValueError) or code in _NO_SEGMENT:
         return CorruptSegmentError(f"cannot be mapped: {error}")
-    if not isinstance(error, OSError) or code in _OUT_OF_RESOURCES:
+    if not isinstance(error, OSError) or code in (*_OUT_OF_RESOURCES, *_NO_RIGHT):
         return None
     return UnreadableSegmentError(f"its file cannot be read now: {error}")
 
@@ -125,7 +126,8 @@ def verify(store: Store, *, repair: bool) -> list[Problem]:
     Blocks: reads the whole cache, leasing one segment at a time, so nobody waits for it.
     Returns: the problems, empty when all is well; damaged segments are quarantined if `repair`, those
         that cannot be read for another reason stay.
-    Raises: OSError: this process has too little memory or too many files open; that is no damage.
+    Raises: OSError: this process has too little memory, too many files open, or no right to read one; that is
+        no damage.
     """
     folder = store.folder
     problems = []

@@ -286,6 +286,54 @@ def test_a_pool_and_a_loader_keep_the_pace(cache):
         assert pool.stats().failures == 0
 
 
+def test_without_a_tolerance_what_is_there_is_served_as_often_as_asked_and_no_more(cache):
+    """A full cache was served twice as often."""
+    publish(cache, 4)
+    cache.set_pace(ac.Pace(samples_per_insert=8))
+    publish(cache, 4, first=0)
+    cache.evict(cache.stats().allocated_bytes)  # by hand: counts anew
+    publish(cache, 3)
+    with ac.Loader(cache, 16, timeout=0.2) as loader:
+        assert [epoch(loader) for _ in range(8)] == [3] * 8
+        with pytest.raises(ac.LoaderTimeoutError, match="0 served rows are due"):
+            next(iter(loader))
+        publish(cache, 1)
+        assert [epoch(loader) for _ in range(2)] == [4] * 2
+        with pytest.raises(ac.LoaderTimeoutError, match="0 served rows are due"):
+            next(iter(loader))
+
+
+def test_without_a_tolerance_a_writer_fills_the_cache_and_waits_before_rows_leave(tmp_path):
+    """It waited after the first segment, or had rows leave that nobody had read."""
+    cache = make_cache(tmp_path / "full", pace=ac.Pace(samples_per_insert=8))
+    writer = cache.writer(on_full="raise")
+    with pytest.raises(ac.CacheFullError, match="rows behind"):
+        for number in range(10_000):
+            writer.append(sample(number))
+    writer.abort()
+    stats = cache.stats()
+    assert stats.evicted_rows == 0
+    assert stats.allocated_bytes > 0.8 * stats.capacity_bytes
+    with ac.Loader(cache, 16) as loader:
+        while "behind" in cache.stats().paced:
+            epoch(loader)
+        times = cache.stats().times_served
+    assert 7 <= times <= 8
+    publish(cache, 1)
+    assert cache.stats().evicted_rows > 0
+    cache.close()
+
+
+def test_rows_that_left_as_the_cache_was_made_smaller_are_not_waited_for(tmp_path):
+    """They can never be served, and samplers would wait for it."""
+    cache = make_cache(tmp_path / "cache", capacity="4MiB", pace=ac.Pace(samples_per_insert=8))
+    publish(cache, 60)
+    cache.resize("1MiB")
+    assert cache.stats().paced == ""
+    publish(cache, 1)
+    cache.close()
+
+
 def lag(cache) -> int:
     stats = cache.stats()
     return 2 * stats.inserted_rows - stats.served_rows

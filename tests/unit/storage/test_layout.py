@@ -15,12 +15,14 @@ from arrowcache.errors import CacheFormatError
 from arrowcache.storage.layout import (
     MOST_SEQ,
     RANKS_NAME,
+    TOP_NAMES,
     LockRecord,
     RanksRecord,
     SegmentInfo,
     Settings,
     joiner_line,
     joiners,
+    newer_names,
     parse_segment_name,
     ranks_name,
     segment_name,
@@ -116,7 +118,7 @@ def test_a_size_that_is_not_positive_is_refused(field, value):
         ("capacity_bytes", float("inf")), ("capacity_bytes", 1e9), ("capacity_bytes", True),
         ("capacity_bytes", "10000000"), ("segment_bytes", 10**30), ("full_rows", 2**40), ("full_rows", 10**6),
         ("headroom", float("nan")), ("headroom", float("inf")), ("headroom", -1), ("durable", 1),
-        ("durable", "no"), ("more", 1),
+        ("durable", "no"),
         ("schema", [{"name": "x", "type": "tensor", "dtype": "O", "shape": []}]),
         ("schema", [{"name": "x", "type": "tensor", "dtype": "i8", "shape": []}]),
         ("schema", 2 * [{"name": "x", "type": "tensor", "dtype": "int64", "shape": []}]),
@@ -127,6 +129,61 @@ def test_a_value_that_no_cache_has_is_refused(field, value):
     assert Settings.from_json(json.dumps(WITHOUT_CHECKSUM)) == SETTINGS
     with pytest.raises(ac.CacheFormatError, match="damaged"):
         Settings.from_json(json.dumps(WITHOUT_CHECKSUM | {field: value}))
+
+
+def with_checksum(record) -> str:
+    """cache.json as a release wrote it that knows more."""
+    record = {key: value for key, value in record.items() if key != "checksum"}
+    return json.dumps(record | {"checksum": xxhash.xxh3_64_hexdigest(json.dumps(record).encode())})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"evict": "never"},
+        {"evict": "never", "headroom": None},
+        {"pace": {"min_rows": 1, "samples_per_second": 3}},
+        {"schema": [{"name": "x", "type": "jagged", "dtype": "int64"}]},
+        {"schema": [{"name": "x", "type": "tensor", "dtype": "float8", "shape": []}]},
+        {"schema": [{"name": "x", "type": "string", "encoding": "utf-16"}]},
+        {"headroom": {"rows": 7}},
+    ],
+)
+def test_what_a_later_release_wrote_is_a_newer_format_and_no_damage(more):
+    """It was called damaged, with the advice to remove the folder."""
+    with pytest.raises(ac.CacheFormatError, match="newer one made or changed.*Nothing was touched") as caught:
+        Settings.from_json(with_checksum(json.loads(SETTINGS.text) | more))
+    assert "damage" not in str(caught.value)
+    assert "remove" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [SETTINGS.text, json.dumps(WITHOUT_CHECKSUM)])
+def test_an_unknown_key_is_a_newer_format_whatever_the_checksum_says(text):
+    """A later one may be made in another way."""
+    with pytest.raises(ac.CacheFormatError, match="cache.json has 'evict', 'more', which this arrowcache"):
+        Settings.from_json(json.dumps(json.loads(text) | {"more": 1, "evict": "never"}))
+
+
+def test_no_advice_about_a_damaged_cache_json_removes_anything():
+    with pytest.raises(ac.CacheFormatError, match="damaged.*put back a copy") as caught:
+        Settings.from_json(SETTINGS.text.replace("10000000", "10000001"))
+    assert "remove" not in str(caught.value)
+    assert "delete" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["notes", "index.json", "notes.lock", "row_groups", "leases"])
+def test_an_unknown_name_such_as_a_format_has_is_of_a_newer_one(name):
+    assert newer_names([*TOP_NAMES, name]) == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".nfs00000001", "lost+found", "cache.json.bak", "cache.json~", ".cache.json.swp", ".ipynb_checkpoints",
+     "#cache.json#", "README.md", "Untitled.ipynb", "nohup.out", "core.4711", "notes.txt", "2026", "été",
+     "notes\n", "__pycache__", ".DS_Store", "cache (1).json"],
+)  # fmt: skip
+def test_another_name_there_is_somebodys_own(name):
+    assert newer_names([*TOP_NAMES, name]) == []
 
 
 def test_a_flipped_bit_in_the_settings_is_found_or_changes_nothing():

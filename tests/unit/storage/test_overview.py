@@ -17,6 +17,7 @@ NOW = 1_000_000.0
 STATS = CacheStats(
     capacity_bytes=100 * MIB, allocated_bytes=50 * MIB, published_bytes=40 * MIB, incoming_bytes=6 * MIB,
     leased_bytes=10 * MIB, segments=10, rows=160, oldest_seq=7, next_seq=17, quarantined=0, waiting_writers=0,
+    evicted_segments=7,
 )  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def test_looks_reach_back_a_minute_and_no_further_than_needed():
 def overview(stats=STATS, listed=(), **fields):
     return Overview(**{
         "stats": stats, "segments": listed, "now": NOW, "ingest": ingest_rate(listed, NOW),
-        "evicted": 7, "eviction": None,
+        "eviction": None,
     } | fields)  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def test_a_notebook_shows_the_same_words():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evicted": 0}, "eviction  0 segments so far"),
+        ({"stats": replace(STATS, evicted_segments=0)}, "eviction  0 segments so far"),
         ({}, "eviction  7 segments so far; the next look tells the rate"),
         ({"eviction": Rate(0.0, 0.0, 0.0, "last 5 s")}, "7 segments so far; none in the last 5 s"),
         ({"listed": []}, "ingest    nothing to tell it by"),
@@ -142,3 +143,15 @@ def test_statistics_print_their_bar():
     assert str(STATS).splitlines()[1].startswith("[████████████▓▓▓▓▒▒░░ ")
     assert "\n" not in repr(STATS)
     assert "free 50.0 MiB" in seen(STATS._repr_html_()).text
+
+
+def test_a_number_that_leapt_is_no_count_of_evictions():
+    """After a restart of the machine a cache seemed to have lost a million segments."""
+    leapt = replace(STATS, oldest_seq=1_000_007, next_seq=1_000_017)
+    seen_then, looks = Overview.of(STATS, [], Looks()), Looks()
+    assert "7 segments so far" in seen_then.as_text()
+    looks.add(0.0, STATS.evicted_segments)
+    seen_now = Overview.of(leapt, [], looks)
+    assert "7 segments so far; none in the last" in seen_now.as_text()
+    emptied = Overview.of(replace(leapt, oldest_seq=None, segments=0, rows=0), [], Looks())
+    assert "7 segments so far" in emptied.as_text()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import warnings
 
 import pytest
+import xxhash
 from helpers import ROW, disk_bytes, flip_byte, make_cache, publish, published_ids, segment_files, seqs
 
 import arrowcache as ac
@@ -83,6 +85,20 @@ def test_a_number_leaps_once_a_restart_and_never_past_the_last(path, restart):
     assert first == ac.Cache.open(path).stats().next_seq > 2
     cache.store.folder.write_record(LockRecord(MOST_SEQ - 1))
     assert ac.Cache.open(path).stats().next_seq == MOST_SEQ
+
+
+def test_after_a_restart_a_cache_shows_as_many_evictions_as_there_were(path, restart):
+    """It showed a million: the numbers leap then."""
+    publish(make_cache(path), 3)
+    restart()
+    cache = ac.Cache.open(path)
+    publish(cache, 1)
+    assert "0 segments so far" in str(cache)
+    cache.evict(sum(segment.allocated_bytes for segment in cache.store.segments()[:3]))
+    assert seqs(cache)[0] >= 1_000_000
+    assert "3 segments so far" in str(cache)
+    assert "3 segments so far" in cache._repr_html_()
+    assert cache.stats().evicted_segments == 3
 
 
 def test_what_a_power_cut_brought_back_leaves_again_where_it_does_not_fit(path, restart):
@@ -313,6 +329,84 @@ def test_create_touches_nothing_where_cache_json_is_not_ours(tmp_path, text, exi
         ac.Cache.create(folder, ROW, "10MiB", segment_bytes="32KiB", exist_ok=exist_ok)
     assert os.listdir(folder) == ["cache.json"]
     assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def state(path):
+    """All that writing, linking or removing would change."""
+    return {
+        str(p): (p.lstat().st_ino, p.lstat().st_mtime_ns, p.lstat().st_ctime_ns, p.lstat().st_mode)
+        for p in (path, *path.rglob("*"))
+    }
+
+
+def _evicts_never(path):
+    record = json.loads((path / "cache.json").read_text())
+    del record["checksum"]
+    record["evict"] = "never"
+    checksum = xxhash.xxh3_64_hexdigest(json.dumps(record).encode())
+    (path / "cache.json").write_text(json.dumps(record | {"checksum": checksum}))
+
+
+@pytest.mark.parametrize("exist_ok", [None, True, False])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (_evicts_never, "cache.json has 'evict'"),
+        (lambda path: (path / "notes").mkdir(), "has notes,"),
+        (lambda path: (path / "index.json").touch(), "has index.json,"),
+    ],
+)
+def test_a_cache_of_a_newer_format_is_refused_and_nothing_in_it_is_touched(
+    path, change, what, exist_ok, restart
+):
+    publish(make_cache(path), 2)
+    change(path)
+    (path / "incoming" / f"{7:032x}.part").write_bytes(b"debris, to this release")
+    (path / "pools").rmdir()
+    before = state(path)
+    restart()
+    with pytest.raises(ac.CacheFormatError, match=f"{what}.*newer one.*Nothing was touched") as caught:
+        ac.Cache.open(path) if exist_ok is None else make_cache(path, exist_ok=exist_ok)
+    assert "remove" not in str(caught.value)
+    assert state(path) == before
+
+
+def test_a_process_that_has_the_cache_open_touches_nothing_once_its_format_is_newer(path):
+    cache = make_cache(path)
+    publish(cache, 2)
+    _evicts_never(path)
+    before = state(path)
+    for use in (cache.snapshot, cache.stats, lambda: cache.resize("2MiB"), lambda: cache.set_pace(None)):
+        with pytest.raises(ac.CacheFormatError, match="newer"):
+            use()
+    assert state(path) == before
+
+
+def test_what_somebody_keeps_in_a_cache_of_his_own_locks_nobody_out(path):
+    publish(make_cache(path), 2)
+    (path / "cache.json.bak").write_bytes((path / "cache.json").read_bytes())
+    (path / ".nfs0001").write_bytes(b"x")
+    (path / "lost+found").mkdir()
+    (path / ".ipynb_checkpoints").mkdir()
+    cache = ac.Cache.open(path)
+    assert cache.verify() == []
+    assert cache.stats().rows == 32
+    assert {".nfs0001", "lost+found", "cache.json.bak", ".ipynb_checkpoints"} < set(os.listdir(path))
+
+
+def test_the_settings_of_a_new_cache_of_the_same_schema_and_sizes_mend_damaged_ones(path, tmp_path):
+    """As the message says."""
+    publish(make_cache(path), 2)
+    (path / "cache.json").write_text(
+        (path / "cache.json").read_text().replace("headroom", "headraum", 1)[:-9]
+    )
+    with pytest.raises(ac.CacheFormatError, match="of a new cache of the same schema and sizes"):
+        ac.Cache.open(path)
+    make_cache(tmp_path / "new")
+    shutil.copy(tmp_path / "new" / "cache.json", path / "cache.json")
+    cache = ac.Cache.open(path)
+    assert published_ids(cache) == list(range(32))
+    assert cache.verify() == []
 
 
 def test_a_lack_of_descriptors_is_not_called_a_lack_of_locks(tmp_path, monkeypatch):

@@ -844,8 +844,8 @@ def test_a_damaged_counter_is_found_anew_when_the_cache_is_opened(cache):
 
 
 def test_who_only_looks_asks_about_each_file_before_it_takes_the_lock(cache, monkeypatch):
-    publish_many(cache, 5)
     looking = ac.Cache.open(cache.path)
+    publish_many(cache, 5)
     folder, asked = looking.store.folder, []
 
     def segment_info(name):

@@ -27,6 +27,7 @@ from helpers import (
 from processes import Child
 
 import arrowcache as ac
+from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import mapping, verification
 from arrowcache.storage.layout import LockRecord
 from arrowcache.storage.store import Store
@@ -344,7 +345,7 @@ def test_a_process_without_descriptors_or_memory_calls_no_segment_damaged(cache,
     assert cache.stats().leased_bytes == 0
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_a_segment_that_cannot_be_opened_is_reported_and_stays_where_it_is(cache, monkeypatch, code):
     """It was quarantined, and so went with the next eviction, though nothing may be wrong with it."""
     opened = mapping._open
@@ -365,6 +366,37 @@ def test_a_segment_that_cannot_be_opened_is_reported_and_stays_where_it_is(cache
             snapshot.gather([16])
         with pytest.warns(RuntimeWarning, match="left out"), pytest.raises(ac.CorruptSegmentError):
             snapshot.table()
+    monkeypatch.undo()
+    assert seqs(cache) == [0, 1, 2, 3]
+    assert os.listdir(cache.path / "quarantine") == []
+    assert cache.verify() == []
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
+def test_a_segment_that_may_not_be_opened_ends_every_reading_of_the_cache(cache, monkeypatch, code):
+    """It was left out, and a second user trained on the other half."""
+    opened = mapping._quick.open
+
+    class Quick:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def open(self, path, flags):
+            if os.fsdecode(path) == str(segment_files(cache)[1]):
+                mapping.ctypes.set_errno(code)
+                return -1
+            return opened(path, flags)
+
+    real = mapping._quick
+    monkeypatch.setattr(mapping, "_quick", Quick())
+    message = "chgrp.*must be able to write all of it"
+    with pytest.raises(PermissionError, match=message):
+        cache.verify()
+    for use in (Snapshot.map_all, Snapshot.table):
+        with cache.snapshot() as snapshot, pytest.raises(PermissionError, match=message):
+            use(snapshot)
+    with ac.Loader(cache, 16) as loader, pytest.raises(PermissionError, match=message):
+        next(iter(loader))
     monkeypatch.undo()
     assert seqs(cache) == [0, 1, 2, 3]
     assert os.listdir(cache.path / "quarantine") == []

@@ -1,0 +1,97 @@
+"""Makes, reads and writes caches of every type, in any release: run with that release on PYTHONPATH.
+
+`python use.py VERB CACHE`: "make" a cache, "append" to one, "read" one; each prints a line of JSON: the release's
+folder, how many rows there are, what `verify` found, and a digest of all that is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+import arrowcache as ac
+
+DTYPES = [
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+]  # fmt: skip
+SCHEMA = ac.Schema(
+    {"id": ac.Tensor("int64"), "name": ac.String(), "data": ac.Binary(), "when": ac.Timestamp()}
+    | {f"scalar_{dtype}": ac.Tensor(dtype) for dtype in DTYPES}
+    | {f"tensor_{dtype}": ac.Tensor(dtype, (2, 3)) for dtype in DTYPES}
+    | {f"ragged_{dtype}": ac.Ragged(dtype, (2,)) for dtype in DTYPES}
+)
+PACE = ac.Pace(min_rows=1, samples_per_insert=8.0, max_reuse=100)
+ROWS = 10
+
+
+def numbers(dtype: str, shape: tuple[int, ...], first: int) -> np.ndarray:
+    stored = {"bfloat16": "uint16", "bool": "uint8"}.get(dtype, dtype)
+    values = (np.arange(np.prod(shape)) + first) % 2 if dtype == "bool" else np.arange(np.prod(shape)) + first
+    return values.reshape(shape).astype(stored).astype(bool if dtype == "bool" else stored)
+
+
+def append(path: str, first: int) -> None:
+    """ROWS rows, whose values are functions of their ids."""
+    with ac.Cache.open(path) as cache, cache.writer(on_full="raise") as writer:
+        for number in range(first, first + ROWS):
+            row: dict[str, Any] = {
+                "id": number, "name": f"näme {number}", "data": bytes(number % 5),
+                "when": np.datetime64("2026-01-01", "us") + number,
+            }  # fmt: skip
+            for dtype in DTYPES:
+                row[f"scalar_{dtype}"] = numbers(dtype, (), number)[()]
+                row[f"tensor_{dtype}"] = numbers(dtype, (2, 3), number)
+                row[f"ragged_{dtype}"] = numbers(dtype, (number % 3, 2), number)
+            writer.append(row)
+
+
+def digest(columns: dict[str, Any]) -> str:
+    """Of every value, in the order of the rows."""
+    whole = hashlib.sha256()
+    for name in sorted(columns):
+        for value in columns[name]:
+            text = value.encode() if isinstance(value, str) else value
+            whole.update(text if isinstance(text, bytes) else np.asarray(text).tobytes())
+    return whole.hexdigest()
+
+
+def seen(path: str) -> dict[str, Any]:
+    with ac.Cache.open(path) as cache, cache.snapshot() as snapshot:
+        columns = snapshot.gather(np.arange(len(snapshot)))
+        with ac.Loader(cache, 5, shuffle=None) as loader:
+            trained = sum(len(batch["id"]) for batch in loader)
+        return {
+            "release": ac.__file__.rpartition("/")[0], "ids": columns["id"].tolist(), "trained": trained,
+            "digest": digest(columns), "problems": [str(problem) for problem in cache.verify(repair=False)],
+            "pace": None if cache.pace is None else cache.pace.to_json(), "rows": cache.stats().rows,
+            "served": cache.stats().served_rows > 0, "capacity": cache.stats().capacity_bytes,
+            "schema": repr(cache.schema), "pool": next_task(cache),
+        }  # fmt: skip
+
+
+def next_task(cache: ac.Cache, count: int = 0) -> int:
+    """The next task of the pool "default.0", as a pool claims them."""
+    with cache.store.locked():
+        first: int = cache.store.folder.claim_tasks("default.0", count)
+    return first
+
+
+def main(verb: str, path: str) -> None:
+    if verb == "make":
+        ac.Cache.create(path, SCHEMA, "4MiB", "64KiB", ROWS, 0.1, durable=True, pace=PACE).close()
+        with ac.Cache.open(path) as cache:
+            next_task(cache, 3)
+        append(path, 0)
+        append(path, ROWS)
+    elif verb == "append":
+        append(path, max(seen(path)["ids"]) + 1)
+    print(json.dumps(seen(path)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -206,6 +206,9 @@ def _list_of(value_type: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("item", value_type, nullable=False))
 
 
+_NAMES = ("x", "y", "z", "w")  # that are proposed for the first values of a sample without names
+
+
 class Schema(Mapping[str, FieldType]):
     """The fields of a sample, in the order given. Immutable, hashable, comparable.
 
@@ -269,10 +272,12 @@ class Schema(Mapping[str, FieldType]):
         Python int becomes int64, float float64, bool bool, complex complex128. A ragged field
         cannot be told from one sample: declare it.
 
-        Raises: SchemaError: a value that no type holds.
+        Raises: SchemaError: a value that no type holds. TypeError: a sample whose values have no names.
         """
         from arrowcache.arrow.convert import infer_type
 
+        if not hasattr(sample, "items"):
+            raise TypeError(_without_names(sample))
         return cls({name: infer_type(name, value) for name, value in sample.items()})
 
     @cached_property
@@ -344,6 +349,32 @@ class Schema(Mapping[str, FieldType]):
         if len(names) < least:
             raise ValueError("columns is empty: name at least one, or None for all")
         return names
+
+
+def _without_names(sample: object) -> str:
+    """Why a sample that is no dict has no schema, with the types of its values, and the way out."""
+    from arrowcache.arrow.convert import infer_type
+
+    what, given = type(sample).__name__, [sample]
+    wanted = "a schema is inferred from one sample, a dict that names its values"
+    if isinstance(sample, list | tuple):
+        if sample and all(isinstance(value, Mapping) for value in sample):
+            return f"{wanted}, and this is a {what} of {len(sample)} dicts: give one of them"
+        if hasattr(sample, "_asdict"):
+            return f"{wanted}, and this is a {what}: write Schema.infer(sample._asdict())"
+        what, given = f"{what} of {len(sample)}", list(sample)
+    kinds = []
+    for value in given[: len(_NAMES)]:
+        try:
+            kinds.append(repr(infer_type("value", value)))
+        except SchemaError:
+            kinds.append(f"a {type(value).__name__}, which no type holds")
+    example = ", ".join(f'"{name}": {name}' for name in _NAMES[: len(given)])
+    more = ", ..." if len(given) > len(_NAMES) else ""
+    return (
+        f"{wanted}, and this is a {what} ({', '.join(kinds)}{more}): write "
+        f"Schema.infer({{{example}{more}}}), and have samplers yield such dicts"
+    )
 
 
 def _describe(kind: FieldType) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from arrowcache.arrow.segment import Layout, widest_column
 from arrowcache.arrow.template import KnownLayouts
 from arrowcache.reading.lane import Lane, Phase, choose_stride
 from arrowcache.reading.placement import Placement
-from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.layout import SegmentInfo, Settings
+from arrowcache.storage.locks import file_identity
 from arrowcache.storage.mapping import AddressRange, most_mappings, open_file
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
@@ -88,6 +89,7 @@ class Claim:
 
 _budget = _Budget.of_process()
 _arenas: weakref.WeakKeyDictionary[Store, Arena] = weakref.WeakKeyDictionary()
+_arena_of: weakref.WeakValueDictionary[tuple[int, int], Arena] = weakref.WeakValueDictionary()
 _arenas_lock = threading.Lock()
 
 
@@ -95,16 +97,15 @@ class Arena:
     """The mapped segments of one cache in this process. Thread-safe.
 
     Args:
-        store: whose segments.
+        settings: of the cache.
         budget: how many segments may be mapped at once; fewer if the address space is limited.
     """
 
-    def __init__(self, store: Store, budget: _Budget) -> None:
-        self._store = store
-        self._schema = store.settings.schema
-        self._folder = os.fspath(store.folder.segments)
-        self._segment_bytes = store.settings.segment_bytes
-        self._full_rows = store.settings.full_rows
+    def __init__(self, settings: Settings, budget: _Budget) -> None:
+        self._settings = settings
+        self._schema = settings.schema
+        self._segment_bytes = settings.segment_bytes
+        self._full_rows = settings.full_rows
         self._widest, width = widest_column(self._schema)
         self._stride = choose_stride(width, self._segment_bytes)
         self._phase = Phase(width, self._stride - self._segment_bytes)
@@ -112,10 +113,11 @@ class Arena:
         self._lock = threading.Lock()
         self._cells: dict[int, int] = {}  # by seq: the number of its cell
         self._users: dict[int, int] = {}  # by seq: snapshots that may read it
+        self._proved: set[int] = set()  # seqs of mapped segments whose bytes were checked
         self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
         self._range: AddressRange | None = None
         self._budget = budget
-        wanted = max(_LEAST_CELLS, 4 * store.settings.capacity_bytes // self._segment_bytes)
+        wanted = max(_LEAST_CELLS, 4 * settings.capacity_bytes // self._segment_bytes)
         cells = max(1, min(budget.total, wanted, _most_range_bytes() // self._stride))
         while self._range is None and cells:
             try:
@@ -135,12 +137,29 @@ class Arena:
 
     @classmethod
     def of(cls, store: Store) -> Arena:
-        """The arena that all readers of a store share in this process."""
+        """The arena that all readers of a cache share in this process, however often it was opened.
+
+        A cache is known by its lease.lock, not by its path. Whatever is mapped is leased, which keeps that
+        file open: while anything is mapped, no other cache can get its identity.
+        """
+        try:
+            identity = file_identity(os.stat(store.folder.lease_lock))
+        except OSError:  # the folder is gone: what is mapped of it can be read still
+            identity = None
         with _arenas_lock:
-            arena = _arenas.get(store)
-            if arena is None or arena._range is None:  # there may be addresses now
-                arena = _arenas[store] = cls(weakref.proxy(store), _budget)
+            arena = _arenas.get(store) if identity is None else _arena_of.get(identity)
+            if arena is None or arena._range is None or not arena._fits(store.settings):
+                arena = cls(store.settings, _budget)  # where there were no addresses, there may be some now
+                if identity is not None:
+                    _arena_of[identity] = arena
+            if _arenas.get(store) is not arena:
+                _arenas[store] = arena  # it lives as long as a store of it
             return arena
+
+    def _fits(self, settings: Settings) -> bool:
+        """Whether segments of such a cache fit into its cells and lanes."""
+        mine = self._schema, self._segment_bytes, self._full_rows
+        return mine == (settings.schema, settings.segment_bytes, settings.full_rows)
 
     def acquire(self, claim: Claim) -> None:
         """Keep its segments mapped, once they are; the caller leases them until it released them.
@@ -192,15 +211,18 @@ class Arena:
                 unused.append(segment.seq)
         return users, unused
 
-    def map(self, segment: SegmentInfo, *, check_bytes: bool) -> int:
+    def map(self, segment: SegmentInfo, store: Store, *, check_bytes: bool) -> int:
         """Map and check an acquired segment, if it is not yet.
 
+        Args:
+            store: who asks: its folder has the file.
+            check_bytes: check its bytes too, also where another reader has mapped it without.
         Returns: its cell; NO_CELL if none is free: use `alone`.
-        Raises: CorruptSegmentError: what is wrong; it is not mapped then. OSError: the process has
-            too little memory or too many files open.
+        Raises: CorruptSegmentError: what is wrong; it is not mapped then, but for others who read it.
+            OSError: the process has too little memory or too many files open.
         """
         with self._lock:
-            number = self._map(segment, check_bytes)
+            number = self._map(segment, store, check_bytes)
         self._let_go()
         return number
 
@@ -222,15 +244,15 @@ class Arena:
         return Placement(self._range, self._schema, starts, fixed_at, variable_at, lanes)
 
     @contextmanager
-    def alone(self, segment: SegmentInfo, *, check_bytes: bool) -> Iterator[Placement]:
+    def alone(self, segment: SegmentInfo, store: Store, *, check_bytes: bool) -> Iterator[Placement]:
         """Map one segment, which finds no cell here, in an arena of its own while the context lasts.
 
-        Raises: as `map`; MemoryError: there is no address space for even one.
+        Args, Raises: as `map`; MemoryError: there is no address space for even one.
         """
-        arena, claim = Arena(self._store, _Budget(1)), Claim([segment])
+        arena, claim = Arena(self._settings, _Budget(1)), Claim([segment])
         arena.acquire(claim)
         try:
-            cell = arena.map(segment, check_bytes=check_bytes)
+            cell = arena.map(segment, store, check_bytes=check_bytes)
             if cell == NO_CELL:
                 raise MemoryError("no address space is left to map one segment: raise ulimit -v")
             yield arena.place(np.array([cell]), np.array([0, segment.rows]))
@@ -269,16 +291,24 @@ class Arena:
         """How many segments are mapped."""
         return len(self._cells)
 
-    def _map(self, segment: SegmentInfo, check_bytes: bool) -> int:
+    def _map(self, segment: SegmentInfo, store: Store, check_bytes: bool) -> int:
         number = self._cells.get(segment.seq)
         if number is not None:
+            if check_bytes and segment.seq not in self._proved:
+                assert self._range is not None
+                file = self._range.buffer(int(self._file_at[number]), segment.nbytes)
+                check_file(file, store, segment, check_bytes=True)
+                self._proved.add(segment.seq)
             return number
         number = self._take_cell()
         if number == NO_CELL:
             return NO_CELL
         self._cells[segment.seq] = number
+        self._proved.discard(segment.seq)
         try:
-            self._fill(number, segment, check_bytes)
+            self._fill(number, segment, store, check_bytes)
+            if check_bytes:
+                self._proved.add(segment.seq)
         except BaseException as error:
             self._dirty.append(self._cells.pop(segment.seq))
             self._clean()
@@ -287,18 +317,18 @@ class Arena:
             raise
         return number
 
-    def _fill(self, number: int, segment: SegmentInfo, check_bytes: bool) -> None:
+    def _fill(self, number: int, segment: SegmentInfo, store: Store, check_bytes: bool) -> None:
         """Map a segment into its cell, checked: by comparison where its layout is known."""
         assert self._range is not None
         start = number * self._stride
-        fd, nbytes = open_file(f"{self._folder}/{segment.name}", self._segment_bytes)
+        fd, nbytes = open_file(f"{store.folder.segments}/{segment.name}", self._segment_bytes)
         try:
             layout = None if check_bytes else self._known.find(partial(os.pread, fd), nbytes, segment.rows)
             is_new = layout is None
             if layout is None:
                 self._range.map_file(fd, start, nbytes)
                 file = self._range.buffer(start, nbytes)
-                layout = check_file(file, self._store, segment, check_bytes=check_bytes)
+                layout = check_file(file, store, segment, check_bytes=check_bytes)
                 self._known.learn(file, layout)
             is_full = segment.rows == self._full_rows
             shift = 0
@@ -351,6 +381,7 @@ class Arena:
         Raises: OSError: not all; the rest is as it was.
         """
         seq_of = {self._cells.pop(seq): seq for seq in seqs if seq in self._cells}
+        self._proved.difference_update(seq_of.values())
         numbers = sorted(seq_of)
         first = 0
         try:
@@ -383,7 +414,7 @@ class Arena:
 
     def _forget_in_child(self) -> None:
         """A forked child inherits no mapping and no lease."""
-        self.__init__(self._store, _budget)  # type: ignore[misc]  # anew, at the same place
+        self.__init__(self._settings, _budget)  # type: ignore[misc]  # anew, at the same place
 
     def __del__(self) -> None:
         if hasattr(self, "_lanes"):
@@ -400,7 +431,7 @@ def _most_range_bytes() -> int:
 def _after_fork_in_child() -> None:
     global _budget, _arenas_lock
     _budget, _arenas_lock = _Budget.of_process(), threading.Lock()
-    for arena in list(_arenas.values()):
+    for arena in {id(arena): arena for arena in [*_arenas.values(), *_arena_of.values()]}.values():
         arena._forget_in_child()
 
 

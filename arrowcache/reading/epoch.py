@@ -131,7 +131,12 @@ class Epochs:
         self._order(plan, listed, "raise")
 
     def resume(self, plan: Plan, missing: str) -> None:
-        """Have the next epoch be the rest of a planned one, or one of its number if nothing is planned."""
+        """Have the next epoch be the rest of a planned one, or one of its number if nothing is planned.
+
+        Args:
+            missing: rows whose segments have left the cache: "skip" them, with a warning; "raise"; or "keep"
+                them in the order, for who sees to them step by step.
+        """
         self.next = plan.epoch
         self._resumed = plan if len(plan.seqs) else None
         self._missing = missing
@@ -370,6 +375,8 @@ class Epochs:
 
         Raises: MissingSegmentsError: not all is, and that is not accepted; nothing has changed.
         """
+        if missing == "keep":
+            return plan.order(self._terms.batch_size, self._share, self._terms.drop_last)
         order = plan.order_of(present, self._terms.batch_size, self._share, self._terms.drop_last)
         if isinstance(order, Survivors) and order.missing:
             gone = len(plan.seqs) - len(present)

@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.cgroup import memory_bytes
@@ -44,6 +44,12 @@ _MOST_WORKERS = 256
 _MOST_PREFETCHED = 1 << 16
 _MOST_BATCH_ROWS = (1 << 31) - 1
 _CLOSED = "the loader is closed: make a new one"
+_NO_DATASET = (
+    "a Loader is no dataset: it has no length and no items, since the rows of a rolling cache are others in "
+    "each epoch. It makes batches itself: iterate it, `for batch in loader`, and ask `loader.steps` for the "
+    "steps of the epoch in progress. If it has to be a torch.utils.data.DataLoader, take "
+    "arrowcache.torch.dataloader(cache, batch_size, num_workers=...)"
+)
 
 
 class Loader:
@@ -280,6 +286,24 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __len__(self) -> int:
+        """There is none: a TypeError, which says what to do instead, also where a DataLoader asks."""
+        raise TypeError(_NO_DATASET)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """There are none, as `len`."""
+        raise TypeError(_NO_DATASET)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Loader cannot be pickled or copied: its threads and its leases are of this process. Pass on "
+            "the cache or its path, and make a Loader where its batches are used; for workers say "
+            "Loader(workers=...), or take arrowcache.torch.dataloader(cache, batch_size, num_workers=...)"
+        )
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

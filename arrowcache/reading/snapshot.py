@@ -392,7 +392,8 @@ class Snapshot:
                 for index in np.flatnonzero(self._cells == _NOT_MAPPED).tolist():
                     segment = self._segments[index]
                     with suppress(CorruptSegmentError, OSError):
-                        cell = self._arena.map(segment, check_bytes=segment.seq < self._suspect_below)
+                        check = segment.seq < self._suspect_below
+                        cell = self._arena.map(segment, self._store, check_bytes=check)
                         self._cells[index] = _NOT_MAPPED if cell == NO_CELL else cell
                 self._publish_placement()
         finally:
@@ -521,9 +522,9 @@ class Snapshot:
     def _map(self, segment: SegmentInfo) -> int:
         check = segment.seq < self._suspect_below
         try:
-            cell = self._arena.map(segment, check_bytes=check)
+            cell = self._arena.map(segment, self._store, check_bytes=check)
             if cell == NO_CELL:
-                with self._arena.alone(segment, check_bytes=check):
+                with self._arena.alone(segment, self._store, check_bytes=check):
                     pass  # checked once, like all others
         except CorruptSegmentError as error:
             self._condemn(segment, error)
@@ -571,7 +572,7 @@ class Snapshot:
             places = np.flatnonzero(segments == index)
             rows, first = ids[places] - self._starts[index], np.zeros(len(places), np.int64)
             some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
-            with self._arena.alone(self._segments[index], check_bytes=False) as placement:
+            with self._arena.alone(self._segments[index], self._store, check_bytes=False) as placement:
                 part = self._gather_from(placement, rows, first, names, some, is_warm=False)
                 parts.append((places, part))
             for name, array in arrays.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from arrowcache.arrow.schema import FieldType
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch.descriptor import Descriptor, Made, Rows, made
 from arrowcache.torch.envelope import failure
 from arrowcache.torch.orphans import EndsWithItsParent
@@ -85,7 +86,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
         if worker is None:
             return made(rows, self._make(rows))
         if self._transform is None:
-            return Descriptor(rows, self._names)
+            return Descriptor(rows, self._names, self._store)
         try:
             return made(rows, self._make(rows))
         except Exception:  # noqa: BLE001  # travels as torch's own do, and counts as delivered
@@ -113,7 +114,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
 
     def __reduce__(self) -> tuple[Callable[..., CacheDataset], tuple[Any, ...]]:
         transform = None if self._transform is None else packed(self._transform)
-        return _opened, (str(self._store.folder.path), self._names, transform)
+        return _opened, (str(self._store.folder.path), self._store.check, self._names, transform)
 
     def __repr__(self) -> str:
         return f"<CacheDataset of {self._store.folder.path}: columns {list(self._names)}>"
@@ -130,9 +131,9 @@ class CacheDataset(Dataset[dict[str, Any]]):
 
     def _make(self, rows: Rows) -> Any:
         if self._transform is None:
-            return Descriptor(rows, self._names).make()
+            return Descriptor(rows, self._names, self._store).make()
         try:
-            result = self._transform(rows.read(self._names))
+            result = self._transform(rows.read(self._names, self._store))
             return tensors_of(result, self._store.settings.schema)
         except StopIteration as error:
             raise RuntimeError("the transform raised StopIteration, which would end the epoch") from error
@@ -229,8 +230,11 @@ def packed(functions: object) -> bytes:
     return pickled(functions, "transform or where", "pass multiprocessing_context='fork'")
 
 
-def _opened(path: str, names: tuple[str, ...], transform: bytes | None) -> CacheDataset:
-    return CacheDataset(path, names, None if transform is None else unpickled(transform))
+def _opened(path: str, check: str, names: tuple[str, ...], transform: bytes | None) -> CacheDataset:
+    dataset = CacheDataset.__new__(CacheDataset)
+    dataset._store, dataset._names = open_store(Path(path), check=check), names
+    dataset._transform = None if transform is None else unpickled(transform)
+    return dataset
 
 
 def _short(value: object) -> str:

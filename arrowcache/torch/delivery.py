@@ -12,7 +12,7 @@ from typing import Any
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.iterator import EpochIterator
 from arrowcache.reading.pipeline import Made
-from arrowcache.torch.device import DevicePrefetcher
+from arrowcache.torch.device import DevicePrefetcher, PrefetchIterator
 
 
 class DeviceEpoch:
@@ -23,7 +23,10 @@ class DeviceEpoch:
         prefetcher: what brings them there.
         timeout_seconds: how long a step waits; None: for ever.
         finish: makes tensors of a batch, in the prefetcher's thread.
+    Raises: WorkerError: that thread cannot be started. The epoch has ended then.
     """
+
+    _batches: PrefetchIterator | None = None  # until the prefetcher has started
 
     def __init__(
         self,
@@ -34,7 +37,11 @@ class DeviceEpoch:
     ) -> None:
         self._epoch = epoch
         self._timeout_seconds = timeout_seconds
-        self._batches = prefetcher.over(_Undelivered(epoch, finish), epoch.close)
+        try:
+            self._batches = prefetcher.over(_Undelivered(epoch, finish), epoch.close)
+        except BaseException:
+            epoch.close()
+            raise
 
     def __iter__(self) -> DeviceEpoch:
         return self
@@ -45,6 +52,7 @@ class DeviceEpoch:
         Blocks: until it is made and its copy was started, at most the loader's timeout.
         Raises: as the iterator of a loader without a device.
         """
+        assert self._batches is not None
         try:
             with self._epoch.waiting():
                 batch, receipt = self._batches.take(self._timeout_seconds)
@@ -64,7 +72,8 @@ class DeviceEpoch:
     def close(self) -> None:
         """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
         self._epoch.close()
-        self._batches.close()
+        if self._batches is not None:
+            self._batches.close()
 
     def __del__(self) -> None:
         self._epoch.has_stopped = True  # nobody is left who could be told of its end

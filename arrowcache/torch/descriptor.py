@@ -27,6 +27,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from arrowcache.storage.store import Store
 from arrowcache.torch import snapshots
 from arrowcache.torch.envelope import failure, open_sealed, seal
 from arrowcache.torch.snapshots import SnapshotName
@@ -60,9 +61,9 @@ class Rows(list[int]):
     def __repr__(self) -> str:
         return f"<Rows: {len(self)} of step {self.step}>"
 
-    def read(self, columns: tuple[str, ...]) -> dict[str, Any]:
-        """The rows, copied into NumPy arrays, wherever this is."""
-        return snapshots.read(self.snapshot, self.oldest, self.ids, columns, self.left)
+    def read(self, columns: tuple[str, ...], store: Store) -> dict[str, Any]:
+        """The rows, copied into NumPy arrays, wherever this is; `store` is of their cache."""
+        return snapshots.read(self.snapshot, store, self.oldest, self.ids, columns, self.left)
 
     def delivered(self) -> None:
         """The batch has arrived in the process that drew it; elsewhere this does nothing."""
@@ -73,18 +74,21 @@ class Descriptor:
     """A batch that is still to be gathered; pickled here, it is unpickled as the batch.
 
     To be looked into as a dict, though no Mapping: default_convert would.
+
+    Args:
+        store: of the cache, where this is; stays here when it is pickled.
     """
 
-    def __init__(self, rows: Rows, columns: tuple[str, ...]) -> None:
-        self._rows, self._columns = rows, columns
+    def __init__(self, rows: Rows, columns: tuple[str, ...], store: Store) -> None:
+        self._rows, self._columns, self._store = rows, columns, store
         self._batch: dict[str, Any] | None = None
 
     def make(self) -> dict[str, Any]:
         """Gather, once: name -> tensor, as `arrowcache.torch.Loader` yields them."""
         if self._batch is None:
             try:
-                schema = snapshots.schema_of(self._rows.snapshot)
-                batch = self._rows.read(self._columns)
+                schema = self._store.settings.schema
+                batch = self._rows.read(self._columns, self._store)
                 self._batch = {name: to_tensor(values, schema[name]) for name, values in batch.items()}
             finally:
                 self._rows.delivered()
@@ -163,7 +167,7 @@ def made(rows: Rows, result: Any) -> Batch | Made:
 
 def _gathered(rows: Rows, columns: tuple[str, ...]) -> Any:
     try:
-        return Descriptor(rows, columns).make()
+        return Descriptor(rows, columns, snapshots.store_of_name(rows.snapshot)).make()
     except Exception:  # noqa: BLE001
         return failure("while a batch was gathered from its descriptor")
 

@@ -15,6 +15,7 @@ import itertools
 import os
 import time
 import uuid
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,9 @@ from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
@@ -40,6 +43,7 @@ from arrowcache.torch.dataset import Transform, packed, tensors_of
 from arrowcache.torch.distributed import Ranks
 from arrowcache.torch.envelope import open_sealed, seal, sendable
 from arrowcache.torch.numbers import EpochNumbers, Turn
+from arrowcache.torch.remainder import Remainder
 from arrowcache.units import parse_count, parse_seconds, require_function
 
 _FORMAT = "arrowcache.iterable"
@@ -125,8 +129,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 
     Each iteration is the next epoch over a new snapshot, which the workers take together when the
     first batch is asked for; with StatefulDataLoader that is within `iter`. An epoch is resumed by as many
-    workers as it began with: each has a state of its own, of its own steps. After a `break`, workers that
-    live on (persistent_workers) keep what they lease until the next `for`. Batches are of the types that
+    workers as it began with: each has a state of its own, of its own steps. With `snapshot_every_n_steps`
+    above 1 StatefulDataLoader has the steps since its last state made again, to drop them: of those, too,
+    rows that left meanwhile count as lost, and of a step that is gone whole the next one is dropped in its
+    place. After a `break`, workers that live on (persistent_workers) keep what they lease until the next
+    `for`. Batches are of the types that
     `arrowcache.torch.Loader` yields. Arguments are those of `arrowcache.Loader`; `transform` runs in the
     worker, gets `dict[str, ndarray]`, and may return anything; arrays in the dict that it returns become
     tensors.
@@ -196,6 +203,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._resumed: _Place | None = None
         self._pass: weakref.ref[_Pass] | None = None  # the last one
         self._epochs: Epochs | None = None  # of this process
+        self._share = Share()  # of each step, as its rank
         self._epochs_key = (0, 0, 0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -216,6 +224,12 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             raise ValueError(
                 f"the state is of one of {resumed.workers} workers, whose steps are not those of one of "
                 f"{turn.workers}: resume with {same}; states of arrowcache.torch.Loader fit any number"
+            )
+        size = self._terms.batch_size
+        if resumed is not None and len(resumed.plan.seqs) and (counted := resumed.plan.block_rows) != size:
+            raise ValueError(
+                f"the state counts batches of {counted} rows, not of {size}: resume with "
+                f"batch_size={counted}; states of arrowcache.torch.Loader fit any batch size"
             )
         with self._store.locked():
             if resumed is None:
@@ -246,8 +260,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next iteration of this process go on where a state says, with equally many workers.
 
+        Rows whose segments have left the cache before they were delivered are skipped, with a warning that
+        counts them: their batches are short, and left out where nothing is left of them.
+
         Raises: ValueError: no such state. The iteration raises ValueError if there are more or fewer
-            workers, MissingSegmentsError if segments of that epoch have left the cache.
+            workers, or another batch size.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of a CacheIterableDataset: pass what state_dict() returned")
@@ -284,10 +301,10 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         key = (os.getpid(), turn.worker, turn.workers)
         if self._epochs is None or self._epochs_key != key:
             ranks = self._ranks.now().membership(self._terms)
-            share = Share(ranks.rank, ranks.world_size) if ranks else Share()
+            self._share = Share(ranks.rank, ranks.world_size) if ranks else Share()
             self._epochs = Epochs(
                 self._store, self._where, self._terms, self._timeout,
-                self._member(ranks, turn), Meter(), share,
+                self._member(ranks, turn), Meter(), self._share,
             )  # fmt: skip
             self._epochs_key = key
         return self._epochs
@@ -306,7 +323,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         )
 
     def _batches(self, epochs: Epochs, turn: Turn, place: _Place) -> Iterator[dict[str, Any]]:
-        epochs.resume(place.plan, "raise")
+        epochs.resume(place.plan, "keep")
         mine = slice(turn.worker + place.made * turn.workers, None, turn.workers)
         self._numbers.recall(epochs.headroom)
         may_warn = epochs.headroom.warns
@@ -316,23 +333,41 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         try:
             self._place = place = place._replace(plan=epoch.plan)
             in_order = epoch.plan.is_in_order
+            size, drop_last = self._terms.batch_size, self._terms.drop_last
+            rest = Remainder(epoch.plan, epoch.snapshot.segments, size, self._share, drop_last)
+            steps = range(epoch.order.steps)[mine]
+            self._report(rest, steps, epoch.plan, turn)
             yield {}
-            for step in range(epoch.order.steps)[mine]:
+            for step in steps:
                 if in_order:
-                    epoch.snapshot.release_oldest(epoch.order.segments_span(step).start)
+                    epoch.snapshot.release_oldest(rest.first_segment(step))
                     epochs.settle()
-                batch = self._make(epoch, step)
+                rows = rest.rows_of(step)
+                batch = self._make(epoch, rows) if len(rows) else None
                 self._place = place = place._replace(made=place.made + 1)
-                epoch.delivered += 1
-                yield batch
+                if batch is not None:
+                    epoch.delivered += 1
+                    yield batch
         finally:
             epoch.snapshot.close()
             epochs.ended(epoch)
             epochs.give_back(epoch)
         self._wait_for_others(epochs, epoch, turn)
 
-    def _make(self, epoch: Epoch, step: int) -> Any:
-        columns: Any = epoch.snapshot.gather(epoch.order.batches(step, step + 1), self._names)
+    def _report(self, rest: Remainder, steps: range, plan: Plan, turn: Turn) -> None:
+        """Warn of rows that this worker has lost."""
+        lost = rest.lost_rows(steps)
+        if lost:
+            who = "" if turn.workers == 1 else f" and to worker {turn.worker} of {turn.workers}"
+            warnings.warn(
+                f"{lost} rows of epoch {plan.epoch} are lost to it{who}: {rest.gone} of its {len(plan.seqs)} "
+                "segments have left the cache since the state was saved; the others are delivered",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _make(self, epoch: Epoch, rows: NDArray[np.int64]) -> Any:
+        columns: Any = epoch.snapshot.gather(rows, self._names)
         made = columns if self._transform is None else self._transform(columns)
         made = tensors_of(made, self._store.settings.schema)
         if type(made) is dict:

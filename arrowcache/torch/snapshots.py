@@ -32,7 +32,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from arrowcache.arrow.schema import Schema
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
 from arrowcache.reading.ring import Ring
 from arrowcache.reading.snapshot import Snapshot
@@ -183,11 +182,17 @@ def delivered(key: str, step: int) -> None:
 
 
 def read(
-    name: SnapshotName, oldest: int, ids: NDArray[np.int64], columns: tuple[str, ...], left: int
+    name: SnapshotName,
+    store: Store,
+    oldest: int,
+    ids: NDArray[np.int64],
+    columns: tuple[str, ...],
+    left: int,
 ) -> Columns:
     """Rows of a snapshot, in whatever process: copies, in NumPy arrays.
 
     Args:
+        store: of the snapshot's cache, in this process.
         oldest: no segment before this number is needed now or later.
         left: batches of the epoch after this one: the workers take turns.
     Raises: MissingSegmentsError: the epoch has ended and segments are gone. ArrowCacheError: it was
@@ -201,29 +206,28 @@ def read(
     worker = get_worker_info()
     if worker is not None:
         try:
-            return _reader.read(name, oldest, ids, columns)
+            return _reader.read(name, store, oldest, ids, columns)
         finally:
             if left < worker.num_workers:
                 _reader.close()  # that was this one's last
-    with closing(_Retaken(name, oldest)) as taken:
+    with closing(_Retaken(name, store, oldest)) as taken:
         return taken.read(ids, columns)
 
 
-def schema_of(name: SnapshotName) -> Schema:
-    """The schema of a snapshot's columns."""
+def store_of_name(name: SnapshotName) -> Store:
+    """The cache of a snapshot; opened, unless this very process sends its batches."""
     own = sending_of(name)
-    store = store_of(name.path) if own is None else own.store
-    return store.settings.schema
+    return store_of(name.path) if own is None else own.store
 
 
 class _Retaken:
     """A snapshot leased by its name: from segment `oldest` on."""
 
-    def __init__(self, name: SnapshotName, oldest: int) -> None:
+    def __init__(self, name: SnapshotName, store: Store, oldest: int) -> None:
         seqs, rows = name.seqs(), name.rows()
         wanted = set(seqs[oldest:].tolist())
         self._rows_before, self._oldest = int(rows[:oldest].sum()), oldest
-        self._snapshot = Snapshot.take(store_of(name.path), lambda s: s.seq in wanted)
+        self._snapshot = Snapshot.take(store, lambda s: s.seq in wanted)
         missing = len(wanted) - len(self._snapshot.segments)
         if missing:
             self._snapshot.close()
@@ -255,12 +259,17 @@ class _Reader:
         self._watcher: threading.Thread | None = None
 
     def read(
-        self, name: SnapshotName, oldest: int, ids: NDArray[np.int64], columns: tuple[str, ...]
+        self,
+        name: SnapshotName,
+        store: Store,
+        oldest: int,
+        ids: NDArray[np.int64],
+        columns: tuple[str, ...],
     ) -> Columns:
         with self._lock:
             if self._taken is None or self._key != name.key:
                 self.close()
-                self._taken, self._key = _Retaken(name, oldest), name.key
+                self._taken, self._key = _Retaken(name, store, oldest), name.key
             self._taken.release_oldest(oldest)
             try:
                 return self._taken.read(ids, columns)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import datetime as dt
 import gc
 import itertools
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import append_rows, ids_of, in_child, make_cache, publish, wait_until
+from helpers import append_rows, flip_byte, ids_of, in_child, make_cache, publish, segment_files, wait_until
 from processes import Script
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -24,6 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import arrowcache as ac
 import arrowcache.torch.dataset
+from arrowcache.storage import recovery
 from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
 from arrowcache.torch.descriptor import Descriptor
 
@@ -218,6 +220,44 @@ def test_a_collate_function_of_the_users_own_gets_the_batch(cache, workers, kind
         assert mean == batch["image"].mean()
         assert torch.equal(doubled["id"], 2 * batch["id"])
     no_lease_is_left(cache)
+
+
+@pytest.fixture
+def openings(monkeypatch):
+    """How often a cache was opened, in this process and those that are forked from it."""
+    count = multiprocessing.get_context("fork").Value("i", 0)
+    real = recovery.recover
+
+    def recover(store):
+        with count.get_lock():
+            count.value += 1
+        real(store)
+
+    monkeypatch.setattr(recovery, "recover", recover)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["none", "identity"])
+def test_a_collate_function_of_the_users_own_opens_the_cache_no_more_often(cache, openings, kind):
+    dataset = CacheDataset(cache.path, transform=identity_of_kind(kind))
+    sampler = EpochBatchSampler(cache.path, 16)
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=2, multiprocessing_context="fork",
+        persistent_workers=True, collate_fn=lambda batch: {"id": batch["id"] + 1},
+    )  # fmt: skip
+    assert openings.value == 2  # by the dataset and by the sampler
+    for _ in range(3):
+        assert sorted(ids_of(loader)) == list(range(1, 161))
+    assert openings.value == 2
+
+
+def test_workers_that_are_spawned_check_as_the_cache_was_opened_to_check(cache):
+    flip_byte(segment_files(cache)[3], 3000)
+    dataset = CacheDataset(ac.Cache.open(cache.path, check="bytes"), transform=lambda batch: batch)
+    sampler = EpochBatchSampler(cache, 16, None)  # of a cache that was opened to check less
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(ac.CorruptSegmentError, match=f"{3:020d}"):
+        ids_of(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -477,7 +517,7 @@ def test_a_batch_of_an_epoch_left_for_a_newer_one_is_not_gathered(cache):
     newer = iter(sampler)
     del old
     gc.collect()
-    answer = through_a_queue(Descriptor(rows, ("id",)))
+    answer = through_a_queue(Descriptor(rows, ("id",), cache.store))
     with pytest.raises(ac.ArrowCacheError, match="left for a newer one"):
         answer.reraise()
     assert len(list(newer)) == 10

@@ -5,9 +5,11 @@ import itertools
 import os
 import pickle
 import random
+import warnings
+from contextlib import nullcontext
 
 import pytest
-from helpers import flip_byte, ids_of, make_cache, publish, segment_files, wait_until
+from helpers import flip_byte, ids_of, make_cache, publish, published_ids, segment_files, wait_until
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -218,11 +220,182 @@ def test_states_that_do_not_fit_are_refused(cache):
     dataset.load_state_dict(state)
     with pytest.raises(ValueError, match="resume with num_workers=0 or 1"):
         next(iter(batches_of(dataset, 2)))
-    dataset.load_state_dict(state)
-    cache.evict("30kB")
-    with pytest.raises(ac.MissingSegmentsError):
-        next(iter(dataset))
-    assert len(ids_of(dataset)) == cache.stats().rows
+
+
+def window_of(cache, **options):
+    """An epoch that gives up segments as it moves on: its window is two segments of ten."""
+    return CacheIterableDataset(cache, 8, "window", seed=4, window_bytes="40KiB", **options)
+
+
+def warn_always(worker: int) -> None:
+    """In a worker, which is forked from a test whose warnings are errors."""
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda message, *_: os.write(2, f"{message}\n".encode())
+
+
+def evict_what_can_be(cache) -> set[int]:
+    """Evict all up to the first segment that is leased; the ids of rows that left."""
+    before = set(published_ids(cache))
+    cache.evict("1MiB")
+    return before - set(published_ids(cache))
+
+
+@pytest.mark.parametrize("shuffle", ["window", None])
+@pytest.mark.parametrize("taken", [1, 9, 19, 20])
+def test_an_epoch_whose_delivered_segments_have_left_the_cache_is_resumed_whole(cache, shuffle, taken):
+    options = {"window_bytes": "40KiB"} if shuffle else {}
+    dataset = CacheIterableDataset(cache, 8, shuffle, seed=4, **options)
+    iterator = iter(dataset)
+    head = ids_of(itertools.islice(iterator, taken))
+    gone = evict_what_can_be(cache)
+    assert gone <= set(head)
+    assert taken < 9 or gone
+    state = dataset.state_dict()
+    del iterator
+    publish(cache, 3, first=1000)
+    copy = CacheIterableDataset(cache, 8, shuffle, seed=4, **options)
+    copy.load_state_dict(state)
+    rest = ids_of(copy)
+    assert sorted(head + rest) == list(range(160))
+    assert sorted(ids_of(copy)) == sorted(published_ids(cache))  # the next epoch has what is there
+
+
+def test_an_epoch_is_resumed_twice(cache):
+    seen = []
+    dataset, state = window_of(cache), None
+    for taken in (7, 6, 99):
+        if state is not None:
+            dataset = window_of(cache)
+            dataset.load_state_dict(state)
+        iterator = iter(dataset)
+        seen += ids_of(itertools.islice(iterator, taken))
+        evict_what_can_be(cache)
+        state = dataset.state_dict()
+        del iterator
+    assert sorted(seen) == list(range(160))
+
+
+def test_rows_that_left_before_they_were_delivered_are_reported_and_no_other_is_lost(cache):
+    dataset = window_of(cache)
+    iterator = iter(dataset)
+    head = ids_of(itertools.islice(iterator, 7))
+    state = dataset.state_dict()
+    del iterator
+    gc.collect()
+    cache.evict("90kB")
+    gone = set(range(160)) - set(published_ids(cache)) - set(head)
+    assert gone
+    for _ in range(2):
+        copy = window_of(cache)
+        copy.load_state_dict(state)
+        with pytest.warns(RuntimeWarning, match=rf"{len(gone)} rows of epoch 0 are lost"):
+            batches = list(copy)
+        assert all(1 <= len(batch["id"]) <= 8 for batch in batches)
+        assert sorted([*head, *ids_of(batches), *gone]) == list(range(160))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_an_epoch_of_which_nothing_is_left_ends_at_once_and_the_next_one_is_whole(cache, capfd):
+    pytest.importorskip("torchdata", reason="torchdata is not installed: StatefulDataLoader cannot be tried")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    dataset = window_of(cache)
+    iterator = iter(dataset)
+    next(iterator)
+    state = dataset.state_dict()
+    del iterator
+    loader = StatefulDataLoader(window_of(cache), batch_size=None, num_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    states = loader.state_dict()
+    del iterator, loader
+    gc.collect()
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
+    assert len(evict_what_can_be(cache)) == 160
+    publish(cache, 2, first=1000)
+    copy = window_of(cache)
+    copy.load_state_dict(state)
+    with pytest.warns(RuntimeWarning, match="152 rows of epoch 0 are lost"):
+        assert ids_of(copy) == []
+    assert sorted(ids_of(copy)) == list(range(1000, 1032))
+    loader = StatefulDataLoader(window_of(cache), batch_size=None, num_workers=2, worker_init_fn=warn_always)
+    loader.load_state_dict(states)
+    assert ids_of(loader) == []
+    printed = capfd.readouterr().err
+    for worker, rows in ((0, 72), (1, 80)):  # worker 0 had delivered a batch
+        assert f"{rows} rows of epoch 0 are lost to it and to worker {worker} of 2: 10 of its 10" in printed
+    assert sorted(ids_of(loader)) == list(range(1000, 1032))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_stateful_dataloader_resumes_an_epoch_that_rolls(cache, workers, every):
+    pytest.importorskip("torchdata", reason="torchdata is not installed: StatefulDataLoader cannot be tried")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make():
+        dataset = window_of(cache)
+        options = {"snapshot_every_n_steps": every, "worker_init_fn": warn_always} if workers else {}
+        return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, **options)
+
+    loader = make()
+    iterator = iter(loader)
+    head, gone = [], set()
+    for _ in range(11):
+        head += ids_of([next(iterator)])
+        gone |= evict_what_can_be(cache)  # as samplers do while the epoch runs
+    state = loader.state_dict()
+    del iterator, loader
+    gc.collect()
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
+    assert gone
+    resumed = make()
+    resumed.load_state_dict(state)
+    rest = ids_of(resumed)
+    assert len(set(rest) | set(head)) == len(rest) + len(head), "nothing is repeated"
+    lost = set(range(160)) - set(head) - set(rest)
+    if every == 1:
+        assert lost <= gone, "nothing is lost but what was evicted"
+    else:  # of steps that are made again, to be dropped, some may be gone whole
+        assert len(lost) <= len(gone)
+    assert rest
+
+
+@pytest.mark.parametrize("evicted", ["60kB", "90kB", "130kB"])
+def test_ranks_resume_a_rolled_epoch_in_equally_many_steps(cache, evicted):
+    def make():
+        made = [window_of(cache, rank=r, world_size=2, run_id="job") for r in range(2)]
+        made[1]._ordinal = made[0]._ordinal  # as in two processes
+        return made
+
+    datasets = make()
+    iterators = [iter(dataset) for dataset in datasets]
+    head = [number for iterator in iterators for number in ids_of(itertools.islice(iterator, 4))]
+    states = [dataset.state_dict() for dataset in datasets]
+    del iterators, datasets
+    gc.collect()
+    cache.evict(evicted)
+    gone = set(range(160)) - set(published_ids(cache)) - set(head)
+    copies = make()
+    for copy, state in zip(copies, states, strict=True):
+        copy.load_state_dict(state)
+    with pytest.warns(RuntimeWarning, match="are lost") if gone else nullcontext():
+        steps = list(zip(*copies, strict=True))
+    rest = [number for step in steps for number in ids_of(step)]
+    assert len(set(rest + head)) == len(rest + head)
+    assert len(set(range(160)) - set(rest + head) - gone) <= 1, "two ranks cannot share one row of a step"
+
+
+def test_a_state_of_other_batches_is_refused(cache):
+    dataset = window_of(cache)
+    iterator = iter(dataset)
+    next(iterator)
+    state = dataset.state_dict()
+    other = CacheIterableDataset(cache, 16, "window")
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="resume with batch_size=8"):
+        iter(other)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

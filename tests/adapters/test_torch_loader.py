@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import datetime as dt
 import gc
+import pickle
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish, sample, wait_until
+from helpers import ids_of, make_cache, publish, sample, wait_until
 from processes import Script
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
+from torch.utils.data import DataLoader
 
 import arrowcache as ac
-from arrowcache.torch import Loader, dataloader
+from arrowcache.torch import DevicePrefetcher, Loader, dataloader
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 
@@ -370,3 +372,37 @@ def test_the_first_batch_imports_no_module(cache):
     with Script(code, cache.path) as script:
         assert script.line() == "[]"
         assert script.end() == (0, "")
+
+
+# mistakes
+
+
+@pytest.mark.parametrize("kind", [Loader, ac.Loader])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_size": None}, {"batch_size": 4}, {"shuffle": True}, {"num_workers": 2}, {"sampler": [1, 2]},
+     {"batch_sampler": [[1, 2]]}, {"num_workers": 1, "multiprocessing_context": "fork"}],
+)  # fmt: skip
+def test_a_loader_in_a_dataloader_is_an_error_that_says_what_to_write(cache, kind, options):
+    with kind(cache, 16) as loader:
+        with pytest.raises(TypeError, match=r"iterate it.*arrowcache\.torch\.dataloader\(cache, batch_size"):
+            next(iter(DataLoader(loader, **options)))
+        assert sorted(ids_of(loader)) == list(range(cache.stats().rows))  # it goes on by itself
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error when attempting")  # torch's own
+def test_a_loader_in_a_dataloader_of_spawned_workers_says_so_too(cache):
+    with Loader(cache, 16) as loader, pytest.raises(TypeError, match=r"arrowcache\.torch\.dataloader\(cache"):
+        iter(DataLoader(loader, num_workers=1, multiprocessing_context="spawn"))
+
+
+def test_a_loader_has_neither_length_nor_items_and_is_true(cache):
+    with Loader(cache, 16) as loader:
+        for wrong in (lambda: len(loader), lambda: loader[0], lambda: len(DataLoader(loader))):
+            with pytest.raises(TypeError, match=r"loader\.steps"):
+                wrong()
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(loader)
+        assert loader
+        assert len(list(loader)) == loader.steps == cache.stats().rows // 16
+        assert sorted(ids_of(DevicePrefetcher(loader, "cpu"))) == list(range(cache.stats().rows))

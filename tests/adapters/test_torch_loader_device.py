@@ -255,3 +255,19 @@ def test_a_dropped_iterator_leases_nothing(cache):
 def test_a_device_that_does_not_exist_fails_in_the_constructor(cache):
     with pytest.raises(ValueError, match="'cpu'"):
         Loader(cache, 16, device="cuda:99")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_epoch_whose_prefetcher_cannot_start_ends_with_that_error_alone(cache, monkeypatch):
+    def no_thread(thread):
+        raise ac.WorkerError("no thread can be started")
+
+    with Loader(cache, 16, seed=2, device="cpu") as loader, Loader(cache, 16, seed=2) as plain:
+        with monkeypatch.context() as patched:
+            patched.setattr(arrowcache.torch.device, "start", no_thread)
+            for _ in range(2):
+                with pytest.raises(ac.WorkerError, match="no thread"):
+                    iter(loader)
+        gc.collect()  # of what was begun nothing is left that could complain
+        wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
+        assert ids_of(loader) == ids_of(plain)  # it was never begun: this is the first epoch

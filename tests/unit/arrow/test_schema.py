@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import json
 import pickle
+import re
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -161,6 +163,32 @@ def test_the_schema_of_a_sample_is_inferred():
 def test_a_value_that_no_type_holds_cannot_be_inferred(value):
     with pytest.raises(ac.SchemaError, match="'bad'"):
         ac.Schema.infer({"bad": value})
+
+
+class Pair(NamedTuple):
+    image: np.ndarray
+    label: int
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        ((np.zeros((2, 3), "f4"), 1), "a tuple of 2 (Tensor(dtype='float32', shape=(2, 3)), Tensor("),
+        ((np.zeros((2, 3), "f4"), 1), 'Schema.infer({"x": x, "y": y}), and have samplers yield such dicts'),
+        ([1.5], 'shape=())): write Schema.infer({"x": x})'),
+        (np.zeros(3), "a ndarray (Tensor(dtype='float64', shape=(3,))): write"),
+        ((None, b""), "a NoneType, which no type holds, Binary()"),
+        (list(range(9)), '"z": z, "w": w, ...}'),
+        ("text", "a str (String())"),
+        ([{"x": 1}, {"x": 2}], "a list of 2 dicts: give one of them"),
+        (Pair(np.zeros(2), 1), "a Pair: write Schema.infer(sample._asdict())"),
+        ((), "a tuple of 0"),
+        (None, "a NoneType"),
+    ],
+)  # fmt: skip
+def test_a_sample_whose_values_have_no_names_is_told_how_to_name_them(sample, said):
+    with pytest.raises(TypeError, match=re.escape(said)):
+        ac.Schema.infer(sample)
 
 
 @pytest.mark.parametrize(

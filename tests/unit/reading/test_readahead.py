@@ -155,10 +155,10 @@ def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, monkeypatch):
     mappings: list[int] = []
     arena_map = Arena._map
 
-    def counted(self, segment, check_bytes):
+    def counted(self, segment, store, check_bytes):
         if segment.seq not in self._cells:
             mappings.append(segment.seq)
-        return arena_map(self, segment, check_bytes)
+        return arena_map(self, segment, store, check_bytes)
 
     monkeypatch.setattr(Arena, "_map", counted)
     with Loader(cache, 16) as loader:

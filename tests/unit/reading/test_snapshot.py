@@ -817,9 +817,9 @@ def test_one_that_a_writer_closes_while_it_meets_a_damaged_segment_maps_and_leas
     snapshot = cache.snapshot()
     real = Arena.map
 
-    def map_and_close(self, segment, **options):
+    def map_and_close(self, segment, store, **options):
         snapshot.close()  # as the writer's thread, through on_contention
-        return real(self, segment, **options)
+        return real(self, segment, store, **options)
 
     monkeypatch.setattr(Arena, "map", map_and_close)
     with pytest.warns(RuntimeWarning, match="quarantined"):

@@ -29,7 +29,7 @@ from arrowcache.arrow.schema import (
 from arrowcache.errors import SchemaError
 
 _EXAMPLE = "'image: float32[64, 64], label: int64, name: string'"
-_WORDS = {"string": String(), "binary": Binary(), "timestamp": Timestamp()}
+_WORDS: dict[str, FieldType] = {"string": String(), "binary": Binary(), "timestamp": Timestamp()}
 _OTHER_NAMES = {
     "str": "string", "text": "string", "utf8": "string", "bytes": "binary", "datetime64": "timestamp",
     "float": "float64", "double": "float64", "half": "float16", "int": "int64", "complex": "complex128",
@@ -83,9 +83,9 @@ class _Parser:
                 self._fail(start, f"the field {name!r} is there twice")
             self._expect(":", f"a colon and the type of {name!r}")
             fields[name] = self._type()
-            if self._at < len(self._text) and not self._accept(","):
-                if "\n" not in self._text[self._end : self._at]:
-                    self._fail(self._at, f"a comma is expected after the type of {name!r}")
+            has_ended = self._at == len(self._text) or "\n" in self._text[self._end : self._at]
+            if not self._accept(",") and not has_ended:
+                self._fail(self._at, f"a comma is expected after the type of {name!r}")
         if not fields:
             raise SchemaError(f"the schema is empty: write it such as {_EXAMPLE}")
         try:

@@ -168,6 +168,24 @@ class Folder:
             if not self._is_there(file, stat.S_ISREG):
                 os.close(_created(file))
 
+    def is_bare(self) -> bool:
+        """Whether nothing is in it but what `complete` makes, and cache.json."""
+        ours = {layout.CACHE_JSON, layout.CACHE_LOCK, layout.LEASE_LOCK, layout.USAGE, *layout.FOLDERS}
+        return set(os.listdir(self.path)) <= ours and not any(
+            os.listdir(self.path / name) for name in layout.FOLDERS
+        )
+
+    def dismantle(self) -> None:
+        """Remove what `complete` makes, cache.json first, so that it is no cache from then on.
+
+        Only of a bare one, and under cache.lock. The folder itself stays.
+        """
+        for file in (self.path / layout.CACHE_JSON, self.lease_lock, self.usage, self.cache_lock):
+            file.unlink(missing_ok=True)
+        for name in layout.FOLDERS:
+            with contextlib.suppress(OSError):  # somebody's file is in it by now
+                (self.path / name).rmdir()
+
     def _is_there(self, path: Path, is_right: Callable[[int], bool]) -> bool:
         try:
             mode = os.lstat(path).st_mode

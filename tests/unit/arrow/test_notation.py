@@ -60,10 +60,12 @@ def test_every_schema_comes_back_as_it_was(fields):
 
 @given(st.text(max_size=40))
 def test_any_text_is_a_schema_or_one_sentence(text):
+    said = ""
     try:
         parse_schema(text)
     except ac.SchemaError as error:
-        assert "\n" not in str(error)
+        said = str(error)
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_any_text_is_a_schema_or_one_sentence(text):
         ("image", 'at its end, after "image": a colon and the type of \'image\' is expected'),
         ("image float32", 'at character 7, "float32": a colon and the type of'),
         ("image: flaot32", "at character 8, \"flaot32\": 'flaot32' is no type: did you mean float32"),
-        ("a: int64, b: str", "at character 14, \"str\": 'str' is no type: did you mean string? there are bool,"),
+        ("a: int64, b: str", "at character 14, \"str\": 'str' is no type: did you mean string? there are"),
         ("a: ragged string", "'string' is no dtype: there are bool"),
         ("a: float32(64, 64)", 'at character 11, "(64, 64)": a shape stands in square brackets'),
         ("a: float32[64, x]", 'at character 16, "x]": a shape has sizes of at least 1'),

@@ -175,16 +175,19 @@ class Folder:
             os.listdir(self.path / name) for name in layout.FOLDERS
         )
 
-    def dismantle(self) -> None:
+    def dismantle(self, folders: Iterable[Path]) -> None:
         """Remove what `complete` makes, cache.json first, so that it is no cache from then on.
 
-        Only of a bare one, and under cache.lock. The folder itself stays.
+        Only of a bare one, and under cache.lock.
+
+        Args:
+            folders: the folder and those above it, if they are to go, too, the innermost first.
         """
         for file in (self.path / layout.CACHE_JSON, self.lease_lock, self.usage, self.cache_lock):
             file.unlink(missing_ok=True)
-        for name in layout.FOLDERS:
+        for folder in [*(self.path / name for name in layout.FOLDERS), *folders]:
             with contextlib.suppress(OSError):  # somebody's file is in it by now
-                (self.path / name).rmdir()
+                folder.rmdir()
 
     def _is_there(self, path: Path, is_right: Callable[[int], bool]) -> bool:
         try:

@@ -151,7 +151,7 @@ class Intake:
             if segment.seq in self._own:
                 self.published = self.published.minus(segment)
             for origin in origins_of(segment.task):
-                self._coverage.remove(origin)
+                self._coverage.forget(origin)
         return leased
 
     def _is_of(self, segment: SegmentInfo, fingerprint: str) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
@@ -93,10 +92,10 @@ class Coverage:
     def add(self, origin: Origin) -> None:
         self._runs.setdefault(origin.fingerprint, []).append(origin)
 
-    def remove(self, origin: Origin) -> None:
+    def forget(self, origin: Origin) -> None:
         """Rows left, whether or not they were known."""
-        with suppress(KeyError, ValueError):
-            self._runs[origin.fingerprint].remove(origin)
+        runs = self._runs.get(origin.fingerprint, [])
+        self._runs[origin.fingerprint] = [run for run in runs if run != origin]
 
     def missing(
         self, fingerprint: str, total: int | None = None, pending: Iterable[Origin] = ()

@@ -16,7 +16,6 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -118,12 +117,9 @@ def remove_unused(store: Store, made: Sequence[Path]) -> bool:
             is_used = store.segments() or store.usage.somebody_writes() or not folder.is_bare()
             if is_used:
                 return False
-            folder.dismantle()
+            folder.dismantle(made)
     except (OSError, LockTimeoutError):  # it has left in another way, or is held
         return not os.path.lexists(folder.path / layout.CACHE_JSON)
-    for path in made:
-        with suppress(OSError):
-            path.rmdir()
     return True
 
 

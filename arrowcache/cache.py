@@ -166,7 +166,7 @@ class Cache:
 
         Returns: the bytes freed.
         """
-        return self.store.evict(parse_bytes(nbytes, "nbytes"))
+        return sum(segment.allocated_bytes for segment in self.store.evict(parse_bytes(nbytes, "nbytes")))
 
     def resize(self, capacity: int | str) -> None:
         """Change the capacity for all processes; what no longer fits is evicted.

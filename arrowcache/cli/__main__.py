@@ -1,7 +1,8 @@
-"""`python -m arrowcache.cli`: the `arrowcache` command where no script is installed."""
+"""`python -m arrowcache.cli`: as `python -m arrowcache`."""
 
 import sys
 
 from arrowcache.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

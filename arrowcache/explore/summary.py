@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
+from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
 from arrowcache.explore.distribution import Distribution, Histogram
 from arrowcache.explore.numbers import is_copied, lengths, numbers, real
 from arrowcache.explore.traceback import keeps_nothing
-from arrowcache.explore.walk import AnyCache, type_name, walk
+from arrowcache.explore.walk import AnyCache, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.units import parse_count

@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrowcache.arrow.schema import FieldType, Ragged, Tensor
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.mapping import will_need
@@ -76,12 +75,3 @@ def buffers_of(column: pa.Array) -> list[pa.Buffer]:
     """Where a column of a snapshot's record batch lies."""
     stored = column.storage if isinstance(column, pa.ExtensionArray) else column
     return [buffer for buffer in stored.buffers() if buffer is not None and buffer.size]
-
-
-def type_name(kind: FieldType) -> str:
-    """A type as one writes it: float32[64, 1024], ragged int8[3], string."""
-    if isinstance(kind, Tensor):
-        return f"{kind.dtype}{list(kind.shape)}" if kind.shape else kind.dtype
-    if isinstance(kind, Ragged):
-        return f"ragged {kind.dtype}{list(kind.inner_shape)}" if kind.inner_shape else f"ragged {kind.dtype}"
-    return type(kind).__name__.lower()

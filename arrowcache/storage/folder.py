@@ -204,6 +204,27 @@ class Folder:
         file_mode, folder_mode = layout.modes(status.st_mode)
         return Rights(file_mode, folder_mode, status.st_gid if file_mode & stat.S_IRWXG else None)
 
+    def is_bare(self) -> bool:
+        """Whether nothing is in it but what `complete` makes, and cache.json."""
+        ours = {layout.CACHE_JSON, layout.CACHE_LOCK, layout.LEASE_LOCK, layout.USAGE, *layout.FOLDERS}
+        return set(os.listdir(self.path)) <= ours and not any(
+            os.listdir(self.path / name) for name in layout.FOLDERS
+        )
+
+    def dismantle(self, folders: Iterable[Path]) -> None:
+        """Remove what `complete` makes, cache.json first, so that it is no cache from then on.
+
+        Only of a bare one, and under cache.lock.
+
+        Args:
+            folders: the folder and those above it, if they are to go, too, the innermost first.
+        """
+        for file in (self.path / layout.CACHE_JSON, self.lease_lock, self.usage, self.cache_lock):
+            file.unlink(missing_ok=True)
+        for folder in [*(self.path / name for name in layout.FOLDERS), *folders]:
+            with contextlib.suppress(OSError):  # somebody's file is in it by now
+                folder.rmdir()
+
     def _is_there(self, path: Path, is_right: Callable[[int], bool]) -> bool:
         try:
             mode = os.lstat(path).st_mode

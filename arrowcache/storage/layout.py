@@ -66,10 +66,10 @@ _SEGMENT = re.compile(r"(\d{20})-([1-9]\d{0,18})-((?:[A-Za-z0-9_.-]{1,200})?)\.a
 class SegmentInfo:
     """One published segment, as its name and its file's status tell.
 
-    `task` is "<name>.<seed>.<k>" for task k of a sampler pool, "tfrecord.<import>.<worker>.<k>" for what
-    was imported from TFRecord files, and "" for a plain writer; `nbytes` is the file's length,
-    `allocated_bytes` what it takes on the disk, `published` the time in seconds since 1970 when it was
-    written.
+    `task` is "<name>.<seed>.<k>" for task k of a sampler pool, "parquet." or "tfrecord." and which rows of
+    which files these are for what was imported (see origin.py; "tfrecord.<import>.<worker>.<k>" in 0.1.0),
+    and "" for a plain writer; `nbytes` is the file's length, `allocated_bytes` what it takes on the disk,
+    `published` the time in seconds since 1970 when it was written.
     """
 
     seq: int

@@ -7,11 +7,20 @@ is looked at is passed over.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 _MOST_SHOWN = 80
+_MOST_HELPERS = 4  # that start one another
+# How those begin that start others to help them: a module, or what is in the code of `python -c`.
+_MODULES = (("joblib.externals.loky", "worker"), ("loky.backend.popen_loky", "sampler"))
+_CODES = (
+    ("arrowcache.tensorflow.intake", "import worker"),
+    ("arrowcache.reading.workers", "loader worker"),
+    ("multiprocessing.spawn", "worker"),
+    ("multiprocessing.forkserver", "worker"),
+)
 
 
 class OpenFile(NamedTuple):
@@ -23,15 +32,72 @@ class OpenFile(NamedTuple):
 
 
 def command(pid: int) -> str:
-    """The words of a process' command, of its program only the name, shortened; "unknown" if it is gone."""
+    """What a person calls a process; "unknown" if it is gone.
+
+    The words of its command, of its program only the name, shortened. A process that others start to help
+    them, whose own command tells nobody anything, is called by its role and by whom it helps: "sampler of
+    python train.py (pid 4121)".
+    """
+    words = _words(pid)
+    role = _role(words)
+    if not role:
+        return _shortened(_shown(words), _MOST_SHOWN)
+    owner, its_words = pid, words
+    for _ in range(_MOST_HELPERS):
+        owner = _parent(owner)
+        its_words = _words(owner)
+        if not _role(its_words):
+            break
+    if owner <= 1 or not its_words:
+        return f"{role} of a process that has ended"
+    whose = f" (pid {owner})"
+    return f"{role} of {_shortened(_shown(its_words), _MOST_SHOWN - len(role + ' of ' + whose))}{whose}"
+
+
+def _role(words: Sequence[str]) -> str:
+    """What a helper does, as its command tells; "" for a command that people know."""
+    rest = iter(words[1:])
+    for word in rest:
+        if word in ("-W", "-X"):
+            next(rest, "")  # what belongs to it
+        elif not word.startswith("-"):
+            break  # a script, whose own words follow
+        elif word[-1] in "mc":
+            what = next(rest, "")
+            return next(
+                (role for sign, role in (_MODULES if word[-1] == "m" else _CODES) if sign in what), ""
+            )
+    return ""
+
+
+def _words(pid: int) -> list[str]:
+    """The words of a command; none if it is gone."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
+        return []
+    return [word for word in words if word]
+
+
+def _shown(words: Sequence[str]) -> str:
+    if not words:
         return "unknown"
-    if words[0].startswith("/") and " " not in words[0]:  # else it is what the process calls itself
-        words[0] = words[0].rpartition("/")[2]
-    text = " ".join(word for word in words if word)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+    program, *rest = words
+    if program.startswith("/") and " " not in program:  # else it is what the process calls itself
+        program = program.rpartition("/")[2]
+    return " ".join([program, *rest])
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _parent(pid: int) -> int:
+    """0: it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def started(pid: int) -> float | None:

@@ -12,11 +12,13 @@ touched.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from arrowcache.errors import CacheFormatError, SchemaError
+from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError
 from arrowcache.shortage import explaining
 from arrowcache.storage import layout
 from arrowcache.storage.access import require_access
@@ -54,18 +56,8 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
     Raises: FileExistsError, CacheFormatError (a folder of something else), SchemaError.
     """
     folder = Folder(path)
-    if os.path.lexists(path) and not path.is_dir():  # in this order: another may create it meanwhile
-        raise FileExistsError(f"{path} is not a folder")
-    exists = os.path.lexists(path / layout.CACHE_JSON)
-    if exists:
-        folder.read_settings()  # or it is not ours, and nothing of it is touched
-        folder.require_known()
-    elif path.exists() and (foreign := _foreign_files(path)):
-        raise CacheFormatError(
-            f"{path} holds other files ({', '.join(map(layout.shown, foreign[:3]))}): "
-            "give an empty or a new folder"
-        )
-    else:
+    exists = not is_free(path)
+    if not exists:
         folder.create()
         require_working_locks(folder)
         store = Store(folder, settings)
@@ -86,6 +78,49 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
     if store.settings.capacity_bytes != settings.capacity_bytes:
         store.resize(settings.capacity_bytes)
     return store
+
+
+def is_free(path: Path) -> bool:
+    """Whether a cache can be made at a path; False: one is there, of a format that this version knows.
+
+    Raises: FileExistsError: a file is there. CacheFormatError: a folder of something else.
+    """
+    if os.path.lexists(path) and not path.is_dir():  # in this order: another may create it meanwhile
+        raise FileExistsError(f"{path} is not a folder")
+    if os.path.lexists(path / layout.CACHE_JSON):
+        Folder(path).read_settings()  # or it is not ours, and nothing of it is touched
+        Folder(path).require_known()
+        return False
+    if path.exists() and (foreign := _foreign_files(path)):
+        raise CacheFormatError(
+            f"{path} holds other files ({', '.join(map(layout.shown, foreign[:3]))}): "
+            "give an empty or a new folder"
+        )
+    return True
+
+
+def new_folders(path: Path) -> list[Path]:
+    """The folders that `create_store` makes at a path and above it, the innermost first."""
+    return list(itertools.takewhile(lambda folder: not folder.exists(), [path, *path.parents]))
+
+
+def remove_unused(store: Store, made: Sequence[Path]) -> bool:
+    """Remove a cache that was made in vain, unless anybody has used it since.
+
+    Args:
+        made: what `new_folders` said before it was made: these go too, if nothing is in them.
+    Returns: whether it is gone; False: something was published, or somebody writes to it.
+    """
+    folder = store.folder
+    try:
+        with store.locked():
+            is_used = store.segments() or store.usage.somebody_writes() or not folder.is_bare()
+            if is_used:
+                return False
+            folder.dismantle(made)
+    except (OSError, LockTimeoutError):  # it has left in another way, or is held
+        return not os.path.lexists(folder.path / layout.CACHE_JSON)
+    return True
 
 
 def open_store(path: Path, *, check: str) -> Store:

@@ -606,28 +606,56 @@ class Store:
             for path, _ in self._retire(listed, excess):
                 self.folder.remove(path)  # under the lock: the file is made at once
 
-    def evict(self, nbytes: int) -> int:
-        """Evict the oldest unleased segments until `nbytes` are freed; returns the bytes freed.
+    def evict(self, nbytes: int) -> list[SegmentInfo]:
+        """Evict the oldest unleased segments until `nbytes` are freed; returns those that went.
 
         The pace counts anew: what left so cannot be served any more.
         """
-        freed = self._evict(nbytes)
-        if freed:
+        gone = self._evict(nbytes)
+        if gone:
             with self.locked():
                 self.usage.begin_pace()
-        return freed
+        return gone
 
-    def _evict(self, nbytes: int) -> int:
+    def _evict(self, nbytes: int) -> list[SegmentInfo]:
         with self.locked():
             listed = self.segments()
             self._end_idle_leases(listed)
             retired = self._retire(listed, nbytes)
         for path, _ in retired:
             self.folder.remove_unlocked(path)
-        return sum(segment.allocated_bytes for _, segment in retired)
+        return [segment for _, segment in retired]
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Change the capacity, evicting what no longer fits.
+    def take_back(
+        self, is_unwanted: Callable[[SegmentInfo], bool]
+    ) -> tuple[list[SegmentInfo], list[SegmentInfo]]:
+        """Remove segments that should not have been published, wherever they are in the order.
+
+        For an import whose file turns out to be bad. They count as never published. The newest go first, so
+        that who is killed meanwhile leaves the file's first rows.
+
+        Returns: those that went, and those that stay, since somebody leases them.
+        """
+        retired, leased = [], []
+        with self.locked():
+            listed = self.segments()
+            self._end_idle_leases(listed)
+            file = LockFile(self.folder.lease_lock)
+            try:
+                for segment in filter(is_unwanted, reversed(listed)):
+                    if file.try_range(segment.seq, 1, exclusive=True):
+                        retired.append((self.folder.retire(segment.name), segment))
+                    else:
+                        leased.append(segment)
+            finally:
+                file.close()
+            self.usage.take_back(sum(segment.rows for _, segment in retired))
+        for path, _ in retired:
+            self.folder.remove_unlocked(path)
+        return [segment for _, segment in retired], leased
+
+    def resize(self, capacity_bytes: int) -> list[SegmentInfo]:
+        """Change the capacity, evicting what no longer fits; returns the segments that went.
 
         Raises: ValueError: it does not fit the other sizes. CacheFullError: leased segments do not fit.
             Nothing is changed then.
@@ -657,6 +685,7 @@ class Store:
                 self.usage.begin_pace()  # what left so cannot be served any more
             self.settings = settings
             self.folder.write_settings(self.settings)
+        return [segment for _, segment in retired]
 
     def _evictable_bytes(self, listed: list[SegmentInfo]) -> int:
         leased = self.leased(listed)

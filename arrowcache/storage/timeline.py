@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from arrowcache import html
 from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.origin import kind_of_import
 from arrowcache.text import shorten
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
@@ -37,6 +38,8 @@ class Cell:
 
 def sampler_of(task: str) -> str:
     """Who published a segment of this task: a pool as "<name>.<seed>", an import, or a writer."""
+    if kind := kind_of_import(task):
+        return kind
     sampler = task.rpartition(".")[0]
     if sampler.startswith("tfrecord.") and sampler.count(".") == 2:
         return sampler[: len("tfrecord.") + 8]  # all workers of one import

@@ -91,6 +91,11 @@ class Usage:
             with suppress(OSError):
                 self._folder.free_usage(USAGE_COUNTS, last * 4096)
 
+    def take_back(self, rows: int) -> None:
+        """So many rows should not have been published, and are gone."""
+        if rows:
+            self._add(inserted_rows=-rows)
+
     def begin_pace(self) -> None:
         """A pace was set, or rows left by hand: it goes by what is inserted and served from now on."""
         self._change(

@@ -15,6 +15,7 @@ import arrowcache
 
 PACKAGE = Path(arrowcache.__file__).parent
 LAYERS = {  # an import may only point to a lower number
+    "__main__": 9,  # `python -m arrowcache`
     "demo": 8, "cli": 8,  # users' own programs
     "arrowcache": 7,  # __init__: the list of exports
     "explore": 6,
@@ -294,6 +295,21 @@ def test_using_a_cache_loads_no_framework():
         "print(sorted({'torch', 'tensorflow', 'pandas'} & set(sys.modules)))\n"
     )
     assert run(script) == "45\n[]\n"
+
+
+def test_the_package_runs_as_the_command_does():
+    runs = [
+        subprocess.run(
+            [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=120,
+            check=False, env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        )
+        for arguments in (["--version"], ["info", "/nowhere"])
+        for module in ("arrowcache", "arrowcache.cli")
+    ]  # fmt: skip
+    said = [(done.returncode, done.stdout, done.stderr) for done in runs]
+    assert said[0] == said[1] == (0, f"arrowcache {arrowcache.__version__}\n", "")
+    assert said[2] == said[3]
+    assert said[2][2].startswith("arrowcache: ")
 
 
 def test_the_package_says_that_it_is_typed():

@@ -259,19 +259,20 @@ def test_rows_keep_their_order_across_files(tmp_path):
 
 def test_an_existing_cache_is_written_into(cache, tmp_path):
     files = export_parquet(cache, tmp_path / "out")
-    assert import_parquet(files, cache) == 48
+    assert import_parquet(files[1:], cache) == 32
     assert import_parquet(files[0], cache.path, capacity="1GB", schema=dict(cache.schema)) == 16
-    assert published_ids(cache) == [*range(48), *range(48), *range(16)]
+    assert published_ids(cache) == [*range(48), *range(16, 48), *range(16)]
     assert cache.stats().capacity_bytes == 1024 * 1024
 
 
 def test_a_small_cache_keeps_the_newest_rows(cache, tmp_path):
+    publish(cache, segments=12)
     files = export_parquet(cache, tmp_path / "out")
     small = make_cache(tmp_path / "small", capacity="256KiB")
-    assert import_parquet(files * 5, small) == 240
+    assert import_parquet(files, small) == 240
     kept = published_ids(small)
     assert 0 < len(kept) < 240
-    assert kept == (list(range(48)) * 5)[-len(kept) :]
+    assert kept == list(range(240))[-len(kept) :]
     assert small.verify() == []
 
 
@@ -295,7 +296,8 @@ def test_rows_before_a_bad_one_stay_and_are_counted(tmp_path):
     for name, values in (("a", [1, 2, 3]), ("b", [4, None])):
         pq.write_table(pa.table({"id": pa.array(values, pa.int64())}), tmp_path / f"{name}.parquet")
     with pytest.raises(
-        ac.SchemaError, match=r"b\.parquet: field 'id' lacks 1 .*; 3 rows before were imported"
+        ac.SchemaError,
+        match=r"b\.parquet: field 'id' lacks 1 .*; 3 rows of the 1 file before it are imported",
     ):
         import_parquet(tmp_path, tmp_path / "c", **SIZES)
     assert published_ids(ac.Cache.open(tmp_path / "c")) == [1, 2, 3]

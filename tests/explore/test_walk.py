@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 from helpers import make_cache, publish, seqs
 
+from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import Binary, Ragged, Tensor
 from arrowcache.explore.numbers import numbers
-from arrowcache.explore.walk import type_name, walk
+from arrowcache.explore.walk import walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.mapping import live_mappings
 

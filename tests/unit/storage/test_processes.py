@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from arrowcache.storage import processes
 from arrowcache.storage.processes import command
 
 WAIT = "import sys; print(flush=True); sys.stdin.read()"
@@ -36,6 +38,67 @@ def command_of(name: str, *arguments: str) -> str:
 )
 def test_a_command_begins_with_the_name_of_its_program(name, shown):
     assert command_of(name, "train").startswith(f"{shown} -I -c import sys; ")
+
+
+LOKY = "loky.backend.popen_loky_posix"
+
+
+@pytest.mark.parametrize(
+    ("words", "role"),
+    [
+        (["-m", LOKY, "--process-name", "LokyProcess-1:1", "--pipe", "21"], "sampler"),
+        (["-m", f"joblib.externals.{LOKY}", "--process-name", "LokyProcess-1:1"], "worker"),
+        (["-I", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(5, 7)", "--mp"], "worker"),
+        (["-c", "from arrowcache.reading.workers.worker import main; main()", "[]"], "loader worker"),
+        (["-c", "from arrowcache.reading.workers import x; arrowcache.tensorflow.intake"], "import worker"),
+        (["-W", "error", "-X", "dev", "-Im", LOKY, "-m", LOKY], "sampler"),
+        (["train.py", "-m", LOKY], ""),
+        (["-m", "train", LOKY], ""),
+        (["train.py"], ""),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_a_helper_is_told_by_its_command(words, role):
+    assert processes._role(["python", *words]) == role
+
+
+def test_a_helper_is_called_by_whose_it_is(tmp_path):
+    helper = [sys.executable, "-c", f"# multiprocessing.spawn\n{WAIT}"]
+    script = tmp_path / ("x" * 60 + ".py")
+    script.write_text(
+        "import subprocess, sys\n"
+        f"one = subprocess.Popen({helper!r}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "one.stdout.readline(); print(one.pid, flush=True); sys.stdin.read(); one.communicate()\n"
+    )
+    words, pipe = ["python", script.name], subprocess.PIPE
+    with subprocess.Popen(
+        words, executable=sys.executable, stdin=pipe, stdout=pipe, cwd=tmp_path
+    ) as owner:  # fmt: skip
+        assert owner.stdout is not None
+        found = command(int(owner.stdout.readline()))
+        owner.communicate()
+    assert found.startswith("worker of python xxxx")
+    assert found.endswith(f"x... (pid {owner.pid})")
+    assert len(found) == 80
+
+
+def test_the_samplers_of_a_pool_are_named(tmp_path):
+    from loky import get_reusable_executor
+
+    executor = get_reusable_executor(max_workers=1)
+    try:
+        pid = executor.submit(os.getpid).result()
+        found = command(pid)
+    finally:
+        executor.shutdown(wait=True, kill_workers=True)
+    assert found.startswith("sampler of ")
+    assert found.endswith(f" (pid {os.getpid()})")
+
+
+def test_a_process_that_is_gone_is_unknown():
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pass
+    assert command(child.pid) == "unknown"
 
 
 def test_a_long_command_is_shortened_at_its_end():

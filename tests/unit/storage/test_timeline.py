@@ -30,6 +30,8 @@ def segments(count, task="default.0", rows=16):
         ("mine", "mine"),
         ("tfrecord.0123456789abcdef.3.17", "tfrecord.01234567"),
         ("tfrecord.3.17", "tfrecord.3"),
+        ("tfrecord.0123456789abcdef-0-16", "tfrecord"),
+        ("parquet.0123456789abcdef-16-4e.fedcba9876543210-0-12", "parquet"),
     ],
 )
 def test_a_task_tells_the_sampler(task, sampler):

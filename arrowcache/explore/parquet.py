@@ -1,0 +1,300 @@
+"""Parquet: files of anybody on their way into a cache, each row once.
+
+Guarantees: a file that turns out to be bad leaves none of its rows, and no cache if it was the first of one
+that was to be made; whatever else ends an import leaves rows of good files only, and beginning again goes on
+from there. Nothing is made before the first segment is ready.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from arrowcache.arrow.foreign import kind_of, require_fields, values_of
+from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.segment import row_bytes
+from arrowcache.cache import Cache
+from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
+from arrowcache.explore.walk import AnyCache, progress_bar
+from arrowcache.storage.intake import Imported, Intake
+from arrowcache.storage.layout import CACHE_JSON, SegmentInfo, Settings
+from arrowcache.storage.origin import fingerprint
+from arrowcache.storage.recovery import is_free, new_folders, remove_unused, store_of
+from arrowcache.storage.sizing import settings_of
+from arrowcache.storage.store import Store
+from arrowcache.units import format_count
+
+_GROUP_BYTES = 16 << 20  # of what is imported at a time
+_MOST_ROWS = 1 << 16
+_FAULTS = (SchemaError, SamplerError, ValueError)  # of a file; all else is no reason to take it back
+
+
+class Target:
+    """The cache to import into.
+
+    Args:
+        settings: the cache's, or those that it will have.
+        store: None: it is made when it is first opened, by `create`, at `path`.
+    """
+
+    def __init__(
+        self, path: Path, settings: Settings, store: Store | None, create: partial[Cache] | None = None
+    ) -> None:
+        self.path, self.settings, self.store = path, settings, store
+        self._create = create
+        self._made: list[Path] | None = None
+
+    @property
+    def was_made(self) -> bool:
+        """By `open`, and it is still there."""
+        return self._made is not None
+
+    def open(self) -> Store:
+        if self.store is None:
+            assert self._create is not None
+            folders = new_folders(self.path)
+            self.store = self._create().store
+            self._made = folders
+        return self.store
+
+    def remove_if_unused(self) -> None:
+        """Have what `open` made vanish, unless anything was published in it."""
+        if self._made is not None and self.store is not None and remove_unused(self.store, self._made):
+            self.store = self._made = None
+
+
+class ParquetImport:
+    """Files to be imported. What can be checked without reading a row is checked first, and nothing is made.
+
+    Arguments and what is raised: as those of `import_parquet`.
+    """
+
+    def __init__(
+        self,
+        files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        cache: AnyCache,
+        *,
+        capacity: int | str | None = None,
+        schema: Schema | Mapping[str, FieldType] | None = None,
+        segment_bytes: int | str = "64MiB",
+        again: bool = False,
+    ) -> None:
+        self._paths = list(_find([files] if isinstance(files, str | os.PathLike) else files))
+        if not self._paths:
+            raise ValueError("files is empty: name at least one")
+        wanted = schema if schema is None or isinstance(schema, Schema) else Schema(schema)
+        self.target = _target(cache, self._paths[0], wanted, capacity, segment_bytes)
+        self._schema = self.target.settings.schema
+        self._rows = {path: _checked_rows(path, self._schema) for path in self._paths}
+        nonce = uuid.uuid4().hex[:8] if again else ""
+        self._intake = Intake(self.target.settings, self.target.open, "parquet", again=nonce)
+        self.rows_there = 0  # that were in already
+        self.rows_returned = 0  # that are imported, had been before, and had left
+
+    @property
+    def rows(self) -> int:
+        """Of all the files."""
+        return sum(self._rows[path] for path in self._paths)
+
+    @property
+    def imported(self) -> Imported:
+        """What was published so far."""
+        return self._intake.published
+
+    def run(self, progress: bool | None = None) -> None:
+        """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
+        try:
+            with self._intake, progress_bar(progress, desc="importing", unit=" rows") as bar:
+                if self.target.store is not None:
+                    self._intake.open()
+                for count, path in enumerate(self._paths):
+                    digest = fingerprint(path)
+                    try:
+                        self._bring(path, digest, bar)
+                    except _FAULTS as error:
+                        raise self._given_up(path, digest, count, error) from None
+                self._intake.publish()
+        except _FAULTS:
+            self.target.remove_if_unused()
+            raise
+        except (ArrowCacheError, OSError) as error:
+            self.target.remove_if_unused()
+            raise self._counted(error) from error.__cause__
+        except BaseException:  # Ctrl-C
+            self.target.remove_if_unused()
+            raise
+        if self.rows and not self.imported.rows:
+            self._refuse()
+
+    def _bring(self, path: Path, digest: str, bar: Any) -> None:
+        total = self._rows[path]
+        missing = self._intake.missing(digest, total)
+        gaps = [(first, total if stop is None else stop) for first, stop in missing]
+        if bar is not None:
+            self.rows_there += total - sum(stop - first for first, stop in gaps)
+            self.rows_returned += sum(stop - first for first, stop in gaps if stop < total)
+        for first, stop in gaps:
+            self._intake.begin(digest, first)
+            taken = 0
+            for batch in _batches(path, self._schema, first, stop):
+                samples = {
+                    name: values_of(name, batch.column(name), kind) for name, kind in self._schema.items()
+                }
+                taken += self._intake.take(samples, many=True)
+                if bar is not None:
+                    bar.n += batch.num_rows  # update() does nothing where no bar is shown
+                    bar.update(0)
+            if taken != stop - first:
+                raise SamplerError(f"it has {taken} rows from row {first} on, not {stop - first}")
+            if stop == total:
+                self._intake.end()
+
+    def _given_up(self, path: Path, digest: str, count: int, error: Exception) -> Exception:
+        """What to raise for a bad file; its rows are taken back, and those of files before it are in."""
+        leased = self._intake.give_up(digest)
+        for before in self._paths[:count]:
+            self._bring(before, fingerprint(before), None)  # what shared a segment with it
+        self._intake.publish()
+        self._intake.close()  # else somebody writes to it
+        self.target.remove_if_unused()
+        text = f"{error}" if str(error).startswith(str(path)) else f"{path}: {error}"
+        kind = next(kind for kind in _FAULTS if isinstance(error, kind))
+        return kind(f"{text}; {self._left(count, leased)}")
+
+    def _left(self, count: int, leased: list[SegmentInfo]) -> str:
+        """What a bad file leaves in the cache, and how to go on."""
+        again = "repair it or leave it out, and import again"
+        stays = ""
+        if leased:
+            rows = sum(segment.rows for segment in leased)
+            stays = f" ({format_count(rows, 'row')} of its segments stay, since a reader leases them)"
+        if not count:
+            cache = "no cache was made" if self.target.store is None else "none of its rows is in the cache"
+            return f"nothing was imported, {cache}{stays}: {again}"
+        rows = sum(self._rows[path] for path in self._paths[:count])
+        files = format_count(count, "file")
+        verb = "is" if rows == 1 else "are"
+        return (
+            f"{format_count(rows, 'row')} of the {files} before it {verb} imported, and none of its own"
+            f"{stays}: {again}; what is in the cache does not come twice"
+        )
+
+    def _counted(self, error: ArrowCacheError | OSError) -> Exception:
+        """The same error with what was imported before it."""
+        rows = self.imported.rows
+        if rows:
+            text = (
+                f"{rows:,} of {self.rows - self.rows_there:,} rows were imported: "
+                "import the same files again to go on with the others"
+            )
+        else:
+            text = "nothing was imported" + (", no cache was made" if self.target.store is None else "")
+        if isinstance(error, OSError) and error.errno is not None:
+            return OSError(error.errno, f"{error.strerror}; {text}", error.filename)
+        return type(error)(f"{error}; {text}")
+
+    def _refuse(self) -> None:
+        files = "the file" if len(self._paths) == 1 else f"the {len(self._paths)} files"
+        raise FileExistsError(
+            errno.EEXIST,
+            f"the cache has all {format_count(self.rows, 'row')} of {files} already: nothing was imported; "
+            "again=True imports them once more",
+            str(self._paths[0]) if len(self._paths) == 1 else str(self.target.path),
+        )
+
+
+def _find(files: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
+    for given in map(Path, files):
+        if not given.is_dir():
+            if not given.exists():
+                raise FileNotFoundError(errno.ENOENT, "no such file", str(given))
+            yield given
+        elif found := sorted(given.glob("*.parquet")):
+            yield from found
+        else:
+            raise FileNotFoundError(errno.ENOENT, "the folder has no *.parquet", str(given))
+
+
+def _target(
+    cache: AnyCache, first: Path, schema: Schema | None, capacity: int | str | None, segment_bytes: int | str
+) -> Target:
+    if isinstance(cache, str | os.PathLike):
+        path = Path(cache).absolute()
+        if capacity is not None and not os.path.lexists(path / CACHE_JSON):
+            is_free(path)
+            schema = schema or _schema_of(first)
+            settings = settings_of(schema, capacity, segment_bytes, None, 0.1, False)
+            return Target(path, settings, None, partial(Cache.create, path, schema, capacity, segment_bytes))
+    store = store_of(cache)
+    has = store.settings.schema
+    if schema is not None and dict(schema) != dict(has):
+        raise SchemaError(f"{store.folder.path} has another schema: {has!r}, not {schema!r}")
+    return Target(store.folder.path, store.settings, store)
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except pa.ArrowException as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> Exception:
+    """What to raise instead: what the disk or the memory refuses is no damage."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+        return error
+    why = " ".join(str(error).split())
+    return SamplerError(f"{path}: cannot be read as Parquet: {why}")
+
+
+def _schema_of(path: Path) -> Schema:
+    with _open(path) as file:
+        try:
+            return Schema({field.name: kind_of(field) for field in file.schema_arrow})
+        except (SchemaError, ValueError) as error:
+            raise SchemaError(f"{path}: {error}") from None
+
+
+def _checked_rows(path: Path, schema: Schema) -> int:
+    """How many rows a file has.
+
+    Raises: SchemaError: it lacks a field of the schema, or has one of a type that does not fit.
+    """
+    with _open(path) as file:
+        try:
+            require_fields(file.schema_arrow, schema)
+        except SchemaError as error:
+            raise SchemaError(f"{path}: {error}") from None
+        return int(file.metadata.num_rows)
+
+
+def _batches(path: Path, schema: Schema, first: int, stop: int) -> Iterator[pa.RecordBatch]:
+    """A file's rows from `first` to `stop`, some MB at a time."""
+    rows = max(1, min(_MOST_ROWS, _GROUP_BYTES // max(1, row_bytes(schema))))
+    with _open(path) as file:
+        groups: list[int] = []  # that have these rows
+        start, at, largest = 0, 0, 0  # the row that they begin with; that of a group; bytes of one
+        for group in range(file.num_row_groups):
+            found = file.metadata.row_group(group)
+            if at < stop and at + found.num_rows > first:
+                start = start if groups else at
+                groups.append(group)
+                largest = max(largest, found.total_byte_size)
+            at += found.num_rows
+        rows = max(1, min(rows, file.metadata.num_rows * _GROUP_BYTES // max(1, largest)))
+        try:
+            for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=list(schema)):
+                wanted = batch.slice(max(0, first - start), max(0, stop - max(start, first)))
+                start += batch.num_rows
+                if wanted.num_rows:
+                    yield wanted
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(path, error) from None

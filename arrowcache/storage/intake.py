@@ -1,0 +1,180 @@
+"""Intake: rows of files on their way into a cache, each once, in segments that say where they come from.
+
+Guarantees: a file that turns out to be bad leaves none of its rows behind, but for those that a reader leases
+at that moment; a segment's rows follow each other as in the files. What was published of a good file stays,
+however an import ends: beginning again adds what is missing.
+Must never: publish rows under the name of a file that they are not of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.storage.layout import SegmentInfo, Settings
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.origin import Coverage, Origin, has_place, origins_of, task_of
+from arrowcache.storage.store import RoomPolicy, Store
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an import published: so many rows, in so many segments of so many allocated bytes."""
+
+    rows: int = 0
+    segments: int = 0
+    nbytes: int = 0
+
+    def plus(self, segment: SegmentInfo) -> Imported:
+        nbytes = self.nbytes + segment.allocated_bytes
+        return Imported(self.rows + segment.rows, self.segments + 1, nbytes)
+
+    def minus(self, segment: SegmentInfo) -> Imported:
+        nbytes = self.nbytes - segment.allocated_bytes
+        return Imported(self.rows - segment.rows, self.segments - 1, nbytes)
+
+
+class Intake:
+    """One import's builder, and what is known of its files; a context manager that discards what is pending.
+
+    Args:
+        settings: the cache's.
+        store: opens the cache, or makes it: called when the first segment is ready, or it is asked what is
+            there.
+        kind: of the files: "parquet" or "tfrecord".
+        again: 8 hex digits: take in also what is there; "": only what is missing.
+        policy: what to do while there is no room.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Callable[[], Store],
+        kind: str,
+        *,
+        again: str = "",
+        policy: RoomPolicy | None = None,
+    ) -> None:
+        self._open, self._kind, self._again = store, kind, again
+        self._policy = policy or RoomPolicy()
+        self._builder = SegmentBuilder(settings.schema, settings.full_rows, settings.segment_bytes)
+        self._pending: list[Origin] = []  # of the rows in the builder
+        self._store: Store | None = None
+        self._sign: LockFile | None = None
+        self._own: set[int] = set()  # seqs of what this import published
+        self._coverage = Coverage()  # of the cache, or of what was imported again
+        self.published = Imported()
+
+    def open(self) -> Store:
+        """The cache, which is opened or made now unless it was before."""
+        if self._store is None:
+            self._store = self._open()
+            self._sign = self._store.usage.show_writing()
+            if not self._again:
+                self._coverage = Coverage(self._store.segments())
+        return self._store
+
+    def missing(self, fingerprint: str, total: int | None = None) -> list[tuple[int, int | None]]:
+        """Which rows of a file to take in, as `Coverage.missing` says it; pending ones are there."""
+        return self._coverage.missing(fingerprint, total, self._pending)
+
+    def begin(self, fingerprint: str, first: int) -> None:
+        """Rows of a file follow, from its row `first` on.
+
+        Blocks, raises: as `take`.
+        """
+        if self._pending and not has_place(self._kind, self._pending, first, self._again):
+            self.publish()
+        self._pending.append(Origin(fingerprint, first, 0))
+
+    def take(self, samples: Mapping[str, Any], *, many: bool) -> int:
+        """Take one sample, or many along a leading axis; returns how many.
+
+        Blocks: while a full segment is written, and while there is no room for it.
+        Raises: SchemaError, ValueError: they do not fit; what `Store.publish` raises.
+        """
+        rows = self._builder.convert(samples, many=many)
+        taken = 0
+        while taken < rows.count:
+            count = 0 if self._builder.is_full else self._builder.take(rows, taken)
+            if not count:
+                self.publish()
+                continue
+            last = self._pending[-1]
+            self._pending[-1] = replace(last, rows=last.rows + count)
+            taken += count
+        return taken
+
+    def end(self) -> None:
+        """The file that was begun has no more rows."""
+        self._pending[-1] = replace(self._pending[-1], is_last=True)
+
+    def publish(self) -> None:
+        """Publish what is pending, full or not.
+
+        Blocks, raises: as `Store.publish`.
+        """
+        last = self._pending[-1] if self._pending else None
+        origins = [origin for origin in self._pending if origin.rows]
+        if origins:
+            task = task_of(self._kind, origins, self._again)
+            store = self.open()
+            came = store.publish(self._builder.encode(), task, self._policy, self._builder.clear)
+            self._builder.clear()  # another import may have published it
+            if came.segment is not None:
+                self.published = self.published.plus(came.segment)
+                self._own.add(came.segment.seq)
+            for origin in origins:
+                self._coverage.add(origin)
+        if last is not None:
+            self._pending = [] if last.is_last else [Origin(last.fingerprint, last.first + last.rows, 0)]
+
+    def give_up(self, fingerprint: str) -> list[SegmentInfo]:
+        """A file is bad: forget its rows, and take back what was published of them.
+
+        Rows of files before it, in the same segments, leave too: ask again which are missing.
+
+        Returns: the segments that stay, since somebody leases them.
+        """
+        self._builder.clear()
+        self._pending = []
+        if self._store is None:
+            return []
+        gone, leased = self._store.take_back(lambda segment: self._is_of(segment, fingerprint))
+        for segment in gone:
+            if segment.seq in self._own:
+                self.published = self.published.minus(segment)
+            for origin in origins_of(segment.task):
+                self._coverage.forget(origin)
+        return leased
+
+    def _is_of(self, segment: SegmentInfo, fingerprint: str) -> bool:
+        if self._again and not segment.task.endswith(self._again):
+            return False
+        return any(origin.fingerprint == fingerprint for origin in origins_of(segment.task))
+
+    def close(self) -> None:
+        """Discard what is pending. Idempotent."""
+        self._builder.clear()
+        self._pending = []
+        if self._sign is not None:
+            self._sign.close()
+
+    @property
+    def store(self) -> Store | None:
+        """None: it was not needed so far, and not made if it is to be."""
+        return self._store
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,138 @@
+"""Origin: which rows of which files an imported segment holds, as its task's name tells.
+
+    <kind>.<fingerprint>-<first>-<rows>[e]{.<the next file's>}[.again-<n>]
+
+kind is "parquet" or "tfrecord". The fingerprint is of a file's bytes, so it is the same wherever the file
+lies and whatever it is called. The segment holds `rows` of the file's rows, from row `first` on, then those
+of the next file; "e": the file has no more. "again-<n>" tells apart what was imported once more on purpose.
+
+So the folder alone says which rows of a file are in a cache: importing a file again adds only what is
+missing, also after an import that was killed; and publishing, which refuses a task that is listed, refuses a
+second copy of a segment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from arrowcache.storage.layout import SegmentInfo
+
+_MOST_CHARACTERS = 200  # of a task's name: a file's name ends at 255
+_MOST_DIGITS = 10  # of the rows of a segment
+_PIECE_BYTES = 1 << 20
+_TASK = re.compile(
+    r"(parquet|tfrecord)((?:\.[0-9a-f]{16}-\d{1,18}-\d{1,18}e?)+)(\.again-[0-9a-f]{8})?", re.ASCII
+)
+_ENTRY = re.compile(r"\.([0-9a-f]{16})-(\d+)-(\d+)(e?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Rows of one file: `rows` of them, from `first` on. `is_last`: the file has no more."""
+
+    fingerprint: str
+    first: int
+    rows: int
+    is_last: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint}-{self.first}-{self.rows}{'e' if self.is_last else ''}"
+
+
+def task_of(kind: str, origins: Iterable[Origin], again: str = "") -> str:
+    """The task's name of a segment of these rows, in this order.
+
+    Args:
+        again: 8 hex digits, for rows that are imported once more.
+    """
+    return ".".join([kind, *map(str, origins), *([f"again-{again}"] if again else [])])
+
+
+def origins_of(task: str) -> tuple[Origin, ...]:
+    """What a segment of this task holds; nothing, if it was not imported."""
+    match = _TASK.fullmatch(task)
+    if match is None:
+        return ()
+    return tuple(
+        Origin(fingerprint, int(first), int(rows), bool(last))
+        for fingerprint, first, rows, last in _ENTRY.findall(match[2])
+    )
+
+
+def has_place(kind: str, origins: Sequence[Origin], first: int, again: str = "") -> bool:
+    """Whether the name of a segment of these rows can name one more file's, from its row `first` on."""
+    longest = Origin("0" * 16, first, 10**_MOST_DIGITS - 1, is_last=True)
+    return len(task_of(kind, [*origins, longest], again)) <= _MOST_CHARACTERS
+
+
+def kind_of_import(task: str) -> str:
+    """ "parquet" or "tfrecord"; "" for what was not imported."""
+    match = _TASK.fullmatch(task)
+    return match[1] if match else ""
+
+
+class Coverage:
+    """Which rows of which files a cache has.
+
+    Args:
+        segments: what is listed.
+    """
+
+    def __init__(self, segments: Iterable[SegmentInfo] = ()) -> None:
+        self._runs: dict[str, list[Origin]] = {}
+        for segment in segments:
+            for origin in origins_of(segment.task):
+                self.add(origin)
+
+    def add(self, origin: Origin) -> None:
+        self._runs.setdefault(origin.fingerprint, []).append(origin)
+
+    def forget(self, origin: Origin) -> None:
+        """Rows left, whether or not they were known."""
+        runs = self._runs.get(origin.fingerprint, [])
+        self._runs[origin.fingerprint] = [run for run in runs if run != origin]
+
+    def missing(
+        self, fingerprint: str, total: int | None = None, pending: Iterable[Origin] = ()
+    ) -> list[tuple[int, int | None]]:
+        """The rows of a file that are not there, as (first, stop).
+
+        Args:
+            total: how many it has; None: that is not known, and the last stop is None, unless the file's
+                last row was seen here.
+            pending: what counts as if it were there.
+        """
+        runs = [*self._runs.get(fingerprint, ()), *(o for o in pending if o.fingerprint == fingerprint)]
+        if total is None:
+            total = next((run.first + run.rows for run in runs if run.is_last), None)
+        there: list[tuple[int, int]] = []
+        for start, stop in sorted((run.first, run.first + run.rows) for run in runs if run.rows):
+            if there and start <= there[-1][1]:
+                start, stop = there[-1][0], max(there.pop()[1], stop)
+            there.append((start, stop))
+        starts = [0, *(stop for _, stop in there)]
+        stops = [*(start for start, _ in there), total]
+        gaps = zip(starts, stops, strict=True)
+        return [(start, stop) for start, stop in gaps if stop is None or start < stop]
+
+
+def fingerprint(path: str | os.PathLike[str]) -> str:
+    """A file's: 16 hex digits of all its bytes.
+
+    All of them, since a part would not do: files of numbers that are stored as they are may have one length,
+    and footers that are equal to the byte.
+
+    Blocks: while the file is read, which the page cache then has.
+    Raises: OSError: it cannot be.
+    """
+    digest = xxhash.xxh3_64()
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+    return digest.hexdigest()

@@ -1,16 +1,22 @@
 # Two commands do everything, on a machine with Python 3.11 and make: `make demo` and `make test`.
-# Each environment is a folder .envs/NAME with exactly the packages that constraints/NAME.txt lists, all of which
-# are pinned, so that pip has nothing to resolve; it is built again only when that list or pyproject.toml has changed.
+# Each environment is a folder .envs/NAME with what its list below asks for. pip resolves that, so that it brings what
+# this platform's builds need, and is held to the versions of constraints/NAME.txt and constraints/common.txt. An
+# environment is built again only when one of these or pyproject.toml has changed.
 
 PYTHON ?= python3
-TORCH := torch==2.13.0
 RUN := .envs/newest/bin/python
 
-# What each list was made from, and `make freeze NAME=...` makes it from again.
+# What each environment asks for; in constraints/NAME.txt is what it gets, and `make freeze NAME=...` writes that anew.
 NAME := newest
+demo := .[demo]
 newest := .[dev]
 tensorflow := .[test] tensorflow-cpu ipykernel nbclient typer
 oldest := .[demo,test] tensorflow-cpu tensorflow-io
+# Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.
+PEERS := peers streaming reverb
+peers := array_record datasets grain litdata numpy pylance spdl tensordict torch torchdata torchrl webdataset
+streaming := mosaicml-streaming torch
+reverb := dm-reverb[tensorflow] portpicker
 
 # The tests of an environment are shared out among processes, one more than there are processors, since many wait;
 # threads of OpenMP that spin while they wait would take the processors from the others. ARGS=-n0: no sharing.
@@ -22,9 +28,6 @@ BENCH := ceiling gather loader ingest gil startup segments views threads epochs 
 # Where each of these runs; that of TensorFlow with tensorflow-io, and in the newest.
 BENCH_IN_NEWEST = $(filter-out tensorflow,$(BENCH))
 BENCH_TENSORFLOW_IN = $(if $(filter tensorflow,$(BENCH)),oldest tensorflow)
-
-# Those that `make peers` makes when it needs them; arrowcache is not installed there.
-PEERS := peers streaming reverb
 
 # Nothing of the shell's own Python may reach the environments; processes that tests start find everything compiled.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
@@ -47,8 +50,8 @@ help:
 	@echo "make freeze  install the newest versions and write them to constraints/newest.txt (or NAME=...)"
 	@echo "make clean   remove environments and everything else that was built"
 
-demo: .envs/newest/.stamp
-	$(RUN) -m arrowcache.demo $(ARGS)
+demo: .envs/demo/.stamp
+	.envs/demo/bin/python -m arrowcache.demo $(ARGS)
 
 environments: .envs/newest/.stamp .envs/tensorflow/.stamp .envs/oldest/.stamp
 
@@ -95,25 +98,26 @@ format: .envs/newest/.stamp
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-# hatchling is among the pinned, and not whatever is newest.
-.envs/%/.stamp: pyproject.toml constraints/%.txt
-	$(PYTHON) -m venv --clear .envs/$*
-	.envs/$*/bin/python -m pip install --quiet --no-deps --requirement constraints/$*.txt
-	.envs/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	.envs/$*/bin/python -m pip check
+# $(call install,INTO,NAME,FLAGS): what NAME asks for, into .envs/INTO. arrowcache is installed as it lies here, with a
+# build backend that is there before and is pinned like all else; pip would make an environment for whichever is newest.
+# Modules are compiled when they are first imported: most never are.
+define install
+$(PYTHON) -m venv --clear .envs/$1
+$(if $(filter .%,$($2)),$(call pip,$1,$3) hatchling editables)
+$(call pip,$1,$3) --no-build-isolation $(foreach wish,$($2),$(if $(filter .%,$(wish)),--editable )'$(wish)')
+.envs/$1/bin/python -m pip check
+endef
+pip = .envs/$1/bin/python -m pip install --quiet --no-compile --constraint constraints/common.txt $2
+
+.envs/%/.stamp: pyproject.toml constraints/%.txt constraints/common.txt
+	$(call install,$*,$*,--constraint constraints/$*.txt)
 	touch $@
 
-$(PEERS:%=.envs/%/.stamp): .envs/%/.stamp: constraints/%.txt
-	$(PYTHON) -m venv --clear .envs/$*
-	.envs/$*/bin/python -m pip install --quiet --no-deps --requirement constraints/$*.txt
-	touch $@
-
+# A build of CUDA brings packages that no other build has, and that torch pins, or constraints/common.txt.
 freeze:
-	$(PYTHON) -m venv --clear .envs/freeze
-	.envs/freeze/bin/python -m pip install --quiet $(TORCH) hatchling editables
-	.envs/freeze/bin/python -m pip install --quiet $(TORCH) --no-build-isolation --editable '$($(NAME))'
+	$(call install,freeze,$(NAME))
 	sed -n '/^#/p' constraints/$(NAME).txt > constraints/$(NAME).tmp
-	.envs/freeze/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/^torch==.*/$(TORCH)/' >> constraints/$(NAME).tmp
+	.envs/freeze/bin/python -m pip freeze --all --exclude pip --exclude-editable | grep -v -E '^(torch|triton|(cuda|nvidia)-.*)==' >> constraints/$(NAME).tmp
 	mv constraints/$(NAME).tmp constraints/$(NAME).txt
 	rm -rf .envs/freeze
 

@@ -34,14 +34,16 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environments demo test test-newest test-ray test-tensorflow test-oldest bench peers pictures lint format freeze clean
+.PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-oldest test-install test-extras bench peers pictures lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train on a cache that grows, and print what happened each epoch"
-	@echo "make test    run the tests              (ARGS=... goes to pytest; test-newest, test-tensorflow"
-	@echo "             and test-oldest are its parts, one an environment, and test-ray)"
-	@echo "make environments   install what they need, with -j3 all at once"
+	@echo "make check   run the quick tests, after each change      (ARGS=... goes to pytest, here and below)"
+	@echo "make test    run all tests              (test-newest, test-tensorflow and test-oldest are its parts,"
+	@echo "             one an environment, and test-ray and test-install)"
+	@echo "make test-extras    install the wheel with each extra by itself, and use it: gigabytes come down"
+	@echo "make environments   install what tests need, with -j3 all at once"
 	@echo "make bench   run the benchmarks         (BENCH=gather for one)"
 	@echo "make peers   measure arrowcache beside its peers, and write the tables and plots of that"
 	@echo "make pictures   take README's pictures anew, of a notebook in JupyterLab; needs chromium"
@@ -55,25 +57,49 @@ demo: .envs/demo/.stamp
 
 environments: .envs/newest/.stamp .envs/tensorflow/.stamp .envs/oldest/.stamp
 
-test: test-newest test-ray test-tensorflow test-oldest
+# From the environment that is there, also if it is not up to date: what a developer waits for is the tests.
+check:
+	@test -x $(RUN) || { echo "there is no $(RUN): make environments, which takes minutes, builds it" >&2; exit 1; }
+	@$(MAKE) --question .envs/newest/.stamp || echo "note: what .envs/newest is built from has changed: make environments"
+	$(RUN) $(TESTS) $(NOT_BESIDE) -m 'not slow' $(ARGS)
+
+# Minutes: of a machine of 2 cores with nothing else to do. Each part is measured when that changes much.
+MINUTES := 18
+test: say-how-long test-newest test-ray test-tensorflow test-oldest test-install
+say-how-long:
+	@echo "all tests: about $(MINUTES) minutes on 2 cores, and some more where environments are built first; make check: the quick ones"
 
 # How long the storms of tests/storm last in each environment.
 test-newest: export STORM_SECONDS := 42
 test-oldest: export STORM_SECONDS := 8
 
 # A Ray cluster is processes enough: one, and one test after another. Its servers end whom they do not hear for a while.
+# tests/install has pip fetch packages.
 RAY_NOTEBOOK := tests/notebooks/test_notebooks.py::test_a_notebook_runs_and_leaves_nothing_behind[05-many-machines]
+NOT_BESIDE := --ignore tests/adapters/test_ray.py --deselect '$(RAY_NOTEBOOK)' --ignore tests/install
+
+# What no version of NumPy, pyarrow or TensorFlow changes: the source text and its layers; which of our own file calls
+# fails, or is the last before the power does; the peers' figures.
+NOT_IN_OLDEST := --ignore tests/architecture/test_architecture.py --ignore tests/benchmarks \
+	--ignore tests/crash/test_disk.py --ignore tests/crash/test_faults.py --ignore tests/crash/test_power.py
+test-oldest: ONLY := $(NOT_IN_OLDEST)
 
 # tensorflow-io has no release for a newer TensorFlow than 2.16, and that none for NumPy 2.
 test-newest test-oldest: test-%: .envs/%/.stamp
-	.envs/$*/bin/python $(TESTS) --ignore tests/adapters/test_ray.py --deselect '$(RAY_NOTEBOOK)' $(ARGS)
+	.envs/$*/bin/python $(TESTS) $(NOT_BESIDE) $(ONLY) $(ARGS)
 
 test-ray: .envs/newest/.stamp
 	$(RUN) -m pytest tests/adapters/test_ray.py '$(RAY_NOTEBOOK)' $(ARGS)
 
 # What is in no other environment: the newest TensorFlow.
 test-tensorflow: .envs/tensorflow/.stamp
-	.envs/tensorflow/bin/python $(TESTS) tests/adapters/test_tensorflow*.py tests/notebooks $(ARGS)
+	.envs/tensorflow/bin/python $(TESTS) tests/adapters/test_tensorflow*.py tests/notebooks tests/architecture/test_environments.py $(ARGS)
+
+# The wheel, the sdist and the repository, each in an environment of its own; the second with all extras, too.
+test-install: .envs/newest/.stamp
+	$(RUN) $(TESTS) tests/install -m 'not slow' $(ARGS)
+test-extras: .envs/newest/.stamp
+	$(RUN) -m pytest tests/install --timeout 3600 $(ARGS)
 
 bench: $(patsubst %,.envs/%/.stamp,$(if $(BENCH_IN_NEWEST),newest) $(BENCH_TENSORFLOW_IN))
 	failed=; for benchmark in $(BENCH_IN_NEWEST); do \

@@ -29,13 +29,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
 
 import arrowcache as ac
-from arrowcache.torch import Loader
+
+try:
+    import torch
+    from sklearn.datasets import load_digits
+    from torch import Tensor, nn
+
+    from arrowcache.torch import Loader
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"the demo needs {error.name}, which is not installed: pip install 'arrowcache[demo]'"
+    ) from error
 
 SIZE = 64  # a sample's image is (SIZE, SIZE) float32: 16 KiB
 DIGIT = 8  # a stored digit is (DIGIT, DIGIT) uint8, 0 to 16

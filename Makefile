@@ -1,16 +1,22 @@
 # Two commands do everything, on a machine with Python 3.11 and make: `make demo` and `make test`.
-# Each environment is a folder .envs/NAME with exactly the packages that constraints/NAME.txt lists, all of which
-# are pinned, so that pip has nothing to resolve; it is built again only when that list or pyproject.toml has changed.
+# Each environment is a folder .envs/NAME with what its list below asks for. pip resolves that, so that it brings what
+# this platform's builds need, and is held to the versions of constraints/NAME.txt and constraints/common.txt. An
+# environment is built again only when one of these or pyproject.toml has changed.
 
 PYTHON ?= python3
-TORCH := torch==2.13.0
 RUN := .envs/newest/bin/python
 
-# What each list was made from, and `make freeze NAME=...` makes it from again.
+# What each environment asks for; in constraints/NAME.txt is what it gets, and `make freeze NAME=...` writes that anew.
 NAME := newest
+demo := .[demo]
 newest := .[dev]
 tensorflow := .[test] tensorflow-cpu ipykernel nbclient typer
 oldest := .[demo,test] tensorflow-cpu tensorflow-io
+# Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.
+PEERS := peers streaming reverb
+peers := array_record datasets grain litdata numpy pylance spdl tensordict torch torchdata torchrl webdataset
+streaming := mosaicml-streaming torch
+reverb := dm-reverb[tensorflow] portpicker
 
 # The tests of an environment are shared out among processes, one more than there are processors, since many wait;
 # threads of OpenMP that spin while they wait would take the processors from the others. ARGS=-n0: no sharing.
@@ -23,22 +29,21 @@ BENCH := ceiling gather loader ingest gil startup segments views threads epochs 
 BENCH_IN_NEWEST = $(filter-out tensorflow,$(BENCH))
 BENCH_TENSORFLOW_IN = $(if $(filter tensorflow,$(BENCH)),oldest tensorflow)
 
-# Those that `make peers` makes when it needs them; arrowcache is not installed there.
-PEERS := peers streaming reverb
-
 # Nothing of the shell's own Python may reach the environments; processes that tests start find everything compiled.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environments demo test test-newest test-ray test-tensorflow test-oldest bench peers pictures lint format freeze clean
+.PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-oldest test-install test-extras bench peers pictures lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train on a cache that grows, and print what happened each epoch"
-	@echo "make test    run the tests              (ARGS=... goes to pytest; test-newest, test-tensorflow"
-	@echo "             and test-oldest are its parts, one an environment, and test-ray)"
-	@echo "make environments   install what they need, with -j3 all at once"
+	@echo "make check   run the quick tests, after each change      (ARGS=... goes to pytest, here and below)"
+	@echo "make test    run all tests              (test-newest, test-tensorflow and test-oldest are its parts,"
+	@echo "             one an environment, and test-ray and test-install)"
+	@echo "make test-extras    install the wheel with each extra by itself, and use it: gigabytes come down"
+	@echo "make environments   install what tests need, with -j3 all at once"
 	@echo "make bench   run the benchmarks         (BENCH=gather for one)"
 	@echo "make peers   measure arrowcache beside its peers, and write the tables and plots of that"
 	@echo "make pictures   take README's pictures anew, of a notebook in JupyterLab; needs chromium"
@@ -47,30 +52,54 @@ help:
 	@echo "make freeze  install the newest versions and write them to constraints/newest.txt (or NAME=...)"
 	@echo "make clean   remove environments and everything else that was built"
 
-demo: .envs/newest/.stamp
-	$(RUN) -m arrowcache.demo $(ARGS)
+demo: .envs/demo/.stamp
+	.envs/demo/bin/python -m arrowcache.demo $(ARGS)
 
 environments: .envs/newest/.stamp .envs/tensorflow/.stamp .envs/oldest/.stamp
 
-test: test-newest test-ray test-tensorflow test-oldest
+# From the environment that is there, also if it is not up to date: what a developer waits for is the tests.
+check:
+	@test -x $(RUN) || { echo "there is no $(RUN): make environments, which takes minutes, builds it" >&2; exit 1; }
+	@$(MAKE) --question .envs/newest/.stamp || echo "note: what .envs/newest is built from has changed: make environments"
+	$(RUN) $(TESTS) $(NOT_BESIDE) -m 'not slow' $(ARGS)
+
+# Minutes: of a machine of 2 cores with nothing else to do. Each part is measured when that changes much.
+MINUTES := 18
+test: say-how-long test-newest test-ray test-tensorflow test-oldest test-install
+say-how-long:
+	@echo "all tests: about $(MINUTES) minutes on 2 cores, and some more where environments are built first; make check: the quick ones"
 
 # How long the storms of tests/storm last in each environment.
 test-newest: export STORM_SECONDS := 42
 test-oldest: export STORM_SECONDS := 8
 
 # A Ray cluster is processes enough: one, and one test after another. Its servers end whom they do not hear for a while.
+# tests/install has pip fetch packages.
 RAY_NOTEBOOK := tests/notebooks/test_notebooks.py::test_a_notebook_runs_and_leaves_nothing_behind[05-many-machines]
+NOT_BESIDE := --ignore tests/adapters/test_ray.py --deselect '$(RAY_NOTEBOOK)' --ignore tests/install
+
+# What no version of NumPy, pyarrow or TensorFlow changes: the source text and its layers; which of our own file calls
+# fails, or is the last before the power does; the peers' figures.
+NOT_IN_OLDEST := --ignore tests/architecture/test_architecture.py --ignore tests/benchmarks \
+	--ignore tests/crash/test_disk.py --ignore tests/crash/test_faults.py --ignore tests/crash/test_power.py
+test-oldest: ONLY := $(NOT_IN_OLDEST)
 
 # tensorflow-io has no release for a newer TensorFlow than 2.16, and that none for NumPy 2.
 test-newest test-oldest: test-%: .envs/%/.stamp
-	.envs/$*/bin/python $(TESTS) --ignore tests/adapters/test_ray.py --deselect '$(RAY_NOTEBOOK)' $(ARGS)
+	.envs/$*/bin/python $(TESTS) $(NOT_BESIDE) $(ONLY) $(ARGS)
 
 test-ray: .envs/newest/.stamp
 	$(RUN) -m pytest tests/adapters/test_ray.py '$(RAY_NOTEBOOK)' $(ARGS)
 
 # What is in no other environment: the newest TensorFlow.
 test-tensorflow: .envs/tensorflow/.stamp
-	.envs/tensorflow/bin/python $(TESTS) tests/adapters/test_tensorflow*.py tests/notebooks $(ARGS)
+	.envs/tensorflow/bin/python $(TESTS) tests/adapters/test_tensorflow*.py tests/notebooks tests/architecture/test_environments.py $(ARGS)
+
+# The wheel, the sdist and the repository, each in an environment of its own; the second with all extras, too.
+test-install: .envs/newest/.stamp
+	$(RUN) $(TESTS) tests/install -m 'not slow' $(ARGS)
+test-extras: .envs/newest/.stamp
+	$(RUN) -m pytest tests/install --timeout 3600 $(ARGS)
 
 bench: $(patsubst %,.envs/%/.stamp,$(if $(BENCH_IN_NEWEST),newest) $(BENCH_TENSORFLOW_IN))
 	failed=; for benchmark in $(BENCH_IN_NEWEST); do \
@@ -95,25 +124,26 @@ format: .envs/newest/.stamp
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-# hatchling is among the pinned, and not whatever is newest.
-.envs/%/.stamp: pyproject.toml constraints/%.txt
-	$(PYTHON) -m venv --clear .envs/$*
-	.envs/$*/bin/python -m pip install --quiet --no-deps --requirement constraints/$*.txt
-	.envs/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	.envs/$*/bin/python -m pip check
+# $(call install,INTO,NAME,FLAGS): what NAME asks for, into .envs/INTO. arrowcache is installed as it lies here, with a
+# build backend that is there before and is pinned like all else; pip would make an environment for whichever is newest.
+# Modules are compiled when they are first imported: most never are.
+define install
+$(PYTHON) -m venv --clear .envs/$1
+$(if $(filter .%,$($2)),$(call pip,$1,$3) hatchling editables)
+$(call pip,$1,$3) --no-build-isolation $(foreach wish,$($2),$(if $(filter .%,$(wish)),--editable )'$(wish)')
+.envs/$1/bin/python -m pip check
+endef
+pip = .envs/$1/bin/python -m pip install --quiet --no-compile --constraint constraints/common.txt $2
+
+.envs/%/.stamp: pyproject.toml constraints/%.txt constraints/common.txt
+	$(call install,$*,$*,--constraint constraints/$*.txt)
 	touch $@
 
-$(PEERS:%=.envs/%/.stamp): .envs/%/.stamp: constraints/%.txt
-	$(PYTHON) -m venv --clear .envs/$*
-	.envs/$*/bin/python -m pip install --quiet --no-deps --requirement constraints/$*.txt
-	touch $@
-
+# A build of CUDA brings packages that no other build has, and that torch pins, or constraints/common.txt.
 freeze:
-	$(PYTHON) -m venv --clear .envs/freeze
-	.envs/freeze/bin/python -m pip install --quiet $(TORCH) hatchling editables
-	.envs/freeze/bin/python -m pip install --quiet $(TORCH) --no-build-isolation --editable '$($(NAME))'
+	$(call install,freeze,$(NAME))
 	sed -n '/^#/p' constraints/$(NAME).txt > constraints/$(NAME).tmp
-	.envs/freeze/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/^torch==.*/$(TORCH)/' >> constraints/$(NAME).tmp
+	.envs/freeze/bin/python -m pip freeze --all --exclude pip --exclude-editable | grep -v -E '^(torch|triton|(cuda|nvidia)-.*)==' >> constraints/$(NAME).tmp
 	mv constraints/$(NAME).tmp constraints/$(NAME).txt
 	rm -rf .envs/freeze
 

@@ -29,13 +29,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
 
 import arrowcache as ac
-from arrowcache.torch import Loader
+
+try:
+    import torch
+    from sklearn.datasets import load_digits
+    from torch import Tensor, nn
+
+    from arrowcache.torch import Loader
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"the demo needs {error.name}, which is not installed: pip install 'arrowcache[demo]'"
+    ) from error
 
 SIZE = 64  # a sample's image is (SIZE, SIZE) float32: 16 KiB
 DIGIT = 8  # a stored digit is (DIGIT, DIGIT) uint8, 0 to 16
@@ -236,10 +243,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m arrowcache.demo",
         description="Train on handwritten digits from a cache that grows while it is trained on.",
     )
-    parser.add_argument("--epochs", type=int, default=12, help="passes (default: %(default)s)")
-    parser.add_argument("--capacity", default="512MiB", help="of the cache (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=10, help="passes (default: %(default)s)")
+    parser.add_argument("--capacity", default="256MiB", help="of the cache (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="sampler processes (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=80, help="no epoch starts later (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=60, help="no epoch starts later (%(default)s)")
     return parser.parse_args(arguments)
 
 

@@ -1,8 +1,14 @@
 """TensorFlow: the same cache as a `tf.data.Dataset`. Importing this package imports tensorflow."""
 
-from arrowcache.tensorflow.dataset import dataset
-from arrowcache.tensorflow.examples import example_parser
-from arrowcache.tensorflow.sampler import TFRecordFiles
-from arrowcache.tensorflow.tfrecord import from_tfrecords, to_tfrecords
+try:
+    from arrowcache.tensorflow.dataset import dataset
+    from arrowcache.tensorflow.examples import example_parser
+    from arrowcache.tensorflow.sampler import TFRecordFiles
+    from arrowcache.tensorflow.tfrecord import from_tfrecords, to_tfrecords
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"arrowcache.tensorflow needs {error.name}, which is not installed: "
+        "pip install 'arrowcache[tensorflow]'"
+    ) from error
 
 __all__ = ["TFRecordFiles", "dataset", "example_parser", "from_tfrecords", "to_tfrecords"]

@@ -1,0 +1,163 @@
+"""What pip makes of this checkout: its wheel, its sdist and its repository, in environments of their own.
+
+pip fetches packages here, which no other test does. `make test-install` runs those that take seconds, and
+`make test-extras` all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+USES = Path(__file__).parent / "uses"
+MESSAGES = {
+    "torch": ("import arrowcache.torch", "arrowcache.torch needs torch, which is not installed"),
+    "tensorflow": (
+        "import arrowcache.tensorflow",
+        "arrowcache.tensorflow needs tensorflow, which is not installed",
+    ),
+    "explore": (
+        "from arrowcache.explore import sql",
+        "arrowcache.explore.sql needs duckdb, which is not installed",
+    ),
+    "ray": ("import arrowcache.ray", "arrowcache.ray needs ray, which is not installed"),
+    "sources": (
+        "from arrowcache.sampling.sources import ArrayWindows; ArrayWindows('numbers.h5#x', window=(1,))",
+        "needs h5py",
+    ),
+    "demo": ("import arrowcache.demo", "the demo needs torch, which is not installed"),
+}
+"""Extra -> what needs it, and what that says without it, before the command that installs the extra."""
+
+
+class Environment:
+    """A virtual environment with nothing in it. pip installs into it from outside, which saves its own copy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+
+    def install(self, *asked: str) -> None:
+        """What a user asks of pip, held to the versions that everything else is tested with."""
+        held = [f"--constraint={path}" for path in constraints(self.folder.parent)]
+        self.pip("install", "--quiet", "--no-compile", *held, *asked)
+        self.pip("check")
+
+    def pip(self, *arguments: str) -> None:
+        run(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.folder)
+
+    def run(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return run(self.python, *arguments, cwd=self.folder, check=check)
+
+    def use(self, name: str) -> None:
+        self.run(USES / f"{name}.py")
+
+
+def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """A command that finds nothing of this checkout or of this environment by itself."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=False, timeout=1200,
+        stdin=subprocess.DEVNULL, env=inherited | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0 or not check, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def constraints(folder: Path) -> list[Path]:
+    """Files of constraints, the same for each extra."""
+    pins = {}
+    for name in ("tensorflow", "newest", "common"):  # the later wins: TensorFlow needs some older versions
+        for line in (ROOT / "constraints" / f"{name}.txt").read_text().splitlines():
+            if match := re.fullmatch(r"([A-Za-z0-9._-]+)==(\S+)", line):
+                pins[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
+    pins["tensorflow"] = pins["tensorflow-cpu"]  # another build of the same
+    path = folder / "constraints.txt"
+    path.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pins.items())))
+    return [path]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What pip can be asked to install: kind -> a requirement, by URL."""
+    pytest.importorskip("hatchling", reason="hatchling is not installed")
+    folder = tmp_path_factory.mktemp("built")
+    run(sys.executable, "-m", "hatchling", "build", "--directory", folder, cwd=ROOT)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return {
+        "wheel": f"arrowcache @ {wheel.as_uri()}",
+        "sdist": f"arrowcache @ {sdist.as_uri()}",
+        "git": f"git+{ROOT.as_uri()}",
+    }
+
+
+@pytest.fixture
+def environment(tmp_path: Path):
+    yield Environment(tmp_path / "environment")
+    shutil.rmtree(tmp_path)  # gigabytes, all together
+
+
+def lacks(environment: Environment, extra: str) -> str:
+    """What is said where the extra is needed; it is checked to say how to install it."""
+    statement, message = MESSAGES[extra]
+    done = environment.run("-c", statement, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1, (statement, done.stderr)
+    assert message in last, last
+    assert f"pip install 'arrowcache[{extra}]'" in last, last
+    return last
+
+
+def test_the_wheel_works_by_itself_says_what_each_extra_is_needed_for_and_an_extra_can_follow(
+    built, environment
+):
+    environment.install(built["wheel"])
+    environment.use("core")
+    for extra in MESSAGES:
+        lacks(environment, extra)
+    command = environment.folder / "bin" / "arrowcache"
+    assert run(command, "--version", cwd=environment.folder).stdout.startswith("arrowcache ")
+    done = run(command, "info", "nowhere", cwd=environment.folder, check=False)
+    assert done.returncode == 2
+    assert "pip install 'arrowcache[explore]'" in done.stderr
+    environment.install("arrowcache[sources]")  # as the message says: no index need know the package
+    environment.use("with_sources")
+
+
+@pytest.mark.parametrize("kind", ["sdist", "git"])
+def test_an_sdist_and_a_repository_install_and_work(built, environment, kind):
+    if kind == "git" and not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    environment.install(built[kind])
+    environment.use("core")
+
+
+def test_an_sdist_has_all_that_the_wheel_has_and_the_tests(built, tmp_path):
+    wheel, sdist = (built[kind].removeprefix("arrowcache @ file://") for kind in ("wheel", "sdist"))
+    shutil.unpack_archive(sdist, tmp_path / "sdist")
+    (source,) = (tmp_path / "sdist").iterdir()
+    shutil.unpack_archive(wheel, tmp_path / "wheel", "zip")
+    packaged = {path.relative_to(tmp_path / "wheel") for path in (tmp_path / "wheel/arrowcache").rglob("*.*")}
+    assert packaged
+    assert not [path for path in packaged if not (source / path).exists()]
+    for needed in ("Makefile", "pyproject.toml", "constraints/newest.txt", "tests/install/test_install.py"):
+        assert (source / needed).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", sorted(MESSAGES))
+def test_the_wheel_with_one_extra_does_what_that_is_for(built, environment, extra):
+    environment.install(built["wheel"].replace("arrowcache", f"arrowcache[{extra}]", 1))
+    environment.use("core")
+    if extra == "demo":
+        environment.run("-m", "arrowcache.demo", "--capacity=64MiB", "--epochs=14", "--seconds=200")
+    else:
+        environment.use(f"with_{extra}")

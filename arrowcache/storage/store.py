@@ -491,8 +491,8 @@ class Store:
 
     def _fills(self, listed: list[SegmentInfo]) -> bool:
         """Whether a full segment finds room, so that nothing has to leave."""
-        free, _ = self._free_and_headroom_bytes(self.allocated_bytes(listed))
-        return free >= self.settings.segment_bytes + PART_SLACK_BYTES + BOOKKEEPING_BYTES
+        holds, allocated = self._holds_and_allocated_bytes(listed)
+        return holds - allocated >= self.settings.segment_bytes + PART_SLACK_BYTES + BOOKKEEPING_BYTES
 
     # leasing and reading
 
@@ -537,14 +537,18 @@ class Store:
             return True
 
     def _headroom_segments(self, listed: list[SegmentInfo]) -> int:
-        """How many of the oldest are left to writers; a disk may hold less than the capacity."""
+        """How many of the oldest are left to writers."""
         if not self.settings.headroom_bytes:
             return 0
-        allocated, status = self.allocated_bytes(listed), os.statvfs(self.folder.path)
-        holds = min(self.settings.capacity_bytes, allocated + status.f_bavail * status.f_frsize)
+        holds, allocated = self._holds_and_allocated_bytes(listed)
         headroom = self.settings.with_capacity(holds).headroom_bytes
         wanted = max(headroom, room_of_two(self.settings.segment_bytes))
         return skip_for_headroom(listed, holds - allocated, wanted)
+
+    def _holds_and_allocated_bytes(self, listed: list[SegmentInfo]) -> tuple[int, int]:
+        """The most that the folder may hold, and what it holds; a disk may hold less than the capacity."""
+        allocated, status = self.allocated_bytes(listed), os.statvfs(self.folder.path)
+        return min(self.settings.capacity_bytes, allocated + status.f_bavail * status.f_frsize), allocated
 
     def held_up_seconds(self, covers: Callable[[int], bool]) -> float:
         """How long a writer has waited for room that a lease takes; 0.0: none waits, or not for this lease.

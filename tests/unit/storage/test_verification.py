@@ -27,6 +27,7 @@ from helpers import (
 from processes import Child
 
 import arrowcache as ac
+from arrowcache import linux
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import mapping, verification
 from arrowcache.storage.layout import LockRecord
@@ -375,20 +376,14 @@ def test_a_segment_that_cannot_be_opened_is_reported_and_stays_where_it_is(cache
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
 def test_a_segment_that_may_not_be_opened_ends_every_reading_of_the_cache(cache, monkeypatch, code):
     """It was left out, and a second user trained on the other half."""
-    opened = mapping._quick.open
+    opened = linux.open_quickly
 
-    class Quick:
-        def __getattr__(self, name):
-            return getattr(real, name)
+    def refused(path, flags):
+        if os.fsdecode(path) == str(segment_files(cache)[1]):
+            raise OSError(code, os.strerror(code))
+        return opened(path, flags)
 
-        def open(self, path, flags):
-            if os.fsdecode(path) == str(segment_files(cache)[1]):
-                mapping.ctypes.set_errno(code)
-                return -1
-            return opened(path, flags)
-
-    real = mapping._quick
-    monkeypatch.setattr(mapping, "_quick", Quick())
+    monkeypatch.setattr(linux, "open_quickly", refused)
     message = "chgrp.*must be able to write all of it"
     with pytest.raises(PermissionError, match=message):
         cache.verify()

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 METHODS = ("spawn", "fork", "forkserver")
 _SERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ["arrowcache", "pytest", "helpers", "processes"]
+_PRELOADED = [
+    "arrowcache.cache",
+    "arrowcache.reading.loader",
+    "arrowcache.sampling.pool",
+    "pytest",
+    "helpers",
+    "processes",
+]
 _SERVER.set_forkserver_preload(_PRELOADED)
 
 

@@ -44,7 +44,6 @@ _NUMBERS = {
     "riscv64": _GENERIC,
 }  # by os.uname().machine
 
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _quick = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL
 for _library in (_libc, _quick):

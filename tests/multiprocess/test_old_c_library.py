@@ -17,8 +17,8 @@ from arrowcache.reading.workers.memory import file_of
 CUT = """
 import fcntl, mmap, os, signal
 names = {
-    os: ["memfd_create", "MFD_", "pidfd_open", "PIDFD_", "P_PIDFD", "copy_file_range", "getrandom", "GRND_", "RWF_",
-         "preadv", "pwritev", "splice", "SPLICE_", "eventfd", "EFD_", "setns", "unshare", "CLONE_"],
+    os: ["memfd_create", "MFD_", "pidfd_open", "PIDFD_", "P_PIDFD", "copy_file_range", "getrandom", "GRND_",
+         "RWF_", "preadv", "pwritev", "splice", "SPLICE_", "eventfd", "EFD_", "setns", "unshare", "CLONE_"],
     signal: ["pidfd_send_signal"],
     fcntl: ["F_OFD_", "F_ADD_SEALS", "F_GET_SEALS", "F_SEAL_"],
     mmap: ["MAP_NORESERVE", "MADV_FREE", "MADV_WIPEONFORK", "MADV_KEEPONFORK"],
@@ -41,7 +41,8 @@ def is_cut():
     return not any(hasattr(os, name) for name in LACKED)
 
 def names_of_memory():
-    return [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+    fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
 
 def mark(batch):
     import os  # by value: this function travels to other processes

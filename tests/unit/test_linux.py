@@ -101,9 +101,9 @@ def test_the_error_of_a_call_by_number_is_that_of_the_call_by_name(monkeypatch):
         "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1, 4096))\n"
         "for name in (None, 'memfd_create', 'eventfd', 'pidfd_open'):\n"
         "    name and delattr(os, name)\n"
-        "    for call in (lambda: linux.memory_file('x'), linux.event, lambda: linux.process_file(os.getpid())):\n"
+        "    for call, argument in (linux.memory_file, 'x'), (linux.event, 0), (linux.process_file, 1):\n"
         "        try:\n"
-        "            print(call())\n"
+        "            print(call(argument))\n"
         "        except OSError as error:\n"
         "            print(error)\n"
     )
@@ -192,7 +192,8 @@ def test_a_child_dies_with_its_parent(tmp_path):
     child = "from arrowcache import linux; linux.die_with_parent(); print('ready', flush=True); input()"
     parent = (
         "import subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        f"command, pipe = [sys.executable, '-c', {child!r}], subprocess.PIPE\n"
+        "child = subprocess.Popen(command, stdin=pipe, stdout=pipe)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
         "input()\n"

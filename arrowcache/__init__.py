@@ -18,7 +18,8 @@ sampling and reading meet in storage and nowhere else.
 """
 
 import sys
-from typing import TYPE_CHECKING
+
+TYPE_CHECKING = False  # type checkers take it for True; typing's would be an import
 
 
 def _require_linux(platform: str) -> None:

@@ -43,7 +43,6 @@ _NUMBERS = {
     "aarch64": _GENERIC,
     "riscv64": _GENERIC,
 }  # by os.uname().machine
-_BITS_64 = sys.maxsize > 1 << 32  # a 32-bit process on such a machine has other numbers
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _quick = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL
@@ -214,8 +213,8 @@ def advise_ranges(process: int, ranges: int, count: int, advice: int) -> None:
 
 
 def _syscall(name: str, *arguments: int | bytes) -> int:
-    number = _NUMBERS.get(os.uname().machine, {}).get(name) if _BITS_64 else None
-    if number is None:
+    number = _NUMBERS.get(os.uname().machine, {}).get(name)
+    if number is None or sys.maxsize < 1 << 32:  # a 32-bit process on such a machine has other numbers
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     words = [ctypes.c_char_p(word) if isinstance(word, bytes) else ctypes.c_long(word) for word in arguments]
     return _checked(_libc.syscall(ctypes.c_long(number), *words))

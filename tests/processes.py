@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 METHODS = ("spawn", "fork", "forkserver")
 _SERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ["arrowcache", "pytest", "helpers", "processes"]
+_OF_ARROWCACHE = ["arrowcache.cache", "arrowcache.reading.loader", "arrowcache.sampling.pool"]
+_PRELOADED = [*_OF_ARROWCACHE, "pytest", "helpers", "processes"]
 _SERVER.set_forkserver_preload(_PRELOADED)
 
 

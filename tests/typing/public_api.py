@@ -200,3 +200,8 @@ def mistakes(cache: ac.Cache) -> None:
     ac.Tensor("float32", "shape")  # type: ignore[arg-type]
     cache.stats().rows = 3  # type: ignore[misc]
     cache.path = Path()  # type: ignore[misc]
+
+
+def a_name_that_is_none_is_found_by_the_type_checker() -> None:
+    _ = ac.Cach  # type: ignore[attr-defined]  # proves that names which are imported late are known all the same
+    assert_type(ac.__version__, str)

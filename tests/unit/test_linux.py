@@ -1,0 +1,208 @@
+"""The kernel's calls: the same by Python's name and by number, and an error where there is neither."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import select
+import subprocess
+import sys
+
+import pytest
+
+from arrowcache import linux
+
+NAMES = ("memfd_create", "eventfd", "pidfd_open")
+FD = "/proc/self/fd"
+
+
+@pytest.fixture(params=["by name", "by number"])
+def way(request, monkeypatch):
+    if request.param == "by number":
+        if os.uname().machine not in ("x86_64", "aarch64", "riscv64"):
+            pytest.skip(f"the numbers of {os.uname().machine} are not known")
+        for name in NAMES:
+            monkeypatch.delattr(os, name, raising=False)
+
+
+@pytest.fixture
+def opened():
+    """Descriptors that are closed at the end."""
+    fds: list[int] = []
+    yield fds
+    for fd in fds:
+        os.close(fd)
+
+
+def is_readable(fd: int, seconds: float = 0) -> bool:
+    return bool(select.select([fd], [], [], seconds)[0])
+
+
+def test_a_memory_file_is_empty_has_a_name_in_proc_only_and_is_inherited_by_nobody(way, opened):
+    opened.append(fd := linux.memory_file("some-name"))
+    assert os.readlink(f"{FD}/{fd}") == "/memfd:some-name (deleted)"
+    assert os.fstat(fd).st_size == 0
+    assert not os.get_inheritable(fd)
+    assert os.pwrite(fd, b"abc", 4096) == 3
+    assert os.pread(fd, 9, 4096) == b"abc"
+
+
+def test_an_event_counts_to_zero_at_once_and_never_blocks(way, opened):
+    opened.append(fd := linux.event(3))
+    assert os.readlink(f"{FD}/{fd}") == "anon_inode:[eventfd]"
+    assert not os.get_inheritable(fd)
+    linux.add_event(fd)
+    assert is_readable(fd)
+    linux.take_event(fd)
+    assert not is_readable(fd)
+    with pytest.raises(BlockingIOError):
+        linux.take_event(fd)
+
+
+def test_an_event_as_a_semaphore_counts_down_by_one(way, opened):
+    opened.append(fd := linux.event(1, semaphore=True))
+    linux.add_event(fd)
+    for _ in range(2):
+        linux.take_event(fd)
+    with pytest.raises(BlockingIOError):
+        linux.take_event(fd)
+
+
+def test_an_event_that_is_full_says_so(opened):
+    opened.append(fd := linux.event())
+    os.write(fd, (2**64 - 2).to_bytes(8, sys.byteorder))
+    with pytest.raises(BlockingIOError):
+        linux.add_event(fd)
+
+
+def test_the_file_of_a_process_is_readable_once_it_has_ended(way, opened):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        opened.append(fd := linux.process_file(process.pid))
+        assert not os.get_inheritable(fd)
+        assert not is_readable(fd)
+        process.kill()
+        assert is_readable(fd, 60)
+
+
+def test_a_process_that_is_not_there_has_no_file(way):
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    with pytest.raises(ProcessLookupError):
+        linux.process_file(process.pid)
+
+
+def test_the_error_of_a_call_by_number_is_that_of_the_call_by_name(monkeypatch):
+    """A limit of descriptors is the one that users meet."""
+    script = (
+        "import os, resource\n"
+        "from arrowcache import linux\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1, 4096))\n"
+        "for name in (None, 'memfd_create', 'eventfd', 'pidfd_open'):\n"
+        "    name and delattr(os, name)\n"
+        "    for call, argument in (linux.memory_file, 'x'), (linux.event, 0), (linux.process_file, 1):\n"
+        "        try:\n"
+        "            print(call(argument))\n"
+        "        except OSError as error:\n"
+        "            print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[Errno {errno.EMFILE}] {os.strerror(errno.EMFILE)}\n" * 12
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_a_call_whose_number_is_not_known_is_not_implemented(monkeypatch, bits):
+    """On another processor, or of a 32-bit process, the number may be that of another call."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    if bits == 32:
+        monkeypatch.setattr(sys, "maxsize", (1 << 31) - 1)
+    else:
+        monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "sparc64")))
+    with pytest.raises(OSError, match="not implemented") as raised:
+        linux.memory_file("x")
+    assert raised.value.errno == errno.ENOSYS
+
+
+def test_locks_of_two_descriptions_conflict_and_say_where(tmp_path, opened):
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    one, other = (os.open(path, os.O_RDWR) for _ in range(2))
+    opened += [one, other]
+    linux.set_lock(one, fcntl.F_RDLCK, 10, 5)
+    linux.set_lock(other, fcntl.F_RDLCK, 12, 1)
+    assert linux.conflicting_lock(other, 0, 100) == (10, 5)
+    assert linux.conflicting_lock(other, 0, 10) is None
+    with pytest.raises(BlockingIOError):
+        linux.set_lock(other, fcntl.F_WRLCK, 14, 1)
+    linux.set_lock(one, fcntl.F_UNLCK, 0, 0)
+    linux.set_lock(other, fcntl.F_WRLCK, 14, 1)
+    assert linux.conflicting_lock(one, 0, 100) == (12, 1)
+
+
+def test_a_freed_range_of_a_file_reads_as_zeros(opened):
+    opened.append(fd := linux.memory_file("x"))
+    os.write(fd, b"x" * 4 * mmap.PAGESIZE)
+    linux.free_range(fd, mmap.PAGESIZE, 2 * mmap.PAGESIZE)
+    assert os.fstat(fd).st_blocks * 512 == 2 * mmap.PAGESIZE
+    assert os.pread(fd, 4, mmap.PAGESIZE - 2) == b"xx\0\0"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        linux.free_range(-1, 0, 1)
+
+
+@pytest.mark.parametrize("keep_gil", [False, True])
+def test_mapped_memory_is_read_advised_and_unmapped(opened, keep_gil):
+    opened.append(fd := linux.memory_file("mapped"))
+    os.write(fd, b"y" * mmap.PAGESIZE)
+    address = linux.map_memory(0, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, keep_gil=keep_gil)
+    assert f"{address:x}-" in read_maps()
+    assert linux.advise(address, mmap.PAGESIZE, linux.MADV_POPULATE_READ, keep_gil=keep_gil) in (
+        0,
+        errno.EINVAL,
+    )
+    linux.unmap_memory(address, mmap.PAGESIZE, keep_gil=keep_gil)
+    assert "memfd:mapped" not in read_maps()
+    assert linux.advise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED, keep_gil=keep_gil) == errno.ENOMEM
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        linux.map_memory(0, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, 1 << 20, keep_gil=keep_gil)
+
+
+def read_maps() -> str:
+    with open("/proc/self/maps") as maps:
+        return maps.read()
+
+
+def test_quick_calls_open_measure_and_close_files(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 5000)
+    fd = linux.open_quickly(os.fsencode(path), os.O_RDONLY)
+    assert linux.file_bytes(fd) == 5000
+    linux.close_quickly(fd)
+    linux.close_quickly(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        linux.file_bytes(fd)
+    with pytest.raises(FileNotFoundError):
+        linux.open_quickly(os.fsencode(tmp_path / "nothing"), os.O_RDONLY)
+
+
+def test_a_child_dies_with_its_parent(tmp_path):
+    child = "from arrowcache import linux; linux.die_with_parent(); print('ready', flush=True); input()"
+    parent = (
+        "import subprocess, sys\n"
+        f"command, pipe = [sys.executable, '-c', {child!r}], subprocess.PIPE\n"
+        "child = subprocess.Popen(command, stdin=pipe, stdout=pipe)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        watch = linux.process_file(int(process.stdout.readline()))
+        process.kill()
+        assert is_readable(watch, 60)
+        os.close(watch)

@@ -20,7 +20,7 @@ from arrowcache import linux
 from arrowcache.errors import CacheFormatError
 from arrowcache.storage import layout
 from arrowcache.storage.layout import LockRecord, SegmentInfo, Settings
-from arrowcache.storage.locks import LockFile
+from arrowcache.storage.locks import LockFile, flock_holders
 
 PART_SLACK_BYTES = 64 * 1024  # the file system's own bookkeeping for a file being written
 _PIECES_A_CALL = 512  # below IOV_MAX
@@ -393,10 +393,13 @@ class Folder:
         return sum(not self._is_unlocked(self.incoming / name) for name in names)
 
     def waiting_since(self) -> float | None:
-        """Since when, in seconds since 1970, the writer waits that has waited longest; None: none waits."""
+        """Since when, in seconds since 1970, the writer waits that has waited longest; None: none is seen.
+
+        By /proc, without cache.lock: to try their locks would be in the way of a writer that just begins.
+        """
         since = []
         for name in _plain(self.incoming):
-            if name.endswith(layout.WAIT) and not self._is_unlocked(self.incoming / name):
+            if name.endswith(layout.WAIT) and flock_holders(self.incoming / name):
                 with contextlib.suppress(FileNotFoundError):  # it has found room
                     since.append(os.stat(self.incoming / name).st_mtime)
         return min(since, default=None)

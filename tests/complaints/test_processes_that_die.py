@@ -18,9 +18,11 @@ from processes import Child, Script
 import arrowcache as ac
 
 JOB = """
-    import os, sys, time
+    import os, sys, time, warnings
     import arrowcache as ac
     from helpers import sample
+
+    warnings.filterwarnings("ignore", "an epoch leaves out")  # the cache is full, and samplers publish
 
     def draws(rng):
         while True:

@@ -686,12 +686,27 @@ def test_the_capacity_holds_where_a_cache_is_full(tmp_path):
     roll(cache)
     held = [Rank(cache.path, 0, run=f"job {number}") for number in range(40)]
     for rank in held:
-        rank.begin().close()
+        rank.begin(take=lambda: Snapshot.take(cache.store, yields_since=0)).close()  # as beside a writer
         assert disk_bytes(cache.path) <= 300 * KIB
     assert len(files(cache)) == 40
     for rank in held:
         rank.agreement.close()
     assert files(cache) == []
+
+
+def test_ranks_agree_where_a_cache_is_full_and_all_of_it_is_leased(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity=300 * KIB, segment_bytes=32 * KIB)
+    roll(cache)
+    everything = [segment.seq for segment in cache.store.segments()]
+    # their files fit into what writers keep free
+    held = [Rank(cache.path, 0, run=f"job {number}") for number in range(8)]
+    for rank in held:
+        snapshot = rank.begin()
+        assert seqs_of(snapshot) == everything
+        snapshot.close()
+        assert disk_bytes(cache.path) <= 300 * KIB
+    for rank in held:
+        rank.agreement.close()
 
 
 # forked children

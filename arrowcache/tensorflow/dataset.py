@@ -67,10 +67,10 @@ def dataset(
         drop_remainder: leave out a last batch of fewer rows.
         rank, world_size, run_id: as of `arrowcache.Loader`: this process reads its part of the rows.
             TensorFlow's own sharding is off, so say them also under tf.distribute.
-        backend: "native" hands over what was gathered, in any TensorFlow; "arrow" has tensorflow-io's C++
-            code read it, which asks for the GIL more seldom. "auto" is "native": the faster one in all that
-            was measured (benchmarks/RESULTS.md), but for rows of 1 MiB by "window", where they are even.
-            The attribute `backend` of what is returned says which it is.
+        backend: "auto", the default, takes "native" in every TensorFlow: the faster one in all that was
+            measured (benchmarks/RESULTS.md), but for rows of 1 MiB by "window", where they are even. "native"
+            hands over what was gathered; "arrow" has tensorflow-io's C++ code read it, which asks for the
+            GIL more seldom. The attribute `backend` of what is returned says which it is.
         timeout: seconds without rows or batches before an iteration fails; None: never. Ctrl-C and the
             end of a dropped iterator wait, as in all of tf.data, until TensorFlow has its next batch, or
             for so long.

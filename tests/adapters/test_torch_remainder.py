@@ -1,0 +1,59 @@
+"""The steps of a planned epoch of which segments are gone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from arrowcache.reading.order import SHUFFLES, Share
+from arrowcache.reading.plan import Plan
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.torch.remainder import Remainder
+
+
+@given(
+    rows=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    gone=st.sets(st.integers(0, 11)),
+    batch_size=st.integers(1, 40),
+    world=st.integers(1, 4),
+    shuffle=st.sampled_from(SHUFFLES),
+    drop_last=st.booleans(),
+    workers=st.integers(1, 3),
+)
+def test_every_row_that_is_there_comes_once_and_ranks_have_equally_many_steps(
+    rows, gone, batch_size, world, shuffle, drop_last, workers
+):
+    seqs = np.arange(len(rows), dtype=np.int64) * 2 + 5
+    plan = Plan(3, 1, shuffle, None, 40, batch_size, seqs, np.array(rows, np.int64))
+    kept = [index for index in range(len(rows)) if index not in gone]
+    present = [SegmentInfo(int(seqs[i]), rows[i], "", 1, 1, 0.0) for i in kept]
+    starts = np.cumsum([0, *rows])
+    planned = [number for index in kept for number in range(starts[index], starts[index + 1])]
+    first_of = np.cumsum([0, *(rows[index] for index in kept)])  # in the numbering of what is there
+
+    ranks = [Remainder(plan, present, batch_size, Share(rank, world), drop_last) for rank in range(world)]
+    whole = plan.order(batch_size * world, Share(), drop_last)
+    padded = world > 1 and not drop_last and len(kept) == len(rows)
+    for step in range(whole.steps):
+        there = set(whole.batches(step, step + 1).tolist()) & set(planned)
+        parts = [rank.rows_of(step) for rank in ranks]
+        found = [planned[number] for part in parts for number in part.tolist()]
+        assert len({len(part) > 0 for part in parts}) == 1, "a step is left out by all or by none"
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        if found and not (padded and step == whole.steps - 1):
+            assert sorted(found) == sorted(there)
+        elif not found:
+            assert len(there) < world
+        assert ranks[0].first_segment(step) <= min(
+            (int(first_of.searchsorted(n, side="right")) - 1 for part in parts for n in part.tolist()),
+            default=len(kept),
+        )
+    if world == 1:
+        lost = sum(ranks[0].lost_rows(range(whole.steps)[worker::workers]) for worker in range(workers))
+        assert lost == len(whole.batches(0, whole.steps)) - sum(
+            len(ranks[0].rows_of(step)) for step in range(whole.steps)
+        )

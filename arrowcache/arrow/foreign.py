@@ -21,6 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import exact_values
+from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import (
     METADATA_KEY,
     Binary,
@@ -183,4 +184,4 @@ def _is_list(found: pa.DataType) -> bool:
 
 
 def _unfit(name: str, column: pa.Array, kind: FieldType) -> SchemaError:
-    return SchemaError(f"field {name!r} is {column.type}, and its column {kind}")
+    return SchemaError(f"field {name!r} is {column.type}, and its column {type_name(kind)}")

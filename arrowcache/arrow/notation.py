@@ -58,6 +58,20 @@ def _format_name(name: str) -> str:
     return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
+def difference(one: Schema, other: Schema) -> str:
+    """In which fields a schema differs from another, in a sentence's end: "label is int64, not int8"."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    if not names:
+        return f"its fields are in the order {', '.join(one)}, not {', '.join(other)}"
+    return ", ".join(
+        f"{_format_name(name)} is {type_name(one[name]) if name in one else 'not in it'}, "
+        + (f"not {type_name(other[name])}" if name in other and name in one else "")
+        + (f"asked for as {type_name(other[name])}" if name not in one else "")
+        + ("and not asked for" if name not in other else "")
+        for name in names
+    )
+
+
 def parse_schema(text: str) -> Schema:
     """The schema that a text describes.
 

@@ -227,7 +227,7 @@ class Schema(Mapping[str, FieldType]):
             if not isinstance(name, str) or not name:
                 raise ValueError(f"field name {name!r} must be a non-empty text")
             if name in RESERVED_NAMES:
-                raise ValueError(f"field name {name!r} is reserved for Loader(with_ids=True)")
+                raise ValueError(f"field name {name!r} is reserved: loaders say there which row it is")
             if not isinstance(kind, tuple(_TYPES.values())):
                 raise TypeError(
                     f"field {name!r}: expected one of {', '.join(t.__name__ for t in _TYPES.values())}"

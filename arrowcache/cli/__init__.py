@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
 from arrowcache import __version__
+from arrowcache.cli.wording import of_shell
 from arrowcache.text import printable
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -23,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     _open_closed_streams()
+    warnings.showwarning = _show_warning
     try:
         if given == ["--version"]:
             sys.stdout.write(f"arrowcache {__version__}\n")
@@ -50,12 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def complain(sentence: str) -> None:
-    """Write to stderr why a command fails, if anybody reads it."""
+    """Write to stderr why a command fails, or what else is to be known, if anybody reads it."""
     try:
         sys.stderr.write(f"arrowcache: {printable(sentence)}\n")
         sys.stderr.flush()
     except OSError:  # the exit code says it, too
         _write_nowhere(sys.stderr)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning, of whichever package, in one line."""
+    complain(of_shell(f"warning: {' '.join(str(message).split())}"))
 
 
 def _open_closed_streams() -> None:

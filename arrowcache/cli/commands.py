@@ -10,35 +10,24 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import arrowcache as ac
-from arrowcache.cli import INTERRUPTED, OK, USAGE, WRONG, complain
+from arrowcache.arrow.notation import format_schema, type_name
+from arrowcache.cli import INTERRUPTED, OK, USAGE, WRONG, changes, complain
+from arrowcache.cli.app import AsJson, CachePath, Columns, app
 from arrowcache.cli.output import write, write_frame, write_json, write_table
+from arrowcache.cli.wording import of_shell
 from arrowcache.errors import ArrowCacheError, sentence_of
 from arrowcache.explore.observation import Observation, observe
 from arrowcache.explore.terminal import watch as watch_cache
-from arrowcache.units import format_bytes, format_count, parse_bytes
+from arrowcache.units import format_bytes, format_count
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Look into a rolling cache of samples, and look after it. "
-    "Exit codes: 0 all is well; 1 something is wrong with the cache, or an operation on it failed; 2 wrong "
-    "usage, such as a path where nothing is, or a query that fails; 130 Ctrl-C. Errors are one sentence on "
-    "stderr. Where the output is no terminal, tables are tab-separated.",
-)
-CachePath = Annotated[Path, typer.Argument(metavar="CACHE", help="The cache's folder.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Columns = Annotated[
-    list[str] | None,
-    typer.Option("--column", "-c", metavar="NAME", help="Only this; may be repeated.", show_default=False),
-]
+__all__ = ["app", "changes", "run"]
+
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, wherever typer has it from
-_TFRECORD = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -46,7 +35,6 @@ def run(arguments: Sequence[str]) -> int:
 
     Raises: BrokenPipeError: nobody reads the output any more.
     """
-    warnings.showwarning = _show_warning
     try:
         code = app(list(arguments) or ["--help"], prog_name="arrowcache", standalone_mode=False)
     except typer.Abort:  # Ctrl-C, where it is no exit code
@@ -57,19 +45,16 @@ def run(arguments: Sequence[str]) -> int:
         said = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
         return _fail(f"{said}. See 'arrowcache --help'.", USAGE)
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
-        return _fail(sentence_of(error), USAGE)
+        is_query = arguments[:1] == ["sql"] and isinstance(error, ValueError)  # an answer in DuckDB's words
+        return _fail(sentence_of(error) if is_query else of_shell(sentence_of(error)), USAGE)
     except (ArrowCacheError, OSError) as error:
-        return _fail(sentence_of(error), WRONG)
+        return _fail(of_shell(sentence_of(error)), WRONG)
     return code if isinstance(code, int) else OK
 
 
 def _fail(sentence: str, code: int) -> int:
     complain(sentence)
     return code
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    complain(f"warning: {message}")
 
 
 def _version(asked: bool) -> None:
@@ -132,7 +117,8 @@ def info(cache: CachePath, json: AsJson = False) -> None:
             ("loaders", len(seen.loaders)),
             ("quarantined", stats.quarantined),
             *_users(seen),
-            *((f"column {name}", repr(kind)) for name, kind in opened.schema.items()),
+            *((f"column {name}", type_name(kind)) for name, kind in opened.schema.items()),
+            ("schema", format_schema(opened.schema)),
         ],
     )
 
@@ -222,28 +208,6 @@ def verify(
 
 
 @app.command()
-def evict(
-    cache: CachePath,
-    size: Annotated[str, typer.Argument(help="At least so much, such as 2GiB.", show_default=False)],
-) -> None:
-    """Evict the oldest segments, up to the first that is leased."""
-    wanted = parse_bytes(_size(size), "size")
-    freed = ac.Cache.open(cache).evict(wanted)
-    write(f"freed {format_bytes(freed)}" + (", the rest is leased or gone" if freed < wanted else ""))
-
-
-@app.command()
-def resize(
-    cache: CachePath,
-    capacity: Annotated[str, typer.Argument(help="Such as 200GB.", show_default=False)],
-) -> None:
-    """Change the capacity; what no longer fits is evicted."""
-    opened = ac.Cache.open(cache)
-    opened.resize(_size(capacity))
-    write(f"the capacity is {format_bytes(opened.stats().capacity_bytes)}")
-
-
-@app.command()
 def watch(
     cache: CachePath,
     interval: Annotated[float, typer.Option("--interval", "-i", help="Seconds between two looks.")] = 1.0,
@@ -281,75 +245,6 @@ def export(
 
     files = export_parquet(ac.Cache.open(cache), folder, column or None)
     write(f"wrote {format_count(len(files), 'file')} to {folder}")
-
-
-@app.command("import")
-def import_(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILES...", help="Parquet or TFRecord files, or folders of such.", show_default=False
-        ),
-    ],
-    cache: CachePath,
-    capacity: Annotated[
-        str | None, typer.Option("--capacity", help="Of a new cache, such as 200GB.", show_default=False)
-    ] = None,
-    segment_bytes: Annotated[
-        str, typer.Option("--segment-bytes", help="Of a new cache: how large a segment's file may be.")
-    ] = "64MiB",
-) -> None:
-    """Bring Parquet files into a cache, which is made if there is none, or TFRecord files into one."""
-    files = [file for given in files for file in _files_of(given)]
-    of_tfrecord = {file.name.endswith(_TFRECORD) for file in files}
-    if len(of_tfrecord) > 1:
-        raise ValueError("some files are TFRecord and some are not: import them one kind after the other")
-    if of_tfrecord == {True}:
-        rows = _import_tfrecords(files, cache)
-    else:
-        rows = _import_parquet(files, cache, capacity, segment_bytes)
-    write(f"imported {format_count(rows, 'row')}")
-
-
-def _files_of(given: Path) -> list[Path]:
-    """A file is itself; a folder is its TFRecord files, or itself where it has none: of Parquet files."""
-    found = sorted(given.iterdir()) if given.is_dir() else []
-    return [file for file in found if file.name.endswith(_TFRECORD)] or [given]
-
-
-def _import_parquet(files: Sequence[Path], cache: Path, capacity: str | None, segment_bytes: str) -> int:
-    from arrowcache.explore.exchange import import_parquet
-
-    if capacity is None and not cache.exists():
-        raise FileNotFoundError(
-            f"there is no cache at {cache}: to make one, say its --capacity, such as 200GB"
-        )
-    size = None if capacity is None else _size(capacity)
-    return import_parquet(files, cache, capacity=size, segment_bytes=_size(segment_bytes))
-
-
-def _import_tfrecords(files: Sequence[Path], cache: Path) -> int:
-    if not cache.exists():
-        raise FileNotFoundError(
-            f"there is no cache at {cache}, and TFRecord files do not say what is in them: make one with its "
-            "schema first, by arrowcache.Cache.create"
-        )
-    opened = ac.Cache.open(cache)
-    if importlib.util.find_spec("tensorflow") is None:
-        raise ImportError(
-            "TFRecord files need tensorflow, which is not installed: pip install 'arrowcache[tensorflow]'"
-        )
-    from arrowcache.tensorflow import from_tfrecords
-
-    compressions = {"GZIP" if file.name.endswith(".gz") else None for file in files}
-    if len(compressions) > 1:
-        raise ValueError("some files are compressed and some are not: import them one kind after the other")
-    return from_tfrecords(files, opened.schema, opened, compression=compressions.pop())
-
-
-def _size(text: str) -> int | str:
-    """A size as the library takes it: digits alone are bytes."""
-    return int(text) if text.isdecimal() else text
 
 
 def _moment(seconds: float) -> str:

@@ -19,12 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from arrowcache.arrow.foreign import kind_of, require_fields, values_of
+from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
 from arrowcache.explore.walk import AnyCache, progress_bar
-from arrowcache.storage.intake import Imported, Intake
+from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.layout import CACHE_JSON, SegmentInfo, Settings
 from arrowcache.storage.origin import fingerprint
 from arrowcache.storage.recovery import is_free, new_folders, remove_unused, store_of
@@ -95,7 +96,7 @@ class ParquetImport:
         self._schema = self.target.settings.schema
         self._rows = {path: _checked_rows(path, self._schema) for path in self._paths}
         nonce = uuid.uuid4().hex[:8] if again else ""
-        self._intake = Intake(self.target.settings, self.target.open, "parquet", again=nonce)
+        self._ingest = Ingest(self.target.settings, self.target.open, "parquet", again=nonce)
         self.rows_there = 0  # that were in already
         self.rows_returned = 0  # that are imported, had been before, and had left
 
@@ -107,21 +108,21 @@ class ParquetImport:
     @property
     def imported(self) -> Imported:
         """What was published so far."""
-        return self._intake.published
+        return self._ingest.published
 
     def run(self, progress: bool | None = None) -> None:
         """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
         try:
-            with self._intake, progress_bar(progress, desc="importing", unit=" rows") as bar:
+            with self._ingest, progress_bar(progress, desc="importing", unit=" rows") as bar:
                 if self.target.store is not None:
-                    self._intake.open()
+                    self._ingest.open()
                 for count, path in enumerate(self._paths):
                     digest = fingerprint(path)
                     try:
                         self._bring(path, digest, bar)
                     except _FAULTS as error:
                         raise self._given_up(path, digest, count, error) from None
-                self._intake.publish()
+                self._ingest.publish()
         except _FAULTS:
             self.target.remove_if_unused()
             raise
@@ -136,34 +137,34 @@ class ParquetImport:
 
     def _bring(self, path: Path, digest: str, bar: Any) -> None:
         total = self._rows[path]
-        missing = self._intake.missing(digest, total)
+        missing = self._ingest.missing(digest, total)
         gaps = [(first, total if stop is None else stop) for first, stop in missing]
         if bar is not None:
             self.rows_there += total - sum(stop - first for first, stop in gaps)
             self.rows_returned += sum(stop - first for first, stop in gaps if stop < total)
         for first, stop in gaps:
-            self._intake.begin(digest, first)
+            self._ingest.begin(digest, first)
             taken = 0
             for batch in _batches(path, self._schema, first, stop):
                 samples = {
                     name: values_of(name, batch.column(name), kind) for name, kind in self._schema.items()
                 }
-                taken += self._intake.take(samples, many=True)
+                taken += self._ingest.take(samples, many=True)
                 if bar is not None:
                     bar.n += batch.num_rows  # update() does nothing where no bar is shown
                     bar.update(0)
             if taken != stop - first:
                 raise SamplerError(f"it has {taken} rows from row {first} on, not {stop - first}")
             if stop == total:
-                self._intake.end()
+                self._ingest.end()
 
     def _given_up(self, path: Path, digest: str, count: int, error: Exception) -> Exception:
         """What to raise for a bad file; its rows are taken back, and those of files before it are in."""
-        leased = self._intake.give_up(digest)
+        leased = self._ingest.give_up(digest)
         for before in self._paths[:count]:
             self._bring(before, fingerprint(before), None)  # what shared a segment with it
-        self._intake.publish()
-        self._intake.close()  # else somebody writes to it
+        self._ingest.publish()
+        self._ingest.close()  # else somebody writes to it
         self.target.remove_if_unused()
         text = f"{error}" if str(error).startswith(str(path)) else f"{path}: {error}"
         kind = next(kind for kind in _FAULTS if isinstance(error, kind))
@@ -236,7 +237,7 @@ def _target(
     store = store_of(cache)
     has = store.settings.schema
     if schema is not None and dict(schema) != dict(has):
-        raise SchemaError(f"{store.folder.path} has another schema: {has!r}, not {schema!r}")
+        raise SchemaError(f"{store.folder.path} has another schema: {difference(has, schema)}")
     return Target(store.folder.path, store.settings, store)
 
 

@@ -107,18 +107,31 @@ class Coverage:
                 last row was seen here.
             pending: what counts as if it were there.
         """
-        runs = [*self._runs.get(fingerprint, ()), *(o for o in pending if o.fingerprint == fingerprint)]
+        runs = self._of(fingerprint, pending)
         if total is None:
             total = next((run.first + run.rows for run in runs if run.is_last), None)
-        there: list[tuple[int, int]] = []
-        for start, stop in sorted((run.first, run.first + run.rows) for run in runs if run.rows):
-            if there and start <= there[-1][1]:
-                start, stop = there[-1][0], max(there.pop()[1], stop)
-            there.append((start, stop))
+        there = _merged(runs)
         starts = [0, *(stop for _, stop in there)]
         stops = [*(start for start, _ in there), total]
         gaps = zip(starts, stops, strict=True)
         return [(start, stop) for start, stop in gaps if stop is None or start < stop]
+
+    def rows(self, fingerprint: str, pending: Iterable[Origin] = ()) -> int:
+        """How many rows of a file are there, each counted once."""
+        return sum(stop - start for start, stop in _merged(self._of(fingerprint, pending)))
+
+    def _of(self, fingerprint: str, pending: Iterable[Origin]) -> list[Origin]:
+        return [*self._runs.get(fingerprint, ()), *(o for o in pending if o.fingerprint == fingerprint)]
+
+
+def _merged(runs: Iterable[Origin]) -> list[tuple[int, int]]:
+    """Rows as (first, stop) that ascend, and neither touch nor overlap."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted((run.first, run.first + run.rows) for run in runs if run.rows):
+        if merged and start <= merged[-1][1]:
+            start, stop = merged[-1][0], max(merged.pop()[1], stop)
+        merged.append((start, stop))
+    return merged
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from arrowcache.arrow.notation import difference
 from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError
 from arrowcache.shortage import explaining
 from arrowcache.storage import layout
@@ -74,7 +75,7 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
         raise FileExistsError(f"{path} is a cache already: open it, or pass exist_ok=True")
     store = open_store(path, check="structure")
     if store.settings.schema != settings.schema:
-        raise SchemaError(f"{path} has another schema: {store.settings.schema!r}, not {settings.schema!r}")
+        raise SchemaError(f"{path} has another schema: {difference(store.settings.schema, settings.schema)}")
     if store.settings.capacity_bytes != settings.capacity_bytes:
         store.resize(settings.capacity_bytes)
     return store

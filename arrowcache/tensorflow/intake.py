@@ -2,9 +2,10 @@
 
 Each worker reads its files one after another and fills one segment after another, so only its last
 one is short. What it is at stands in memory that its main process sees, also after its death.
-Guarantees: each record is published once at most, and all of them if `run` returns; no worker outlives
-`run`, nor the main process, in whatever way either ends. A worker never publishes a part-filled segment
-before its share is done, and never answers Ctrl-C, which is for the main process.
+Guarantees: each record is published once at most, and all of them if `run` returns; a file that turns out to
+be bad leaves none of its rows; no worker outlives `run`, nor the main process, in whatever way either ends. A
+worker never publishes a part-filled segment before its share is done, and never answers Ctrl-C, which is for
+the main process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import select
 import selectors
 import signal
 import socket
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -25,16 +25,17 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from arrowcache.arrow.builder import SegmentBuilder
-from arrowcache.errors import ArrowCacheError, CacheFullError, WorkerError
+from arrowcache.errors import ArrowCacheError, CacheFullError, SamplerError, SchemaError, WorkerError
 from arrowcache.reading.workers.channel import Channel
 from arrowcache.reading.workers.launch import WorkerProcess
 from arrowcache.reading.workers.memory import array_over, bytes_of, file_of, map_all
 from arrowcache.reading.workers.parcel import pack_error, unpack_error
+from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.lease import own_leases
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
-from arrowcache.tensorflow.records import place, samples
+from arrowcache.tensorflow.records import fingerprint_of, place, samples
+from arrowcache.units import format_count
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); words = list(map(int, sys.argv[2:]))\n"
@@ -44,7 +45,10 @@ _START = (
     "    main(*words[:3])\n"
 )
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1"}  # TensorFlow would take all memory of a GPU
-_FILE, _RECORD, _ROWS, _WAITS = range(4)  # what a worker is at; rows it took; whether it waits for room
+# What a worker is at; rows it took; whether it waits for room; rows, segments and bytes it published; rows of
+# its files that were there, and those that had left and come again.
+_FILE, _RECORD, _ROWS, _WAITS, _PUBLISHED, _SEGMENTS, _BYTES, _THERE, _RETURNED = range(MARKS := 9)
+_FAULTS = (SchemaError, SamplerError, ValueError)  # of a file
 _NOT_BEGUN = -1
 _LOOK_SECONDS = 0.25
 
@@ -55,6 +59,7 @@ class Intake:
     Args:
         shares: the files of each worker.
         compression: of all of them.
+        again: 8 hex digits: take in also what is there.
         say: told how many rows were taken, a few times a second.
     """
 
@@ -63,20 +68,19 @@ class Intake:
         store: Store,
         shares: Sequence[Sequence[str]],
         compression: str | None,
+        again: str,
         say: Callable[[int], Any],
     ) -> None:
         self._store, self._say = store, say
         self._shares = shares
-        self._compression = compression
-        self._task = f"tfrecord.{uuid.uuid4().hex}"
+        self._compression, self._again = compression, again
         self._marks: list[NDArray[np.int64]] = []
         self._processes: list[WorkerProcess] = []
 
-    def run(self) -> int:
+    def run(self) -> None:
         """Bring it all in.
 
-        Returns: how many rows.
-        Raises: what a worker raised; WorkerError: one died. They say how many rows were published.
+        Raises: what a worker raised; WorkerError: one died. They say how many rows were imported.
             CacheFullError also: this very process leases what would have to be evicted.
         """
         try:
@@ -89,20 +93,34 @@ class Intake:
             raise self._with_count(error) from error.__cause__
         finally:
             self._end()
-        return self._rows
 
     @property
-    def _rows(self) -> int:
-        return sum(int(marks[_ROWS]) for marks in self._marks)
+    def imported(self) -> Imported:
+        """What was published so far."""
+        return Imported(self._sum(_PUBLISHED), self._sum(_SEGMENTS), self._sum(_BYTES))
+
+    @property
+    def rows_there(self) -> int:
+        """That were in already."""
+        return self._sum(_THERE)
+
+    @property
+    def rows_returned(self) -> int:
+        """That are imported, had been before, and had left."""
+        return self._sum(_RETURNED)
+
+    def _sum(self, mark: int) -> int:
+        return sum(int(marks[mark]) for marks in self._marks)
 
     def _launch(self, number: int) -> None:
         plan = {
             "cache": str(self._store.folder.path),
             "files": list(self._shares[number]),
             "compression": self._compression,
-            "task": f"{self._task}.{number}",
+            "again": self._again,
         }
-        marks = np.array([0, _NOT_BEGUN, 0, False], np.int64)
+        marks = np.zeros(MARKS, np.int64)
+        marks[_RECORD] = _NOT_BEGUN
         with _file(json.dumps(plan).encode()) as plan_file, _file(marks.tobytes()) as memory:
             self._marks.append(_marks_in(memory))
             with _without_interrupts():
@@ -118,7 +136,7 @@ class Intake:
                     self._hear(key.data)
                     selector.unregister(key.fileobj)
                 self._end_rings()
-                self._say(self._rows)
+                self._say(self._sum(_ROWS))
 
     def _hear(self, number: int) -> None:
         """A worker is done, or has failed, or died."""
@@ -155,13 +173,15 @@ class Intake:
 
     def _with_count(self, error: ArrowCacheError | ValueError) -> Exception:
         """The error, and what has become of the import; once all workers have ended."""
-        ours = [segment for segment in self._store.segments() if segment.task.startswith(self._task)]
-        if not ours:
-            return type(error)(f"{error}. Nothing was published before")
-        rows = sum(segment.rows for segment in ours)
+        rows = self.imported.rows
+        went = f"{format_count(rows, 'row')} {'was' if rows == 1 else 'were'} imported" if rows else ""
+        again = "import the same files again to go on with the others"
+        if isinstance(error, _FAULTS):
+            went = f"{went} of other files" if rows else "nothing was imported"
+            again = "repair it or leave it out, and import again"
         return type(error)(
-            f"{error}. {rows} rows were published before and stay in the cache: begin again with a new one, "
-            "or these come twice"
+            f"{error}; {went or 'nothing was imported'}: {again}"
+            + ("; what is in the cache does not come twice" if rows else "")
         )
 
     def _end(self) -> None:
@@ -184,7 +204,7 @@ def _file(data: bytes) -> Iterator[int]:
 
 
 def _marks_in(memory: int) -> NDArray[np.int64]:
-    return array_over(map_all(memory), 0, np.int64, (4,))
+    return array_over(map_all(memory), 0, np.int64, (MARKS,))
 
 
 @contextmanager
@@ -226,42 +246,91 @@ def take_in(plan: dict[str, Any], marks: NDArray[np.int64], is_cancelled: Callab
         Cancelled: nobody waits for it.
     """
     store = open_store(Path(plan["cache"]), check="structure")
-    settings = store.settings
-    builder = SegmentBuilder(settings.schema, settings.full_rows, settings.segment_bytes)
-    published = 0
 
     def wait() -> bool:  # asked while there is no room
         marks[_WAITS] = True
         return is_cancelled()
 
-    def publish() -> None:
-        nonlocal published
+    def require_wanted() -> None:
         if is_cancelled():
             raise Cancelled
-        store.publish(builder.encode(), f"{plan['task']}.{published}", RoomPolicy("wait", is_cancelled=wait))
-        marks[_WAITS] = False
-        builder.clear()
-        published += 1
 
-    for index, path in enumerate(plan["files"]):
+    policy = RoomPolicy("wait", is_cancelled=wait)
+    ingest = Ingest(
+        store.settings, lambda: store, "tfrecord", again=plan["again"], policy=policy, before=require_wanted
+    )
+    with ingest:
+        ingest.open()
+        share = _Share(ingest, plan, marks)
+        for index in range(len(plan["files"])):
+            share.bring(index)
+        ingest.publish()
+        share.mark()
+
+
+class _Share:
+    """A worker's files on their way through its ingest, and its marks."""
+
+    def __init__(self, ingest: Ingest, plan: dict[str, Any], marks: NDArray[np.int64]) -> None:
+        self._ingest, self._marks = ingest, marks
+        self._files: list[str] = plan["files"]
+        self._compression: str | None = plan["compression"]
+        self._schema = ingest.open().settings.schema
+
+    def bring(self, index: int) -> None:
+        """Take in what is missing of a file.
+
+        Raises: what `samples` does; ValueError: a row larger than a segment. None of its rows is left then.
+        """
+        path, marks = self._files[index], self._marks
         marks[[_FILE, _RECORD]] = index, _NOT_BEGUN
+        digest = fingerprint_of(path)
+        try:
+            self._read(path, digest, counts=True)
+        except _FAULTS as error:
+            leased = self._ingest.give_up(digest)
+            for before in self._files[:index]:
+                self._read(before, fingerprint_of(before), counts=False)  # what shared a segment with it
+            self._ingest.publish()
+            self.mark()
+            rows = sum(segment.rows for segment in leased)
+            stay = f"{format_count(rows, 'row')} of its segments stay, since a reader leases them"
+            text = stay if leased else "none of its rows is in the cache"
+            raise next(kind for kind in _FAULTS if isinstance(error, kind))(f"{error}; {text}") from None
+
+    def _read(self, path: str, digest: str, *, counts: bool) -> None:
+        ingest, marks = self._ingest, self._marks
+        missing = ingest.missing(digest)
+        if counts:
+            marks[_THERE] += ingest.rows_of(digest)
+            marks[_RETURNED] += sum(stop - first for first, stop in missing if stop is not None)
+        following, record = _NOT_BEGUN, 0
 
         def at(number: int) -> None:
-            marks[_RECORD] = number
+            nonlocal record
+            record = number
+            if counts:
+                marks[_RECORD] = number
 
-        for sample in samples(path, settings.schema, plan["compression"], at):
+        for sample in samples(path, self._schema, self._compression, at, missing) if missing else ():
+            if record != following:
+                ingest.begin(digest, record)
             try:
-                rows = builder.convert(sample, many=False)
+                ingest.take(sample, many=False)
             except ValueError as error:
-                _fail(path, int(marks[_RECORD]), error)
-            if not builder.take(rows, 0):
-                publish()
-                builder.take(rows, 0)
-            marks[_ROWS] += 1
-            if builder.is_full:
-                publish()
-    if builder.rows:
-        publish()
+                _fail(path, record, error)
+            following = record + 1
+            marks[_ROWS] += counts
+            self.mark()
+        if missing and missing[-1][1] is None and following != _NOT_BEGUN:
+            ingest.end()
+
+    def mark(self) -> None:
+        """Show what was published; there was room for it."""
+        published = self._ingest.published
+        self._marks[[_WAITS, _PUBLISHED, _SEGMENTS, _BYTES]] = (
+            False, published.rows, published.segments, published.nbytes,
+        )  # fmt: skip
 
 
 def _fail(path: str, number: int, error: ValueError) -> NoReturn:

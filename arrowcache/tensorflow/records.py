@@ -8,28 +8,37 @@ bytes of the records are counted, and compared with the file's.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+import xxhash
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.storage.origin import fingerprint
 from arrowcache.tensorflow.examples import decode
 
 COMPRESSIONS = (None, "GZIP", "ZLIB")
 _FRAME_BYTES = 16  # of a record, beside its data
+_BLOCKS, _BLOCK_BYTES, _END_BYTES = 17, 64 << 10, 1 << 20  # of a remote file, which tell it from others
 _PIECE_BYTES = 64 << 10  # a thousand times as much may come out of it
 _ANY_HEADER = 32 + zlib.MAX_WBITS  # gzip's or zlib's
 
 
 def samples(
-    path: str, schema: Schema, compression: str | None, at: Callable[[int], None]
+    path: str,
+    schema: Schema,
+    compression: str | None,
+    at: Callable[[int], None],
+    wanted: Sequence[tuple[int, int | None]] = ((0, None),),
 ) -> Iterator[dict[str, Any]]:
-    """Read a file from its beginning to its end.
+    """Read a file from its beginning to the last record that is wanted.
 
     Args:
         at: told the number of each record, from 0, before it is read.
+        wanted: which records to yield, as (first, stop), ascending; None: up to the file's end, which is
+            checked then.
     Raises: SchemaError: a record that does not fit. SamplerError: a damaged file, or another
         compression. Both name the file and the record.
     """
@@ -38,21 +47,46 @@ def samples(
     try:
         # tf.data's own iterator takes 70 times as long a record, and cannot say which one is damaged
         for record in tf.compat.v1.io.tf_record_iterator(path, tf.io.TFRecordOptions(compression or "")):
-            try:
-                sample = decode(record, schema)
-            except SchemaError as error:
-                raise SchemaError(
-                    f"{place(path, number)}: {error}; correct the file or the schema, or leave the file out"
-                ) from None
+            if any(first <= number and (stop is None or number < stop) for first, stop in wanted):
+                try:
+                    sample = decode(record, schema)
+                except SchemaError as error:
+                    raise SchemaError(
+                        f"{place(path, number)}: {error}; correct the file or the schema, or leave it out"
+                    ) from None
+                yield sample
             nbytes += len(record) + _FRAME_BYTES
-            yield sample
             number += 1
+            if all(stop is not None and number >= stop for _, stop in wanted):
+                return
             at(number)
         complete = _is_complete(path, compression, nbytes)
     except tf.errors.OpError as error:
         raise _damaged(path, number, compression, error.message) from None
     if not complete:
         raise _damaged(path, number, compression, "the file ends within it")
+
+
+def fingerprint_of(path: str) -> str:
+    """What tells a file from others, 16 hex digits: of all its bytes.
+
+    Of one in a remote store, where reading it once more costs, only its length, its first and last MiB, and
+    16 blocks between are taken: records have checksums, so files of other records differ there.
+
+    Raises: tf.errors.OpError, OSError: it cannot be read.
+    """
+    if "://" not in path:
+        return fingerprint(path)
+    length: int = tf.io.gfile.stat(path).length
+    digest = xxhash.xxh3_64(f"of a part {length} ".encode())
+    blocks = (
+        [(length * n // _BLOCKS, _BLOCK_BYTES) for n in range(1, _BLOCKS)] if length > 2 * _END_BYTES else []
+    )
+    with tf.io.gfile.GFile(path, "rb") as file:
+        for start, size in [(0, _END_BYTES), *blocks, (max(0, length - _END_BYTES), _END_BYTES)]:
+            file.seek(start)
+            digest.update(file.read(size))
+    return str(digest.hexdigest())
 
 
 def place(path: str, number: int) -> str:

@@ -13,22 +13,28 @@ from __future__ import annotations
 import errno
 import heapq
 import os
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
+import xxhash
 
+from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SchemaError
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.ingest import Imported
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.tensorflow.examples import encode_rows
 from arrowcache.tensorflow.intake import Intake
-from arrowcache.tensorflow.records import COMPRESSIONS
-from arrowcache.units import parse_count
+from arrowcache.tensorflow.records import COMPRESSIONS, fingerprint_of
+from arrowcache.units import format_count, parse_count
 
 _MOST_WORKERS = 256
+_END_BYTES = 64 << 10
 
 
 def to_tfrecords(
@@ -92,6 +98,7 @@ def from_tfrecords(
     *,
     workers: int = 2,
     compression: str | None = None,
+    again: bool = False,
     progress: bool | None = None,
 ) -> int:
     """Bring TFRecord files into a cache, in worker processes: every record once, in full segments.
@@ -102,39 +109,97 @@ def from_tfrecords(
     are microseconds since 1970. Text and bytes are one value of a bytes_list. A feature that is there but
     empty is a ragged field of no entries.
 
-    A worker reads whole files, in the order given, and its last segment alone is not full. So many
-    files keep all workers busy, and one file keeps one. A cache of less capacity than the files hold
-    keeps the newest samples, and evicts those that came before them.
+    A worker reads whole files, in the order given, and its last segment alone is not full, or one whose
+    name has no place for another file. So many files keep all workers busy, and one file keeps one. A cache
+    of less capacity than the files hold keeps the newest samples, and evicts those that came before them.
+
+    The names of segments say which records of which file they hold. A local file is known by its bytes, one
+    in a remote store by its length and some of them. Records that the cache has are left out. So after an
+    interruption the same call goes on; and records that were evicted since come again.
 
     Args:
         files: a path, a glob pattern, or several of them, on anything that tf.io.gfile reads. A file
-            that is named twice is read once.
+            that is named twice, or is there twice, is read once.
         schema: that of the cache.
         workers: processes; at most as many as files are started.
         compression: of the files: "GZIP", "ZLIB" or None.
+        again: import also records that the cache has: they come twice then.
         progress: show a bar; None: if stderr is a terminal.
     Returns: how many rows were imported.
     Blocks: until all is published; while the cache's oldest segments are leased it waits for room.
-    Raises: FileNotFoundError, IsADirectoryError: before a process starts. SchemaError: another
+    Raises: FileNotFoundError, IsADirectoryError: before a process starts. FileExistsError: the cache has all
+        these records already; nothing was imported. SchemaError: another
         schema than the cache's; a feature is missing or does not fit. SamplerError: a damaged
         file. WorkerError: a worker was killed. These name the file and the record, numbered from 0, and how
-        many rows were published before, which stay. CacheFullError: no room, which only this very process
-        could make. ValueError: an argument that does not fit, a row larger than a segment.
+        many rows were imported before, which stay, but for those of the bad file. CacheFullError: no room,
+        which only this very process could make. ValueError: an argument that does not fit, a row larger than
+        a segment.
     """
-    store = store_of(cache)
-    schema = schema if isinstance(schema, Schema) else Schema(schema)
-    if dict(schema) != dict(store.settings.schema):
-        raise SchemaError(
-            f"{store.folder.path} has another schema: {store.settings.schema!r}, not {schema!r}"
-        )
-    require_compression(compression)
-    workers = parse_count(workers, "workers", most=_MOST_WORKERS)
-    shares = _shares(find_files(files), workers)
-    import tqdm  # as in sampling/pool.py
+    task = TFRecordImport(files, schema, cache, workers=workers, compression=compression, again=again)
+    task.run(progress)
+    return task.imported.rows
 
-    disable = None if progress is None else not progress
-    with tqdm.tqdm(desc="importing", unit=" rows", disable=disable) as bar:
-        return Intake(store, shares, compression, lambda rows: bar.update(rows - bar.n)).run()
+
+class TFRecordImport:
+    """Files to be imported. Arguments and what is raised: as those of `from_tfrecords`."""
+
+    def __init__(
+        self,
+        files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        schema: Schema | Mapping[str, FieldType],
+        cache: HasStore | str | os.PathLike[str],
+        *,
+        workers: int = 2,
+        compression: str | None = None,
+        again: bool = False,
+    ) -> None:
+        store = store_of(cache)
+        schema = schema if isinstance(schema, Schema) else Schema(schema)
+        if dict(schema) != dict(store.settings.schema):
+            raise SchemaError(
+                f"{store.folder.path} has another schema: {difference(store.settings.schema, schema)}"
+            )
+        require_compression(compression)
+        workers = parse_count(workers, "workers", most=_MOST_WORKERS)
+        self._files = _distinct(find_files(files))
+        self._cache = store.folder.path
+        nonce = uuid.uuid4().hex[:8] if again else ""
+        self._intake = Intake(store, _shares(self._files, workers), compression, nonce, self._say)
+        self._bar: Any = None
+
+    @property
+    def imported(self) -> Imported:
+        """What was published so far."""
+        return self._intake.imported
+
+    @property
+    def rows_there(self) -> int:
+        """That were in already."""
+        return self._intake.rows_there
+
+    @property
+    def rows_returned(self) -> int:
+        """That are imported, had been before, and had left."""
+        return self._intake.rows_returned
+
+    def run(self, progress: bool | None = None) -> None:
+        """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
+        import tqdm  # as in sampling/pool.py
+
+        disable = None if progress is None else not progress
+        with tqdm.tqdm(desc="importing", unit=" rows", disable=disable) as self._bar:
+            self._intake.run()
+        if self.rows_there and not self.imported.rows:
+            raise FileExistsError(
+                errno.EEXIST,
+                f"the cache has all {format_count(self.rows_there, 'row')} of "
+                f"{format_count(len(self._files), 'file')} already: nothing was imported; again=True imports "
+                "them once more",
+                self._files[0] if len(self._files) == 1 else str(self._cache),
+            )
+
+    def _say(self, rows: int) -> None:
+        self._bar.update(rows - self._bar.n)
 
 
 def require_compression(compression: object) -> None:
@@ -164,6 +229,31 @@ def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
                 errno.EISDIR, f"a folder: name its files, such as {path}/*.tfrecord", path
             )
     return list(found.values())
+
+
+def _distinct(files: Sequence[str]) -> list[str]:
+    """The files, but for those that have the content of one before; workers would read both at once."""
+    alike: dict[tuple[int, str], list[str]] = {}
+    for path in files:
+        alike.setdefault((tf.io.gfile.stat(path).length, _ends(path)), []).append(path)
+    known: set[str] = set()
+    kept = []
+    for paths in alike.values():
+        for path in paths:
+            digest = fingerprint_of(path) if len(paths) > 1 else path
+            if digest not in known:
+                known.add(digest)
+                kept.append(path)
+    order = {path: number for number, path in enumerate(files)}
+    return sorted(kept, key=order.__getitem__)
+
+
+def _ends(path: str) -> str:
+    """The digest of how a file begins and ends."""
+    with tf.io.gfile.GFile(path, "rb") as file:
+        begins = file.read(_END_BYTES)
+        file.seek(max(0, file.size() - _END_BYTES))
+        return str(xxhash.xxh3_64_hexdigest(begins + file.read(_END_BYTES)))
 
 
 def _shares(files: Sequence[str], workers: int) -> list[list[str]]:

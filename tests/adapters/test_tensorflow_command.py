@@ -28,7 +28,9 @@ def files(tmp_path):
 def test_files_and_folders_of_tfrecord_are_imported(call, files, tmp_path):
     for name, given in (("files", files), ("folder", [tmp_path / "records"])):
         with make_cache(tmp_path / name) as cache:
-            assert call("import", *given, cache.path) == (OK, "imported 160 rows\n", "")
+            code, out, err = call("import", *given, cache.path)
+            assert (code, err) == (OK, "")
+            assert "imported\t160\t" in out
             assert sorted(published_ids(cache)) == list(range(160))
             assert cache.verify() == []
 
@@ -39,7 +41,7 @@ def test_compressed_files_are_known_by_their_names(call, files, tmp_path):
     packed = tmp_path / "packed.tfrecord.gz"
     packed.write_bytes(gzip.compress(files[0].read_bytes()))
     with make_cache(tmp_path / "other") as cache:
-        assert call("import", packed, cache.path) == (OK, "imported 16 rows\n", "")
+        assert "imported\t16\t1\t" in call("import", packed, cache.path)[1]
         code, out, err = call("import", *files, packed, cache.path)
     assert (code, out, err.count("\n")) == (USAGE, "", 1)
     assert "some files are compressed and some are not" in err
@@ -61,4 +63,25 @@ def test_what_cannot_be_imported_is_one_sentence(call, files, tmp_path):
             assert "Traceback" not in err
     code, out, err = call("import", *files, tmp_path / "nowhere")
     assert (code, out) == (USAGE, "")
-    assert "with its schema first" in err
+    assert "say its --capacity and --schema" in err
+
+
+def test_a_cache_is_made_of_the_schema_that_is_said_or_nothing_is(call, files, tmp_path):
+    schema = "id: int64, image: float32[16, 16]"
+    options = ["--capacity", "4MiB", "--segment-bytes", "64KiB", "--schema", schema]
+    (bad := tmp_path / "bad.tfrecord").write_bytes(files[0].read_bytes()[:-7])
+    code, out, err = call(
+        "import", bad, tmp_path / "new" / "c", *options, "id: int64, image: float32[16, 16]"
+    )
+    assert (code, out, err.count("\n")) == (WRONG, "", 1)
+    assert "bad.tfrecord, record 15: cannot be read" in err
+    assert "nothing was imported" in err
+    assert "=" not in err
+    assert not (tmp_path / "new").exists()
+    code, out, err = call("import", *files, tmp_path / "c", *options)
+    assert (code, err) == (OK, "")
+    assert "imported\t160\t" in out
+    code, out, err = call("import", *files, tmp_path / "c")
+    assert (code, out, err.count("\n")) == (USAGE, "", 1)
+    assert "all 160 rows of 10 files already: nothing was imported; --again imports them once more" in err
+    assert "imported\t160\t" in call("import", *files, tmp_path / "c", "--again")[1]

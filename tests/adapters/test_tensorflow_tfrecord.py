@@ -21,7 +21,8 @@ from processes import Script, session_processes
 import arrowcache as ac
 from arrowcache.storage.store import Cancelled
 from arrowcache.tensorflow import dataset, example_parser, from_tfrecords, to_tfrecords
-from arrowcache.tensorflow.intake import Intake, take_in
+from arrowcache.tensorflow.intake import MARKS, Intake, take_in
+from arrowcache.tensorflow.records import fingerprint_of
 from arrowcache.tensorflow.tfrecord import _shares, find_files
 
 SMALL = ac.Schema({"id": ac.Tensor("int64"), "x": ac.Tensor("float32", (2, 3)), "text": ac.String()})
@@ -112,10 +113,10 @@ def write(path, records, compression=None):
 
 def bring(cache, *files, compression=None):
     """What a worker does, in this process; returns what it was at."""
-    marks = np.zeros(4, np.int64)
-    plan = {"cache": str(cache.path), "files": list(map(str, files)), "compression": compression, "task": "t"}
+    marks = np.zeros(MARKS, np.int64)
+    plan = {"cache": str(cache.path), "files": list(map(str, files)), "compression": compression, "again": ""}
     take_in(plan, marks, lambda: False)
-    return marks
+    return marks[:4]
 
 
 def no_child_lives():
@@ -413,10 +414,54 @@ def test_segments_are_full_across_files_also_of_rows_that_differ_in_length(cache
 
 def test_a_worker_that_was_given_up_publishes_nothing(cache, tmp_path):
     path = write(tmp_path / "a", map(small, range(40)))
-    plan = {"cache": str(cache.path), "files": [str(path)], "compression": None, "task": "t"}
+    plan = {"cache": str(cache.path), "files": [str(path)], "compression": None, "again": ""}
     with pytest.raises(Cancelled):
-        take_in(plan, np.zeros(4, np.int64), lambda: True)
+        take_in(plan, np.zeros(MARKS, np.int64), lambda: True)
     assert cache.stats().segments == 0
+
+
+# in: again
+
+
+def test_records_that_are_in_already_do_not_come_twice(cache, tmp_path):
+    one, other = (
+        write(tmp_path / "a", map(small, range(30))),
+        write(tmp_path / "b", map(small, range(30, 60))),
+    )
+    (tmp_path / "copy").write_bytes(one.read_bytes())
+    assert from_tfrecords([one, tmp_path / "copy"], SMALL, cache) == 30
+    with pytest.raises(FileExistsError, match=r"all 30 rows of 1 file already: nothing was imported; again"):
+        from_tfrecords(tmp_path / "copy", SMALL, cache)
+    assert from_tfrecords([one, other], SMALL, cache) == 30
+    with pytest.raises(FileExistsError, match="all 60 rows of 2 files already"):
+        from_tfrecords([one, other], SMALL, cache)
+    assert sorted(rows_of(cache)["id"].tolist()) == list(range(60))
+    assert from_tfrecords(other, SMALL, cache, again=True) == 30
+    assert cache.stats().rows == 90
+    assert cache.verify() == []
+
+
+def test_what_was_evicted_comes_again_and_an_import_that_was_cut_short_goes_on(cache, tmp_path):
+    path = write(tmp_path / "a", map(small, range(100)))
+    assert from_tfrecords(path, SMALL, cache) == 100
+    files = sorted((cache.path / "segments").iterdir())
+    for name in (files[0], files[3], files[-1]):  # evicted, quarantined, never published
+        name.unlink()
+    assert from_tfrecords(path, SMALL, cache) == 36
+    assert sorted(rows_of(cache)["id"].tolist()) == list(range(100))
+    with pytest.raises(FileExistsError, match="all 100 rows"):
+        from_tfrecords(path, SMALL, cache)
+
+
+def test_a_file_in_a_remote_store_is_known_by_a_part_of_it(tmp_path):
+    path = write(tmp_path / "a", [small(n, text="x" * 1000) for n in range(4000)])
+    assert path.stat().st_size > 4 << 20
+    remote = fingerprint_of(f"file://{path}")
+    assert remote == fingerprint_of(f"file://{path}")
+    assert remote != fingerprint_of(str(path))
+    write(tmp_path / "b", [small(n, text="y" * 1000) for n in range(4000)])
+    assert fingerprint_of(f"file://{tmp_path / 'b'}") != remote
+    assert fingerprint_of(f"file://{write(tmp_path / 'empty', [])}") != remote
 
 
 # in: with processes
@@ -469,13 +514,19 @@ def test_files_are_shared_out_by_their_bytes_and_keep_their_order(tmp_path):
 def test_an_error_says_how_many_rows_were_published_before(cache, tmp_path):
     good = write(tmp_path / "a", map(small, range(160)))
     bad = write(tmp_path / "b", [small(n, **({"x": b""} if n == 40 else {})) for n in range(50)])
-    words = rf"{bad}, record 40: field 'x': .*got 0.* 192 rows were published before and stay.*new one"
+    words = (
+        rf"{bad}, record 40: field 'x': .*got 0.* none of its rows is in the cache; 160 rows were imported "
+        r"of other files: repair it or leave it out, and import again; what is in the cache does not come twi"
+    )
     with pytest.raises(ac.SchemaError, match=words) as caught:
         from_tfrecords([good, bad], SMALL, cache, workers=1)
     assert "in examples" not in str(caught.value)
-    assert cache.stats().rows == 192
-    assert len(rows_of(cache)["id"]) > 0
+    assert rows_of(cache)["id"].tolist() == list(range(160))
     assert no_child_lives()
+    write(bad, [small(1000 + n) for n in range(50)])
+    assert from_tfrecords([good, bad], SMALL, cache, workers=1) == 50
+    assert rows_of(cache)["id"].tolist() == [*range(160), *range(1000, 1050)]
+    assert cache.verify() == []
 
 
 @pytest.fixture
@@ -489,7 +540,8 @@ def no_room(cache):
 
 
 def long_file(path):
-    return write(path, [small(number, text=" " * 400) for number in range(1000)])
+    """A file of rows that no other has."""
+    return write(path, [small(number, text=path.name * 400) for number in range(1000)])
 
 
 def test_a_killed_worker_is_an_error_that_says_where_it_was(cache, no_room, tmp_path, monkeypatch):
@@ -511,13 +563,13 @@ def test_a_killed_worker_is_an_error_that_says_where_it_was(cache, no_room, tmp_
     assert killed[0] > 0
     assert "SIGKILL" in text
     assert rows > 0, "what was not leased made room"
-    assert f" {rows} rows were published before and stay" in text
+    assert f" {rows} rows were imported: import the same files again to go on with the others" in text
     assert no_child_lives()
 
 
 def test_waiting_for_the_room_that_this_very_process_holds_is_an_error(cache, no_room, tmp_path):
     with pytest.raises(
-        ac.CacheFullError, match=r"this very process reads.*rows were published before and stay"
+        ac.CacheFullError, match=r"this very process reads.*rows were imported: import the same files again"
     ):
         from_tfrecords(long_file(tmp_path / "a"), SMALL, cache)
     assert no_child_lives()

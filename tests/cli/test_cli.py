@@ -73,9 +73,7 @@ def test_a_script_gets_exit_codes_and_one_sentence(cache, tmp_path):
     assert len(table(out)) == 2
     code, out, err = ask("info", tmp_path / "missing")
     assert (code, out) == (USAGE, "")
-    assert (
-        err == f"arrowcache: {tmp_path / 'missing'}: no cache here: make one with arrowcache.Cache.create\n"
-    )
+    assert err == f"arrowcache: {tmp_path / 'missing'}: no cache here: make one with arrowcache create\n"
 
 
 def test_who_reads_no_further_hears_no_complaint(cache):
@@ -315,7 +313,7 @@ def test_help_and_version(call):
     code, out, _ = call()
     assert code == OK
     for command in ("info", "ls", "head", "sql", "describe", "verify", "evict", "resize", "watch", "demo",
-                    "export", "import"):  # fmt: skip
+                    "export", "import", "create"):  # fmt: skip
         assert command in out
         if command != "demo":
             assert call(command, "--help")[0] == OK
@@ -391,7 +389,8 @@ def test_info_says_what_is_there_and_who_uses_it(call, cache):
     facts = dict(table(out)[1:])
     assert facts["segments"] == "10 (0 to 9)"
     assert facts["capacity"] == "1.0 MiB"
-    assert facts["column image"] == repr(cache.schema["image"])
+    assert facts["column image"] == "float32[16, 16]"
+    assert facts["schema"] == "id: int64, image: float32[16, 16]"
     with cache.snapshot(lambda segment: segment.seq >= 8), ac.Loader(cache, 16) as loader:
         assert next(iter(loader))
         facts = table(call("info", cache.path)[1])[1:]
@@ -441,17 +440,37 @@ def test_verify_reports_or_repairs(call, cache):
 
 def test_evict_frees_the_oldest(call, cache):
     code, out, _ = call("evict", cache.path, "60KiB")
-    assert (code, out) == (OK, "freed 60.0 KiB\n")
+    assert (code, table(out)[:2]) == (
+        OK, [["what", "rows", "segments", "bytes"], ["evicted", "48", "3", str(60 * KIB)]],
+    )  # fmt: skip
+    assert table(out)[2:] == [["held now", "112", "7", str(140 * KIB)], ["capacity", "", "", str(1024 * KIB)]]
     assert seqs(cache) == list(range(3, 10))
     with cache.snapshot():
-        assert call("evict", cache.path, 4096)[1] == "freed 0 B, the rest is leased or gone\n"
+        code, out, err = call("evict", cache.path, 4096)
+        assert (code, table(out)[1]) == (OK, ["evicted", "0", "0", "0"])
+        assert err == "arrowcache: 4.0 KiB were asked for, and 0 B were freed: the next segment is leased\n"
+    assert json.loads(call("evict", cache.path, "1MiB", "--json")[1]) == {
+        "evicted": {"rows": 112, "segments": 7, "bytes": 140 * KIB},
+        "held_now": {"rows": 0, "segments": 0, "bytes": 0},
+        "capacity_bytes": 1024 * KIB,
+    }
     code, _, err = call("evict", cache.path, "some")
     assert code == USAGE
     assert "is not a size" in err
 
 
 def test_resize_changes_the_capacity_or_says_why_not(call, cache):
-    assert call("resize", cache.path, "2MiB") == (OK, "the capacity is 2.0 MiB\n", "")
+    code, out, err = call("resize", cache.path, "2MiB")
+    assert (code, table(out)[1:], err) == (
+        OK, [["evicted", "0", "0", "0"], ["held now", "160", "10", str(200 * KIB)],
+             ["capacity", "", "", str(2048 * KIB)]], "",
+    )  # fmt: skip
+    code, out, _ = call("resize", cache.path, "200kB", "--json")
+    facts = json.loads(out)
+    assert facts["evicted"]["rows"] + facts["held_now"]["rows"] == 160
+    assert facts["evicted"]["segments"] > 0
+    assert facts["evicted"]["bytes"] + facts["held_now"]["bytes"] == 200 * KIB
+    publish(cache, 10)
     assert call("resize", cache.path, "300000")[0] == OK
     assert cache.stats().capacity_bytes == 300000
     code, _, err = call("resize", cache.path, "1KiB")
@@ -546,7 +565,7 @@ def test_a_cache_goes_out_as_parquet_and_in_again(call, cache, tmp_path):
     assert (code, out) == (OK, f"wrote {len(files)} files to {folder}\n")
     assert call("export", cache.path, folder)[0] == USAGE, "it is not empty any more"
     code, out, _ = call("import", *files, tmp_path / "again", "--capacity", "1GiB")
-    assert (code, out) == (OK, "imported 160 rows\n")
+    assert (code, table(out)[1][:3]) == (OK, ["imported", "160", "2"])
     with ac.Cache.open(tmp_path / "again") as again, ac.Loader(again, 16) as loader:
         assert sorted(np.concatenate([batch["id"] for batch in loader]).tolist()) == list(range(160))
 
@@ -583,7 +602,7 @@ def test_files_of_two_kinds_are_not_imported(call, cache, tmp_path):
 def test_tfrecord_needs_a_cache_that_says_what_is_in_it(call, tmp_path):
     code, _, err = call("import", tmp_path / "a.tfrecord", tmp_path / "missing")
     assert code == USAGE
-    assert "with its schema first" in err
+    assert "say its --capacity and --schema" in err
 
 
 def test_without_tensorflow_it_says_what_tfrecord_files_need(call, cache, tmp_path, monkeypatch):

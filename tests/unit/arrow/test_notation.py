@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import arrowcache as ac
-from arrowcache.arrow.notation import format_schema, parse_schema, type_name
+from arrowcache.arrow.notation import difference, format_schema, parse_schema, type_name
 from arrowcache.arrow.schema import DTYPES, RESERVED_NAMES
 
 SHAPES = st.lists(st.integers(1, 99), max_size=3).map(tuple)
@@ -50,6 +50,20 @@ def test_what_is_shown_is_what_one_writes():
     assert type_name(ac.Tensor("float32", (64, 64))) == "float32[64, 64]"
     assert format_schema(ac.Schema({"a, b": ac.Binary()})) == '"a, b": binary'
     assert parse_schema(format_schema(EVERY_TYPE)) == EVERY_TYPE
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ("a: int64, b: string", "its fields are in the order b, a, not a, b"),
+        ("b: string, a: int8", "a is int64, not int8"),
+        ("b: string", "a is int64, and not asked for"),
+        ("b: string, a: int64, \"c d\": bool[2]", '"c d" is not in it, asked for as bool[2]'),
+        ("a: int8", "b is string, and not asked for, a is int64, not int8"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_named(other, says):
+    assert difference(parse_schema("b: string, a: int64"), parse_schema(other)) == says
 
 
 @given(st.dictionaries(NAMES, KINDS, min_size=1, max_size=4))

@@ -76,6 +76,7 @@ def test_what_is_missing_of_a_file():
     assert coverage.missing(ONE, 55) == [(0, 10), (30, 50)]
     assert coverage.missing(ONE, 100, [Origin(ONE, 55, 45), Origin(ONE, 0, 10)]) == [(30, 50)]
     assert coverage.missing("a" * 16, 7) == [(0, 7)]
+    assert coverage.rows(ONE, [Origin(ONE, 52, 8), Origin(OTHER, 99, 1)]) == 30
     assert coverage.missing("a" * 16, 0) == []
     coverage.forget(Origin(ONE, 50, 5))
     coverage.forget(Origin(ONE, 50, 5))

@@ -1,4 +1,4 @@
-"""Intake: rows of files on their way into a cache, each once, in segments that say where they come from.
+"""Ingest: rows of files on their way into a cache, each once, in segments that say where they come from.
 
 Guarantees: a file that turns out to be bad leaves none of its rows behind, but for those that a reader leases
 at that moment; a segment's rows follow each other as in the files. What was published of a good file stays,
@@ -40,7 +40,7 @@ class Imported:
         return Imported(self.rows - segment.rows, self.segments - 1, nbytes)
 
 
-class Intake:
+class Ingest:
     """One import's builder, and what is known of its files; a context manager that discards what is pending.
 
     Args:
@@ -50,6 +50,7 @@ class Intake:
         kind: of the files: "parquet" or "tfrecord".
         again: 8 hex digits: take in also what is there; "": only what is missing.
         policy: what to do while there is no room.
+        before: called before each publish; what it raises ends the import.
     """
 
     def __init__(
@@ -60,9 +61,11 @@ class Intake:
         *,
         again: str = "",
         policy: RoomPolicy | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._open, self._kind, self._again = store, kind, again
         self._policy = policy or RoomPolicy()
+        self._before = before
         self._builder = SegmentBuilder(settings.schema, settings.full_rows, settings.segment_bytes)
         self._pending: list[Origin] = []  # of the rows in the builder
         self._store: Store | None = None
@@ -83,6 +86,10 @@ class Intake:
     def missing(self, fingerprint: str, total: int | None = None) -> list[tuple[int, int | None]]:
         """Which rows of a file to take in, as `Coverage.missing` says it; pending ones are there."""
         return self._coverage.missing(fingerprint, total, self._pending)
+
+    def rows_of(self, fingerprint: str) -> int:
+        """How many rows of a file are there, or pending."""
+        return self._coverage.rows(fingerprint, self._pending)
 
     def begin(self, fingerprint: str, first: int) -> None:
         """Rows of a file follow, from its row `first` on.
@@ -123,6 +130,7 @@ class Intake:
         last = self._pending[-1] if self._pending else None
         origins = [origin for origin in self._pending if origin.rows]
         if origins:
+            self._before()
             task = task_of(self._kind, origins, self._again)
             store = self.open()
             came = store.publish(self._builder.encode(), task, self._policy, self._builder.clear)

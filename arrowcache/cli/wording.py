@@ -1,0 +1,33 @@
+"""Wording: the library's sentences, which name Python's arguments and methods, in words of a shell. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_OPTIONS = "capacity|segment_bytes|segment_rows|headroom|durable|schema|interval|again|columns"
+_APART = r"(?<![\w/.'\"=-])"  # no part of a path, of a name or of a text in quotes
+
+_RULES = [
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"\b(arrowcache\.)?Cache\.create\b(\(\))?", "arrowcache create"),
+        (r"\bcache\.(resize|evict|verify)\(\)", r"arrowcache \1"),
+        (r"with cache\.set_pace\(\)", "in Python"),
+        (r",? or pass on_full='wait'", ""),
+        (r": open it, or pass exist_ok=True", ": take another path, or `arrowcache resize` to change it"),
+        (rf"{_APART}again=True\b", "--again"),
+        (rf"{_APART}({_OPTIONS})=('[^']*'|[\w.+-]+)", r"--\1 \2"),
+        (rf"{_APART}({_OPTIONS})=(?!\S)", r"--\1"),
+        (rf"{_APART}(segment_bytes|segment_rows)(?![\w'\"=])", r"--\1"),
+    )
+]
+_OPTION = re.compile(rf"--({_OPTIONS})\b")
+_COLUMN = re.compile(r"--columns\b")
+
+
+def of_shell(sentence: str) -> str:
+    """A sentence of the library with options for arguments, and commands for methods."""
+    for pattern, words in _RULES:
+        sentence = pattern.sub(words, sentence)
+    sentence = _OPTION.sub(lambda found: f"--{found[1].replace('_', '-')}", sentence)
+    return _COLUMN.sub("--column", sentence)

@@ -38,7 +38,7 @@ MESSAGES = {
 
 
 class Environment:
-    """A virtual environment with nothing in it. pip installs into it from outside, which saves its own copy."""
+    """A virtual environment with nothing in it: pip installs into it from outside."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,15 +87,16 @@ def constraints(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What pip can be asked to install: kind -> a requirement, by URL."""
+    """What pip can be asked to install: kind -> a path or a URL."""
     pytest.importorskip("hatchling", reason="hatchling is not installed")
     folder = tmp_path_factory.mktemp("built")
     run(sys.executable, "-m", "hatchling", "build", "--directory", folder, cwd=ROOT)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return {
-        "wheel": f"arrowcache @ {wheel.as_uri()}",
-        "sdist": f"arrowcache @ {sdist.as_uri()}",
+        "wheel": str(wheel),
+        "sdist": str(sdist),
         "git": f"git+{ROOT.as_uri()}",
+        "checkout": str(ROOT),
     }
 
 
@@ -132,8 +133,8 @@ def test_the_wheel_works_by_itself_says_what_each_extra_is_needed_for_and_an_ext
     environment.use("with_sources")
 
 
-@pytest.mark.parametrize("kind", ["sdist", "git"])
-def test_an_sdist_and_a_repository_install_and_work(built, environment, kind):
+@pytest.mark.parametrize("kind", ["sdist", "git", "checkout"])
+def test_a_source_installs_and_works(built, environment, kind):
     if kind == "git" and not (ROOT / ".git").exists():
         pytest.skip("this is no checkout")
     environment.install(built[kind])
@@ -141,10 +142,9 @@ def test_an_sdist_and_a_repository_install_and_work(built, environment, kind):
 
 
 def test_an_sdist_has_all_that_the_wheel_has_and_the_tests(built, tmp_path):
-    wheel, sdist = (built[kind].removeprefix("arrowcache @ file://") for kind in ("wheel", "sdist"))
-    shutil.unpack_archive(sdist, tmp_path / "sdist")
+    shutil.unpack_archive(built["sdist"], tmp_path / "sdist")
     (source,) = (tmp_path / "sdist").iterdir()
-    shutil.unpack_archive(wheel, tmp_path / "wheel", "zip")
+    shutil.unpack_archive(built["wheel"], tmp_path / "wheel", "zip")
     packaged = {path.relative_to(tmp_path / "wheel") for path in (tmp_path / "wheel/arrowcache").rglob("*.*")}
     assert packaged
     assert not [path for path in packaged if not (source / path).exists()]
@@ -155,7 +155,7 @@ def test_an_sdist_has_all_that_the_wheel_has_and_the_tests(built, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", sorted(MESSAGES))
 def test_the_wheel_with_one_extra_does_what_that_is_for(built, environment, extra):
-    environment.install(built["wheel"].replace("arrowcache", f"arrowcache[{extra}]", 1))
+    environment.install(f"{built['wheel']}[{extra}]")
     environment.use("core")
     if extra == "demo":
         environment.run("-m", "arrowcache.demo", "--capacity=64MiB", "--epochs=14", "--seconds=200")

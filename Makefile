@@ -31,11 +31,12 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environments demo test test-newest test-ray test-tensorflow test-oldest bench peers pictures lint format freeze clean
+.PHONY: help environments demo check test test-newest test-ray test-tensorflow test-oldest bench peers pictures lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train on a cache that grows, and print what happened each epoch"
+	@echo "make check   run the quick tests, in .envs/newest as it is: after each change"
 	@echo "make test    run the tests              (ARGS=... goes to pytest; test-newest, test-tensorflow"
 	@echo "             and test-oldest are its parts, one an environment, and test-ray)"
 	@echo "make environments   install what they need, with -j3 all at once"
@@ -51,6 +52,13 @@ demo: .envs/newest/.stamp
 	$(RUN) -m arrowcache.demo $(ARGS)
 
 environments: .envs/newest/.stamp .envs/tensorflow/.stamp .envs/oldest/.stamp
+
+# For after each change: all that is not marked `slow`. It installs nothing, and has no more processes than there are
+# processors: each of them first imports what the tests need.
+check: export OMP_WAIT_POLICY := passive
+check:
+	@test -x $(RUN) || { echo "make check needs .envs/newest: install it with 'make .envs/newest/.stamp'" >&2; exit 1; }
+	$(RUN) -m pytest --numprocesses $$(nproc) --dist worksteal -m "not slow" $(ARGS)
 
 test: test-newest test-ray test-tensorflow test-oldest
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.slow
 def test_typed_use_of_the_public_api_is_sound() -> None:
-    """mypy keeps what it found of each file, as that of `make lint` does, and looks at files that changed since."""
+    """With the cache of `make lint`: files that did not change since are not checked again."""
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--config-file", str(HERE.parents[1] / "pyproject.toml"),
          str(HERE / "public_api.py")],

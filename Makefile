@@ -57,11 +57,13 @@ demo: .envs/demo/.stamp
 
 environments: .envs/newest/.stamp .envs/tensorflow/.stamp .envs/oldest/.stamp
 
-# From the environment that is there, also if it is not up to date: what a developer waits for is the tests.
+# From the environment that is there, also if it is not up to date: what a developer waits for is the tests. It has
+# no more processes than there are processors: each of them first imports what the tests need.
+check: export OMP_WAIT_POLICY := passive
 check:
 	@test -x $(RUN) || { echo "there is no $(RUN): make environments, which takes minutes, builds it" >&2; exit 1; }
 	@$(MAKE) --question .envs/newest/.stamp || echo "note: what .envs/newest is built from has changed: make environments"
-	$(RUN) $(TESTS) $(NOT_BESIDE) -m 'not slow' $(ARGS)
+	$(RUN) -m pytest --numprocesses $$(nproc) --dist worksteal $(NOT_BESIDE) -m 'not slow' $(ARGS)
 
 # Minutes: of a machine of 2 cores with nothing else to do. Each part is measured when that changes much.
 MINUTES := 18

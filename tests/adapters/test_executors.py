@@ -110,6 +110,7 @@ def cache(tmp_path):
     return make_cache(tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_a_pool_started_again_repeats_no_task_and_each_is_what_it_is_anywhere(cache, executor):
     for segments in (5, 4):
         with SamplerPool(cache, draws(), executor=executor, segments=segments, **QUICK) as pool:
@@ -252,6 +253,7 @@ def test_an_executor_that_breaks_with_a_worker_ends_its_pool_and_another_one_goe
     assert cache.verify() == []
 
 
+@pytest.mark.slow
 def test_dask_gives_the_task_of_a_killed_worker_to_another_one(cache, tmp_path):
     with dask() as executor, a_killed_worker(cache, executor, tmp_path) as pool:
         pool.wait(timeout=DEADLINE_SECONDS)
@@ -259,6 +261,7 @@ def test_dask_gives_the_task_of_a_killed_worker_to_another_one(cache, tmp_path):
     assert cache.verify() == []
 
 
+@pytest.mark.slow
 def test_a_sampler_that_kills_dasks_workers_is_given_up_in_the_end(cache):
     def sampler(rng):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -286,6 +289,7 @@ def test_an_executor_that_is_shut_down_under_its_pool_is_named(cache):
     pool.stop()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_closed_under_its_pool_ends_it(cache):
     with dask() as executor:
         pool = SamplerPool(cache, draws(), executor=executor, **QUICK)
@@ -368,6 +372,7 @@ MPI_ENVIRONMENT = {  # Open MPI: as root in a container, more processes than pro
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", ["spawned by the script", "started beside it"])
 def test_a_pool_on_mpi(cache, tmp_path, launch):
     if importlib.util.find_spec("mpi4py") is None:

@@ -29,8 +29,9 @@ from torch.utils.data import DataLoader
 
 from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
 
-# Of Lightning, not of ours: it calls what torch has deprecated, and has advice on workers.
+# The warnings are Lightning's, not ours: it calls what torch has deprecated, and has advice on workers.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
@@ -376,7 +377,6 @@ def run_job(folder: Path, how: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-@pytest.mark.slow
 def test_two_ranks_read_disjoint_rows_of_a_growing_cache_and_end(cache, tmp_path):
     code, output = run_job(tmp_path, "train")
     assert code == 0, output
@@ -393,7 +393,6 @@ def test_two_ranks_read_disjoint_rows_of_a_growing_cache_and_end(cache, tmp_path
     assert cache.verify() == []
 
 
-@pytest.mark.slow
 def test_an_error_in_a_step_of_both_ranks_ends_the_job(cache, tmp_path):
     code, output = run_job(tmp_path, "fail")
     assert code != 0

@@ -42,6 +42,7 @@ from arrowcache.ray import NodeCaches, SamplerPool
 from arrowcache.ray.ingest import Ingest
 
 QUICK: dict[str, Any] = {"progress": False, "workers": 3}
+pytestmark = pytest.mark.slow
 PATHS = (Path(ac.__file__).parents[1], Path(__file__).parents[1])  # for the workers' imports
 STORE_BYTES = 80 << 20
 RAY_LOG_LINE = re.compile(r"\[[\d: ,-]+ [DIWEC] \d+ \d+\] \w+\.(cc|h):\d+: ")
@@ -452,7 +453,6 @@ def test_in_a_running_event_loop_a_killed_worker_costs_no_task(caches, tmp_path)
     assert split(caches) == {number: expected(number) for number in range(4)}
 
 
-@pytest.mark.slow
 def test_ray_trains_workers_load_from_their_nodes_cache(caches, tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     train = pytest.importorskip("ray.train", reason="ray[train] is not installed")

@@ -90,6 +90,7 @@ def delays_of(retries: Retries) -> list[float]:
     return retries.sleep.__self__  # type: ignore[attr-defined]  # the list whose append it is
 
 
+@pytest.mark.slow
 def test_rows_from_s3_are_what_was_stored_in_every_process(store):
     with ParquetRows(store.uri("bucket/data"), ["id", "x"], rows_per_group=10) as source:
         assert {check(sample) for sample in take(source, 3000)} > set(range(0, 2 * ROWS, 100))
@@ -111,6 +112,7 @@ def test_only_footers_are_read_at_construction_and_then_only_what_is_sampled(sto
     source.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncollected")
 def test_windows_of_every_format_come_from_s3(store):
     volume = np.random.default_rng(1).random((40, 30)).astype(np.float32)
@@ -131,6 +133,7 @@ def test_windows_of_every_format_come_from_s3(store):
             require_pure(source)
 
 
+@pytest.mark.slow
 def test_a_pool_draws_from_s3(store, tmp_path):
     source = ParquetRows(store.uri("bucket/data"), ["id", "x"])
     with ac.Cache.create(tmp_path / "cache", source.schema, "64MiB", "1MiB", segment_rows=60) as cache:
@@ -195,6 +198,7 @@ def test_windows_of_hdf5_and_zarr_are_tried_again_and_end_with_the_stores_error(
             take(source, 100)
 
 
+@pytest.mark.slow
 def test_a_store_that_throttles_is_asked_more_slowly_until_it_answers(store):
     """Eight samplers at a store that serves two at a time: each comes through, with real delays."""
     from concurrent.futures import ThreadPoolExecutor
@@ -248,6 +252,7 @@ def test_a_mix_goes_on_without_the_store_that_fails_only_if_asked_to(store, pati
         store.faults.clear()
 
 
+@pytest.mark.slow
 def test_a_filesystem_of_pyarrow_does_as_well_as_a_uri(store):
     filesystem = fs.S3FileSystem(
         access_key="key", secret_key="secret", region="us-east-1", scheme="http",
@@ -259,6 +264,7 @@ def test_a_filesystem_of_pyarrow_does_as_well_as_a_uri(store):
     assert len(source._groups) == 16
 
 
+@pytest.mark.slow
 def test_a_filesystem_of_fsspec_does_as_well(store):
     fsspec = pytest.importorskip("fsspec")
     files = fsspec.filesystem("file")
@@ -278,6 +284,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
+@pytest.mark.slow
 def test_files_of_a_filesystem_in_python_are_read_without_threads_of_arrow(store):
     """They held such a file still while the process ended, which then was aborted."""
     files = pytest.importorskip("fsspec").filesystem("file")

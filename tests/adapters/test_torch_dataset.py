@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from helpers import append_rows, flip_byte, ids_of, in_child, make_cache, publish, segment_files, wait_until
 from processes import Script
+from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -33,8 +34,8 @@ BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 WORKERS = [
     pytest.param(0, None, id="no workers"),
     pytest.param(2, "fork", id="fork"),
-    pytest.param(2, "spawn", id="spawn"),
-    pytest.param(2, "forkserver", id="forkserver"),
+    pytest.param(2, "spawn", id="spawn", marks=pytest.mark.slow),
+    pytest.param(2, "forkserver", id="forkserver", marks=pytest.mark.slow),
 ]
 
 
@@ -73,7 +74,7 @@ def through_a_queue(thing):
     return pickle.loads(bytes(ForkingPickler.dumps(thing)))
 
 
-@pytest.mark.parametrize("transform", ["none", "identity"])
+@pytest.mark.parametrize("transform", first_is_quick(["none", "identity"]))
 @pytest.mark.parametrize(("workers", "context"), WORKERS)
 def test_epochs_are_those_of_the_loader_and_grow_with_the_cache(cache, workers, context, transform):
     options = {"multiprocessing_context": context, "transform": identity_of_kind(transform)}
@@ -187,7 +188,7 @@ def test_a_transform_may_return_anything_and_sees_numpy(cache):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["none", "identity"])
-@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("batched", first_is_quick([True, False]))
 def test_a_collate_function_of_the_users_own_gets_the_batch(cache, workers, kind, batched):
     def loader(collate):
         sampler = EpochBatchSampler(cache, 16, seed=1)
@@ -298,6 +299,7 @@ def test_closing_the_sampler_after_a_break_ends_the_lease_though_workers_live(ca
     assert sorted(ids_of(loader)) == list(range(160))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "identity"])
 def test_dropping_a_dataloader_in_the_middle_leaves_no_lease(cache, kind):
     sampler = EpochBatchSampler(cache, 16)  # lives on
@@ -567,6 +569,7 @@ STARTING = """
 """
 
 
+@pytest.mark.slow
 def test_workers_whose_process_is_killed_while_they_start_end_too(cache):
     """torch's own look at their parent comes too late, so that they waited for ever."""
     with Script(STARTING, cache.path) as script:
@@ -582,6 +585,7 @@ def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch_as_if_com
         list(dataloader(cache, 16, workers, transform=lambda batch: next(iter(()))))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_an_error_and_leaves_no_lease(cache):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(cache.path)],
@@ -618,6 +622,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_a_transform_of_a_script_may_return_instances_of_its_classes(cache, tmp_path, context):
     script = tmp_path / "script.py"
@@ -656,6 +661,7 @@ def test_a_dataset_pickles_as_its_settings(cache):
     del iterator
 
 
+@pytest.mark.slow
 def test_segments_that_end_short_or_are_left_out_have_their_numbers(tmp_path):
     cache = make_cache(tmp_path / "cache")
     for first, count in ((0, 20), (20, 3), (23, 40), (63, 1), (64, 30)):
@@ -716,7 +722,7 @@ def stateful():
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("every", [1, 5])
-@pytest.mark.parametrize("taken", [0, 1, 7, 19])
+@pytest.mark.parametrize("taken", first_is_quick([0, 1, 7, 19]))
 def test_a_stateful_dataloader_resumes_in_the_middle_of_an_epoch(cache, stateful, workers, every, taken):
     def make():
         sampler = EpochBatchSampler(cache, 8, seed=2)

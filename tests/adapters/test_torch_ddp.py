@@ -76,6 +76,7 @@ def train(folder: Path, rank: int, epochs: int, dies_at: tuple[int, int] | None)
     return seen, weights
 
 
+@pytest.mark.slow
 def test_ranks_train_in_step_on_disjoint_rows_while_the_cache_grows_and_evicts(cache, tmp_path):
     children = [Child(train, tmp_path, rank, 4, None) for rank in range(WORLD)]
     try:
@@ -97,6 +98,7 @@ def test_ranks_train_in_step_on_disjoint_rows_while_the_cache_grows_and_evicts(c
     assert cache.verify() == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_an_error_in_the_others_and_leaves_no_lease(cache, tmp_path):
     children = [Child(train, tmp_path, rank, 3, (1, 2)) for rank in range(WORLD)]
     try:

@@ -24,6 +24,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch
 from fake_device import FakeDevice
 from helpers import wait_until
+from quick import first_is_quick
 
 import arrowcache.torch.device
 from arrowcache.torch import DevicePrefetcher
@@ -556,7 +557,7 @@ EXITS = {
 }  # not in a daemon thread: one that is inside torch when the interpreter ends aborts it, without us too
 
 
-@pytest.mark.parametrize("way", EXITS)
+@pytest.mark.parametrize("way", first_is_quick(EXITS))
 def test_the_interpreter_ends(way):
     script = (
         "import sys, threading, torch\n"

@@ -358,6 +358,7 @@ def test_a_mask_is_not_lost_and_foreign_byte_order_is_read(cache, device):
             assert torch.equal(batch["foreign"], batch["id"])
 
 
+@pytest.mark.slow
 def test_the_first_batch_imports_no_module(cache):
     """A consumer would wait for it: numpy.ma takes 10 ms."""
     code = """

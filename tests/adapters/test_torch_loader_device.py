@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from helpers import ids_of, make_cache, publish, wait_until
+from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -79,7 +80,7 @@ def test_on_a_fake_device_every_read_sees_its_batch(cache, fake):
 
 
 @pytest.mark.parametrize("order", ["none", "copy", "compute", "all", "random"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", first_is_quick([0, 2]))
 def test_the_device_copies_from_the_ring_which_is_not_used_again_before(cache, fake, order, workers):
     fake.order = order
     options = {"workers": workers, "worker_type": "thread"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 import subprocess
@@ -53,9 +54,16 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports_of(path: Path, *, at_import: bool = False) -> set[str]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The tree of a file, parsed once for all tests, none of which changes it."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports_of(path: Path, *, at_import: bool = False) -> frozenset[str]:
     """Every module that a file imports, wherever in it; only what runs at import if `at_import`."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     nodes = list(ast.walk(tree))
     if at_import:
         nodes = list(_unguarded(tree))
@@ -68,7 +76,7 @@ def imports_of(path: Path, *, at_import: bool = False) -> set[str]:
             assert node.module is not None
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
-    return found
+    return frozenset(found)
 
 
 def _unguarded(node: ast.AST):
@@ -208,7 +216,7 @@ def test_no_text_is_ever_run_as_code(module):
     """No eval, no import of a computed name, no file format that may hold pickles."""
     names = {"eval", "exec", "compile", "__import__", "import_module", "literal_eval", "system", "popen"}
     files = {"np.load", "numpy.load", "np.save", "torch.load", "pd.read_pickle", "pa.deserialize"}
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(parsed(MODULES[module])):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             last = called.rpartition(".")[2]
@@ -238,7 +246,7 @@ def test_files_of_a_cache_change_in_one_module_only():
         ):
             calls = {
                 f"{ast.unparse(node.func.value)}.{node.func.attr}"
-                for node in ast.walk(ast.parse(path.read_text()))
+                for node in ast.walk(parsed(path))
                 if isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
                 and node.func.attr in changing
@@ -285,7 +293,7 @@ def test_every_export_and_each_of_its_methods_is_documented(name):
 
 def test_every_module_says_what_it_is():
     for module, path in MODULES.items():
-        assert ast.get_docstring(ast.parse(path.read_text())), module
+        assert ast.get_docstring(parsed(path)), module
 
 
 def test_the_package_runs_as_the_command_does():

@@ -150,6 +150,7 @@ def test_files_that_are_mapped_stay_and_that_is_an_error(tmp_path):
         page_cache.drop(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_case_of_arrowcache_runs_in_a_process_of_its_own(tmp_path):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     workload, run = Workload(4096, rows=512, batch_rows=16), [sys.executable, "-m", "benchmarks.peers.case"]

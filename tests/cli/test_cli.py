@@ -76,6 +76,7 @@ def test_a_script_gets_exit_codes_and_one_sentence(cache, tmp_path):
     assert err == f"arrowcache: {tmp_path / 'missing'}: no cache here: make one with arrowcache create\n"
 
 
+@pytest.mark.slow
 def test_who_reads_no_further_hears_no_complaint(cache):
     publish(cache, 30)
     process = start("ls", cache.path)
@@ -97,6 +98,7 @@ def test_ctrl_c_ends_a_watch_well(cache):
     assert process.returncode == OK
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_another_command_quietly(cache):
     """One that waits for cache.lock."""
     with cache.store.locked():
@@ -110,6 +112,7 @@ def test_ctrl_c_ends_another_command_quietly(cache):
     assert (process.returncode, err.strip()) == (INTERRUPTED, "")
 
 
+@pytest.mark.slow
 def test_a_cache_that_vanishes_meanwhile_is_one_sentence(cache):
     with cache.store.locked():
         process = start("evict", cache.path, "64KiB")
@@ -123,6 +126,7 @@ def test_a_cache_that_vanishes_meanwhile_is_one_sentence(cache):
     assert "moved or removed while in use" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code"), [(["ls"], OK), (["--help"], OK), (["--version"], OK), (["nonsense"], USAGE)]
 )
@@ -136,6 +140,7 @@ def test_a_stream_that_the_shell_closed_is_nowhere(cache, arguments, code):
         assert "Warning" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["ls"], ["head", "--json"], ["--version"]])
 def test_output_that_cannot_be_written_is_one_sentence(cache, arguments):
     arguments = arguments if arguments == ["--version"] else [*arguments, cache.path]
@@ -171,6 +176,7 @@ def links_of(pid: int) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_the_extra_it_says_what_to_install(package):
     code = (
@@ -186,6 +192,7 @@ def test_without_the_extra_it_says_what_to_install(package):
         assert ("pip install 'arrowcache[explore]'" in done.stderr) == (returned == USAGE)
 
 
+@pytest.mark.slow
 def test_the_demo_is_run_in_its_place_and_has_options_of_its_own(cache):
     pytest.importorskip("sklearn", reason="the extra 'demo' is not installed")
     code, _, err = ask("demo", "--epochs", "many")
@@ -266,6 +273,7 @@ def test_a_table_has_lines_in_a_terminal_and_fits_it(cache):
     assert len(lines[-1]) <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [50, 20, 8])
 def test_a_terminal_too_narrow_for_a_table_gets_a_list(cache, columns):
     code, text = shown_by(columns, "ls", cache.path)
@@ -278,6 +286,7 @@ def test_a_terminal_too_narrow_for_a_table_gets_a_list(cache, columns):
         assert f"seq:{row['seq']}rows:16bytes:{row['bytes']}" in cells
 
 
+@pytest.mark.slow
 def test_text_of_a_cache_does_not_move_the_cursor_of_a_terminal(tmp_path):
     pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
     cache = make_cache(tmp_path / "cache", {"name": ac.String()})
@@ -290,6 +299,7 @@ def test_text_of_a_cache_does_not_move_the_cursor_of_a_terminal(tmp_path):
         assert "a\\x1b[2Jb\\nc" in without_bold(text).replace("\r\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_ctrl_c_ends_a_watch_in_a_terminal(cache, environment):
     with Terminal(100, "watch", cache.path, "--interval", "0.05", **environment) as terminal:
@@ -309,6 +319,7 @@ def test_ctrl_c_ends_a_watch_in_a_terminal(cache, environment):
 # of each command
 
 
+@pytest.mark.slow
 def test_help_and_version(call):
     code, out, _ = call()
     assert code == OK
@@ -533,6 +544,7 @@ def test_what_is_missing_is_empty_or_null(call, cache):
     assert (image["distinct"], number["distinct"], number["longest"]) == (None, 160, None)
 
 
+@pytest.mark.slow
 def test_columns_are_chosen_by_name(call, cache, tmp_path):
     pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
     assert call("head", cache.path, "-n", "1", "--column", "id")[1] == "id\n0\n"
@@ -618,6 +630,7 @@ def test_without_tensorflow_it_says_what_tfrecord_files_need(call, cache, tmp_pa
         )
 
 
+@pytest.mark.slow
 def test_a_warning_is_a_line_on_stderr(cache):
     flip_byte(segment_files(cache)[3], -1)
     process = start("head", cache.path, "-n", "100", warnings="default")

@@ -69,6 +69,7 @@ NO_SHM = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["core", "torch"])
 def test_complaint_09_dev_shm_may_be_as_small_as_it_likes(wide_cache, how):
     if how == "torch":
@@ -100,6 +101,7 @@ GROWTH = """
 """
 
 
+@pytest.mark.slow
 def test_complaint_10_no_object_a_row_so_forked_workers_do_not_grow(tmp_path):
     """A million Python ints are 32 MB, which counting references would copy into every forked worker."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -207,6 +209,7 @@ NO_PICKLE = """
 """
 
 
+@pytest.mark.slow
 def test_complaint_also_no_pickle_on_the_data_path(tmp_path, monkeypatch):
     """An audit hook ends the process, and each of its workers, that looks a class up for a pickle."""
     hooks = tmp_path / "hooks"

@@ -58,6 +58,7 @@ def test_complaint_18_a_batch_costs_python_the_same_however_many_rows_it_has(cac
     assert large < 20 * small  # with 32 times the rows; what an epoch costs once is shared by 16 batches
 
 
+@pytest.mark.slow
 def test_complaint_18_the_gil_is_free_while_a_batch_is_gathered(cache):
     """Python would not switch threads by itself: another one runs only where the gather lets go."""
     rows = np.tile(np.random.default_rng(0).permutation(4 * ROWS), 8)
@@ -96,6 +97,7 @@ def fake(monkeypatch):
     return device
 
 
+@pytest.mark.slow
 def test_complaint_18_pinned_memory_is_made_once_and_batches_are_gathered_into_it(cache, fake):
     batches = 0
     with Loader(cache, 64, device="fake") as loader, Loader(cache, 64) as plain:
@@ -109,6 +111,7 @@ def test_complaint_18_pinned_memory_is_made_once_and_batches_are_gathered_into_i
     assert fake.calls.count("host_memory") < batches / 20, "it was pinned anew"
 
 
+@pytest.mark.slow
 def test_complaint_19_device_memory_is_flat_and_no_read_sees_another_batch(cache, fake):
     memory = []
     with Loader(cache, 256, device="fake") as loader, Loader(cache, 256) as plain:

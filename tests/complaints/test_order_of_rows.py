@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import held_rank_files, ids_of, make_cache, nearly_full, publish
 from processes import Child
+from quick import first_is_quick
 
 import arrowcache as ac
 
@@ -27,7 +28,9 @@ def same(batch):
     return batch
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes", "rows of a DataLoader", "tensors of a DataLoader"])
+@pytest.mark.parametrize(
+    "kind", first_is_quick(["threads", "processes", "rows of a DataLoader", "tensors of a DataLoader"])
+)
 def test_complaint_14_workers_that_live_on_read_what_was_published_before_the_epoch(cache, kind):
     workers: Any
     if "DataLoader" in kind:
@@ -61,6 +64,7 @@ def test_complaint_14_workers_that_live_on_read_what_was_published_before_the_ep
 WORKERS = [{}, {"workers": 2, "worker_type": "thread"}, {"workers": 1}, {"workers": 3}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["rows", "window"])
 def test_complaint_15_resume_skips_and_repeats_nothing_at_any_step_and_number_of_workers(cache, shuffle):
     window = {"window_bytes": "200KiB"} if shuffle == "window" else {}

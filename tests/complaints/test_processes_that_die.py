@@ -14,6 +14,7 @@ import pytest
 from helpers import disk_bytes, ids_of, make_cache, publish, wait_until
 from helpers import sample as row
 from processes import Child, Script
+from quick import first_is_quick
 
 import arrowcache as ac
 
@@ -58,6 +59,7 @@ def names_in_dev_shm(pids: list[int]) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["all at once", *KINDS])
 def test_complaint_01_what_is_killed_leaves_nothing_stale_and_the_job_starts_again(tmp_path, whom):
     cache = make_cache(tmp_path / "cache")
@@ -94,6 +96,7 @@ def hold_part(path: Path, ready: Path) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_complaint_06_half_written_files_count_while_their_writer_lives_and_go_after_its_death(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 100)
@@ -200,6 +203,7 @@ def test_complaint_11_importing_opening_and_pickling_start_no_thread_and_hold_no
         assert script.end() == (0, "")
 
 
+@pytest.mark.slow
 def test_complaint_11_a_fork_among_threads_at_work_does_not_deadlock(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="64MiB")
     publish(cache, 20)
@@ -279,7 +283,7 @@ CODES = {"end": 0, "break": 0, "del": 0, "exit": 3, "raise": 1, "interrupt": -si
 
 
 @pytest.mark.parametrize("how", CODES)
-@pytest.mark.parametrize("kind", ["plain", "threads", "processes", "torch", "pool"])
+@pytest.mark.parametrize("kind", first_is_quick(["plain", "threads", "processes", "torch", "pool"]))
 def test_complaint_12_a_process_ends_within_5_s_however_it_ends(tmp_path, kind, how):
     """In the middle of epochs, with live views, nothing closed: no word but the exception's own."""
     if kind == "torch":
@@ -307,6 +311,7 @@ def test_complaint_12_a_process_ends_within_5_s_however_it_ends(tmp_path, kind, 
         assert errors.rstrip().splitlines()[-1] == last
 
 
+@pytest.mark.slow
 def test_complaint_13_dead_workers_are_replaced_and_what_they_had_is_made_again(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)
@@ -322,6 +327,7 @@ def test_complaint_13_dead_workers_are_replaced_and_what_they_had_is_made_again(
         assert ids_of(made) == expected, "a row was lost, doubled or out of its place"
 
 
+@pytest.mark.slow
 def test_complaint_13_what_fails_every_time_is_given_up_with_its_own_traceback(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 4)

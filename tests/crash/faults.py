@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import sys
 import threading
@@ -160,12 +161,17 @@ class _Entry:
         return bool(self._entry.is_dir(**options))
 
 
+@functools.cache
+def _module(filename: str) -> str:
+    """The name of a module of the package; empty for any other file."""
+    return Path(filename).stem if filename.startswith(_PACKAGE) else ""
+
+
 def _where(frame: FrameType | None) -> str:
     """The package's own frames, innermost first."""
     found = []
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            module = Path(frame.f_code.co_filename).stem
+        if module := _module(frame.f_code.co_filename):
             found.append(f"{module}.{frame.f_code.co_name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found)

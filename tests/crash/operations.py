@@ -307,7 +307,7 @@ def check_sound(path: Path, before: list[Path], operation: Operation, *, was_ful
     )
     highest = max(found, default=-1)
     publish(cache, 3, first=10**6)
-    assert len(set(seqs(cache)) - set(range(highest + 1))) == 3
+    assert len({seq for seq in seqs(cache) if seq > highest}) == 3  # numbers leap, by millions
     assert cache.verify() == []
     assert disk_bytes(path) <= cache.stats().capacity_bytes
     assert os.listdir(path / "incoming") == []

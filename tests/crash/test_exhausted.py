@@ -178,6 +178,7 @@ EXHAUSTED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["descriptors", "mappings"])
 def test_what_is_open_goes_on_and_all_does_once_there_is_some_again(cache, what):
     with Script(EXHAUSTED, cache.path, what) as script:
@@ -209,6 +210,7 @@ UNMAPPING = (
 )
 
 
+@pytest.mark.slow
 def test_what_cannot_be_unmapped_stays_leased_until_it_can(cache):
     """Ending a mapping takes one; it was unleased, still mapped, and its place in memory lost."""
     with Script(UNMAPPING, cache.path) as script:
@@ -259,6 +261,7 @@ NO_THREAD = (
 )
 
 
+@pytest.mark.slow
 def test_where_no_thread_or_process_can_be_started_the_limit_is_named(tmp_path):
     within, folder = limited_by_ulimit_u()
     with folder as name:

@@ -19,6 +19,7 @@ from crash.matrix import Templates, attempt, points_of, some_cases
 from crash.operations import OPERATIONS, check_sound, failing_once, quiet, sound_segments
 from helpers import make_cache, publish, read_ids, sample, segment_files, seqs
 from processes import Child
+from quick import first_is_quick
 
 import arrowcache as ac
 
@@ -46,7 +47,7 @@ def cases(tmp_path_factory, templates):
     )
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", first_is_quick(OPERATIONS))
 def test_a_call_that_fails_once_or_for_a_while_leaves_nothing_partial_and_nothing_leaked(
     tmp_path, templates, cases, operation
 ):
@@ -68,7 +69,7 @@ def test_each_call_fails_in_each_way_in_some_operation(cases):
     assert met == {(name, code, lasting) for name in calls for code in CODES for lasting in (False, True)}
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in ONLY_READING])
+@pytest.mark.parametrize("operation", first_is_quick(name for name in OPERATIONS if name not in ONLY_READING))
 def test_a_process_killed_at_any_file_call_leaves_nothing_partial_and_nothing_leaked(
     tmp_path, templates, operation
 ):

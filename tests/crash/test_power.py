@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from crash.disk import FATES, Disk, Tree, chance, lay_out
 from helpers import KIB, disk_bytes, flip_byte, make_cache, publish, replace_file, sample, segment_files
+from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache.storage import recovery
@@ -238,11 +239,13 @@ def quiet_verify(cache: ac.Cache) -> list[ac.Problem]:
         return cache.verify()
 
 
+@pytest.mark.slow
 def test_a_durable_cache_has_all_that_was_published_wherever_the_power_fails(tmp_path):
     life = live(tmp_path / "disk", durable=True)
     assert check_all(life, tmp_path, check_durable, seeds=2) > 300
 
 
+@pytest.mark.slow
 def test_a_default_cache_delivers_nothing_wrong_wherever_the_power_fails(tmp_path):
     life = live(tmp_path / "disk", durable=False)
     assert check_all(life, tmp_path, check_default, seeds=2) > 300
@@ -281,7 +284,7 @@ MISSING: dict[str, tuple[bool, object, str, Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", MISSING)
+@pytest.mark.parametrize("what", first_is_quick(MISSING))
 def test_without_one_of_its_parts_the_promise_is_found_broken(tmp_path, monkeypatch, what):
     durable, owner, name, instead, expected = MISSING[what]
     monkeypatch.setattr(owner, name, instead)

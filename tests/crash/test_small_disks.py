@@ -66,6 +66,7 @@ def disk_of(kind: str, folder: Path) -> list[str]:
     return small_disk(folder, "2m") if kind == "tmpfs" else small_ext4(folder, "4M")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "how"), [("tmpfs", "larger"), ("tmpfs", "as large"), ("ext4", "larger")])
 def test_a_capacity_beyond_or_up_to_the_disk_rolls_on_and_loses_nothing(tmp_path, kind, how):
     """Epochs leased all there was, so that samplers on a disk that is too small were given up one by one."""

@@ -113,6 +113,7 @@ def cache(tmp_path):
     return cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["moved and put back", "moved", "removed"])
 def test_what_is_at_work_on_a_folder_that_vanishes_ends_well_and_the_rest_says_so(cache, tmp_path, how):
     with Script(AT_WORK, cache.path, "moved or removed", "put it back") as script:
@@ -150,6 +151,7 @@ def test_whoever_first_lists_a_folder_that_vanished_says_so(cache, tmp_path):
             call()
 
 
+@pytest.mark.slow
 def test_a_read_only_disk_ends_nothing_that_is_open_and_the_error_says_what_to_do(cache, tmp_path):
     with Script(AT_WORK, cache.path, "Read-only", "mount it anew", within=private_mounts()) as script:
         assert script.line() == "ready"
@@ -215,6 +217,7 @@ def test_rows_that_were_taken_before_an_error_are_counted_in_it(cache, tmp_path)
         assert sorted(ids_of(loader)) == list(range(360))
 
 
+@pytest.mark.slow
 def test_a_folder_that_goes_while_workers_start_is_said_by_them(cache, tmp_path, monkeypatch):
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
@@ -274,6 +277,7 @@ TORCH = """
 """
 
 
+@pytest.mark.slow
 def test_torch_delivers_the_epoch_or_says_so_when_the_folder_vanishes(cache, tmp_path):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     with Script(TORCH, cache.path) as script:
@@ -288,6 +292,7 @@ def test_torch_delivers_the_epoch_or_says_so_when_the_folder_vanishes(cache, tmp
         assert script.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_worker_processes_have_an_epoch_mapped_before_they_need_it(cache):
     """They mapped each segment with its first batch, and failed in an epoch that had begun well."""
 

@@ -44,6 +44,7 @@ def table(output: str) -> list[list[float]]:
     return [[float(cell) for cell in line.split()] for line in lines[first:] if ROW.match(line)]
 
 
+@pytest.mark.slow
 def test_a_small_demo_learns_grows_evicts_and_exits_with_0(tmp_path):
     done = run(tmp_path, "--capacity", "64MiB", "--epochs", "14", "--seconds", "80")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -57,6 +58,7 @@ def test_a_small_demo_learns_grows_evicts_and_exits_with_0(tmp_path):
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_demo_of_one_epoch_says_what_failed_and_exits_with_1(tmp_path):
     done = run(tmp_path, "--capacity", "64MiB", "--epochs", "1")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -66,6 +68,7 @@ def test_a_demo_of_one_epoch_says_what_failed_and_exits_with_1(tmp_path):
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "send"),
     [

@@ -63,6 +63,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(distribution, "_PAIRS_FROM", 5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pieces")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), bins=st.integers(1, 64))

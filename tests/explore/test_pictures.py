@@ -43,6 +43,7 @@ def words(value, kind=None):
     return drawing.text
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(NUMPY_DTYPES).flatmap(
         lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=9))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import EVERY_TYPE, columns_of, make_cache, publish, segment_files
+from quick import first_is_quick
 
 pytest.importorskip("matplotlib", reason="the extra 'explore' is not installed")
 
@@ -140,6 +141,7 @@ def test_throughput_has_a_line_for_what_was_published_and_for_each_loader(histor
     assert np.isnan(delivered[1]), "it was closed"
 
 
+@pytest.mark.slow
 def test_ages_are_those_of_rows_and_at_delivery(cache):
     for path in segment_files(cache):
         os.utime(path, (time.time() - 1000, time.time() - 1000))
@@ -165,6 +167,7 @@ def test_reuse_counts_segments_by_leases_seen(history):
     assert sum(heights.values()) == 30
 
 
+@pytest.mark.slow
 def test_unread_is_a_share_of_what_came_since(cache, history):
     ax = plot_unread(history)
     assert np.isnan(line(ax, "never leased")[0])
@@ -247,7 +250,7 @@ def every(tmp_path):
     return cache
 
 
-@pytest.mark.parametrize("column", list(EVERY_TYPE))
+@pytest.mark.parametrize("column", first_is_quick(EVERY_TYPE))
 def test_every_column_is_drawn_or_says_why_not(every, column):
     kind = EVERY_TYPE[column]
     if isinstance(kind, ac.String | ac.Binary) or "complex" in getattr(kind, "dtype", ""):

@@ -126,6 +126,7 @@ def test_all_that_the_browser_draws_is_on_the_board(cache):
     assert Path(widget_module.__file__).with_name("widget.js").read_text() == script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["end", "ctrl-c"])
 def test_an_interpreter_ends_at_once_with_a_monitor_open(cache, how):
     code = """

@@ -9,11 +9,13 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from fuzz import campaign, kinds, mutation
 from fuzz.campaign import OTHER_KINDS, SEGMENT_KINDS, all_cases, run
 from helpers import columns_of, file_bytes
 
 
+@pytest.mark.slow
 def test_damaged_segments_settings_names_and_states_are_refused_or_read_as_written(tmp_path):
     cases = all_cases(200, (*SEGMENT_KINDS, *OTHER_KINDS), ("fixed", "mixed"))
     report = run(cases, seed=0, workers=2, found=tmp_path / "found")
@@ -62,6 +64,7 @@ def test_the_exhaustive_cases_come_to_every_byte_of_the_structure_and_to_every_l
     assert same < len(victim.structure) / 5, "only where a byte is zero already is zero no change"
 
 
+@pytest.mark.slow
 def test_a_case_that_does_harm_is_told_and_the_others_go_on(tmp_path):
     cases = [(kind, "text", i) for i, harm in enumerate(kinds.HARMS) for kind in (harm, "length")]
     report = run(cases, seed=0, workers=1, found=tmp_path / "found", case_seconds=10)

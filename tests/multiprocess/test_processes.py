@@ -150,6 +150,7 @@ def sample_and_read(path: Path, with_torch: bool) -> tuple[int, list[list[int]]]
         return pool.stats().segments, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_process_started_in_any_way_amid_threads_and_workers_has_its_own(tmp_path, method):
@@ -324,6 +325,7 @@ READERS_THAT_ARE_KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_reader_had_mapped_is_free_as_soon_as_its_lease_is(tmp_path):
     """It was not: the kernel dropped the lock first, and an evictor filled the disk beyond the capacity."""
     (tmp_path / "disk").mkdir()

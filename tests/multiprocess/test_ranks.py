@@ -127,6 +127,7 @@ def overfill(cache: ac.Cache) -> None:
         writer.abort()
 
 
+@pytest.mark.slow
 def test_a_slow_process_gets_what_the_first_one_read_though_that_ended_and_a_writer_presses(cache, tmp_path):
     with Child(hold_ended, cache.path, 0, tmp_path / "ready") as first:
         wait_until((tmp_path / "ready").exists, "the first rank's epoch to end")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import ids_of, in_child, make_cache, publish, wait_until
 from processes import Script
+from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache.reading.workers import launch, supervisor
@@ -45,7 +46,7 @@ def refuse(monkeypatch, code, do, when=lambda message: True):
 
 
 @pytest.mark.parametrize("do", ["make", "put", "begin"])
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOBUFS, errno.ETOOMANYREFS])
+@pytest.mark.parametrize("code", first_is_quick([errno.EMFILE, errno.ENOBUFS, errno.ETOOMANYREFS]))
 def test_a_message_that_cannot_be_sent_is_an_error_that_says_why(cache, monkeypatch, do, code):
     """It hung: whatever failed was taken for a worker that had died."""
     refuse(monkeypatch, code, do)
@@ -57,6 +58,7 @@ def test_a_message_that_cannot_be_sent_is_an_error_that_says_why(cache, monkeypa
         assert sorted(ids_of(loader)) == list(range(320))
 
 
+@pytest.mark.slow
 def test_one_message_that_cannot_be_sent_is_an_error_in_its_place(cache, monkeypatch):
     with loader_of(cache, shuffle=None, transform=dict) as loader:
         expected = [batch["id"].tolist() for batch in loader]
@@ -107,6 +109,7 @@ def test_a_message_that_is_too_large_for_the_socket_goes_as_a_file():
     other.close()
 
 
+@pytest.mark.slow
 def test_a_transform_that_opens_files_until_none_is_left_is_told_so(cache):
     def transform(batch):
         kept = transform.__dict__.setdefault("kept", [])
@@ -117,6 +120,7 @@ def test_a_transform_that_opens_files_until_none_is_left_is_told_so(cache):
         next(iter(loader))
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_descriptor_left_for_the_next_epoch_dies_of_no_index_error(cache, capfd):
     def transform(batch):
         import resource
@@ -150,6 +154,7 @@ def test_workers_that_are_killed_while_they_start_may_be_short_of_memory(cache, 
         assert "out-of-memory" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cache, tmp_path, monkeypatch):
     """Those that were still starting when the error was told had the others replaced, without end."""
     others_fail = tmp_path / "others fail"
@@ -184,6 +189,7 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
         assert sorted(ids_of(loader)) == list(range(320))
 
 
+@pytest.mark.slow
 def test_the_start_of_workers_is_blamed_on_nothing_else(cache, tmp_path, monkeypatch):
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
@@ -203,7 +209,7 @@ def test_the_start_of_workers_is_blamed_on_nothing_else(cache, tmp_path, monkeyp
         assert loader.stats().start_seconds == once
 
 
-@pytest.mark.parametrize("spare", [0, 3, 5, 7, 9, 11, 13, 30])
+@pytest.mark.parametrize("spare", first_is_quick([0, 3, 5, 7, 9, 11, 13, 30]))
 def test_a_loader_that_finds_few_descriptors_fails_or_works_and_leaves_none(cache, spare):
     code = """
         import os, resource, sys, time
@@ -265,6 +271,7 @@ def open_files():
     return [os.readlink(link) for link in links if os.path.lexists(link)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_child_keeps_no_descriptor_of_its_parents_workers(cache):
     gc.collect()
@@ -282,6 +289,7 @@ def test_a_forked_child_keeps_no_descriptor_of_its_parents_workers(cache):
         assert len(list(epoch)) == 19
 
 
+@pytest.mark.slow
 def test_a_transform_may_fork_and_have_both_come_back(cache):
     """The second one answered, too, and took requests that were for the first."""
 
@@ -312,6 +320,7 @@ def test_workers_that_are_starting_are_ended_at_once(cache, tmp_path, monkeypatc
     assert loader._assembly.crew.pids == []
 
 
+@pytest.mark.slow
 def test_a_transform_that_closes_the_workers_connection_is_not_told_of_memory(cache):
     def transform(batch):
         import time
@@ -325,6 +334,7 @@ def test_a_transform_that_closes_the_workers_connection_is_not_told_of_memory(ca
         assert "out-of-memory" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_transform_that_writes_into_the_workers_connection_ends_no_loader(cache, tmp_path):
     """It ended the thread that has the workers, and so every epoch to come."""
     written = tmp_path / "written"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from helpers import ids_of, in_child, make_cache, publish, sample, segment_files, wait_until
 from processes import METHODS, Child, Script
+from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache.reading.workers import launch
@@ -130,7 +131,7 @@ def varied(batch):
     }
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("shuffle", first_is_quick(SHUFFLES))
 @pytest.mark.parametrize("transform", [None, dict, twice, in_place, swapped, reduced, some_rows, varied])
 def test_worker_processes_yield_what_the_main_process_does(cache, shuffle, transform):
     transform = by_value(transform)
@@ -143,9 +144,9 @@ def test_worker_processes_yield_what_the_main_process_does(cache, shuffle, trans
                 assert_same(one, other)
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("shuffle", first_is_quick(SHUFFLES))
 @pytest.mark.parametrize("transform", [None, dict])
-@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("drop_last", first_is_quick([True, False]))
 def test_every_type_of_column_survives(wide_cache, shuffle, transform, drop_last):
     options = {"shuffle": shuffle, "transform": transform, "drop_last": drop_last}
     with loader_of(wide_cache, 10, **options) as loader, ac.Loader(wide_cache, 10, **options) as plain:
@@ -153,6 +154,7 @@ def test_every_type_of_column_survives(wide_cache, shuffle, transform, drop_last
             assert_same(one, other)
 
 
+@pytest.mark.slow
 def test_ids_are_of_the_rows_and_seen_by_the_transform(cache):
     def transform(batch):
         return batch | {"sum": batch["_seq"] * 16 + batch["_row"]}
@@ -196,6 +198,7 @@ def test_epochs_follow_without_a_seam_and_have_new_segments(cache):
         epoch.close()
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_where_it_was(cache):
     with loader_of(cache, transform=by_value(twice), seed=2) as loader:
         epoch = iter(loader)
@@ -206,6 +209,7 @@ def test_a_state_goes_on_where_it_was(cache):
         assert sorted(ids_of(before) + ids_of(loader)) == list(range(320))
 
 
+@pytest.mark.slow
 def test_a_resumed_epoch_passes_over_segments_that_left(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 10)
@@ -227,6 +231,7 @@ def test_a_resumed_epoch_passes_over_segments_that_left(tmp_path):
         assert sorted(ids_of(epoch)) == sorted(left - set(before))
 
 
+@pytest.mark.slow
 def test_an_epoch_in_order_has_workers_let_go_of_what_it_has_passed(cache):
     with loader_of(cache, shuffle=None, transform=by_value(twice)) as loader:
         epoch = iter(loader)
@@ -265,6 +270,7 @@ def test_ranks_share_an_epoch(cache):
 # memory
 
 
+@pytest.mark.slow
 def test_nothing_that_is_kept_is_overwritten_and_memory_is_given_back(cache):
     with loader_of(cache, 8, transform=by_value(twice)) as loader:
         kept = [batch for _ in range(3) for batch in loader]
@@ -280,6 +286,7 @@ def test_nothing_that_is_kept_is_overwritten_and_memory_is_given_back(cache):
     assert len(labels) == 120
 
 
+@pytest.mark.slow
 def test_what_is_kept_outlives_the_loader(cache):
     with loader_of(cache, shuffle=None) as loader:
         kept = list(loader)
@@ -290,6 +297,7 @@ def test_what_is_kept_outlives_the_loader(cache):
     assert (kept[1]["image"] == np.stack([sample(i)["image"] for i in range(16, 32)])).all()
 
 
+@pytest.mark.slow
 def test_what_a_transform_keeps_is_neither_overwritten_nor_seen_by_the_consumer(cache):
     class Remembering:
         def __init__(self):
@@ -309,6 +317,7 @@ def test_what_a_transform_keeps_is_neither_overwritten_nor_seen_by_the_consumer(
                 batch["image"][:] = -1
 
 
+@pytest.mark.slow
 def test_nothing_is_in_dev_shm_or_has_a_name(cache, tmp_path):
     before = set(os.listdir("/dev/shm"))
     with loader_of(cache, transform=dict) as loader:
@@ -340,6 +349,7 @@ def test_without_memfd_an_unlinked_file_serves(cache, tmp_path, monkeypatch):
         assert os.listdir(tmp_path) == ["cache"]
 
 
+@pytest.mark.slow
 def test_a_closed_loader_leaves_no_memory_and_no_descriptor(cache):
     def count():
         gc.collect()
@@ -353,6 +363,7 @@ def test_a_closed_loader_leaves_no_memory_and_no_descriptor(cache):
     wait_until(lambda: count() == before, "what the loaders had to be gone")
 
 
+@pytest.mark.slow
 def test_no_memory_is_an_error_that_says_so(cache, monkeypatch):
     with loader_of(cache, transform=by_value(twice)) as loader:
         epoch = iter(loader)
@@ -369,6 +380,7 @@ def test_no_memory_is_an_error_that_says_so(cache, monkeypatch):
         assert sorted(ids_of(loader)) == list(range(320))
 
 
+@pytest.mark.slow
 def test_workers_load_no_framework(cache):
     def frameworks(batch):
         import sys
@@ -408,6 +420,7 @@ class Odd(Exception):
         self.lock = one, two
 
 
+@pytest.mark.slow
 def test_an_exception_that_cannot_be_pickled_arrives_as_text(cache):
     def transform(batch):
         raise Strange(print, 2)
@@ -426,6 +439,7 @@ def test_what_a_transform_raises_ends_neither_the_loop_nor_the_program_as_if_all
         next(iter(loader))
 
 
+@pytest.mark.slow
 def test_a_transform_that_returns_no_column_is_an_error_and_the_next_epoch_another(cache):
     """It hung, and left a loader that was short of memory, as it said."""
     with loader_of(cache, transform=lambda batch: {}) as loader:
@@ -434,6 +448,7 @@ def test_a_transform_that_returns_no_column_is_an_error_and_the_next_epoch_anoth
                 next(iter(loader))
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_scripts_own_class_is_caught_by_it(cache):
     code = """
         import sys
@@ -465,6 +480,7 @@ def changing(make):
     return transform
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -490,6 +506,7 @@ def test_a_transform_that_changes_its_output_is_told_so(cache, make, words):
         assert "Values" in str(caught.value) or "worker_type='thread'" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -556,6 +573,7 @@ def test_a_worker_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(cache
         wait_until(lambda: len(pids(loader)) == 2, "the worker to be replaced")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("die", "words"),
     [
@@ -597,6 +615,7 @@ def test_a_stopped_worker_ends_in_a_timeout_and_close_ends_it(cache):
 # ends
 
 
+@pytest.mark.slow
 def test_a_break_lets_go_and_the_next_epoch_is_whole(cache):
     with loader_of(cache, transform=by_value(twice)) as loader:
         for _ in range(3):
@@ -605,6 +624,7 @@ def test_a_break_lets_go_and_the_next_epoch_is_whole(cache):
         wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
 
 
+@pytest.mark.slow
 def test_a_writer_that_needs_room_has_workers_let_go_between_epochs(cache):
     with loader_of(cache, transform=by_value(twice)) as loader:
         for _ in range(3):
@@ -613,6 +633,7 @@ def test_a_writer_that_needs_room_has_workers_let_go_between_epochs(cache):
             assert len(segment_files(cache)) >= 20
 
 
+@pytest.mark.slow
 def test_close_in_the_middle_ends_the_workers_although_a_transform_blocks(cache, tmp_path):
     inside = tmp_path / "inside"
 
@@ -695,7 +716,7 @@ def read_with_workers(path, method):
         return [sorted(i for batch in loader for i in batch["id"].tolist()) for _ in range(2)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first_is_quick(METHODS))
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_processes_started_in_any_way_have_workers(cache, method):
     with Child(read_with_workers, cache.path, method, method=method) as child:
@@ -703,6 +724,7 @@ def test_processes_started_in_any_way_have_workers(cache, method):
     assert cache.stats().leased_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_child_has_workers_of_its_own_and_leaves_its_parents_alone(cache):
     with loader_of(cache, transform=by_value(twice)) as loader:
@@ -725,6 +747,7 @@ def test_a_forked_child_has_workers_of_its_own_and_leaves_its_parents_alone(cach
         assert pids(loader) == workers
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_works(cache):
     code = """
         import sys
@@ -769,6 +792,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_what_a_script_defines_works_in_processes_that_it_started(cache, tmp_path, method):
     script = tmp_path / "script.py"

@@ -20,6 +20,7 @@ from laboratory import HOW_TO_GET_THEM, Laboratory, missing
 if missing():
     pytest.skip(f"no {' and no '.join(missing())} here: {HOW_TO_GET_THEM}", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02-explore-a-cache.ipynb"
 RUN_SECONDS = 400.0  # for what takes 20 where nothing else is at work
 PLOTS = ("values-code", "growth-code", "plots-code")
@@ -79,7 +80,6 @@ def broken(path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_in_jupyterlab_the_monitor_moves_and_the_gallery_shows_pictures(tmp_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")

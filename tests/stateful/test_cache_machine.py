@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 from helpers import KIB, disk_bytes, replace_file, sample, segment_files, seqs
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -427,4 +428,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
-TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine = pytest.mark.slow(CacheMachine.TestCase)

@@ -88,6 +88,7 @@ def test_rows_that_come_twice_or_are_missing_are_found(ids, words):
         everything.end(is_whole=True)
 
 
+@pytest.mark.slow
 def test_no_two_pools_of_a_storm_draw_the_same_rows(tmp_path):
     cache = ac.Cache.create(tmp_path / "cache", content.SCHEMA, "8MiB", "300KiB", content.SEGMENT_ROWS)
     for number in (5, 6):

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache.arrow import builder as builder_module
@@ -195,7 +196,7 @@ class Failure:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", first_is_quick([1, 3]))
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_what_a_failed_take_left_is_in_no_row(error, count, goes_on):
     builder = SegmentBuilder(MIXED, 9, 10_000)

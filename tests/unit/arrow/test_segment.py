@@ -182,6 +182,7 @@ def test_a_flipped_byte_is_found_or_leaves_every_value_as_it_was():
     assert 0 < unharmed < len(data) / 2, "padding is all that may change"
 
 
+@pytest.mark.slow
 def test_what_passes_the_structure_check_is_safe_to_read_whatever_its_bytes():
     data = file_bytes(SMALL, columns_of(SMALL, 5))
     chance = random.Random(0)

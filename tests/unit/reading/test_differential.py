@@ -77,6 +77,7 @@ def as_plain(kind: Any, column: Any, row: int) -> Any:
     return values if kind.shape or kind.dtype == "complex64" else values[0]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )

@@ -98,6 +98,7 @@ def test_one_column_of_three_bytes(tmp_path):
     assert_reads_like_a_plain_reader(cache)
 
 
+@pytest.mark.slow
 def test_three_hundred_columns(tmp_path):
     shapes = [(), (3,), (2, 5), (129,), (1,)]
     schema = ac.Schema(
@@ -151,6 +152,7 @@ def test_where_mappings_are_scarce_some_segments_have_no_lane(tmp_path, monkeypa
     assert arena_module._budget._left == 40 + spare
 
 
+@pytest.mark.slow
 def test_thousands_of_short_segments_of_differing_lengths(tmp_path):
     schema = ac.Schema({"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("int64")})
     cache = create(tmp_path / "cache", schema, 20, "16KiB")
@@ -173,6 +175,7 @@ def test_more_segments_than_mappings(tmp_path, monkeypatch):
     assert arena_module._budget._left == 5
 
 
+@pytest.mark.slow
 def test_more_rows_than_an_int32_counts(tmp_path):
     """65 segments of 2**25 rows of one byte, most of them one file under many names."""
     rows = 1 << 25
@@ -209,6 +212,7 @@ def test_more_rows_than_an_int32_counts(tmp_path):
     assert len(set(zip(seqs.tolist(), at.tolist(), strict=True))) == 640
 
 
+@pytest.mark.slow
 def test_a_row_of_a_gibibyte(tmp_path):
     if shutil.disk_usage(tmp_path).free < 2 * GIB:
         pytest.skip("less than 2 GiB of disk is free")

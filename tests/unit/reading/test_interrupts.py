@@ -11,6 +11,7 @@ from helpers import CtrlC, make_cache, publish, wait_until
 import arrowcache as ac
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # it came in a destructor
 @pytest.mark.parametrize(
     ("options", "every"), [({}, 1), ({"workers": 2, "worker_type": "thread", "transform": dict}, 3)]
@@ -44,6 +45,7 @@ def test_ctrl_c_at_any_step_of_an_epoch_leaves_a_loader_that_gives_the_next_one(
     assert number > 300
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")
 def test_an_epoch_that_ctrl_c_did_not_let_begin_is_not_leased_and_does_not_count(tmp_path):
     cache = make_cache(tmp_path / "cache", pace=ac.Pace(max_reuse=1))

@@ -364,6 +364,7 @@ def test_an_idle_loader_leases_nothing_soon(cache):
         wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
 
 
+@pytest.mark.slow
 def test_an_idle_loader_gives_its_lease_up_to_a_writer_of_the_same_process(cache):
     with Loader(cache, 16) as loader:
         for _ in range(3):

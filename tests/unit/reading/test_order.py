@@ -208,6 +208,7 @@ def test_an_epoch_shorter_than_a_step_has_no_step():
 # Resuming.
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(few_segments, batch_sizes, batch_sizes, shuffles, epoch_rows_or_none)
 def test_a_resume_at_any_step_gives_what_was_left(segments, batch_size, other_size, options, epoch_rows):
@@ -219,6 +220,7 @@ def test_a_resume_at_any_step_gives_what_was_left(segments, batch_size, other_si
         assert flat(batches[:step]) + flat(ids_of(rest)) == flat(batches)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(few_segments, batch_sizes, worlds, batch_sizes, worlds, shuffles, epoch_rows_or_none)
 def test_ranks_resume_what_other_ranks_began(

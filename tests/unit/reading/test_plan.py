@@ -144,6 +144,7 @@ def test_a_segment_of_other_rows_under_the_same_number_is_not_the_planned_one():
 # the rest of an epoch
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plans, st.data())
 def test_delivered_and_remaining_rows_are_the_epoch_whatever_batches_and_ranks(made, data):
@@ -170,6 +171,7 @@ def test_delivered_and_remaining_rows_are_the_epoch_whatever_batches_and_ranks(m
         assert len(set(found)) == len(found)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plans, st.data())
 def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once(made, data):
@@ -207,6 +209,7 @@ def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once
         assert orders[0].missing == planned.steps - position - len(expected)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(plans, st.data())
 def test_a_resumed_epoch_can_be_resumed_again_at_any_step(made, data):

@@ -505,6 +505,7 @@ def test_many_epochs_that_a_rank_never_begins_are_worth_one_warning(cache, job, 
     assert files(cache) == []
 
 
+@pytest.mark.slow
 def test_a_thousand_epochs_leave_nothing(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 1)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from quick import first_is_quick
 
 from arrowcache.reading import shuffle
 from arrowcache.reading.shuffle import (
@@ -199,12 +200,13 @@ def test_a_table_puts_each_row_everywhere_about_equally_often(rows):
     assert deviation((ids_of(Permutation(rows, 7, (key,))) for key in range(1500)), rows) < 4
 
 
-@pytest.mark.parametrize("rows", [2, 3, 5, 7, 8, 13, 17, 33, 64])
+@pytest.mark.parametrize("rows", first_is_quick([2, 3, 5, 7, 8, 13, 17, 33, 64]))
 def test_an_index_shuffle_puts_each_row_everywhere_about_equally_often(rows):
     positions = np.arange(rows)
     assert deviation((index_shuffle(rows, 7, (key,))(positions) for key in range(1500)), rows) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [5, 8])
 def test_an_index_shuffle_puts_any_two_rows_anywhere_about_equally_often(rows):
     counts = np.zeros((rows, rows))
@@ -216,6 +218,7 @@ def test_an_index_shuffle_puts_any_two_rows_anywhere_about_equally_often(rows):
     assert ((pairs - expected) ** 2 / expected).sum() < len(pairs) + 4 * np.sqrt(2 * len(pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [3, 8, 13])
 def test_hashed_rounds_put_each_row_everywhere_about_equally_often(rows, monkeypatch):
     monkeypatch.setattr(shuffle, "_ROUND_TABLES_ROWS", 0)
@@ -290,6 +293,7 @@ def test_a_row_moves_no_further_than_the_window(segments, window_rows, seed):
         assert abs(ids - np.arange(len(ids))).max() <= 1.5 * block_rows + 1
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(segments=segment_sizes, window_rows=st.integers(1, 1500))
 def test_a_window_has_no_more_segments_in_use_than_it_spans(segments, window_rows):
@@ -321,7 +325,7 @@ def test_a_window_frees_segments_steadily():
     assert behind.max() <= 1000 / 50, "no more than a window is kept"
 
 
-@pytest.mark.parametrize("window_rows", [13, 14, 1000])
+@pytest.mark.parametrize("window_rows", first_is_quick([13, 14, 1000]))
 def test_a_window_over_everything_is_uniform(window_rows):
     segments = np.array([3, 4, 1, 5])
     assert deviation((ids_of(Window(segments, window_rows, 7, (key,))) for key in range(1500)), 13) < 4

@@ -29,6 +29,7 @@ from helpers import (
 from helpers import sample as row
 from markup import seen
 from processes import Child, Script
+from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache import SamplerPool
@@ -165,6 +166,7 @@ def test_two_pools_at_once_never_share_a_number(cache):
     assert tasks(cache) == {number: expected(number) for number in range(30)}
 
 
+@pytest.mark.slow
 def test_a_sampler_object_is_unpickled_once_a_worker(cache, tmp_path):
     class Sampler:
         def __init__(self, folder):
@@ -401,6 +403,7 @@ def test_the_tasks_that_a_broken_executor_lost_one_by_one_cost_no_second_executo
     assert tasks(cache) == {number: expected(number) for number in range(6)}
 
 
+@pytest.mark.slow
 def test_a_sampler_that_kills_its_process_is_given_up_in_the_end(cache):
     def sampler(rng):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -482,6 +485,7 @@ def stop_in_time(pool: SamplerPool) -> None:
     assert time.monotonic() - started < STOP_SECONDS
 
 
+@pytest.mark.slow
 def test_a_full_cache_makes_samplers_wait_and_stop_ends_them_in_time(cache):
     publish(cache, 30)
     with cache.snapshot() as snapshot:
@@ -509,6 +513,7 @@ def test_samplers_in_threads_wait_for_the_readers_of_their_own_process(cache):
     assert pool.stats().waiting_seconds > 0
 
 
+@pytest.mark.slow
 def test_stop_ends_a_slow_sampler_in_time(cache, tmp_path):
     def slow(rng):
         Path(tmp_path, "begun").touch()
@@ -775,6 +780,7 @@ FORKS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["multiprocessing", "os.fork"])
 def test_a_forked_child_ends_though_its_parent_had_the_pools_lock(cache, how):
     with Script(FORKS, cache.path, how) as script:
@@ -826,7 +832,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("how", ["quick", "slow", "full"])
+@pytest.mark.parametrize("how", first_is_quick(["quick", "slow", "full"]))
 def test_an_interpreter_that_exits_without_stop_leaves_no_process(cache, how):
     if how == "full":
         publish(cache, 30)
@@ -870,6 +876,7 @@ def is_deaf(pid: str) -> bool:
     return bool((int(status["SigBlk"], 16) | int(status["SigIgn"], 16)) & 1 << signal.SIGINT - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["starting", "idle", "train"])
 def test_ctrl_c_ends_all_processes_of_a_training_script_within_5_s(cache, how):
     with Script(SCRIPT, cache.path, how) as script:
@@ -898,6 +905,7 @@ def test_pools_of_several_processes_share_their_numbers(cache):
     assert tasks(cache) == {number: expected(number) for number in range(12)}
 
 
+@pytest.mark.slow
 def test_statistics_are_shown_in_a_line_and_in_a_notebook(cache):
     stats = ac.PoolStats(3, 48, 3 << 20, 2.0, 90.0, 1, 0)
     assert str(stats) == (

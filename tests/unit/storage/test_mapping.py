@@ -168,6 +168,7 @@ def test_ctrl_c_while_a_mapping_dies_is_raised_a_moment_after_it(file):
     assert told == [False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [False, True])
 def test_ctrl_c_at_any_step_of_mapping_a_file_leaves_it_unmapped(file, sparse):
     """It would be mapped until the process ends, and its bytes on the disk be taken, though it is deleted."""

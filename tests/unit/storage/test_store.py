@@ -182,6 +182,7 @@ def test_the_oldest_make_room_and_the_tree_never_exceeds_the_capacity(cache):
     assert cache.verify() == []
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=20, max_size=60))
 def test_segments_of_any_size_stay_within_the_capacity(tmp_path_factory, kilobytes):

@@ -558,6 +558,7 @@ def every_kind(first, count):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # came as a generator ended
 @pytest.mark.parametrize("count", [1, 3])
 def test_ctrl_c_at_any_step_takes_whole_rows_or_none(tmp_path, count):

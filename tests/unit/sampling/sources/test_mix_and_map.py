@@ -47,6 +47,7 @@ def test_pairs_do_as_well_as_a_mapping_and_one_source_may_be_alone():
     assert set(kinds(Mix([(Numbers(3), 0.1)]), 20)) == {3}
 
 
+@pytest.mark.slow
 def test_rows_that_a_source_yields_at_once_are_mixed_one_by_one(tmp_path):
     for number in range(2):
         table = pa.table({"kind": [number] * 100, "x": np.arange(100.0)})
@@ -137,6 +138,7 @@ def test_each_sample_goes_through_the_function_and_the_schema_follows():
     assert [s["twice"] for s in take(source, 5)] == [np.float32(2 * s["x"]) for s in plain]
 
 
+@pytest.mark.slow
 def test_a_function_of_two_gets_the_generator_of_the_task():
     source = Map(Numbers(4), lambda sample, rng: {**sample, "noise": rng.normal()})
     assert list(source.schema) == ["kind", "x", "noise"]

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from drawing import require_pure, take
+from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache.errors import SamplerError, SchemaError
@@ -74,7 +75,7 @@ def test_the_schema_follows_from_the_files(folder):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows_per_group", [None, 4, 1000])
+@pytest.mark.parametrize("rows_per_group", first_is_quick([None, 4, 1000]))
 def test_every_row_comes_and_is_what_was_stored(folder, rows_per_group):
     with ParquetRows(folder, rows_per_group=rows_per_group) as source:
         seen = [check(sample) for sample in take(source, 2000)]
@@ -120,6 +121,7 @@ def test_a_row_group_is_yielded_in_pieces_of_every_row_once(tmp_path, monkeypatc
     assert sorted(drawn) == list(range(50))
 
 
+@pytest.mark.slow
 def test_a_filter_leaves_only_rows_for_which_it_is_true_each_equally_likely(folder):
     few = pc.bit_wise_and(pc.field("id"), 7) == 1
     condition = (pc.field("text") != "n9") & (few | (pc.field("id") > 150))

@@ -55,7 +55,6 @@ def _draw(task: Task, form: Form) -> tuple[NDArray[np.uint8], int]:
     key = (task.sampler, form)
     if _kept is None or _kept.key != key:
         _kept = _Kept(key, unpickled(task.sampler), SegmentBuilder(*form))
-    _kept.builder.clear()
     draw(_kept.sampler, task, _kept.builder, _never)  # Ray ends a task from outside
     encoded = _kept.builder.encode()
     file: NDArray[np.uint8] = np.empty(encoded.nbytes, np.uint8)

@@ -82,6 +82,7 @@ class RayEngine:
         retries: how often Ray repeats a task whose worker or node was lost, and starts an actor anew.
         in_flight_bytes: see the module; None: half of the smallest object store of a node.
         options: Ray's options of a drawing task, such as `num_cpus`, `resources`, `runtime_env`.
+        ramp: early tasks fill small segments.
     Raises: ValueError, SchemaError, CacheFormatError: caches that cannot be had, or that differ.
         TimeoutError: an actor did not start.
     """
@@ -98,7 +99,9 @@ class RayEngine:
         retries: int,
         in_flight_bytes: int | None,
         options: Mapping[str, Any],
+        ramp: bool = True,
     ) -> None:
+        self._ramp = ramp
         self._sampler, self._seed, self._pool = sampler, seed, pool
         self._workers, self._replicate = workers, replicate
         self._drawing: dict[Future[Done], tuple[Task, Any, Any]] = {}  # -> task, its reference, its file's
@@ -169,7 +172,10 @@ class RayEngine:
         return max(0, min(self._workers - len(self._drawing), self._most - in_flight))
 
     def claim(self, count: int) -> list[Task]:
-        return [Task("", self._sampler, self._pool, self._seed, number, 0) for number in self._numbers(count)]
+        return [
+            Task("", self._sampler, self._pool, self._seed, number, 0, ramp=self._ramp)
+            for number in self._numbers(count)
+        ]
 
     def _numbers(self, count: int) -> range:
         if self._least is None:  # one that was in a pool without the keeper may be ahead of it

@@ -35,13 +35,22 @@ class ExecutorEngine:
         workers: tasks at work at a time.
         pool: "<name>.<seed>", the file in pools/.
         executor: somebody else's; None: processes of its own (loky), started anew when one is killed.
+        ramp: early tasks fill small segments.
     """
 
     def __init__(
-        self, store: Store, sampler: bytes, workers: int, seed: int, pool: str, executor: Executor | None
+        self,
+        store: Store,
+        sampler: bytes,
+        workers: int,
+        seed: int,
+        pool: str,
+        executor: Executor | None,
+        *,
+        ramp: bool = True,
     ) -> None:
         self._store, self._workers, self._pool = store, workers, pool
-        self._sampler, self._seed = sampler, seed
+        self._sampler, self._seed, self._ramp = sampler, seed, ramp
         self._foreign = executor
         self._executor: Executor | None = executor
         self._running: dict[Future[Done], tuple[Task, Executor]] = {}
@@ -73,7 +82,9 @@ class ExecutorEngine:
             folder.sync_tasks(self._pool)  # before the task begins: it is never done a second time
         numbers, self._claimed = self._claimed, range(0)
         return [
-            Task(str(folder.path), self._sampler, self._pool, self._seed, number, self._token)
+            Task(
+                str(folder.path), self._sampler, self._pool, self._seed, number, self._token, ramp=self._ramp
+            )
             for number in numbers[:count]
         ]
 

@@ -92,6 +92,7 @@ class Plan:
     pool: str  # "<name>.<seed>", the file in pools/
     segments: int | None
     retries: int
+    ramp: bool  # early tasks fill small segments
 
     @classmethod
     def of(
@@ -113,8 +114,14 @@ class Plan:
             raise ValueError(f"name={name!r} must be letters, digits, '_', '.' or '-', at most 100")
         segments = None if segments is None else parse_count(segments, "segments")
         retries = parse_count(retries, "retries", least=0)
+        ramp = getattr(sample, "ramp", True)
+        if not isinstance(ramp, bool):
+            raise TypeError(
+                f"the sampler's ramp must be True or False, not {ramp!r}: False has it fill full segments "
+                "from the start"
+            )
         packed = pickled(sample, "the sampler {!r}")
-        return cls(packed, workers, seed, f"{name}.{seed}", segments, retries)
+        return cls(packed, workers, seed, f"{name}.{seed}", segments, retries, ramp)
 
 
 class Pool:
@@ -162,37 +169,47 @@ class Pool:
             failures=state.failures,
         )
 
-    def wait(self, segments: int | None = None, timeout: float | None = None) -> None:
-        """Wait until this pool has published so many segments, or (None) has done all its tasks.
+    def wait(
+        self, segments: int | None = None, rows: int | None = None, timeout: float | None = None
+    ) -> None:
+        """Wait until so many segments and rows are published; without either, until all tasks are done.
 
+        Early segments are small (see `SamplerPool`): say `rows` where rows are meant.
         Blocks: at most `timeout` seconds; None: no bound.
         Raises: TimeoutError: not in time. SamplerError: tasks failed, so that it cannot be reached.
-            ValueError: segments=None, and the pool has no end; or this process was forked from its own.
+            ValueError: neither is given, and the pool has no end; or this process was forked from its own.
         """
         if self._state.is_inherited():
             raise ValueError("the pool belongs to the process that forked this one: make a new one here")
-        if segments is None and self._segments is None:
-            raise ValueError("this pool has no end: say wait(segments=...) or make it with segments=...")
+        asked = [
+            format_count(count, name)
+            for count, name in ((segments, "segment"), (rows, "row"))
+            if count is not None
+        ]
+        if not asked and self._segments is None:
+            raise ValueError(
+                "this pool has no end: say wait(segments=...) or wait(rows=...), or make it with segments=..."
+            )
         timeout = parse_seconds(timeout, "timeout")
         state = self._state
 
         def reached() -> bool:
-            return segments is not None and state.segments >= segments
+            return bool(asked) and state.segments >= (segments or 0) and state.rows >= (rows or 0)
 
         with state.lock:
             in_time = state.changed.wait_for(lambda: state.finished or reached(), timeout)
+            published = (
+                f"{format_count(state.segments, 'segment')} and {format_count(state.rows, 'row')} published"
+            )
             if not in_time:
-                wanted = "all tasks" if segments is None else f"{segments} segments"
                 raise TimeoutError(
-                    f"{wanted} were not done in {timeout} s: {state.segments} segments published, "
+                    f"waited {timeout} s for {' and '.join(asked) or 'all tasks'}: {published}, "
                     f"{state.failures} tasks given up, {state.retries} retries"
                 )
             if not reached():
                 self._raise_failures()
-                if segments is not None:
-                    raise SamplerError(
-                        f"the pool ended with {state.segments} segments published, {segments} were waited for"
-                    )
+                if asked:
+                    raise SamplerError(f"the pool ended with {published}, {' and '.join(asked)} waited for")
 
     def stop(self) -> None:
         """End the samplers; what they had not published is discarded. Idempotent.
@@ -241,11 +258,16 @@ class Pool:
 class SamplerPool(Pool):
     """Samplers at work on a cache, from construction until `stop()`. A context manager.
 
+    So that a slow source gives its first rows in seconds, early tasks fill small segments: task k ends at the
+    first of `full_rows >> max(0, 10 - k)` rows and `segment_bytes >> max(0, 10 - k)` bytes of them, at least
+    one row, where a full segment has `full_rows` rows. So ten segments are few rows: `wait(rows=...)`.
+
     Args:
         cache: a Cache, or the path of one.
         sample: `sample(rng) -> iterable of samples`, a function or callable object that
             cloudpickle can pickle. It is unpickled once a worker. Task k's samples are a pure
-            function of (sample, seed, k).
+            function of (sample, seed, k). One whose attribute `ramp` is False fills full segments from the
+            start, as sources do that read whole groups of samples.
         workers: tasks at work at a time.
         seed: of the random streams.
         name: of this pool's task numbers; a pool of the same name and seed goes on at the next. It has no
@@ -278,5 +300,7 @@ class SamplerPool(Pool):
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
         plan = Plan.of(sample, workers, seed, name, segments, retries)
-        engine = ExecutorEngine(store, plan.sampler, plan.workers, plan.seed, plan.pool, executor)
+        engine = ExecutorEngine(
+            store, plan.sampler, plan.workers, plan.seed, plan.pool, executor, ramp=plan.ramp
+        )
         super().__init__(engine, name, plan.segments, plan.retries, progress)

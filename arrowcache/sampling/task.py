@@ -1,7 +1,8 @@
 """Task: draw one segment and publish it. Runs in a worker process of any executor.
 
 The content of task k is a pure function of (sampler, seed, k): its generator is
-`default_rng(SeedSequence(seed, spawn_key=(k,)))`. A sampler that ends early is called again with
+`default_rng(SeedSequence(seed, spawn_key=(k,)))`. Early tasks fill small segments, so that a slow source
+gives its first rows in seconds: see `size_of`. A sampler that ends early is called again with
 the same generator; it is closed once the segment is full. A task that fails or is told to stop
 publishes nothing; a task that ran twice is published once, because publishing drops a segment
 whose task is listed already.
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,24 @@ Sampler = Callable[["np.random.Generator"], Iterable[Mapping[str, Any]]]
 
 _LOOK_SECONDS = 0.2
 _EMPTY_CALLS = 3  # of a sampler in a row, before the task fails
+_RAMP_TASKS = 10  # that fill less than a full segment, each at most half of the next one's
+
+
+class Size(NamedTuple):
+    """Where a segment ends: at the first of so many rows, and so many bytes of rows; not before one row."""
+
+    rows: int
+    nbytes: int
+
+
+def size_of(number: int, full_rows: int, segment_bytes: int, *, ramp: bool = True) -> Size:
+    """What task `number` fills, in a cache whose full segments are of so many rows and bytes.
+
+    Args:
+        ramp: False: a full segment, as a sampler asks for whose attribute `ramp` is False.
+    """
+    halvings = max(0, _RAMP_TASKS - number) if ramp else 0
+    return Size(max(1, full_rows >> halvings), max(1, segment_bytes >> halvings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +64,7 @@ class Task:
 
     `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks; `tries`
     those that failed before: Dask answers a call that equals an earlier one with what came of that.
+    `ramp`: early tasks fill small segments.
     """
 
     cache: str
@@ -54,6 +74,7 @@ class Task:
     number: int
     token: int
     tries: int = 0
+    ramp: bool = True
 
     @property
     def task_name(self) -> str:
@@ -136,7 +157,6 @@ def _run(task: Task, started: float) -> Done:
     if worker is None or not worker.is_for(task):
         worker = _kept.worker = _Worker(task)
     has_ended = _PoolWatch(worker.store, task)
-    worker.builder.clear()
     if not draw(worker.sampler, task, worker.builder, has_ended):
         return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
     encoded = worker.builder.encode()
@@ -151,12 +171,13 @@ def _run(task: Task, started: float) -> Done:
 
 
 def draw(sampler: Sampler, task: Task, builder: SegmentBuilder, has_ended: Callable[[], bool]) -> bool:
-    """Fill a builder with task k's samples.
+    """Fill a builder with task k's samples, from the first on.
 
     Returns: whether the segment is full; False: the pool ended first.
     Raises: SamplerError: a sampler that yields nothing, or no mapping.
     """
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
+    builder.clear(*size_of(task.number, builder.full_rows, builder.segment_bytes, ramp=task.ramp))
     empty_calls = 0
     while empty_calls < _EMPTY_CALLS:
         samples = iter(sampler(rng))

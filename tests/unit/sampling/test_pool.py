@@ -18,10 +18,12 @@ from helpers import (
     KIB,
     CtrlC,
     disk_bytes,
+    full,
     held_by_another_thread,
     in_child,
     make_cache,
     publish,
+    ramp_rows,
     read_ids,
     segment_files,
     wait_until,
@@ -57,7 +59,7 @@ def draws():
 def expected(number: int, seed: int = 0) -> list[int]:
     """The ids of a task of `draws()`, by the documented formula."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-    return [int(rng.integers(1 << 20)) for _ in range(16)]
+    return [int(rng.integers(1 << 20)) for _ in range(ramp_rows(number))]
 
 
 def tasks(cache: ac.Cache, pool: str = "default.0") -> dict[int, list[int]]:
@@ -183,6 +185,35 @@ def test_a_sampler_object_is_unpickled_once_a_worker(cache, tmp_path):
     assert 1 <= len(signs(tmp_path / "signs")) <= 2
 
 
+def test_segments_grow_with_the_task_until_they_are_full(cache):
+    with SamplerPool(cache, draws(), segments=12, **QUICK) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+    assert {number: len(ids) for number, ids in tasks(cache).items()} == {
+        **dict.fromkeys(range(7), 1), 7: 2, 8: 4, 9: 8, 10: 16, 11: 16,
+    }  # fmt: skip
+
+
+def test_a_sampler_may_ask_for_full_segments_from_the_start(cache):
+    class Draws:
+        ramp = False
+
+        def __call__(self, rng):
+            while True:
+                yield row(int(rng.integers(1 << 20)))
+
+    with SamplerPool(cache, Draws(), segments=3, **QUICK) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+    assert [len(ids) for ids in tasks(cache).values()] == [16] * 3
+    assert {number: ids[:1] for number, ids in tasks(cache).items()} == {n: expected(n) for n in range(3)}
+
+
+def test_a_ramp_that_is_no_flag_fails_in_the_constructor(cache):
+    sampler = draws()
+    sampler.ramp = 10
+    with pytest.raises(TypeError, match="ramp must be True or False, not 10"):
+        SamplerPool(cache, sampler, **QUICK)
+
+
 # failures
 
 
@@ -206,12 +237,12 @@ def fails_at_first(folder, times):
 
 def test_a_sampler_that_fails_sometimes_is_tried_again(cache, tmp_path):
     with ThreadPoolExecutor(2) as executor:
-        sampler = fails_at_first(tmp_path, 2)
+        sampler = full(fails_at_first(tmp_path, 2))
         with SamplerPool(cache, sampler, executor=executor, segments=3, retries=2, **QUICK) as pool:
             pool.wait(timeout=DEADLINE_SECONDS)
             stats = pool.stats()
     assert (stats.segments, stats.rows, stats.retries, stats.failures) == (3, 48, 6, 0)
-    assert tasks(cache) == {number: expected(number) for number in range(3)}
+    assert {number: ids[:1] for number, ids in tasks(cache).items()} == {n: expected(n) for n in range(3)}
 
 
 @pytest.mark.parametrize("own_processes", [True, False])
@@ -357,7 +388,7 @@ def gated(folder, gate):
 def test_a_killed_worker_costs_no_task_and_none_is_published_twice(cache, tmp_path):
     folder, gate = tmp_path / "pids", tmp_path / "gate"
     folder.mkdir()
-    with SamplerPool(cache, gated(folder, gate), segments=8, workers=4, progress=False) as pool:
+    with SamplerPool(cache, full(gated(folder, gate)), segments=8, workers=4, progress=False) as pool:
         wait_until(lambda: len(signs(folder)) == 4, "all workers at work")
         os.kill(int(signs(folder)[0]), signal.SIGKILL)
         wait_until(lambda: len(signs(folder)) >= 5, "a new worker at work")
@@ -366,7 +397,9 @@ def test_a_killed_worker_costs_no_task_and_none_is_published_twice(cache, tmp_pa
         stats = pool.stats()
     assert (stats.segments, stats.failures) == (8, 0)
     assert stats.retries <= 4, "only the tasks that ran then were tried again"
-    assert tasks(cache) == {number: expected(number) for number in range(8)}
+    assert {number: ids[:1] for number, ids in tasks(cache).items()} == {
+        number: expected(number)[:1] for number in range(8)
+    }
     assert cache.verify() == []
 
 
@@ -428,15 +461,19 @@ def test_wait_times_out_with_numbers(cache, tmp_path):
     gate = tmp_path / "gate"
     with (
         ThreadPoolExecutor(2) as executor,
-        SamplerPool(cache, gated(tmp_path, gate), executor=executor, segments=2, **QUICK) as pool,
+        SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, segments=2, **QUICK) as pool,
     ):
-        with pytest.raises(TimeoutError, match=r"all tasks were not done in 0\.1 s: 0 segments"):
+        with pytest.raises(
+            TimeoutError, match=r"waited 0\.1 s for all tasks: 0 segments and 0 rows published"
+        ):
             pool.wait(timeout=0.1)
-        with pytest.raises(TimeoutError, match=r"1 segments were not done in 0\.1 s"):
+        with pytest.raises(TimeoutError, match=r"waited 0\.1 s for 1 segment: 0 segments"):
             pool.wait(segments=1, timeout=0.1)
         gate.touch()
         pool.wait(timeout=DEADLINE_SECONDS)
-        with pytest.raises(ac.SamplerError, match="ended with 2 segments published, 3 were waited for"):
+        with pytest.raises(
+            ac.SamplerError, match="ended with 2 segments and 32 rows published, 3 segments waited"
+        ):
             pool.wait(segments=3, timeout=DEADLINE_SECONDS)
 
 
@@ -445,7 +482,7 @@ def test_a_wait_is_woken_by_stop(cache, tmp_path, monkeypatch):
         monkeypatch.setattr(f"arrowcache.sampling.executors.{name}", 0.2)  # that it waits for the task
     with ThreadPoolExecutor(2) as executor:
         gate = tmp_path / "gate"
-        pool = SamplerPool(cache, gated(tmp_path, gate), executor=executor, **QUICK)
+        pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, **QUICK)
         errors = []
 
         def wait():
@@ -470,7 +507,7 @@ def test_stats_count_what_was_published(cache):
     ):
         pool.wait(timeout=DEADLINE_SECONDS)
         stats = pool.stats()
-    assert (stats.segments, stats.rows, stats.retries, stats.failures) == (4, 64, 0, 0)
+    assert (stats.segments, stats.rows, stats.retries, stats.failures) == (4, 4, 0, 0)
     assert stats.bytes == sum(path.stat().st_size for path in segment_files(cache))
     assert stats.seconds > 0
     assert stats.waiting_seconds >= 0
@@ -860,6 +897,26 @@ def test_workers_are_gone_within_5_s_after_their_parent_was_killed(cache, how):
     assert cache.stats().leased_bytes == 0
 
 
+def test_wait_returns_once_so_many_rows_are_published(cache):
+    with ThreadPoolExecutor(2) as executor, SamplerPool(cache, draws(), executor=executor, **QUICK) as pool:
+        pool.wait(rows=20, timeout=DEADLINE_SECONDS)
+        assert pool.stats().rows >= 20
+        pool.wait(segments=2, rows=40, timeout=DEADLINE_SECONDS)
+        assert pool.stats().rows >= 40
+        pool.wait(15, 1, DEADLINE_SECONDS)
+        assert pool.stats().segments >= 15
+
+
+def test_a_wait_for_more_rows_than_all_tasks_have_says_so(cache):
+    with SamplerPool(cache, draws(), segments=2, **QUICK) as pool:
+        with pytest.raises(
+            ac.SamplerError, match="ended with 2 segments and 2 rows published, 3 rows waited for"
+        ):
+            pool.wait(rows=3, timeout=DEADLINE_SECONDS)
+        with pytest.raises(ac.SamplerError, match="3 segments and 2 rows waited for"):
+            pool.wait(segments=3, rows=2, timeout=DEADLINE_SECONDS)
+
+
 def workers_of(script: Script) -> list[str]:
     return [line.split()[0] for line in script.processes() if "popen_loky" in line]
 
@@ -910,5 +967,5 @@ def test_statistics_are_shown_in_a_line_and_in_a_notebook(cache):
     assert "0 segments, 0 rows, 0 B in 0 s" in str(ac.PoolStats(0, 0, 0, 0.0, 0.0, 0, 0))
     with SamplerPool(cache, draws(), segments=1, **QUICK) as pool:
         pool.wait(timeout=DEADLINE_SECONDS)
-        assert repr(pool).startswith("<SamplerPool published 1 segment, 16 rows")
+        assert repr(pool).startswith("<SamplerPool published 1 segment, 1 row,")
         assert "\n" not in repr(pool)

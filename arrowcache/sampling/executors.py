@@ -1,10 +1,10 @@
 """ExecutorEngine: tasks on an executor of this host, numbered by the cache itself.
 
 It owns the task numbers it claimed, a lock on one byte of the pool's file that tells tasks that the pool
-lives, and the executor if it made it. Of somebody else's it asks `submit` and futures, and relies on
-nothing that they say beyond results: Dask calls a task cancelled that goes on, answers a call like one
-before it from memory, and replaces lost workers; processes of concurrent.futures and loky are lost with
-one of theirs.
+lives, the sign that somebody writes, and the executor if it made it. Of somebody else's it asks `submit` and
+futures, and relies on nothing that they say beyond results: Dask calls a task cancelled that goes on, answers
+a call like one before it from memory, and replaces lost workers; processes of concurrent.futures and loky are
+lost with one of theirs.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class ExecutorEngine:
         self._running: dict[Future[Done], tuple[Task, Executor]] = {}
         self._lost: list[tuple[Task, Done]] = []  # when they were begun
         with explaining(store.folder.path):
+            self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
             self._watch, self._token = self._lock_token()
         self._claimed = range(self._token, self._token + 1)
 
@@ -152,6 +153,8 @@ class ExecutorEngine:
             wait(at_work, timeout=STOP_SECONDS - _END_SECONDS)
         ended, self._running = [*self._running], {}
         results = [f.result() for f in ended if f.done() and not f.cancelled() and f.exception() is None]
+        if self._writes is not None:
+            self._writes.close()
         return [done for done in results if done.rows]
 
 

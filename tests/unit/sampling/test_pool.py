@@ -513,6 +513,63 @@ def test_stats_count_what_was_published(cache):
     assert stats.waiting_seconds >= 0
 
 
+# the sign that somebody writes
+
+
+def writes(cache) -> bool:
+    """Some process shows that it writes to the cache."""
+    return cache.store.usage.somebody_writes()
+
+
+def test_a_pool_shows_that_somebody_writes_until_all_its_tasks_are_done(cache, tmp_path):
+    gate = tmp_path / "gate"
+    assert not writes(cache)
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, segments=3, **QUICK)
+        assert writes(cache), "from construction on"
+        wait_until(lambda: signs(tmp_path), "a task at work")
+        assert writes(cache)
+        gate.touch()
+        pool.wait(timeout=DEADLINE_SECONDS)
+        assert not writes(cache), "without being stopped"
+        pool.stop()
+
+
+def test_a_pool_that_is_stopped_or_gave_up_shows_no_more_that_somebody_writes(cache):
+    pool = SamplerPool(cache, draws(), **QUICK)
+    pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+    assert writes(cache)
+    pool.stop()
+    assert not writes(cache)
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(cache, lambda rng: 1 / 0, executor=executor, retries=0, **QUICK)
+        with pytest.raises(ac.SamplerError):
+            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+        assert not writes(cache)
+        pool.stop()
+
+
+def test_of_two_pools_the_last_one_to_end_takes_the_sign_down(cache):
+    with ThreadPoolExecutor(4) as executor:
+        one, two = (SamplerPool(cache, draws(), executor=executor, **QUICK) for _ in range(2))
+        one.stop()
+        assert writes(cache)
+        two.stop()
+    assert not writes(cache)
+
+
+def test_a_killed_pool_shows_nothing_and_neither_do_workers_it_left(cache):
+    def sample_for_ever(path):
+        with SamplerPool(path, draws(), workers=1, progress=False):
+            threading.Event().wait()
+
+    with Child(sample_for_ever, str(cache.path)) as child:
+        wait_until(lambda: segment_files(cache), "a segment")
+        assert writes(cache)
+        child.kill()
+        wait_until(lambda: not writes(cache), "the sign to go")
+
+
 def stop_in_time(pool: SamplerPool) -> None:
     started = time.monotonic()
     pool.stop()

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawing import require_pure, take
-
 from helpers import ramp_rows
 
 import arrowcache as ac

@@ -79,9 +79,12 @@ class SegmentBuilder:
         return self._segment_bytes
 
     @property
-    def most_rows(self) -> int:
-        """How many rows the segment that is being filled may have."""
-        return self._most_rows
+    def expected_rows(self) -> int:
+        """How many rows the segment that is being filled will have, if the next ones are like those there."""
+        nbytes = self._row_bytes * self.rows + sum(self._used_bytes().values())
+        if not self._schema.variable or not nbytes:
+            return self._most_rows
+        return max(self.rows, min(self._most_rows, self._most_bytes * self.rows // nbytes))
 
     def convert(self, sample: Mapping[str, Any], *, many: bool) -> Rows:
         """Check one sample, or many along a leading axis, and convert it to rows.

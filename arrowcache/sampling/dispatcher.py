@@ -53,6 +53,13 @@ class Engine(Protocol):
         """
         ...
 
+    def drawn_rows(self) -> int:
+        """How many rows are drawn and not published, as far as that is seen from here. In any thread.
+
+        Raises: OSError: the cache's folder is gone.
+        """
+        ...
+
     def end(self) -> list[Done]:
         """Stop all tasks and the workers, if they are the engine's; what was published meanwhile.
 

@@ -22,6 +22,7 @@ from arrowcache.sampling.task import Done, Task, run
 from arrowcache.shortage import explaining
 from arrowcache.storage.layout import tasks_listed
 from arrowcache.storage.locks import LockFile
+from arrowcache.storage.progress import seen_samplers, shown_pool
 from arrowcache.storage.store import Store
 
 _PR_SET_PDEATHSIG = 1
@@ -139,6 +140,12 @@ class ExecutorEngine:
             _kill(self._executor)
             self._executor = None
         return failed(task, error)
+
+    def drawn_rows(self) -> int:
+        seen = seen_samplers(self._store.folder.path)
+        return sum(
+            each.rows for each in seen if (each.pool, each.token) == (shown_pool(self._pool), self._token)
+        )
 
     def end(self) -> list[Done]:
         self._watch.close()  # tells the tasks at work to stop

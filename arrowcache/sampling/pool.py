@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 _MOST_SEED_BITS = 128
+_SEEN_SECONDS = 1.0  # between two looks at how far samplers are
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class PoolStats:
 
     `bytes` are of published segments' files, `seconds` since the start, `waiting_seconds` what its
     workers together waited for room, or for training as the cache's pace says; `retries` counts repeated
-    attempts, `failures` tasks given up.
+    attempts, `failures` tasks given up. `drawn_rows` are in no published segment yet, seen at most a second
+    ago; of a pool on other machines, as of Ray, they are not seen: 0.
     """
 
     segments: int
@@ -52,6 +55,7 @@ class PoolStats:
     waiting_seconds: float
     retries: int
     failures: int
+    drawn_rows: int = 0
 
     def __str__(self) -> str:
         return "; ".join(f"{name} {value}" for name, value in self._facts())
@@ -71,6 +75,7 @@ class PoolStats:
                     f"{format_bytes(self.bytes)} in {format_seconds(self.seconds)}{rate}"
                 ),
             ),
+            *([("drawn, not published", format_count(self.drawn_rows, "row"))] if self.drawn_rows else []),
             ("waited to publish", f"{format_seconds(self.waiting_seconds)}, all workers together"),
             (
                 "tasks",
@@ -137,6 +142,8 @@ class Pool:
         self._state = State()
         self._started = time.monotonic()
         self._segments = segments
+        self._engine_drawn_rows = engine.drawn_rows
+        self._seen_rows, self._seen_at = 0, 0.0
         self._reported = 0  # failures that were raised already
         dispatcher = Dispatcher(self._state, engine, name, segments, retries, progress)
         self._thread = threading.Thread(target=dispatcher.run, name="arrowcache-pool", daemon=True)
@@ -153,11 +160,21 @@ class Pool:
     def stats(self) -> PoolStats:
         """What was published so far, and at which cost; in a forked child, until it was forked."""
         if self._state.is_inherited():
-            return self._counted()
+            return self._counted(0)
+        drawn_rows = 0 if self._state.finished else self._drawn_rows()
         with self._state.lock:
-            return self._counted()
+            return self._counted(drawn_rows)
 
-    def _counted(self) -> PoolStats:
+    def _drawn_rows(self) -> int:
+        """Looked up in /proc, which takes milliseconds: once a second."""
+        now = time.monotonic()
+        if not self._seen_at or now - self._seen_at > _SEEN_SECONDS:
+            with suppress(OSError):  # the folder is gone
+                self._seen_rows = self._engine_drawn_rows()
+            self._seen_at = now
+        return self._seen_rows
+
+    def _counted(self, drawn_rows: int) -> PoolStats:
         state = self._state
         return PoolStats(
             segments=state.segments,
@@ -167,6 +184,7 @@ class Pool:
             waiting_seconds=state.waiting_seconds,
             retries=state.retries,
             failures=state.failures,
+            drawn_rows=drawn_rows,
         )
 
     def wait(

@@ -31,6 +31,7 @@ from arrowcache.pickling import unpickled
 from arrowcache.sampling.rows import Rows
 from arrowcache.shortage import explaining
 from arrowcache.storage.locks import LockFile, file_identity
+from arrowcache.storage.progress import Progress
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
@@ -117,6 +118,16 @@ class _Worker:
         self.store: Store = open_store(Path(task.cache), check="structure")
         self._identity, self._form = self._identity_now(), _form(self.store)
         self.builder = SegmentBuilder(*self._form)
+        self._shown: tuple[str, int] | None = None
+        self._progress: Progress | None = None
+
+    def progress_of(self, task: Task) -> Progress | None:
+        """Where this worker shows how far it is: for each pool a page."""
+        pool = task.pool, task.token
+        if self._shown != pool:
+            self._progress = Progress.open(self.store.folder.path, *pool)
+            self._shown = pool
+        return self._progress
 
     def is_for(self, task: Task) -> bool:
         """Whether a task's cache is still the one that is open: another may have its path by now."""
@@ -157,27 +168,48 @@ def _run(task: Task, started: float) -> Done:
     if worker is None or not worker.is_for(task):
         worker = _kept.worker = _Worker(task)
     has_ended = _PoolWatch(worker.store, task)
-    if not draw(worker.sampler, task, worker.builder, has_ended):
-        return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
-    encoded = worker.builder.encode()
-    policy = RoomPolicy("wait", is_cancelled=has_ended, in_background=True)
+    progress = worker.progress_of(task)
     try:
-        published = worker.store.publish(encoded, task.task_name, policy)
-    except Cancelled:
-        return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+        if not draw(worker.sampler, task, worker.builder, has_ended, progress):
+            return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+        encoded = worker.builder.encode()
+
+        def is_cancelled() -> bool:  # asked where there is no room
+            if progress is not None:
+                progress.wait()
+            return has_ended()
+
+        policy = RoomPolicy("wait", is_cancelled=is_cancelled, in_background=True)
+        try:
+            published = worker.store.publish(encoded, task.task_name, policy)
+        except Cancelled:
+            return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+    finally:
+        if progress is not None:
+            progress.end()
     # Even if `published` has no segment: then a worker died between publishing it and saying so.
     seconds = time.monotonic() - started
     return Done(task.number, encoded.rows, encoded.nbytes, seconds, published.waiting_seconds)
 
 
-def draw(sampler: Sampler, task: Task, builder: SegmentBuilder, has_ended: Callable[[], bool]) -> bool:
+def draw(
+    sampler: Sampler,
+    task: Task,
+    builder: SegmentBuilder,
+    has_ended: Callable[[], bool],
+    progress: Progress | None = None,
+) -> bool:
     """Fill a builder with task k's samples, from the first on.
 
+    Args:
+        progress: told of each row.
     Returns: whether the segment is full; False: the pool ended first.
     Raises: SamplerError: a sampler that yields nothing, or no mapping.
     """
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
     builder.clear(*size_of(task.number, builder.full_rows, builder.segment_bytes, ramp=task.ramp))
+    if progress is not None:
+        progress.begin(task.number, builder.expected_rows)
     empty_calls = 0
     while empty_calls < _EMPTY_CALLS:
         samples = iter(sampler(rng))
@@ -193,7 +225,10 @@ def draw(sampler: Sampler, task: Task, builder: SegmentBuilder, has_ended: Calla
                 rows = builder.convert(sample, many=isinstance(sample, Rows))
                 if rows.count:
                     empty_calls = 0
-                if builder.take(rows, 0) < rows.count or builder.is_full:
+                is_full = builder.take(rows, 0) < rows.count or builder.is_full
+                if progress is not None and rows.count:
+                    progress.count(builder.rows, builder.expected_rows)
+                if is_full:
                     return True  # samples that no longer fit are dropped: the next task draws anew
         finally:
             close = getattr(samples, "close", None)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,6 +47,7 @@ _STORE_SHARE = 0.5  # of the smallest object store, for what is in flight
 _AHEAD = 2  # segments a node, beside those being drawn: one being published, one on its way
 _LOOK_SECONDS = 0.1  # whether Ray still runs, at least so often
 _FORCE_SECONDS = 1.0  # of STOP_SECONDS, for what has to be killed
+_PARTS_SECONDS = 1.5  # for tasks to answer with what they have, and again for it to be published
 _LOST = (RayActorError, ActorUnschedulableError)
 
 
@@ -106,7 +107,8 @@ class RayEngine:
         self._workers, self._replicate = workers, replicate
         self._drawing: dict[Future[Done], tuple[Task, Any, Any]] = {}  # -> task, its reference, its file's
         self._publishing: dict[Future[Done], tuple[_Drawn, str]] = {}  # -> segment, node
-        self._asked: Future[int] | None = None  # the node that was asked last
+        self._again: list[int] | None = None  # to be drawn again; None: nobody was asked yet
+        self._asked: Future[Any] | None = None  # the node that was asked last
         self._outcomes: list[tuple[Task, Done]] = []  # that `collect` has not told yet
         self._least: int | None = None  # the next task's number; None: nobody was asked yet
         self._job = ray.get_runtime_context().get_job_id()
@@ -174,8 +176,15 @@ class RayEngine:
     def claim(self, count: int) -> list[Task]:
         return [
             Task("", self._sampler, self._pool, self._seed, number, 0, ramp=self._ramp)
-            for number in self._numbers(count)
+            for number in self._returned(count) or self._numbers(count)
         ]
+
+    def _returned(self, count: int) -> list[int]:
+        """Tasks that an earlier pool published parts of, and that are to be drawn again."""
+        if self._again is None:
+            self._again = self._answer(self._living()[0], "claim_returned", self._pool) or []
+        numbers, self._again = self._again[:count], self._again[count:]
+        return numbers
 
     def _numbers(self, count: int) -> range:
         if self._least is None:  # one that was in a pool without the keeper may be ahead of it
@@ -192,7 +201,12 @@ class RayEngine:
 
     def _claim(self, node: str, count: int, least: int) -> int | None:
         """Have a node claim numbers; the first of them. None: it was lost."""
-        self._asked = self._ask(node, "claim", self._pool, count, least)
+        first: int | None = self._answer(node, "claim", self._pool, count, least)
+        return first
+
+    def _answer(self, node: str, method: str, *arguments: Any) -> Any:
+        """What a node's actor answers; None: it was lost."""
+        self._asked = self._ask(node, method, *arguments)
         if not self._wait([self._asked], ANSWER_SECONDS):
             raise SamplerError(
                 f"the cache of node {node} did not answer in {ANSWER_SECONDS:.0f} s: look at the node with "
@@ -245,7 +259,8 @@ class RayEngine:
         for node in chosen:
             drawn.left.add(node)
             self.nodes[node].at_work += 1
-            answer = self._ask(node, "publish", task.task_name, task.number, drawn.done.rows, drawn.file)
+            name = "" if drawn.done.is_part else task.task_name
+            answer = self._ask(node, "publish", name, task.number, drawn.done.rows, drawn.file)
             self._publishing[answer] = drawn, node
 
     def _finish(self, answer: Future[Done]) -> None:
@@ -312,18 +327,44 @@ class RayEngine:
     def drawn_rows(self) -> int:
         return 0  # what tasks on other nodes have drawn is not seen before it arrives
 
+    def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
+        if self._ended or not self._is_connected():
+            return []
+        deadline = time.monotonic() + STOP_SECONDS
+        unfinished = {*waiting, *(self._again or ())}
+        unfinished |= {task.number for task, _, _ in self._drawing.values()}
+        unfinished |= {drawn.task.number for drawn, _ in self._publishing.values()}
+        published: list[Done] = []
+        try:
+            for _, report, _ in self._drawing.values():
+                ray.cancel(report)  # it answers with what it has
+            drawn, _ = wait(self._drawing, _PARTS_SECONDS)
+            for answer in drawn:
+                self._hand_over(answer)  # what was cancelled before it had anything counts as failed
+            wait(self._publishing, _PARTS_SECONDS)
+            published = self._published_meanwhile()
+            unfinished -= {done.number for done in published if not done.is_part}
+            if unfinished:
+                wait([self._ask(self._living()[0], "give_back", self._pool, [*unfinished])], _FORCE_SECONDS)
+        except (RayError, SamplerError) as error:  # the cluster is gone: those numbers are not drawn again
+            _log.debug("a pool's cluster ended before it: %s", error)
+        return published + self._end(deadline)
+
     def end(self) -> list[Done]:
+        return self._end(time.monotonic() + STOP_SECONDS)
+
+    def _end(self, deadline: float) -> list[Done]:
         if self._ended or not self._is_connected():
             return []
         self._ended = True
-        deadline = time.monotonic() + STOP_SECONDS
         results = []
         try:
             for _, report, _ in self._drawing.values():
                 ray.cancel(report)
             living = [node.actor for node in self.nodes.values() if node.alive]
             stopped = [actor.stop.remote().future() for actor in living]
-            wait([*stopped, *self._publishing, *self._drawing], STOP_SECONDS - _FORCE_SECONDS)
+            left = deadline - time.monotonic()
+            wait([*stopped, *self._publishing, *self._drawing], max(0.0, left - _FORCE_SECONDS))
             results = self._published_meanwhile()
             for _, report, _ in self._drawing.values():  # a sampler that does not listen, as one in C
                 ray.cancel(report, force=True)
@@ -344,7 +385,7 @@ class RayEngine:
                 continue
             self._count(node, done)
             if done.rows:
-                results[drawn.task.number] = done
+                results[drawn.task.number] = replace(done, is_part=drawn.done.is_part)
         return [*results.values()]
 
 

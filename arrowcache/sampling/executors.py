@@ -13,6 +13,7 @@ import ctypes
 import os
 import signal
 import socket
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from typing import Any
 
@@ -20,13 +21,14 @@ from arrowcache.errors import SamplerError
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
 from arrowcache.sampling.task import Done, Task, run
 from arrowcache.shortage import explaining
-from arrowcache.storage.layout import tasks_listed
+from arrowcache.storage.layout import alive_byte, part_byte, tasks_listed
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.progress import seen_samplers, shown_pool
 from arrowcache.storage.store import Store
 
 _PR_SET_PDEATHSIG = 1
 _END_SECONDS = 1.0  # of STOP_SECONDS, for tasks to end by themselves
+_PARTS_SECONDS = 3.0  # of STOP_SECONDS, for tasks to publish what they have
 
 
 class ExecutorEngine:
@@ -67,7 +69,7 @@ class ExecutorEngine:
         with self._store.locked():
             first = claim(self._store, self._pool, 1)
             watch = LockFile(folder.pools / self._pool)
-            watch.try_range(first, 1, exclusive=True)
+            watch.try_range(alive_byte(first), 1, exclusive=True)
         return watch, first
 
     def idle(self) -> int:
@@ -76,19 +78,29 @@ class ExecutorEngine:
     def claim(self, count: int) -> list[Task]:
         """One task: a number that is claimed is soon begun, or a pool that ends leaves gaps."""
         folder = self._store.folder
-        if not self._claimed:
-            with self._store.locked():
+        with self._store.locked():
+            if (again := self._returned()) is not None:
+                numbers = range(again, again + 1)
+            elif self._claimed:
+                numbers, self._claimed = self._claimed, range(0)
+            else:
                 first = folder.claim_tasks(self._pool, 1)
-            self._claimed = range(first, first + 1)
+                numbers = range(first, first + 1)
         if self._store.settings.durable:
             folder.sync_tasks(self._pool)  # before the task begins: it is never done a second time
-        numbers, self._claimed = self._claimed, range(0)
         return [
             Task(
                 str(folder.path), self._sampler, self._pool, self._seed, number, self._token, ramp=self._ramp
             )
             for number in numbers[:count]
         ]
+
+    def _returned(self) -> int | None:
+        """A task that an earlier pool published a part of, and that is to be drawn again."""
+        while (number := self._store.folder.take_returned_task(self._pool)) is not None:
+            if not any(segment.task == f"{self._pool}.{number}" for segment in self._store.segments()):
+                return number
+        return None
 
     def begin(self, task: Task) -> None:
         try:
@@ -149,15 +161,35 @@ class ExecutorEngine:
 
     def end(self) -> list[Done]:
         self._watch.close()  # tells the tasks at work to stop
+        return self._ended(_END_SECONDS, STOP_SECONDS - _END_SECONDS)
+
+    def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
+        self._watch.try_range(part_byte(self._token), 1, exclusive=True)
+        self._watch.unlock_range(alive_byte(self._token), 1)  # tells the tasks to publish what they have
+        wait(self._running, timeout=_PARTS_SECONDS)
+        self._watch.close()
+        unfinished = {*waiting, *self._claimed, *(task.number for task, _ in self._running.values())}
+        left = (STOP_SECONDS - _PARTS_SECONDS) / 2
+        published = self._ended(left, left)
+        unfinished -= {done.number for done in published if not done.is_part}
+        if unfinished:
+            with self._store.locked(_END_SECONDS):
+                self._store.folder.return_tasks(self._pool, unfinished)
+            if self._store.settings.durable:
+                self._store.folder.sync_tasks(self._pool)
+        return published
+
+    def _ended(self, patience_seconds: float, cancelling_seconds: float) -> list[Done]:
+        """End what is at work; what was published."""
         if self._foreign is None:
             if self._executor is not None:
                 _kill(self._executor)  # ends the futures too: loky stumbles over those it finds cancelled
                 self._executor = None
         else:
-            _, at_work = wait(self._running, timeout=_END_SECONDS)
+            _, at_work = wait(self._running, timeout=patience_seconds)
             for future in at_work:
                 future.cancel()  # not before: Dask's are done with that, and their tasks go on
-            wait(at_work, timeout=STOP_SECONDS - _END_SECONDS)
+            wait(at_work, timeout=cancelling_seconds)
         ended, self._running = [*self._running], {}
         results = [f.result() for f in ended if f.done() and not f.cancelled() and f.exception() is None]
         if self._writes is not None:

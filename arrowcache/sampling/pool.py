@@ -229,16 +229,23 @@ class Pool:
                 if asked:
                     raise SamplerError(f"the pool ended with {published}, {' and '.join(asked)} waited for")
 
-    def stop(self) -> None:
-        """End the samplers; what they had not published is discarded. Idempotent.
+    def stop(self, publish: bool = False) -> None:
+        """End the samplers; what they had not published is discarded: nothing is published half. Idempotent.
 
         In a forked child it does nothing: the samplers are the parent's.
+        Args:
+            publish: publish what they have so far, as segments of fewer rows that carry no task's name;
+                the next pool of this name and seed draws those tasks again, from their first sample on.
+                What a sampler has that takes more than some 3 s for its next sample, or that finds no room
+                within that time, is discarded, and drawn again.
         Blocks: until the workers are gone, at most about 5 s; a task of somebody else's executor that
         does not yield within that time is left to end by itself, publishing nothing.
         Raises: SamplerError: tasks were given up, and no `wait` raised it before.
         """
         if self._state.is_inherited():
             return
+        if publish and not self._state.stopping:
+            self._state.with_parts = True
         self._shut_down()
         with self._state.lock:
             self._raise_failures()

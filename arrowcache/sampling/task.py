@@ -8,7 +8,8 @@ publishes nothing; a task that ran twice is published once, because publishing d
 whose task is listed already.
 
 A task stops when its pool does: the pool holds a lock on one byte of its file in pools/, which
-the kernel drops whatever way the pool ends, and the task looks at it a few times a second.
+the kernel drops whatever way the pool ends, and the task looks at it a few times a second. If the pool holds
+another byte still, the task publishes what it has, as a part: without its name, so that it is drawn again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from arrowcache.errors import SamplerError
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.rows import Rows
 from arrowcache.shortage import explaining
+from arrowcache.storage.layout import alive_byte, part_byte
 from arrowcache.storage.locks import LockFile, file_identity
 from arrowcache.storage.progress import Progress
 from arrowcache.storage.recovery import open_store
@@ -90,6 +92,7 @@ class Done:
     `rows` is 0 if it was stopped or failed. `error` is the traceback of what it raised: as text,
     because not every exception survives the way back to the pool's process. `refused`: that was a
     PermissionError; a store that is asked again refuses again, and may lock the account in the end.
+    `is_part`: only a part was published, without the task's name.
     """
 
     number: int
@@ -100,6 +103,7 @@ class Done:
     stopped: bool = False
     error: str = ""
     refused: bool = False
+    is_part: bool = False
 
 
 def failure(task: Task, error: BaseException, seconds: float) -> Done:
@@ -170,18 +174,19 @@ def _run(task: Task, started: float) -> Done:
     has_ended = _PoolWatch(worker.store, task)
     progress = worker.progress_of(task)
     try:
-        if not draw(worker.sampler, task, worker.builder, has_ended, progress):
+        is_part = not draw(worker.sampler, task, worker.builder, has_ended, progress)
+        if is_part and not (worker.builder.rows and has_ended.wants_parts()):
             return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
         encoded = worker.builder.encode()
 
         def is_cancelled() -> bool:  # asked where there is no room
             if progress is not None:
                 progress.wait()
-            return has_ended()
+            return has_ended() and not has_ended.wants_parts()
 
         policy = RoomPolicy("wait", is_cancelled=is_cancelled, in_background=True)
         try:
-            published = worker.store.publish(encoded, task.task_name, policy)
+            published = worker.store.publish(encoded, "" if is_part else task.task_name, policy)
         except Cancelled:
             return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
     finally:
@@ -189,7 +194,9 @@ def _run(task: Task, started: float) -> Done:
             progress.end()
     # Even if `published` has no segment: then a worker died between publishing it and saying so.
     seconds = time.monotonic() - started
-    return Done(task.number, encoded.rows, encoded.nbytes, seconds, published.waiting_seconds)
+    return Done(
+        task.number, encoded.rows, encoded.nbytes, seconds, published.waiting_seconds, is_part=is_part
+    )
 
 
 def draw(
@@ -220,14 +227,15 @@ def draw(
                     raise SamplerError(
                         f"a sampler must yield mappings of field names to values, not {type(sample).__name__}"
                     )
-                if has_ended():
-                    return False
+                is_over = has_ended()
                 rows = builder.convert(sample, many=isinstance(sample, Rows))
                 if rows.count:
                     empty_calls = 0
                 is_full = builder.take(rows, 0) < rows.count or builder.is_full
                 if progress is not None and rows.count:
                     progress.count(builder.rows, builder.expected_rows)
+                if is_over:
+                    return False
                 if is_full:
                     return True  # samples that no longer fit are dropped: the next task draws anew
         finally:
@@ -254,15 +262,20 @@ class _PoolWatch:
         if not self._ended and now - self._looked > _LOOK_SECONDS:
             self._looked = now
             with explaining(self._cache):
-                self._ended = self._is_over()
+                self._ended = not self._is_locked(alive_byte(self._token))
         return self._ended
 
-    def _is_over(self) -> bool:
+    def wants_parts(self) -> bool:
+        """Whether a pool that has ended waits for what its tasks have."""
+        with explaining(self._cache):
+            return self._is_locked(part_byte(self._token))
+
+    def _is_locked(self, byte: int) -> bool:
         try:
             file = LockFile(self._path)
         except FileNotFoundError:  # the cache is gone
-            return True
+            return False
         try:
-            return file.conflict(self._token, 1) is None
+            return file.conflict(byte, 1) is not None
         finally:
             file.close()

@@ -36,6 +36,7 @@ import arrowcache as ac
 from arrowcache import SamplerPool
 from arrowcache.sampling.pool import Pool
 from arrowcache.sampling.task import Done, Task
+from arrowcache.storage.progress import seen_samplers
 
 QUICK = {"progress": False, "workers": 2}
 STOP_SECONDS = 10.0  # the pool's own bounds are shorter; a busy machine gets some grace
@@ -513,6 +514,135 @@ def test_stats_count_what_was_published(cache):
     assert stats.waiting_seconds >= 0
 
 
+# what was drawn when it is stopped
+
+
+def slow_after(rows):
+    """A sampler of `draws()` that takes its time after so many rows of a task."""
+
+    def sampler(rng):
+        for number in itertools.count():
+            if number >= rows:
+                time.sleep(0.02)
+            yield row(int(rng.integers(1 << 20)))
+
+    return full(sampler)
+
+
+def stream(number: int, rows: int, seed: int = 0) -> list[int]:
+    """The first ids of a task of `draws()`, by the documented formula."""
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
+    return [int(rng.integers(1 << 20)) for _ in range(rows)]
+
+
+def drawn(cache) -> list[int]:
+    """How many rows samplers have drawn and not published; at least 0 for each of two."""
+    return sorted([0, 0, *(each.rows for each in seen_samplers(cache.path) if each.rows)])[-2:]
+
+
+def parts(cache) -> list[list[int]]:
+    """The ids of segments that carry no task's name."""
+    return [read_ids(path) for path in segment_files(cache) if path.stem.endswith("-")]
+
+
+EXECUTORS = {
+    "its own": lambda: None,
+    "threads": lambda: ThreadPoolExecutor(2),
+    "processes": lambda: ProcessPoolExecutor(2, mp_context=get_context("forkserver")),
+}
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A cache whose full segments take a slow sampler for ever."""
+    return make_cache(tmp_path / "large", segment_rows=1000, segment_bytes="2MiB", capacity="32MiB")
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS])
+def test_stop_may_publish_what_was_drawn_and_the_next_pool_draws_those_tasks_again(large, executor):
+    executor = EXECUTORS[executor]()
+    pool = SamplerPool(large, slow_after(5), executor=executor, **QUICK)
+    wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
+    stop_in_time(pool, publish=True)
+    found = sorted(parts(large), key=lambda ids: ids[0] == stream(1, 1)[0])
+    assert found == [stream(number, len(ids)) for number, ids in enumerate(found)], "the first of each task"
+    assert [len(ids) >= 5 for ids in found] == [True, True]
+    assert (pool.stats().segments, pool.stats().rows) == (2, sum(map(len, found)))
+    assert tasks(large) == {}, "no part has a task's name"
+    with SamplerPool(large, draws(), executor=executor, segments=3, **QUICK) as again:
+        again.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(large)) == [0, 1, 2]
+    with SamplerPool(large, draws(), executor=executor, segments=1, **QUICK) as later:
+        later.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(large)) == [0, 1, 2, 3], "once"
+    if executor is not None:
+        executor.shutdown()
+    assert large.verify() == []
+
+
+def test_stop_alone_publishes_nothing_half_and_its_tasks_are_passed_over(large):
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(large, slow_after(5), executor=executor, **QUICK)
+        wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
+        pool.stop()
+        pool.stop(publish=True)  # too late: they have ended
+        assert segment_files(large) == []
+        with SamplerPool(large, draws(), executor=executor, segments=1, **QUICK) as later:
+            later.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(large)) == [2]
+
+
+def test_what_a_stuck_sampler_has_is_discarded_in_time_and_drawn_again(large, tmp_path, monkeypatch):
+    monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
+    gate = tmp_path / "gate"
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(large, full(gated(tmp_path, gate)), executor=executor, **QUICK)
+        wait_until(lambda: pool.stats().drawn_rows == 2, "both workers at work")
+        stop_in_time(pool, publish=True)
+        gate.touch()
+        assert segment_files(large) == []
+        with SamplerPool(large, draws(), executor=executor, segments=2, **QUICK) as again:
+            again.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(large)) == [0, 1]
+
+
+def test_a_task_that_waits_to_be_tried_again_is_left_to_the_next_pool(cache, monkeypatch):
+    monkeypatch.setattr("arrowcache.sampling.dispatcher._BACKOFF_SECONDS", 1000.0)
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(cache, lambda rng: 1 / 0, executor=executor, segments=3, **QUICK)
+        wait_until(lambda: pool.stats().retries == 3, "all tasks to have failed once")
+        pool.stop(publish=True)
+        with SamplerPool(cache, draws(), executor=executor, segments=3, **QUICK) as again:
+            again.wait(timeout=DEADLINE_SECONDS)
+    assert tasks(cache) == {number: expected(number) for number in range(3)}
+
+
+def test_a_segment_that_waits_for_room_is_drawn_again(cache, monkeypatch):
+    monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
+    publish(cache, 30)
+    with ThreadPoolExecutor(2) as executor:
+        with cache.snapshot():
+            pool = SamplerPool(cache, full(draws()), executor=executor, **QUICK)
+            wait_until(lambda: cache.stats().waiting_writers == 2, "both to wait")
+            stop_in_time(pool, publish=True)
+            before = sorted(tasks(cache))
+        with SamplerPool(cache, full(draws()), executor=executor, segments=2, **QUICK) as again:
+            again.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(cache)) == [*range(len(before) + 2)], "without a gap, whichever two had waited"
+
+
+def test_a_task_to_be_drawn_again_that_is_published_after_all_is_passed_over(cache):
+    with ThreadPoolExecutor(2) as executor:
+        options = {"executor": executor, **QUICK}
+        with SamplerPool(cache, draws(), segments=3, **options) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+        with cache.store.locked():
+            cache.store.folder.return_tasks("default.0", [1])
+        with SamplerPool(cache, draws(), segments=1, **options) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(cache)) == [0, 1, 2, 3]
+
+
 # the sign that somebody writes
 
 
@@ -570,9 +700,9 @@ def test_a_killed_pool_shows_nothing_and_neither_do_workers_it_left(cache):
         wait_until(lambda: not writes(cache), "the sign to go")
 
 
-def stop_in_time(pool: SamplerPool) -> None:
+def stop_in_time(pool: SamplerPool, **options: bool) -> None:
     started = time.monotonic()
-    pool.stop()
+    pool.stop(**options)
     assert time.monotonic() - started < STOP_SECONDS
 
 
@@ -702,6 +832,12 @@ class Engine:
         time.sleep(0.01)
         begun, self.begun = self.begun, []
         return [(task, Done(task.number, 1, 1, 0.0, 0.0)) for task in begun]
+
+    def drawn_rows(self) -> int:
+        return 0
+
+    def end_with_parts(self, waiting) -> list[Done]:
+        return self.end()
 
     def end(self) -> list[Done]:
         self.ends += 1

@@ -36,7 +36,7 @@ from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
 from arrowcache.ray.drawing import Form, draw_segment
 from arrowcache.ray.ingest import GROUPS, Ingest, Opened
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
-from arrowcache.sampling.task import Done, Task
+from arrowcache.sampling.task import Done, Task, digest_of
 from arrowcache.units import format_bytes
 
 _log = logging.getLogger("arrowcache")
@@ -103,7 +103,9 @@ class RayEngine:
         ramp: bool = True,
     ) -> None:
         self._ramp = ramp
-        self._sampler, self._seed, self._pool = sampler, seed, pool
+        self._sampler: Any = ray.put(sampler)  # once, and from there to each node that draws
+        self._digest = digest_of(sampler)
+        self._seed, self._pool = seed, pool
         self._workers, self._replicate = workers, replicate
         self._drawing: dict[Future[Done], tuple[Task, Any, Any]] = {}  # -> task, its reference, its file's
         self._publishing: dict[Future[Done], tuple[_Drawn, str]] = {}  # -> segment, node
@@ -175,7 +177,7 @@ class RayEngine:
 
     def claim(self, count: int) -> list[Task]:
         return [
-            Task("", self._sampler, self._pool, self._seed, number, 0, ramp=self._ramp)
+            Task("", b"", self._pool, self._seed, number, 0, ramp=self._ramp, digest=self._digest)
             for number in self._returned(count) or self._numbers(count)
         ]
 
@@ -220,7 +222,7 @@ class RayEngine:
 
     def begin(self, task: Task) -> None:
         with self._asking_ray():
-            report, file = self._draw.remote(task, self._form)
+            report, file = self._draw.remote(task, self._form, self._sampler)
             self._drawing[report.future()] = task, report, file
 
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:

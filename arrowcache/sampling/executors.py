@@ -15,11 +15,12 @@ import signal
 import socket
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from dataclasses import replace
 from typing import Any
 
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
-from arrowcache.sampling.task import Done, Task, run
+from arrowcache.sampling.task import Done, Task, digest_of, run
 from arrowcache.shortage import explaining
 from arrowcache.storage.layout import alive_byte, part_byte, tasks_listed
 from arrowcache.storage.locks import LockFile
@@ -54,6 +55,8 @@ class ExecutorEngine:
     ) -> None:
         self._store, self._workers, self._pool = store, workers, pool
         self._sampler, self._seed, self._ramp = sampler, seed, ramp
+        self._digest = digest_of(sampler)
+        self._to_be_sent = workers  # tasks that bring the sampler unasked: one for each worker that begins
         self._foreign = executor
         self._executor: Executor | None = executor
         self._running: dict[Future[Done], tuple[Task, Executor]] = {}
@@ -90,7 +93,14 @@ class ExecutorEngine:
             folder.sync_tasks(self._pool)  # before the task begins: it is never done a second time
         return [
             Task(
-                str(folder.path), self._sampler, self._pool, self._seed, number, self._token, ramp=self._ramp
+                cache=str(folder.path),
+                sampler=b"",
+                pool=self._pool,
+                seed=self._seed,
+                number=number,
+                token=self._token,
+                ramp=self._ramp,
+                digest=self._digest,
             )
             for number in numbers[:count]
         ]
@@ -103,10 +113,18 @@ class ExecutorEngine:
         return None
 
     def begin(self, task: Task) -> None:
+        if self._to_be_sent:
+            self._to_be_sent -= 1
+            self._submit(task, replace(task, sampler=self._sampler))
+        else:
+            self._submit(task, task)
+
+    def _submit(self, task: Task, sent: Task) -> None:
+        """Have a task run, which is sent with the sampler, or without it."""
         try:
             if self._executor is None:
                 self._executor = _own_processes(self._workers)
-            self._running[self._executor.submit(run, task)] = task, self._executor
+            self._running[self._executor.submit(run, sent)] = task, self._executor
         except BrokenExecutor as error:
             assert self._executor is not None
             self._lost.append(self._lose(task, self._executor, error))
@@ -121,6 +139,7 @@ class ExecutorEngine:
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
         ended, self._lost = self._lost, []
         done, _ = wait(self._running, 0 if ended else timeout_seconds, FIRST_COMPLETED)
+        lacking: list[Task] = []
         for future in done:
             task, executor = self._running[future]
             try:
@@ -130,9 +149,14 @@ class ExecutorEngine:
             except BaseException as error:  # noqa: BLE001  # an executor may raise anything
                 ended.append(failed(task, error))
             else:
-                ended.append(failed(task, _elsewhere(task)) if result.stopped else (task, result))
+                if result.lacks_sampler:  # of a worker that began later, or was begun anew
+                    lacking.append(task)
+                else:
+                    ended.append(failed(task, _elsewhere(task)) if result.stopped else (task, result))
         for future in done:  # none of them where `_lose` raises: `end` counts them then
             del self._running[future]
+        for task in lacking:
+            self._submit(task, replace(task, sampler=self._sampler))
         return ended
 
     def _lose(self, task: Task, executor: Executor, error: BrokenExecutor) -> tuple[Task, Done]:

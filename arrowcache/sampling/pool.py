@@ -306,7 +306,10 @@ class SamplerPool(Pool):
         retries: how often a failing task is tried again, with backoff, before it is given up; after a
             PermissionError never.
         progress: show a bar; None: if stderr is a terminal.
+        every_rank: allow a pool on each local rank of a distributed job. False: only on the first.
     Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled.
+        ValueError: LOCAL_RANK, as torchrun, Accelerate and Lightning set it, says that this is not the first
+        rank of its node: there it would be one pool a rank.
     """
 
     def __init__(
@@ -320,7 +323,10 @@ class SamplerPool(Pool):
         segments: int | None = None,
         retries: int = 3,
         progress: bool | None = None,
+        every_rank: bool = False,
     ) -> None:
+        if not every_rank:
+            _require_first_rank(workers)
         store = store_of(cache)
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
@@ -329,3 +335,16 @@ class SamplerPool(Pool):
             store, plan.sampler, plan.workers, plan.seed, plan.pool, executor, ramp=plan.ramp
         )
         super().__init__(engine, name, plan.segments, plan.retries, progress)
+
+
+def _require_first_rank(workers: int) -> None:
+    """Make sure that a script that runs once a rank has one pool on a node, not one on each rank."""
+    rank, ranks = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if rank.isdecimal() and int(rank) > 0:
+        of = f" of {ranks}" if ranks else ""
+        raise ValueError(
+            f"this is local rank {rank}{of}, and the script runs once a rank: a pool on each would have {workers} "
+            "workers for every rank. Make one a node, where int(os.environ['LOCAL_RANK']) == 0, and use "
+            "contextlib.nullcontext() in its place on the other ranks, whose loaders read what it publishes; "
+            "or pass every_rank=True"
+        )

@@ -14,10 +14,12 @@ another byte still, the task publishes what it has, as a part: without its name,
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +67,8 @@ def size_of(number: int, full_rows: int, segment_bytes: int, *, ramp: bool = Tru
 class Task:
     """What a worker needs to know: plain values, pickled small.
 
+    `sampler` is the pickled sampler, or empty for a worker that has it: it knows it by `digest`, or says that
+    it does not, and is sent the task again. So it travels about once a worker.
     `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks; `tries`
     those that failed before: Dask answers a call that equals an earlier one with what came of that.
     `ramp`: early tasks fill small segments.
@@ -78,6 +82,7 @@ class Task:
     token: int
     tries: int = 0
     ramp: bool = True
+    digest: bytes = b""
 
     @property
     def task_name(self) -> str:
@@ -92,7 +97,8 @@ class Done:
     `rows` is 0 if it was stopped or failed. `error` is the traceback of what it raised: as text,
     because not every exception survives the way back to the pool's process. `refused`: that was a
     PermissionError; a store that is asked again refuses again, and may lock the account in the end.
-    `is_part`: only a part was published, without the task's name.
+    `is_part`: only a part was published, without the task's name. `lacks_sampler`: nothing was done, for want
+    of it.
     """
 
     number: int
@@ -104,6 +110,32 @@ class Done:
     error: str = ""
     refused: bool = False
     is_part: bool = False
+    lacks_sampler: bool = False
+
+
+def digest_of(sampler: bytes) -> bytes:
+    """What tells pickled samplers apart."""
+    return hashlib.blake2b(sampler, digest_size=16).digest()
+
+
+_samplers: OrderedDict[bytes, bytes] = OrderedDict()  # pickled, by digest; of the process
+_samplers_lock = threading.Lock()
+_MOST_SAMPLERS = 8
+
+
+def _pickled_sampler(task: Task) -> bytes | None:
+    """A task's sampler, from the task itself or one before it; None: none brought it."""
+    if task.sampler and not task.digest:
+        return task.sampler
+    with _samplers_lock:
+        if task.sampler:
+            _samplers[task.digest] = task.sampler
+        if task.digest not in _samplers:
+            return None
+        _samplers.move_to_end(task.digest)
+        while len(_samplers) > _MOST_SAMPLERS:
+            _samplers.popitem(last=False)
+        return _samplers[task.digest]
 
 
 def failure(task: Task, error: BaseException, seconds: float) -> Done:
@@ -116,9 +148,9 @@ def failure(task: Task, error: BaseException, seconds: float) -> Done:
 class _Worker:
     """What a worker keeps between tasks: the unpickled sampler, the open cache, the builder."""
 
-    def __init__(self, task: Task) -> None:
-        self._key = (task.cache, task.sampler)
-        self.sampler: Sampler = unpickled(task.sampler)
+    def __init__(self, task: Task, sampler: bytes) -> None:
+        self._key = (task.cache, sampler)
+        self.sampler: Sampler = unpickled(sampler)
         self.store: Store = open_store(Path(task.cache), check="structure")
         self._identity, self._form = self._identity_now(), _form(self.store)
         self.builder = SegmentBuilder(*self._form)
@@ -133,9 +165,9 @@ class _Worker:
             self._shown = pool
         return self._progress
 
-    def is_for(self, task: Task) -> bool:
+    def is_for(self, task: Task, sampler: bytes) -> bool:
         """Whether a task's cache is still the one that is open: another may have its path by now."""
-        if (task.cache, task.sampler) != self._key:
+        if (task.cache, sampler) != self._key:
             return False
         try:
             with explaining(self.store.folder.path):
@@ -168,9 +200,12 @@ def run(task: Task) -> Done:
 
 
 def _run(task: Task, started: float) -> Done:
+    sampler = _pickled_sampler(task)
+    if sampler is None:
+        return Done(task.number, 0, 0, 0.0, 0.0, lacks_sampler=True)
     worker: _Worker | None = getattr(_kept, "worker", None)
-    if worker is None or not worker.is_for(task):
-        worker = _kept.worker = _Worker(task)
+    if worker is None or not worker.is_for(task, sampler):
+        worker = _kept.worker = _Worker(task, sampler)
     has_ended = _PoolWatch(worker.store, task)
     progress = worker.progress_of(task)
     try:

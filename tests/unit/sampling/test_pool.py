@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import signal
 import threading
 import time
@@ -215,6 +216,68 @@ def test_a_ramp_that_is_no_flag_fails_in_the_constructor(cache):
         SamplerPool(cache, sampler, **QUICK)
 
 
+class Counting(ProcessPoolExecutor):
+    """Counts the bytes of what it sends to its processes."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers, mp_context=get_context("forkserver"))
+        self.nbytes: list[int] = []
+
+    def submit(self, function, /, *arguments, **options):
+        self.nbytes.append(len(pickle.dumps((function, arguments, options))))
+        return super().submit(function, *arguments, **options)
+
+
+def heavy(weights: bytes):
+    """A sampler of `draws()` that is large when it is pickled."""
+
+    def sampler(rng):
+        assert len(weights) == 1 << 20
+        while True:
+            yield row(int(rng.integers(1 << 20)))
+
+    return sampler
+
+
+def test_a_sampler_travels_about_once_a_worker_and_its_tasks_are_small(cache):
+    with Counting(2) as executor:
+        sampler = heavy(os.urandom(1 << 20))
+        with SamplerPool(cache, sampler, executor=executor, segments=20, **QUICK) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+            assert (pool.stats().segments, pool.stats().retries) == (20, 0)
+    large = [nbytes for nbytes in executor.nbytes if nbytes > 1000]
+    assert 2 <= len(large) <= 4, "once for each worker, and again for one that the first tasks passed by"
+    assert len(executor.nbytes) - len(large) >= 16
+    assert tasks(cache) == {number: expected(number) for number in range(20)}
+
+
+def test_a_worker_that_begins_later_asks_for_the_sampler(cache):
+    """The first pool's tasks leave nothing to processes that begin after them."""
+    with Counting(1) as executor:
+        sampler = heavy(bytes(1 << 20))
+        pool = SamplerPool(cache, sampler, executor=executor, workers=1, progress=False)
+        pool.wait(segments=3, timeout=DEADLINE_SECONDS)
+        first = [nbytes for nbytes in executor.nbytes if nbytes > 1000]
+        pool.stop()
+        assert len(first) == 1
+        assert executor.submit(_forget_samplers).result(DEADLINE_SECONDS) >= 1
+        executor.nbytes.clear()
+        with SamplerPool(cache, sampler, executor=executor, segments=3, workers=1, progress=False) as pool:
+            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+            executor.submit(_forget_samplers).result(DEADLINE_SECONDS)
+            pool.wait(timeout=DEADLINE_SECONDS)
+            assert pool.stats().retries == 0
+
+
+def _forget_samplers() -> int:
+    """What a new process is like."""
+    from arrowcache.sampling import task
+
+    count = len(task._samplers)
+    task._samplers.clear()
+    return count
+
+
 # failures
 
 
@@ -367,6 +430,70 @@ def test_a_sampler_that_cannot_be_pickled_fails_in_the_constructor(cache):
 def test_a_wrong_argument_fails_in_the_constructor(cache, options, error, words):
     with pytest.raises(error, match=words):
         SamplerPool(**{"cache": cache, "sample": draws(), "progress": False, **options})
+
+
+# under torchrun
+
+
+@pytest.mark.parametrize("ranks", ["4", None])
+def test_a_pool_on_any_but_the_first_local_rank_says_how_to_have_one_a_node(cache, monkeypatch, ranks):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    else:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"local rank 1.*LOCAL_RANK'\]\) == 0.*every_rank=True") as caught:
+        SamplerPool(cache, draws(), **QUICK)
+    assert ("rank 1 of 4," in str(caught.value)) == (ranks is not None)
+    assert not (cache.path / "pools" / "default.0").exists()
+    with SamplerPool(cache, draws(), segments=1, every_rank=True, **QUICK) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize("rank", ["0", "", "strange", None])
+def test_the_first_local_rank_and_a_script_without_ranks_have_a_pool(cache, monkeypatch, rank):
+    if rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    with (
+        ThreadPoolExecutor(1) as executor,
+        SamplerPool(cache, draws(), segments=1, executor=executor, **QUICK) as pool,
+    ):
+        pool.wait(timeout=DEADLINE_SECONDS)
+
+
+_RANK = """
+import contextlib, os, sys
+import numpy as np
+import arrowcache as ac
+rank = int(os.environ["LOCAL_RANK"])
+
+def sample(rng):
+    while True:
+        yield {"id": int(rng.integers(1 << 20)), "image": np.zeros((16, 16), np.float32)}
+
+is_first = rank == 0
+pool = ac.SamplerPool(sys.argv[1], sample, workers=1) if is_first else contextlib.nullcontext()
+with pool, ac.Loader(sys.argv[1], 8, rank=rank, world_size=2, run_id="job", timeout=60) as loader:
+    batches = loader.repeat()
+    print(sum(len(next(batches)["id"]) for _ in range(3)), flush=True)
+    input()
+"""
+
+
+def test_the_documented_way_under_torchrun_has_one_pool_and_rows_on_every_rank(cache, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with Script(_RANK, cache.path) as first:
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with Script(_RANK, cache.path) as second:
+            assert first.line() == second.line() == "24"
+            assert len({(seen.pool, seen.token) for seen in seen_samplers(cache.path)}) == 1
+            for script in (first, second):
+                script.say("done")
+                assert script.end()[0] == 0
+    assert os.listdir(cache.path / "pools") == ["default.0"]
 
 
 # killed workers

@@ -102,7 +102,7 @@ def parquet(files: Path, folder: Path) -> list[tuple[float, float]]:
 
     def fill(numbers: range) -> None:
         for number in numbers:
-            done = run(Task(str(cache.path), packed, "default.0", 0, number, 0))
+            done = run(Task(str(cache.path), packed, "default.0", 0, number, 0, ramp=False))
             assert done.rows == SEGMENT_ROWS, done
 
     def read(groups: list[tuple[str, int]]) -> None:

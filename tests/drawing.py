@@ -38,7 +38,8 @@ def take(source: Any, count: int, seed: int = 0) -> list[dict[str, Any]]:
 def digest(source: Any, number: int, seed: int, rows: int = 50) -> str:
     """The content of task `number`, every byte of its segment, as a digest."""
     builder = SegmentBuilder(source.schema, rows, 1 << 20)
-    assert draw(source, Task("", b"", f"default.{seed}", seed, number, token=0), builder, lambda: False)
+    task = Task("", b"", f"default.{seed}", seed, number, token=0, ramp=False)
+    assert draw(source, task, builder, lambda: False)
     return hashlib.sha256(b"".join(builder.encode().pieces)).hexdigest()
 
 

@@ -43,6 +43,17 @@ def sample(number: int) -> dict[str, Any]:
     return {"id": number, "image": image}
 
 
+def ramp_rows(number: int, full_rows: int = 16) -> int:
+    """Rows of a pool's task, by the documented formula: early ones fill small segments."""
+    return max(1, full_rows >> max(0, 10 - number))
+
+
+def full(sampler: Any) -> Any:
+    """The sampler, which asks for full segments from the first task on."""
+    sampler.ramp = False
+    return sampler
+
+
 @contextmanager
 def held_by_another_thread(*locks: Any) -> Iterator[None]:
     """As a thread finds locks that another one has."""

@@ -54,14 +54,37 @@ class SegmentBuilder:
         self._element_bytes = {name: segment.element_bytes(kind) for name, kind in schema.variable.items()}
         self.clear()
 
-    def clear(self) -> None:
-        """Forget the rows; buffers of variable length are made anew, the others reused."""
+    def clear(self, most_rows: int | None = None, most_bytes: int | None = None) -> None:
+        """Forget the rows; buffers of variable length are made anew, the others reused.
+
+        Args:
+            most_rows: of the segment that begins now, where it is not to be a full one.
+            most_bytes: likewise, of its rows together; its first row is taken anyway.
+        """
+        self._most_rows = self._full_rows if most_rows is None else min(most_rows, self._full_rows)
+        self._most_bytes = self._segment_bytes if most_bytes is None else most_bytes
         self.rows = 0
         self._data = {name: bytearray() for name in self._schema.variable}
 
     @property
     def is_full(self) -> bool:
-        return self.rows == self._full_rows
+        return self.rows == self._most_rows
+
+    @property
+    def full_rows(self) -> int:
+        return self._full_rows
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._segment_bytes
+
+    @property
+    def expected_rows(self) -> int:
+        """How many rows the segment that is being filled will have, if the next ones are like those there."""
+        nbytes = self._row_bytes * self.rows + sum(self._used_bytes().values())
+        if not self._schema.variable or not nbytes:
+            return self._most_rows
+        return max(self.rows, min(self._most_rows, self._most_bytes * self.rows // nbytes))
 
     def convert(self, sample: Mapping[str, Any], *, many: bool) -> Rows:
         """Check one sample, or many along a leading axis, and convert it to rows.
@@ -115,15 +138,17 @@ class SegmentBuilder:
 
     def take(self, rows: Rows, start: int) -> int:
         """Copy rows[start:] in, as many as fit; returns how many, 0 when the segment is full."""
-        count = min(rows.count - start, self._full_rows - self.rows)
+        count = min(rows.count - start, self._most_rows - self.rows)
         used = self._used_bytes()
         if rows.variable:
-            room = self._segment_bytes - self._empty_bytes - self._row_bytes * self.rows
+            room = min(self._most_bytes, self._segment_bytes - self._empty_bytes)
+            room -= self._row_bytes * self.rows
             variable_bytes = sum(used.values())
             added = np.cumsum(rows.variable_bytes[start : start + count])
             needed = added + self._row_bytes * np.arange(1, count + 1)
             fits = (needed <= room - variable_bytes) & (added <= segment.MAX_ELEMENTS - variable_bytes)
-            count = int(np.count_nonzero(fits))  # sizes only rise
+            is_first = self.rows == 0 and count > 0  # `convert` saw to it that any one row fits a segment
+            count = max(int(np.count_nonzero(fits)), int(is_first))  # sizes only rise
         stop = self.rows + count
         for name, array in rows.fixed.items():
             self._fixed[name][self.rows : stop] = array[start : start + count]

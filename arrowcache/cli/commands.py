@@ -80,6 +80,7 @@ def info(cache: CachePath, json: AsJson = False) -> None:
     stats, row_bytes = seen.stats, seen.stats.published_bytes // max(1, seen.stats.rows)
     users = {
         "leases": [dataclasses.asdict(lease) for lease in seen.leases],
+        "samplers": [dataclasses.asdict(sampler) for sampler in seen.samplers],
         "waiting": [dataclasses.asdict(writer) for writer in seen.waiting],
         "loaders": [dataclasses.asdict(loader) for loader in seen.loaders],
     }
@@ -113,6 +114,7 @@ def info(cache: CachePath, json: AsJson = False) -> None:
             ("headroom", f"{settings.headroom:.0%}"),
             ("durable", "yes" if settings.durable else "no"),
             ("leased", f"{format_bytes(stats.leased_bytes)}, {format_count(len(seen.leases), 'lease')}"),
+            ("samplers at work", len(seen.samplers)),
             ("waiting writers", len(seen.waiting)),
             ("loaders", len(seen.loaders)),
             ("quarantined", stats.quarantined),
@@ -131,6 +133,9 @@ def _users(seen: Observation) -> Iterator[tuple[str, str]]:
         yield "lease", f"{who}: {count} ({lease.first_seq} to {lease.last_seq})"
     for writer in seen.waiting:
         yield "waiting writer", f"pid {writer.pid} ({writer.command}): {writer.why}"
+    for sampler in seen.samplers:
+        drawn = f"{sampler.rows} of {format_count(sampler.full_rows, 'row')} of {sampler.pool}.{sampler.task}"
+        yield "sampler", f"pid {sampler.pid} ({sampler.command}): has drawn {drawn}"
     for loader in seen.loaders:
         batches = format_count(loader.batches, "batch", "batches")
         yield "loader", f"pid {loader.pid} ({loader.command}): {batches}, bottleneck {loader.bottleneck}"

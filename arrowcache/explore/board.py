@@ -19,6 +19,7 @@ WAITING_COLUMNS = ["process", "command", "waiting", "why"]
 LOADER_COLUMNS = [
     "process", "command", "epochs", "batches", "delivered", "now", "stall", "stall now", "bottleneck",
 ]  # fmt: skip
+SAMPLER_COLUMNS = ["process", "command", "task", "drawn, not published", "last row"]
 _POINTS = 120
 
 
@@ -30,7 +31,8 @@ def board_of(history: History, error: str | None = None, path: object = "") -> d
         path: of the cache; shown if there was no look yet.
     Returns: `path`, `time`, `looks`, `is_live` (whoever shows it goes on looking), `error`, `fill` (None
         before the first look), `rates` (of RATES, with `values` in bytes a second, oldest first; the first
-        look knows none), and the tables `leases`, `waiting` and `loaders`, of `columns` and `rows`.
+        look knows none), and the tables `leases`, `samplers`, `waiting` and `loaders`, of `columns` and
+        `rows`.
     """
     seen = history.last
     return {
@@ -42,6 +44,7 @@ def board_of(history: History, error: str | None = None, path: object = "") -> d
         "fill": None if seen is None else _fill(seen),
         "rates": _rates(history),
         "leases": {"columns": LEASE_COLUMNS, "rows": [] if seen is None else _leases(seen)},
+        "samplers": {"columns": SAMPLER_COLUMNS, "rows": [] if seen is None else _samplers(seen)},
         "waiting": {"columns": WAITING_COLUMNS, "rows": [] if seen is None else _waiting(seen)},
         "loaders": {"columns": LOADER_COLUMNS, "rows": [] if seen is None else _loaders(history, seen)},
     }
@@ -100,6 +103,20 @@ def _waiting(seen: Observation) -> list[list[str]]:
     return [
         [str(writer.pid), writer.command, format_seconds(seen.time - writer.since), writer.why]
         for writer in seen.waiting
+    ]
+
+
+def _samplers(seen: Observation) -> list[list[str]]:
+    return [
+        [
+            str(sampler.pid),
+            sampler.command,
+            f"{sampler.pool}.{sampler.task}",
+            f"{sampler.rows} of {format_count(sampler.full_rows, 'row')}"
+            + ("; waits to publish" if sampler.is_waiting else ""),
+            "none" if sampler.last_row_seconds is None else f"{format_seconds(sampler.last_row_seconds)} ago",
+        ]
+        for sampler in seen.samplers
     ]
 
 

@@ -1,9 +1,9 @@
 """Observation: what one sees of a cache at one moment from outside, whichever processes use it.
 
 The folder says what is published, the kernel's locks who leases and who waits, /proc which processes those
-are, and panels (reading/panel.py) how their loaders do. Nothing is leased, and nobody has to cooperate:
-cache.lock is held for as long as a listing takes. Processes of other users hold leases that are counted,
-but not named; their loaders are not seen.
+are, and their pages how loaders (reading/panel.py) and samplers (storage/progress.py) do. Nothing is leased,
+and nobody has to cooperate: cache.lock is held for as long as a listing takes. Processes of other users hold
+leases that are counted, but not named; their loaders and samplers are not seen.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arrowcache.reading.panel import PANEL_LINK, Readout, read_panel
+from arrowcache.reading.panel import PANEL, Readout, parse_panel
 from arrowcache.reading.stats import STAGES, bottleneck_of
 from arrowcache.storage.layout import WAIT, SegmentInfo
 from arrowcache.storage.locks import Holder, file_identity, flock_holders, range_holders
 from arrowcache.storage.overview import CacheStats
+from arrowcache.storage.page import seen_pages
 from arrowcache.storage.processes import OpenFile, command, open_files, started
+from arrowcache.storage.progress import PROGRESS, State, seen_samplers
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.store import LOCK_TIMEOUT_SECONDS, Store
 
@@ -84,6 +86,24 @@ class SeenLoader:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplerAtWork:
+    """A sampler that is at a task, of which it has drawn `rows` of about `full_rows`, none of them published.
+
+    `last_row_seconds` is since it drew its last row; None: it has drawn none. `is_waiting`: the segment is
+    full, and waits for room, or for training. Samplers of other machines, as Ray's, are not seen.
+    """
+
+    pid: int
+    command: str
+    pool: str
+    task: int
+    rows: int
+    full_rows: int
+    last_row_seconds: float | None
+    is_waiting: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """A cache at one moment, `time` in seconds since 1970, `clock` by `time.monotonic`.
 
@@ -99,6 +119,7 @@ class Observation:
     leases: tuple[HeldLease, ...]
     waiting: tuple[WaitingWriter, ...]
     loaders: tuple[SeenLoader, ...]
+    samplers: tuple[SamplerAtWork, ...] = ()
 
 
 def observe(
@@ -119,7 +140,7 @@ def observe(
     identity = file_identity(os.stat(store.folder.path))
     survey = store.survey(lock_timeout)
     now, clock = time.time(), time.monotonic()
-    mine = {store.folder.lease_lock.name, PANEL_LINK.rpartition("/")[2]}
+    mine = {store.folder.lease_lock.name, *(kind.link.rpartition("/")[2] for kind in (PANEL, PROGRESS))}
     files = [file for file in open_files() if file.link.rpartition("/")[2] in mine]
     holders = range_holders(store.folder.lease_lock, files)
     still_leased = store.leased(survey.segments)
@@ -140,6 +161,7 @@ def observe(
         leases=tuple(sorted(leases, key=lambda lease: (lease.first_seq, lease.last_seq, lease.pid or 0))),
         waiting=_waiting(store, survey.segments, holders),
         loaders=_loaders(files, identity),
+        samplers=_samplers(files, store.folder.path),
     )
 
 
@@ -214,23 +236,26 @@ def _why(listed: Sequence[SegmentInfo], holders: Sequence[Holder]) -> str:
 
 
 def _loaders(files: Sequence[OpenFile], cache: tuple[int, int]) -> tuple[SeenLoader, ...]:
-    found: dict[int, tuple[OpenFile, Readout]] = {}
-    for file in files:
-        if file.link != PANEL_LINK:
-            continue
-        path = f"/proc/{file.pid}/fd/{file.fd}"
-        shown = read_panel(path)
-        if shown is None or shown.cache != cache:
-            continue
-        try:
-            key = os.stat(path).st_ino
-        except FileNotFoundError:
-            continue
-        if key not in found or file.pid == shown.pid:  # a process forked by C shares its parent's
-            found[key] = file, shown
+    pages = seen_pages(PANEL, cache, files)
+    shown = [(page, parse_panel(page.data, time.perf_counter())) for page in pages]
+    return tuple(_loader(page.key, page.pid, each) for page, each in shown if each is not None)
+
+
+def _samplers(files: Sequence[OpenFile], folder: Path) -> tuple[SamplerAtWork, ...]:
+    now = time.monotonic()
     return tuple(
-        _loader(key, file.pid, shown)
-        for key, (file, shown) in sorted(found.items(), key=lambda item: (item[1][0].pid, item[0]))
+        SamplerAtWork(
+            pid=seen.pid,
+            command=command(seen.pid),
+            pool=seen.pool,
+            task=seen.task,
+            rows=seen.rows,
+            full_rows=seen.full_rows,
+            last_row_seconds=None if seen.last_row is None else max(0.0, now - seen.last_row),
+            is_waiting=seen.state == State.WAITS,
+        )
+        for seen in seen_samplers(folder, files)
+        if seen.state != State.IDLE
     )
 
 

@@ -85,6 +85,7 @@ def render(board: dict[str, Any]) -> RenderableType:
             _table(title, board[name], nothing)
             for name, title, nothing in (
                 ("leases", "Leases", "nothing is leased"),
+                ("samplers", "Samplers at work", "no sampler is seen at work"),
                 ("waiting", "Waiting samplers", "no writer waits for room"),
                 ("loaders", "Loaders", "no loader is seen"),
             )
@@ -97,7 +98,9 @@ def line_of(board: dict[str, Any]) -> Text:
     if board["error"] is not None or board["fill"] is None:
         return Text(f"{board['time']} {board['error']}")
     rates = ", ".join(f"{rate['name']} {rate['text']}" for rate in board["rates"])
-    counts = ", ".join(f"{len(board[name]['rows'])} {name}" for name in ("leases", "waiting", "loaders"))
+    counts = ", ".join(
+        f"{len(board[name]['rows'])} {name}" for name in ("leases", "waiting", "loaders", "samplers")
+    )
     return Text(f"{board['time']} {board['fill']['text']}; {rates}; {counts}")
 
 

@@ -37,6 +37,7 @@ const WIDTH = 240;
 const HEIGHT = 40;
 const TABLES = [
   ["leases", "Leases", "nothing is leased"],
+  ["samplers", "Samplers at work", "no sampler is seen at work"],
   ["waiting", "Waiting samplers", "no writer waits for room"],
   ["loaders", "Loaders", "no loader is seen"],
 ];

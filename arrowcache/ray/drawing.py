@@ -37,33 +37,42 @@ class _Kept(NamedTuple):
 _kept: _Kept | None = None  # one a process: Ray runs tasks one after another in it
 
 
-def draw_segment(task: Task, form: Form) -> tuple[Done, NDArray[np.uint8] | None]:
+def draw_segment(task: Task, form: Form, sampler: bytes) -> tuple[Done, NDArray[np.uint8] | None]:
     """Draw task k's segment.
 
-    Returns: what became of it, and the file's bytes; None: it failed, as `Done.error` tells.
+    Args:
+        sampler: pickled; Ray has it once a node.
+    Returns: what became of it, and the file's bytes; None: it failed, as `Done.error` tells. A task that is
+        cancelled answers with what it has.
     """
     started = time.monotonic()
     try:
-        file, rows = _draw(task, form)
+        file, rows, is_part = _draw(task, form, sampler)
     except Exception as error:  # noqa: BLE001  # a sampler may raise anything
         return failure(task, error, time.monotonic() - started), None
-    return Done(task.number, rows, file.nbytes, time.monotonic() - started, 0.0), file
+    seconds = time.monotonic() - started
+    return Done(task.number, rows, file.nbytes, seconds, 0.0, is_part=is_part), file
 
 
-def _draw(task: Task, form: Form) -> tuple[NDArray[np.uint8], int]:
+def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], int, bool]:
     global _kept
-    key = (task.sampler, form)
+    key = (task.digest, form)
     if _kept is None or _kept.key != key:
-        _kept = _Kept(key, unpickled(task.sampler), SegmentBuilder(*form))
-    _kept.builder.clear()
-    draw(_kept.sampler, task, _kept.builder, _never)  # Ray ends a task from outside
+        _kept = _Kept(key, unpickled(sampler), SegmentBuilder(*form))
+    is_part = False
+    try:
+        draw(_kept.sampler, task, _kept.builder, _never)
+    except KeyboardInterrupt:  # so Ray ends a task from outside
+        is_part = True
+        if not _kept.builder.rows:
+            raise
     encoded = _kept.builder.encode()
     file: NDArray[np.uint8] = np.empty(encoded.nbytes, np.uint8)
     start = 0
     for piece in encoded.pieces:
         file[start : start + piece.nbytes] = np.frombuffer(piece, np.uint8)
         start += piece.nbytes
-    return file, encoded.rows
+    return file, encoded.rows, is_part
 
 
 def _never(*_: Any) -> bool:

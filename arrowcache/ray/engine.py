@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
 from arrowcache.ray.drawing import Form, draw_segment
 from arrowcache.ray.ingest import GROUPS, Ingest, Opened
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
-from arrowcache.sampling.task import Done, Task
+from arrowcache.sampling.task import Done, Task, digest_of
 from arrowcache.units import format_bytes
 
 _log = logging.getLogger("arrowcache")
@@ -47,6 +47,7 @@ _STORE_SHARE = 0.5  # of the smallest object store, for what is in flight
 _AHEAD = 2  # segments a node, beside those being drawn: one being published, one on its way
 _LOOK_SECONDS = 0.1  # whether Ray still runs, at least so often
 _FORCE_SECONDS = 1.0  # of STOP_SECONDS, for what has to be killed
+_PARTS_SECONDS = 1.5  # for tasks to answer with what they have, and again for it to be published
 _LOST = (RayActorError, ActorUnschedulableError)
 
 
@@ -82,6 +83,7 @@ class RayEngine:
         retries: how often Ray repeats a task whose worker or node was lost, and starts an actor anew.
         in_flight_bytes: see the module; None: half of the smallest object store of a node.
         options: Ray's options of a drawing task, such as `num_cpus`, `resources`, `runtime_env`.
+        ramp: early tasks fill small segments.
     Raises: ValueError, SchemaError, CacheFormatError: caches that cannot be had, or that differ.
         TimeoutError: an actor did not start.
     """
@@ -98,12 +100,17 @@ class RayEngine:
         retries: int,
         in_flight_bytes: int | None,
         options: Mapping[str, Any],
+        ramp: bool = True,
     ) -> None:
-        self._sampler, self._seed, self._pool = sampler, seed, pool
+        self._ramp = ramp
+        self._sampler: Any = ray.put(sampler)  # once, and from there to each node that draws
+        self._digest = digest_of(sampler)
+        self._seed, self._pool = seed, pool
         self._workers, self._replicate = workers, replicate
         self._drawing: dict[Future[Done], tuple[Task, Any, Any]] = {}  # -> task, its reference, its file's
         self._publishing: dict[Future[Done], tuple[_Drawn, str]] = {}  # -> segment, node
-        self._asked: Future[int] | None = None  # the node that was asked last
+        self._again: list[int] | None = None  # to be drawn again; None: nobody was asked yet
+        self._asked: Future[Any] | None = None  # the node that was asked last
         self._outcomes: list[tuple[Task, Done]] = []  # that `collect` has not told yet
         self._least: int | None = None  # the next task's number; None: nobody was asked yet
         self._job = ray.get_runtime_context().get_job_id()
@@ -169,7 +176,17 @@ class RayEngine:
         return max(0, min(self._workers - len(self._drawing), self._most - in_flight))
 
     def claim(self, count: int) -> list[Task]:
-        return [Task("", self._sampler, self._pool, self._seed, number, 0) for number in self._numbers(count)]
+        return [
+            Task("", b"", self._pool, self._seed, number, 0, ramp=self._ramp, digest=self._digest)
+            for number in self._returned(count) or self._numbers(count)
+        ]
+
+    def _returned(self, count: int) -> list[int]:
+        """Tasks that an earlier pool published parts of, and that are to be drawn again."""
+        if self._again is None:
+            self._again = self._answer(self._living()[0], "claim_returned", self._pool) or []
+        numbers, self._again = self._again[:count], self._again[count:]
+        return numbers
 
     def _numbers(self, count: int) -> range:
         if self._least is None:  # one that was in a pool without the keeper may be ahead of it
@@ -186,7 +203,12 @@ class RayEngine:
 
     def _claim(self, node: str, count: int, least: int) -> int | None:
         """Have a node claim numbers; the first of them. None: it was lost."""
-        self._asked = self._ask(node, "claim", self._pool, count, least)
+        first: int | None = self._answer(node, "claim", self._pool, count, least)
+        return first
+
+    def _answer(self, node: str, method: str, *arguments: Any) -> Any:
+        """What a node's actor answers; None: it was lost."""
+        self._asked = self._ask(node, method, *arguments)
         if not self._wait([self._asked], ANSWER_SECONDS):
             raise SamplerError(
                 f"the cache of node {node} did not answer in {ANSWER_SECONDS:.0f} s: look at the node with "
@@ -200,7 +222,7 @@ class RayEngine:
 
     def begin(self, task: Task) -> None:
         with self._asking_ray():
-            report, file = self._draw.remote(task, self._form)
+            report, file = self._draw.remote(task, self._form, self._sampler)
             self._drawing[report.future()] = task, report, file
 
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
@@ -239,7 +261,8 @@ class RayEngine:
         for node in chosen:
             drawn.left.add(node)
             self.nodes[node].at_work += 1
-            answer = self._ask(node, "publish", task.task_name, task.number, drawn.done.rows, drawn.file)
+            name = "" if drawn.done.is_part else task.task_name
+            answer = self._ask(node, "publish", name, task.number, drawn.done.rows, drawn.file)
             self._publishing[answer] = drawn, node
 
     def _finish(self, answer: Future[Done]) -> None:
@@ -303,18 +326,47 @@ class RayEngine:
             f"all {len(self.nodes)} nodes with a cache were lost: a new pool goes on with those that live"
         )
 
+    def drawn_rows(self) -> int:
+        return 0  # what tasks on other nodes have drawn is not seen before it arrives
+
+    def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
+        if self._ended or not self._is_connected():
+            return []
+        deadline = time.monotonic() + STOP_SECONDS
+        unfinished = {*waiting, *(self._again or ())}
+        unfinished |= {task.number for task, _, _ in self._drawing.values()}
+        unfinished |= {drawn.task.number for drawn, _ in self._publishing.values()}
+        published: list[Done] = []
+        try:
+            for _, report, _ in self._drawing.values():
+                ray.cancel(report)  # it answers with what it has
+            drawn, _ = wait(self._drawing, _PARTS_SECONDS)
+            for answer in drawn:
+                self._hand_over(answer)  # what was cancelled before it had anything counts as failed
+            wait(self._publishing, _PARTS_SECONDS)
+            published = self._published_meanwhile()
+            unfinished -= {done.number for done in published if not done.is_part}
+            if unfinished:
+                wait([self._ask(self._living()[0], "give_back", self._pool, [*unfinished])], _FORCE_SECONDS)
+        except (RayError, SamplerError) as error:  # the cluster is gone: those numbers are not drawn again
+            _log.debug("a pool's cluster ended before it: %s", error)
+        return published + self._end(deadline)
+
     def end(self) -> list[Done]:
+        return self._end(time.monotonic() + STOP_SECONDS)
+
+    def _end(self, deadline: float) -> list[Done]:
         if self._ended or not self._is_connected():
             return []
         self._ended = True
-        deadline = time.monotonic() + STOP_SECONDS
         results = []
         try:
             for _, report, _ in self._drawing.values():
                 ray.cancel(report)
             living = [node.actor for node in self.nodes.values() if node.alive]
             stopped = [actor.stop.remote().future() for actor in living]
-            wait([*stopped, *self._publishing, *self._drawing], STOP_SECONDS - _FORCE_SECONDS)
+            left = deadline - time.monotonic()
+            wait([*stopped, *self._publishing, *self._drawing], max(0.0, left - _FORCE_SECONDS))
             results = self._published_meanwhile()
             for _, report, _ in self._drawing.values():  # a sampler that does not listen, as one in C
                 ray.cancel(report, force=True)
@@ -335,7 +387,7 @@ class RayEngine:
                 continue
             self._count(node, done)
             if done.rows:
-                results[drawn.task.number] = done
+                results[drawn.task.number] = replace(done, is_part=drawn.done.is_part)
         return [*results.values()]
 
 

@@ -23,6 +23,7 @@ from arrowcache.ray.caches import NodeCaches
 from arrowcache.ray.drawing import Form
 from arrowcache.sampling.executors import claim
 from arrowcache.sampling.task import Done
+from arrowcache.storage.locks import LockFile
 from arrowcache.storage.recovery import boot_id
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
@@ -50,10 +51,14 @@ class Ingest:
         self._caches, self._node = caches, node
         self._opening = threading.Lock()
         self._stopping = threading.Event()
+        self._writes: LockFile | None = None  # the sign that somebody writes to this node's cache
 
     @cached_property
     def _made(self) -> Store:
-        return self._caches.make(self._node).store
+        store = self._caches.make(self._node).store
+        if not self._stopping.is_set():
+            self._writes = store.usage.show_writing()
+        return store
 
     @property
     def _store(self) -> Store:
@@ -76,6 +81,23 @@ class Ingest:
         if self._store.settings.durable:
             self._store.folder.sync_tasks(pool)
         return first
+
+    @ray.method(concurrency_group="asking")
+    def claim_returned(self, pool: str) -> list[int]:
+        """Claim all tasks of a pool that are to be drawn again, lowest first."""
+        numbers = []
+        with self._store.locked():
+            while (number := self._store.folder.take_returned_task(pool)) is not None:
+                numbers.append(number)
+        return numbers
+
+    @ray.method(concurrency_group="asking")
+    def give_back(self, pool: str, numbers: list[int]) -> None:
+        """Have claimed tasks be drawn again by a later pool."""
+        with self._store.locked():
+            self._store.folder.return_tasks(pool, numbers)
+        if self._store.settings.durable:
+            self._store.folder.sync_tasks(pool)
 
     @ray.method(concurrency_group="publishing")
     def publish(self, task_name: str, number: int, rows: int, file: NDArray[np.uint8]) -> Done:
@@ -101,3 +123,6 @@ class Ingest:
     def stop(self) -> None:
         """Have what waits for room, and all that is published later, not be published."""
         self._stopping.set()
+        with self._opening:
+            if self._writes is not None:
+                self._writes.close()

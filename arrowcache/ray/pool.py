@@ -76,6 +76,7 @@ class SamplerPool(Pool):
             retries=plan.retries,
             in_flight_bytes=in_flight_bytes,
             options=options or {},
+            ramp=plan.ramp,
         )
         super().__init__(self._engine, name, plan.segments, plan.retries, progress)
 

@@ -25,6 +25,7 @@ from arrowcache.reading.headroom import Headroom
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.order import Share, prepare_epoch
 from arrowcache.reading.pacing import Pacing
+from arrowcache.reading.patience import Patience, too_few
 from arrowcache.reading.plan import Order, Plan, Survivors
 from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
@@ -32,7 +33,6 @@ from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 
-_POLL_SECONDS = 0.02
 _ALL = slice(None)  # steps of an epoch
 
 
@@ -409,38 +409,56 @@ class Epochs:
         ahead: bool,
     ) -> Snapshot | None:
         """Take a snapshot of enough rows; leases nothing while there are too few."""
-        started, signed = time.perf_counter(), False
+        patience = Patience(self._store, self._timeout_seconds, with_ranks=self._agreement is not None)
+        signed = False
         with ExitStack() as waiting:
             while True:
-                with self._meter.stage("store"):
-                    snapshot = self._take(number, undo, ahead=ahead)
-                if snapshot is not None:
-                    return snapshot
-                before_waiting()
-                waited = time.perf_counter() - started
-                if self._timeout_seconds is not None and waited > self._timeout_seconds:
-                    raise LoaderTimeoutError(self._why_late())
+                if patience.is_due():
+                    with self._meter.stage("store"):
+                        snapshot = self._take(number, undo, ahead=ahead)
+                    if snapshot is not None:
+                        return snapshot
+                    before_waiting()
+                if patience.is_over():
+                    raise LoaderTimeoutError(self._why_late(patience))
                 if is_cancelled():
                     return None
                 if not signed:  # samplers, which may wait for training, see that it waits for them
                     signed = True
                     waiting.enter_context(self._store.usage.waiting())
+                self._require_more(patience)
                 with self._meter.stage("pace" if self._pacing.reason else "samplers"):
-                    time.sleep(_POLL_SECONDS)
+                    patience.pause()
 
-    def _why_late(self) -> str:
+    def _require_more(self, patience: Patience) -> None:
+        """Raises: LoaderTimeoutError: rows are there, too few for a step, and nobody writes.
+
+        It is the error that would come later: who handles that one, handles this one.
+        """
+        terms, rows = self._terms, self._rows_seen
+        is_short = terms.drop_last and terms.wait_rows <= rows < self.step_rows and not self._pacing.reason
+        if is_short and patience.nobody_writes():
+            path = self._store.folder.path
+            raise LoaderTimeoutError(too_few(path, rows, self._accepted, terms.batch_size, self.step_rows))
+
+    @property
+    def _accepted(self) -> str:
+        return " that `where` accepts" if self._where else ""
+
+    def _why_late(self, patience: Patience) -> str:
         waited = f"waited {self._timeout_seconds:g} s for"
         if self._pacing.reason:
             return (
                 f"{waited} the pace of {self._store.folder.path}: {self._pacing.reason}. "
                 "Is a sampler running? set another pace with cache.set_pace(), or raise timeout"
             )
-        accepted = " that `where` accepts" if self._where else ""
-        return (
+        fact = (
             f"{waited} {self._needed_rows} rows in {self._store.folder.path}, which has "
-            f"{self._rows_seen}{accepted}: is a sampler running? "
-            "lower wait_rows or batch_size, or raise timeout"
+            f"{self._rows_seen}{self._accepted}: {patience.samplers()}"
         )
+        if not self._rows_seen:
+            return fact
+        return f"{fact}; or have it be content with what is there: lower wait_rows or batch_size"
 
     def _take(self, number: int, undo: ExitStack, *, ahead: bool) -> Snapshot | None:
         """The snapshot of a new epoch, if there is enough for one; it counts once, for all ranks."""
@@ -463,7 +481,13 @@ class Epochs:
         """An open snapshot of enough rows, mapped, as the pace allows; what it counts goes on the stack."""
         if not self._pacing.may_begin():
             return None
-        snapshot = Snapshot.take(self._store, self._pacing.where(), yields_since=self.headroom.known)
+        where = self._pacing.where()
+        self._rows_seen = sum(
+            segment.rows for segment in self._store.segments() if where is None or where(segment)
+        )
+        if self._rows_seen < self._needed_rows:  # found without cache.lock: so who waits never takes it
+            return None
+        snapshot = Snapshot.take(self._store, where, yields_since=self.headroom.known)
         enough = False
         try:
             self._rows_seen = len(snapshot)

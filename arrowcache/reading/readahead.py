@@ -62,7 +62,7 @@ class ReadAhead:
         self._touched: set[int] = set()  # seqs whose pages are in the page tables
         self._kept: list[Snapshot] = []  # of finished epochs, and of new segments
         self._kept_until: float | None = None  # None: while the epoch runs
-        self._newest = -1
+        self._newest = self._looked_below = -1
         self._passed = 0  # segments of an epoch in order that were given up
         self._errands: deque[Callable[[], None]] = deque()
         self._settle, self._is_settled = settle, True
@@ -235,7 +235,8 @@ class ReadAhead:
     def _look_for_new(self, epoch: Epoch) -> None:
         """Map and touch what was published since the epoch began, for the next one."""
         newest, where = self._newest, self._where
-        if self._store.folder.read_record().next_seq <= newest + 1:
+        next_seq = self._store.folder.read_record().next_seq
+        if next_seq <= max(newest + 1, self._looked_below):  # also if `where` refused all since
             return
 
         def is_new(segment: SegmentInfo) -> bool:
@@ -243,6 +244,7 @@ class ReadAhead:
 
         snapshot = Snapshot.take(self._store, is_new, yields_since=newest + 1)
         if not len(snapshot):
+            self._looked_below = next_seq
             snapshot.close()
             return
         snapshot.on_contention(self.drop)

@@ -14,6 +14,7 @@ import random
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -53,10 +54,25 @@ class Engine(Protocol):
         """
         ...
 
+    def drawn_rows(self) -> int:
+        """How many rows are drawn and not published, as far as that is seen from here. In any thread.
+
+        Raises: OSError: the cache's folder is gone.
+        """
+        ...
+
     def end(self) -> list[Done]:
         """Stop all tasks and the workers, if they are the engine's; what was published meanwhile.
 
         Blocks: at most about 5 s. Idempotent.
+        """
+        ...
+
+    def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
+        """As `end`; but what tasks have by now is published, and these tasks are drawn again by a later pool.
+
+        Args:
+            waiting: tasks that were to be tried again.
         """
         ...
 
@@ -69,6 +85,7 @@ class State:
     # Ctrl-C can leave a condition's own locked
     changed: threading.Condition = field(init=False)
     pid: int = field(default_factory=os.getpid)
+    with_parts: bool = False  # it ends by publishing what its tasks have; set before `stopping`
     stopping: bool = False  # set without the lock: finalizers do that, and never wait for it
     finished: bool = False  # the thread has ended
     segments: int = 0
@@ -141,7 +158,11 @@ class Dispatcher:
     def close(self) -> None:
         """Where the thread has ended, or never ran."""
         try:
-            for done in self._engine.end():
+            if self._state.with_parts:
+                ended = self._engine.end_with_parts(task.number for _, _, task in self._waiting)
+            else:
+                ended = self._engine.end()
+            for done in ended:
                 self._succeed(done)
         finally:
             self._bar.close()

@@ -1,10 +1,10 @@
 """ExecutorEngine: tasks on an executor of this host, numbered by the cache itself.
 
 It owns the task numbers it claimed, a lock on one byte of the pool's file that tells tasks that the pool
-lives, and the executor if it made it. Of somebody else's it asks `submit` and futures, and relies on
-nothing that they say beyond results: Dask calls a task cancelled that goes on, answers a call like one
-before it from memory, and replaces lost workers; processes of concurrent.futures and loky are lost with
-one of theirs.
+lives, the sign that somebody writes, and the executor if it made it. Of somebody else's it asks `submit` and
+futures, and relies on nothing that they say beyond results: Dask calls a task cancelled that goes on, answers
+a call like one before it from memory, and replaces lost workers; processes of concurrent.futures and loky are
+lost with one of theirs.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from dataclasses import replace
 from typing import Any
 
 from arrowcache import linux
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
-from arrowcache.sampling.task import Done, Task, run
+from arrowcache.sampling.task import Done, Task, digest_of, run
 from arrowcache.shortage import explaining
-from arrowcache.storage.layout import tasks_listed
+from arrowcache.storage.layout import alive_byte, part_byte, tasks_listed
 from arrowcache.storage.locks import LockFile
+from arrowcache.storage.progress import seen_samplers, shown_pool
 from arrowcache.storage.store import Store
 
 _END_SECONDS = 1.0  # of STOP_SECONDS, for tasks to end by themselves
+_PARTS_SECONDS = 3.0  # of STOP_SECONDS, for tasks to publish what they have
 
 
 class ExecutorEngine:
@@ -34,18 +38,30 @@ class ExecutorEngine:
         workers: tasks at work at a time.
         pool: "<name>.<seed>", the file in pools/.
         executor: somebody else's; None: processes of its own (loky), started anew when one is killed.
+        ramp: early tasks fill small segments.
     """
 
     def __init__(
-        self, store: Store, sampler: bytes, workers: int, seed: int, pool: str, executor: Executor | None
+        self,
+        store: Store,
+        sampler: bytes,
+        workers: int,
+        seed: int,
+        pool: str,
+        executor: Executor | None,
+        *,
+        ramp: bool = True,
     ) -> None:
         self._store, self._workers, self._pool = store, workers, pool
-        self._sampler, self._seed = sampler, seed
+        self._sampler, self._seed, self._ramp = sampler, seed, ramp
+        self._digest = digest_of(sampler)
+        self._to_be_sent = workers  # tasks that bring the sampler unasked: one for each worker that begins
         self._foreign = executor
         self._executor: Executor | None = executor
         self._running: dict[Future[Done], tuple[Task, Executor]] = {}
         self._lost: list[tuple[Task, Done]] = []  # when they were begun
         with explaining(store.folder.path):
+            self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
             self._watch, self._token = self._lock_token()
         self._claimed = range(self._token, self._token + 1)
 
@@ -55,7 +71,7 @@ class ExecutorEngine:
         with self._store.locked():
             first = claim(self._store, self._pool, 1)
             watch = LockFile(folder.pools / self._pool)
-            watch.try_range(first, 1, exclusive=True)
+            watch.try_range(alive_byte(first), 1, exclusive=True)
         return watch, first
 
     def idle(self) -> int:
@@ -64,23 +80,50 @@ class ExecutorEngine:
     def claim(self, count: int) -> list[Task]:
         """One task: a number that is claimed is soon begun, or a pool that ends leaves gaps."""
         folder = self._store.folder
-        if not self._claimed:
-            with self._store.locked():
+        with self._store.locked():
+            if (again := self._returned()) is not None:
+                numbers = range(again, again + 1)
+            elif self._claimed:
+                numbers, self._claimed = self._claimed, range(0)
+            else:
                 first = folder.claim_tasks(self._pool, 1)
-            self._claimed = range(first, first + 1)
+                numbers = range(first, first + 1)
         if self._store.settings.durable:
             folder.sync_tasks(self._pool)  # before the task begins: it is never done a second time
-        numbers, self._claimed = self._claimed, range(0)
         return [
-            Task(str(folder.path), self._sampler, self._pool, self._seed, number, self._token)
+            Task(
+                cache=str(folder.path),
+                sampler=b"",
+                pool=self._pool,
+                seed=self._seed,
+                number=number,
+                token=self._token,
+                ramp=self._ramp,
+                digest=self._digest,
+            )
             for number in numbers[:count]
         ]
 
+    def _returned(self) -> int | None:
+        """A task that an earlier pool published a part of, and that is to be drawn again."""
+        while (number := self._store.folder.take_returned_task(self._pool)) is not None:
+            if not any(segment.task == f"{self._pool}.{number}" for segment in self._store.segments()):
+                return number
+        return None
+
     def begin(self, task: Task) -> None:
+        if self._to_be_sent:
+            self._to_be_sent -= 1
+            self._submit(task, replace(task, sampler=self._sampler))
+        else:
+            self._submit(task, task)
+
+    def _submit(self, task: Task, sent: Task) -> None:
+        """Have a task run, which is sent with the sampler, or without it."""
         try:
             if self._executor is None:
                 self._executor = _own_processes(self._workers)
-            self._running[self._executor.submit(run, task)] = task, self._executor
+            self._running[self._executor.submit(run, sent)] = task, self._executor
         except BrokenExecutor as error:
             assert self._executor is not None
             self._lost.append(self._lose(task, self._executor, error))
@@ -95,6 +138,7 @@ class ExecutorEngine:
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
         ended, self._lost = self._lost, []
         done, _ = wait(self._running, 0 if ended else timeout_seconds, FIRST_COMPLETED)
+        lacking: list[Task] = []
         for future in done:
             task, executor = self._running[future]
             try:
@@ -104,9 +148,14 @@ class ExecutorEngine:
             except BaseException as error:  # noqa: BLE001  # an executor may raise anything
                 ended.append(failed(task, error))
             else:
-                ended.append(failed(task, _elsewhere(task)) if result.stopped else (task, result))
+                if result.lacks_sampler:  # of a worker that began later, or was begun anew
+                    lacking.append(task)
+                else:
+                    ended.append(failed(task, _elsewhere(task)) if result.stopped else (task, result))
         for future in done:  # none of them where `_lose` raises: `end` counts them then
             del self._running[future]
+        for task in lacking:
+            self._submit(task, replace(task, sampler=self._sampler))
         return ended
 
     def _lose(self, task: Task, executor: Executor, error: BrokenExecutor) -> tuple[Task, Done]:
@@ -127,19 +176,47 @@ class ExecutorEngine:
             self._executor = None
         return failed(task, error)
 
+    def drawn_rows(self) -> int:
+        seen = seen_samplers(self._store.folder.path)
+        return sum(
+            each.rows for each in seen if (each.pool, each.token) == (shown_pool(self._pool), self._token)
+        )
+
     def end(self) -> list[Done]:
         self._watch.close()  # tells the tasks at work to stop
+        return self._ended(_END_SECONDS, STOP_SECONDS - _END_SECONDS)
+
+    def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
+        self._watch.try_range(part_byte(self._token), 1, exclusive=True)
+        self._watch.unlock_range(alive_byte(self._token), 1)  # tells the tasks to publish what they have
+        wait(self._running, timeout=_PARTS_SECONDS)
+        self._watch.close()
+        unfinished = {*waiting, *self._claimed, *(task.number for task, _ in self._running.values())}
+        left = (STOP_SECONDS - _PARTS_SECONDS) / 2
+        published = self._ended(left, left)
+        unfinished -= {done.number for done in published if not done.is_part}
+        if unfinished:
+            with self._store.locked(_END_SECONDS):
+                self._store.folder.return_tasks(self._pool, unfinished)
+            if self._store.settings.durable:
+                self._store.folder.sync_tasks(self._pool)
+        return published
+
+    def _ended(self, patience_seconds: float, cancelling_seconds: float) -> list[Done]:
+        """End what is at work; what was published."""
         if self._foreign is None:
             if self._executor is not None:
                 _kill(self._executor)  # ends the futures too: loky stumbles over those it finds cancelled
                 self._executor = None
         else:
-            _, at_work = wait(self._running, timeout=_END_SECONDS)
+            _, at_work = wait(self._running, timeout=patience_seconds)
             for future in at_work:
                 future.cancel()  # not before: Dask's are done with that, and their tasks go on
-            wait(at_work, timeout=STOP_SECONDS - _END_SECONDS)
+            wait(at_work, timeout=cancelling_seconds)
         ended, self._running = [*self._running], {}
         results = [f.result() for f in ended if f.done() and not f.cancelled() and f.exception() is None]
+        if self._writes is not None:
+            self._writes.close()
         return [done for done in results if done.rows]
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 _MOST_SEED_BITS = 128
+_SEEN_SECONDS = 1.0  # between two looks at how far samplers are
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class PoolStats:
 
     `bytes` are of published segments' files, `seconds` since the start, `waiting_seconds` what its
     workers together waited for room, or for training as the cache's pace says; `retries` counts repeated
-    attempts, `failures` tasks given up.
+    attempts, `failures` tasks given up. `drawn_rows` are in no published segment yet, seen at most a second
+    ago; of a pool on other machines, as of Ray, they are not seen: 0.
     """
 
     segments: int
@@ -52,6 +55,7 @@ class PoolStats:
     waiting_seconds: float
     retries: int
     failures: int
+    drawn_rows: int = 0
 
     def __str__(self) -> str:
         return "; ".join(f"{name} {value}" for name, value in self._facts())
@@ -71,6 +75,7 @@ class PoolStats:
                     f"{format_bytes(self.bytes)} in {format_seconds(self.seconds)}{rate}"
                 ),
             ),
+            *([("drawn, not published", format_count(self.drawn_rows, "row"))] if self.drawn_rows else []),
             ("waited to publish", f"{format_seconds(self.waiting_seconds)}, all workers together"),
             (
                 "tasks",
@@ -92,6 +97,7 @@ class Plan:
     pool: str  # "<name>.<seed>", the file in pools/
     segments: int | None
     retries: int
+    ramp: bool  # early tasks fill small segments
 
     @classmethod
     def of(
@@ -113,8 +119,14 @@ class Plan:
             raise ValueError(f"name={name!r} must be letters, digits, '_', '.' or '-', at most 100")
         segments = None if segments is None else parse_count(segments, "segments")
         retries = parse_count(retries, "retries", least=0)
+        ramp = getattr(sample, "ramp", True)
+        if not isinstance(ramp, bool):
+            raise TypeError(
+                f"the sampler's ramp must be True or False, not {ramp!r}: False has it fill full segments "
+                "from the start"
+            )
         packed = pickled(sample, "the sampler {!r}")
-        return cls(packed, workers, seed, f"{name}.{seed}", segments, retries)
+        return cls(packed, workers, seed, f"{name}.{seed}", segments, retries, ramp)
 
 
 class Pool:
@@ -130,6 +142,8 @@ class Pool:
         self._state = State()
         self._started = time.monotonic()
         self._segments = segments
+        self._engine_drawn_rows = engine.drawn_rows
+        self._seen_rows, self._seen_at = 0, 0.0
         self._reported = 0  # failures that were raised already
         dispatcher = Dispatcher(self._state, engine, name, segments, retries, progress)
         self._thread = threading.Thread(target=dispatcher.run, name="arrowcache-pool", daemon=True)
@@ -146,11 +160,21 @@ class Pool:
     def stats(self) -> PoolStats:
         """What was published so far, and at which cost; in a forked child, until it was forked."""
         if self._state.is_inherited():
-            return self._counted()
+            return self._counted(0)
+        drawn_rows = 0 if self._state.finished else self._drawn_rows()
         with self._state.lock:
-            return self._counted()
+            return self._counted(drawn_rows)
 
-    def _counted(self) -> PoolStats:
+    def _drawn_rows(self) -> int:
+        """Looked up in /proc, which takes milliseconds: once a second."""
+        now = time.monotonic()
+        if not self._seen_at or now - self._seen_at > _SEEN_SECONDS:
+            with suppress(OSError):  # the folder is gone
+                self._seen_rows = self._engine_drawn_rows()
+            self._seen_at = now
+        return self._seen_rows
+
+    def _counted(self, drawn_rows: int) -> PoolStats:
         state = self._state
         return PoolStats(
             segments=state.segments,
@@ -160,50 +184,68 @@ class Pool:
             waiting_seconds=state.waiting_seconds,
             retries=state.retries,
             failures=state.failures,
+            drawn_rows=drawn_rows,
         )
 
-    def wait(self, segments: int | None = None, timeout: float | None = None) -> None:
-        """Wait until this pool has published so many segments, or (None) has done all its tasks.
+    def wait(
+        self, segments: int | None = None, rows: int | None = None, timeout: float | None = None
+    ) -> None:
+        """Wait until so many segments and rows are published; without either, until all tasks are done.
 
+        Early segments are small (see `SamplerPool`): say `rows` where rows are meant.
         Blocks: at most `timeout` seconds; None: no bound.
         Raises: TimeoutError: not in time. SamplerError: tasks failed, so that it cannot be reached.
-            ValueError: segments=None, and the pool has no end; or this process was forked from its own.
+            ValueError: neither is given, and the pool has no end; or this process was forked from its own.
         """
         if self._state.is_inherited():
             raise ValueError("the pool belongs to the process that forked this one: make a new one here")
-        if segments is None and self._segments is None:
-            raise ValueError("this pool has no end: say wait(segments=...) or make it with segments=...")
+        asked = [
+            format_count(count, name)
+            for count, name in ((segments, "segment"), (rows, "row"))
+            if count is not None
+        ]
+        if not asked and self._segments is None:
+            raise ValueError(
+                "this pool has no end: say wait(segments=...) or wait(rows=...), or make it with segments=..."
+            )
         timeout = parse_seconds(timeout, "timeout")
         state = self._state
 
         def reached() -> bool:
-            return segments is not None and state.segments >= segments
+            return bool(asked) and state.segments >= (segments or 0) and state.rows >= (rows or 0)
 
         with state.lock:
             in_time = state.changed.wait_for(lambda: state.finished or reached(), timeout)
+            published = (
+                f"{format_count(state.segments, 'segment')} and {format_count(state.rows, 'row')} published"
+            )
             if not in_time:
-                wanted = "all tasks" if segments is None else f"{segments} segments"
                 raise TimeoutError(
-                    f"{wanted} were not done in {timeout} s: {state.segments} segments published, "
+                    f"waited {timeout} s for {' and '.join(asked) or 'all tasks'}: {published}, "
                     f"{state.failures} tasks given up, {state.retries} retries"
                 )
             if not reached():
                 self._raise_failures()
-                if segments is not None:
-                    raise SamplerError(
-                        f"the pool ended with {state.segments} segments published, {segments} were waited for"
-                    )
+                if asked:
+                    raise SamplerError(f"the pool ended with {published}, {' and '.join(asked)} waited for")
 
-    def stop(self) -> None:
-        """End the samplers; what they had not published is discarded. Idempotent.
+    def stop(self, publish: bool = False) -> None:
+        """End the samplers; what they had not published is discarded: nothing is published half. Idempotent.
 
         In a forked child it does nothing: the samplers are the parent's.
+        Args:
+            publish: publish what they have so far, as segments of fewer rows that carry no task's name;
+                the next pool of this name and seed draws those tasks again, from their first sample on.
+                What a sampler has that takes more than some 3 s for its next sample, or that finds no room
+                within that time, is discarded, and drawn again.
         Blocks: until the workers are gone, at most about 5 s; a task of somebody else's executor that
         does not yield within that time is left to end by itself, publishing nothing.
         Raises: SamplerError: tasks were given up, and no `wait` raised it before.
         """
         if self._state.is_inherited():
             return
+        if publish and not self._state.stopping:
+            self._state.with_parts = True
         self._shut_down()
         with self._state.lock:
             self._raise_failures()
@@ -241,11 +283,16 @@ class Pool:
 class SamplerPool(Pool):
     """Samplers at work on a cache, from construction until `stop()`. A context manager.
 
+    So that a slow source gives its first rows in seconds, early tasks fill small segments: task k ends at the
+    first of `full_rows >> max(0, 10 - k)` rows and `segment_bytes >> max(0, 10 - k)` bytes of them, at least
+    one row, where a full segment has `full_rows` rows. So ten segments are few rows: `wait(rows=...)`.
+
     Args:
         cache: a Cache, or the path of one.
         sample: `sample(rng) -> iterable of samples`, a function or callable object that
             cloudpickle can pickle. It is unpickled once a worker. Task k's samples are a pure
-            function of (sample, seed, k).
+            function of (sample, seed, k). One whose attribute `ramp` is False fills full segments from the
+            start, as sources do that read whole groups of samples.
         workers: tasks at work at a time.
         seed: of the random streams.
         name: of this pool's task numbers; a pool of the same name and seed goes on at the next. It has no
@@ -259,7 +306,10 @@ class SamplerPool(Pool):
         retries: how often a failing task is tried again, with backoff, before it is given up; after a
             PermissionError never.
         progress: show a bar; None: if stderr is a terminal.
+        every_rank: allow a pool on each local rank of a distributed job. False: only on the first.
     Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled.
+        ValueError: LOCAL_RANK, as torchrun, Accelerate and Lightning set it, says that this is not the first
+        rank of its node: there it would be one pool a rank.
     """
 
     def __init__(
@@ -273,10 +323,28 @@ class SamplerPool(Pool):
         segments: int | None = None,
         retries: int = 3,
         progress: bool | None = None,
+        every_rank: bool = False,
     ) -> None:
+        if not every_rank:
+            _require_first_rank(workers)
         store = store_of(cache)
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
         plan = Plan.of(sample, workers, seed, name, segments, retries)
-        engine = ExecutorEngine(store, plan.sampler, plan.workers, plan.seed, plan.pool, executor)
+        engine = ExecutorEngine(
+            store, plan.sampler, plan.workers, plan.seed, plan.pool, executor, ramp=plan.ramp
+        )
         super().__init__(engine, name, plan.segments, plan.retries, progress)
+
+
+def _require_first_rank(workers: int) -> None:
+    """Make sure that a script that runs once a rank has one pool on a node, not one on each rank."""
+    rank, ranks = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if rank.isdecimal() and int(rank) > 0:
+        of = f" of {ranks}" if ranks else ""
+        raise ValueError(
+            f"this is local rank {rank}{of}, and the script runs once a rank: a pool on each would have "
+            f"{workers} workers for every rank. Make one a node, where int(os.environ['LOCAL_RANK']) == 0, and use "
+            "contextlib.nullcontext() in its place on the other ranks, whose loaders read what it publishes; "
+            "or pass every_rank=True"
+        )

@@ -1,25 +1,29 @@
 """Task: draw one segment and publish it. Runs in a worker process of any executor.
 
 The content of task k is a pure function of (sampler, seed, k): its generator is
-`default_rng(SeedSequence(seed, spawn_key=(k,)))`. A sampler that ends early is called again with
+`default_rng(SeedSequence(seed, spawn_key=(k,)))`. Early tasks fill small segments, so that a slow source
+gives its first rows in seconds: see `size_of`. A sampler that ends early is called again with
 the same generator; it is closed once the segment is full. A task that fails or is told to stop
 publishes nothing; a task that ran twice is published once, because publishing drops a segment
 whose task is listed already.
 
 A task stops when its pool does: the pool holds a lock on one byte of its file in pools/, which
-the kernel drops whatever way the pool ends, and the task looks at it a few times a second.
+the kernel drops whatever way the pool ends, and the task looks at it a few times a second. If the pool holds
+another byte still, the task publishes what it has, as a part: without its name, so that it is drawn again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +33,9 @@ from arrowcache.errors import SamplerError
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.rows import Rows
 from arrowcache.shortage import explaining
+from arrowcache.storage.layout import alive_byte, part_byte
 from arrowcache.storage.locks import LockFile, file_identity
+from arrowcache.storage.progress import Progress
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
@@ -37,14 +43,35 @@ Sampler = Callable[["np.random.Generator"], Iterable[Mapping[str, Any]]]
 
 _LOOK_SECONDS = 0.2
 _EMPTY_CALLS = 3  # of a sampler in a row, before the task fails
+_RAMP_TASKS = 10  # that fill less than a full segment, each at most half of the next one's
+
+
+class Size(NamedTuple):
+    """Where a segment ends: at the first of so many rows, and so many bytes of rows; not before one row."""
+
+    rows: int
+    nbytes: int
+
+
+def size_of(number: int, full_rows: int, segment_bytes: int, *, ramp: bool = True) -> Size:
+    """What task `number` fills, in a cache whose full segments are of so many rows and bytes.
+
+    Args:
+        ramp: False: a full segment, as a sampler asks for whose attribute `ramp` is False.
+    """
+    halvings = max(0, _RAMP_TASKS - number) if ramp else 0
+    return Size(max(1, full_rows >> halvings), max(1, segment_bytes >> halvings))
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """What a worker needs to know: plain values, pickled small.
 
+    `sampler` is the pickled sampler, or empty for a worker that has it: it knows it by `digest`, or says that
+    it does not, and is sent the task again. So it travels about once a worker.
     `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks; `tries`
     those that failed before: Dask answers a call that equals an earlier one with what came of that.
+    `ramp`: early tasks fill small segments.
     """
 
     cache: str
@@ -54,6 +81,8 @@ class Task:
     number: int
     token: int
     tries: int = 0
+    ramp: bool = True
+    digest: bytes = b""
 
     @property
     def task_name(self) -> str:
@@ -68,6 +97,8 @@ class Done:
     `rows` is 0 if it was stopped or failed. `error` is the traceback of what it raised: as text,
     because not every exception survives the way back to the pool's process. `refused`: that was a
     PermissionError; a store that is asked again refuses again, and may lock the account in the end.
+    `is_part`: only a part was published, without the task's name. `lacks_sampler`: nothing was done, for want
+    of it.
     """
 
     number: int
@@ -78,6 +109,33 @@ class Done:
     stopped: bool = False
     error: str = ""
     refused: bool = False
+    is_part: bool = False
+    lacks_sampler: bool = False
+
+
+def digest_of(sampler: bytes) -> bytes:
+    """What tells pickled samplers apart."""
+    return hashlib.blake2b(sampler, digest_size=16).digest()
+
+
+_samplers: OrderedDict[bytes, bytes] = OrderedDict()  # pickled, by digest; of the process
+_samplers_lock = threading.Lock()
+_MOST_SAMPLERS = 8
+
+
+def _pickled_sampler(task: Task) -> bytes | None:
+    """A task's sampler, from the task itself or one before it; None: none brought it."""
+    if task.sampler and not task.digest:
+        return task.sampler
+    with _samplers_lock:
+        if task.sampler:
+            _samplers[task.digest] = task.sampler
+        if task.digest not in _samplers:
+            return None
+        _samplers.move_to_end(task.digest)
+        while len(_samplers) > _MOST_SAMPLERS:
+            _samplers.popitem(last=False)
+        return _samplers[task.digest]
 
 
 def failure(task: Task, error: BaseException, seconds: float) -> Done:
@@ -90,16 +148,26 @@ def failure(task: Task, error: BaseException, seconds: float) -> Done:
 class _Worker:
     """What a worker keeps between tasks: the unpickled sampler, the open cache, the builder."""
 
-    def __init__(self, task: Task) -> None:
-        self._key = (task.cache, task.sampler)
-        self.sampler: Sampler = unpickled(task.sampler)
+    def __init__(self, task: Task, sampler: bytes) -> None:
+        self._key = (task.cache, sampler)
+        self.sampler: Sampler = unpickled(sampler)
         self.store: Store = open_store(Path(task.cache), check="structure")
         self._identity, self._form = self._identity_now(), _form(self.store)
         self.builder = SegmentBuilder(*self._form)
+        self._shown: tuple[str, int] | None = None
+        self._progress: Progress | None = None
 
-    def is_for(self, task: Task) -> bool:
+    def progress_of(self, task: Task) -> Progress | None:
+        """Where this worker shows how far it is: for each pool a page."""
+        pool = task.pool, task.token
+        if self._shown != pool:
+            self._progress = Progress.open(self.store.folder.path, *pool)
+            self._shown = pool
+        return self._progress
+
+    def is_for(self, task: Task, sampler: bytes) -> bool:
         """Whether a task's cache is still the one that is open: another may have its path by now."""
-        if (task.cache, task.sampler) != self._key:
+        if (task.cache, sampler) != self._key:
             return False
         try:
             with explaining(self.store.folder.path):
@@ -132,31 +200,58 @@ def run(task: Task) -> Done:
 
 
 def _run(task: Task, started: float) -> Done:
+    sampler = _pickled_sampler(task)
+    if sampler is None:
+        return Done(task.number, 0, 0, 0.0, 0.0, lacks_sampler=True)
     worker: _Worker | None = getattr(_kept, "worker", None)
-    if worker is None or not worker.is_for(task):
-        worker = _kept.worker = _Worker(task)
+    if worker is None or not worker.is_for(task, sampler):
+        worker = _kept.worker = _Worker(task, sampler)
     has_ended = _PoolWatch(worker.store, task)
-    worker.builder.clear()
-    if not draw(worker.sampler, task, worker.builder, has_ended):
-        return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
-    encoded = worker.builder.encode()
-    policy = RoomPolicy("wait", is_cancelled=has_ended, in_background=True)
+    progress = worker.progress_of(task)
     try:
-        published = worker.store.publish(encoded, task.task_name, policy)
-    except Cancelled:
-        return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+        is_part = not draw(worker.sampler, task, worker.builder, has_ended, progress)
+        if is_part and not (worker.builder.rows and has_ended.wants_parts()):
+            return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+        encoded = worker.builder.encode()
+
+        def is_cancelled() -> bool:  # asked where there is no room
+            if progress is not None:
+                progress.wait()
+            return has_ended() and not has_ended.wants_parts()
+
+        policy = RoomPolicy("wait", is_cancelled=is_cancelled, in_background=True)
+        try:
+            published = worker.store.publish(encoded, "" if is_part else task.task_name, policy)
+        except Cancelled:
+            return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+    finally:
+        if progress is not None:
+            progress.end()
     # Even if `published` has no segment: then a worker died between publishing it and saying so.
     seconds = time.monotonic() - started
-    return Done(task.number, encoded.rows, encoded.nbytes, seconds, published.waiting_seconds)
+    return Done(
+        task.number, encoded.rows, encoded.nbytes, seconds, published.waiting_seconds, is_part=is_part
+    )
 
 
-def draw(sampler: Sampler, task: Task, builder: SegmentBuilder, has_ended: Callable[[], bool]) -> bool:
-    """Fill a builder with task k's samples.
+def draw(
+    sampler: Sampler,
+    task: Task,
+    builder: SegmentBuilder,
+    has_ended: Callable[[], bool],
+    progress: Progress | None = None,
+) -> bool:
+    """Fill a builder with task k's samples, from the first on.
 
+    Args:
+        progress: told of each row.
     Returns: whether the segment is full; False: the pool ended first.
     Raises: SamplerError: a sampler that yields nothing, or no mapping.
     """
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
+    builder.clear(*size_of(task.number, builder.full_rows, builder.segment_bytes, ramp=task.ramp))
+    if progress is not None:
+        progress.begin(task.number, builder.expected_rows)
     empty_calls = 0
     while empty_calls < _EMPTY_CALLS:
         samples = iter(sampler(rng))
@@ -167,12 +262,16 @@ def draw(sampler: Sampler, task: Task, builder: SegmentBuilder, has_ended: Calla
                     raise SamplerError(
                         f"a sampler must yield mappings of field names to values, not {type(sample).__name__}"
                     )
-                if has_ended():
-                    return False
+                is_over = has_ended()
                 rows = builder.convert(sample, many=isinstance(sample, Rows))
                 if rows.count:
                     empty_calls = 0
-                if builder.take(rows, 0) < rows.count or builder.is_full:
+                is_full = builder.take(rows, 0) < rows.count or builder.is_full
+                if progress is not None and rows.count:
+                    progress.count(builder.rows, builder.expected_rows)
+                if is_over:
+                    return False
+                if is_full:
                     return True  # samples that no longer fit are dropped: the next task draws anew
         finally:
             close = getattr(samples, "close", None)
@@ -198,15 +297,20 @@ class _PoolWatch:
         if not self._ended and now - self._looked > _LOOK_SECONDS:
             self._looked = now
             with explaining(self._cache):
-                self._ended = self._is_over()
+                self._ended = not self._is_locked(alive_byte(self._token))
         return self._ended
 
-    def _is_over(self) -> bool:
+    def wants_parts(self) -> bool:
+        """Whether a pool that has ended waits for what its tasks have."""
+        with explaining(self._cache):
+            return self._is_locked(part_byte(self._token))
+
+    def _is_locked(self, byte: int) -> bool:
         try:
             file = LockFile(self._path)
         except FileNotFoundError:  # the cache is gone
-            return True
+            return False
         try:
-            return file.conflict(self._token, 1) is None
+            return file.conflict(byte, 1) is not None
         finally:
             file.close()

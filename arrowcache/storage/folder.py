@@ -27,6 +27,7 @@ _PIECES_A_CALL = 512  # below IOV_MAX
 _BLOCK = 512  # what st_blocks counts
 _OWN = os.O_CLOEXEC | os.O_NOFOLLOW  # of our own files none is a link to elsewhere
 _NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL)  # a link, a socket, what `_read` finds
+_MOST_RETURNED = 500  # tasks of a pool that are to be drawn again: with its number they fill a block
 _MOST_TASKS = 2**62
 _CLAIM_ATTEMPTS = 10
 _MOST_RANKS_BYTES = 64 << 20
@@ -526,6 +527,34 @@ class Folder:
             os.close(fd)
         return first
 
+    def return_tasks(self, pool: str, numbers: Iterable[int]) -> None:
+        """Have claimed tasks be drawn again, by whoever claims next: the lowest first. Only under cache.lock.
+
+        A task that is there already, and what goes beyond a block of the disk, is left out.
+        """
+        fd = _created(self.pools / pool, self.rights())
+        try:
+            kept = set(_returned(fd))
+            numbers = sorted(kept | set(numbers), reverse=True)[-_MOST_RETURNED:]
+            os.pwrite(fd, b"".join(number.to_bytes(8, "little") for number in numbers), 8)
+            os.ftruncate(fd, 8 + 8 * len(numbers))
+        finally:
+            os.close(fd)
+
+    def take_returned_task(self, pool: str) -> int | None:
+        """A task that is to be drawn again, the lowest; None: there is none. Only under cache.lock."""
+        try:
+            fd = os.open(self.pools / pool, os.O_RDWR | _OWN)
+        except FileNotFoundError:
+            return None
+        try:
+            numbers = _returned(fd)
+            if numbers:
+                os.ftruncate(fd, 8 + 8 * (len(numbers) - 1))
+            return numbers[-1] if numbers else None
+        finally:
+            os.close(fd)
+
     def sync_tasks(self, pool: str) -> None:
         """Have the claimed numbers outlast a power cut: the file, then its name."""
         _sync(self.pools / pool, os.O_RDWR | _OWN)
@@ -586,6 +615,15 @@ def require_right(path: Path | str, right: int) -> None:
     """
     if not os.access(path, right, effective_ids=True) and os.path.lexists(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+
+
+def _returned(fd: int) -> list[int]:
+    """Numbers of a pool's file that are to be drawn again, the highest first; none, if they make no sense."""
+    data = os.pread(fd, 8 * (_MOST_RETURNED + 1), 0)
+    numbers = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data) - 7, 8)]
+    claimed, *returned = numbers or [0]
+    is_sound = all(high > low for high, low in itertools.pairwise([claimed, *returned]))
+    return returned if is_sound else []
 
 
 def _created(path: Path, rights: Rights, flags: int = 0) -> int:

@@ -11,7 +11,10 @@
   ranks/        <run>-<loader>-<epoch>, with .<n> where a job begins an epoch again: the snapshot
                 that its ranks on this node agreed on, share-locked by each of them while it needs
                 it: a RanksRecord, then a line for each that joined. An unlocked file is debris
-  pools/        <name>.<seed>: the next task number of a sampler pool
+  pools/        <name>.<seed>: the next task number of a sampler pool, 8 bytes; then those of earlier
+                tasks that are to be drawn again, 8 bytes each, the first to be drawn last. A release that
+                knows the first number only leaves the others where they are, undrawn. Bytes far behind
+                are locked by pools: see `alive_byte`
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
   usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
@@ -130,6 +133,16 @@ def newer_format(what: str) -> CacheFormatError:
         f"{what}, which this arrowcache does not know: a newer one made or changed the cache. Nothing was "
         "touched: use that release"
     )
+
+
+def alive_byte(token: int) -> int:
+    """The byte of a pool's file that the pool locks as long as it lives."""
+    return token
+
+
+def part_byte(token: int) -> int:
+    """The byte that it locks as well while its tasks are to publish what they have, and end."""
+    return 2**61 + token
 
 
 def shown(name: str) -> str:

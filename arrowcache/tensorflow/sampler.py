@@ -26,7 +26,7 @@ class TFRecordFiles(Source):
 
     One after another, but for a small shuffle: so the segments of many tasks begin with the first samples
     of some file. Files of about a segment's samples are drawn evenly; of much larger ones, the ends are
-    never reached. To have each record once, `from_tfrecords`.
+    never reached. So a pool's first segments are full ones, too. To have each record once, `from_tfrecords`.
 
     Args:
         files: a path, a glob pattern, or several of them, on anything that tf.io.gfile reads.
@@ -36,6 +36,8 @@ class TFRecordFiles(Source):
     Raises: FileNotFoundError, IsADirectoryError, ValueError. From a task: SchemaError: a record that does
         not fit. SamplerError: a damaged file. Both name the file and the record.
     """
+
+    ramp = False
 
     def __init__(
         self,

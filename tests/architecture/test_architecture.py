@@ -240,7 +240,7 @@ def test_files_of_a_cache_change_in_one_module_only():
             and module
             not in (
                 "arrowcache.storage.folder",
-                "arrowcache.reading.panel",
+                "arrowcache.storage.page",
                 "arrowcache.reading.workers.shared",
             )
         ):

@@ -18,6 +18,7 @@ from arrowcache.explore import observation
 from arrowcache.explore.observation import FIRST_SEEN, PROCESS_START, UNSEEN, observe
 from arrowcache.storage import processes
 from arrowcache.storage.locks import LockFile
+from arrowcache.storage.progress import Progress
 
 
 @pytest.fixture
@@ -195,7 +196,7 @@ def test_a_page_shared_with_a_forked_process_is_one_loader_of_its_owner(cache, m
         list(loader)
         files = list(processes.open_files())
         inherited = [
-            file for file in files if file.link == observation.PANEL_LINK and file.pid == os.getpid()
+            file for file in files if file.link == observation.PANEL.link and file.pid == os.getpid()
         ]
         monkeypatch.setattr(observation, "open_files", lambda: [*inherited, *files, *inherited, *inherited])
         assert [seen.pid for seen in observe(cache).loaders] == [os.getpid()]
@@ -236,3 +237,20 @@ def test_processes_that_are_gone_are_passed_over():
 def test_a_process_began_after_the_machine_and_before_now():
     start = processes.started(os.getpid())
     assert time.time() - 86400 < start <= time.time() + 1
+
+
+def test_a_sampler_at_work_shows_how_many_rows_it_has_drawn_and_not_published(cache):
+    assert observe(cache).samplers == ()
+    progress = Progress.open(cache.path, "default.0", 0)
+    progress.begin(3, 512)
+    (seen,) = observe(cache).samplers
+    assert (seen.rows, seen.full_rows, seen.last_row_seconds, seen.is_waiting) == (0, 512, None, False)
+    progress.count(310, 512)
+    (seen,) = observe(cache).samplers
+    assert (seen.pid, seen.pool, seen.task, seen.rows) == (os.getpid(), "default.0", 3, 310)
+    assert seen.last_row_seconds < 60
+    assert seen.command == processes.command(os.getpid())
+    progress.wait()
+    assert [seen.is_waiting for seen in observe(cache).samplers] == [True]
+    progress.end()
+    assert observe(cache).samplers == (), "between two tasks"

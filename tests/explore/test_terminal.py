@@ -21,6 +21,7 @@ from arrowcache.explore.board import board_of, format_seconds
 from arrowcache.explore.history import History
 from arrowcache.explore.lookout import Lookout
 from arrowcache.explore.terminal import line_of, render, sparks, watch
+from arrowcache.storage.progress import Progress
 
 
 @pytest.fixture
@@ -40,6 +41,21 @@ def text_of(board) -> str:
 def look(lookout: Lookout):
     error = lookout.look()
     return board_of(lookout.history, error, lookout.path)
+
+
+def test_it_shows_what_samplers_have_drawn_and_not_published(cache):
+    lookout, progress = Lookout(cache), Progress.open(cache.path, "default.0", 0)
+    assert "no sampler is seen at work" in text_of(look(lookout))
+    progress.begin(3, 512)
+    assert [row[3:] for row in look(lookout)["samplers"]["rows"]] == [["0 of 512 rows", "none"]]
+    progress.count(310, 512)
+    progress.wait()
+    board = look(lookout)
+    assert [row[2:4] for row in board["samplers"]["rows"]] == [
+        ["default.0.3", "310 of 512 rows; waits to publish"]
+    ]
+    assert "310 of 512 rows" in text_of(board)
+    assert "1 samplers" in line_of(board).plain
 
 
 def test_it_shows_fill_rates_leases_and_loaders(cache):
@@ -65,7 +81,7 @@ def test_it_shows_fill_rates_leases_and_loaders(cache):
     assert str(os.getpid()) in text
     assert "8 to 9" in text
     assert "no writer waits for room" in text
-    assert f"{len(board['leases']['rows'])} leases, 0 waiting, 1 loaders" in line_of(board).plain
+    assert f"{len(board['leases']['rows'])} leases, 0 waiting, 1 loaders, 0 samplers" in line_of(board).plain
 
 
 def test_the_first_look_knows_no_rate(cache):

@@ -11,7 +11,7 @@ import numpy as np
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.rows import single
-from arrowcache.sampling.sources.source import Source, schema_of
+from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
 from arrowcache.sampling.task import Sampler
 from arrowcache.units import require_function
 
@@ -44,6 +44,7 @@ class Map(Source):
         if not callable(source):
             raise TypeError(f"source must be a source or a sampler, a function of rng, not {source!r}")
         self._source = source
+        self.ramp = ramp_of(source)
         self._function = function
         self._with_rng = _takes_two(function)
         if schema is None:

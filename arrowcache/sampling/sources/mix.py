@@ -12,7 +12,7 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError, sentence_of
 from arrowcache.sampling.rows import single
 from arrowcache.sampling.sources.choice import Choice, parse_weights
-from arrowcache.sampling.sources.source import Source, schema_of
+from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
 from arrowcache.sampling.task import Sampler
 
 ON_ERROR = ("raise", "skip")
@@ -48,6 +48,7 @@ class Mix(Source):
         self._names = [f"sources[{number}], {source!r}," for number, source in enumerate(self._sources)]
         self._weights = parse_weights([weight for _, weight in pairs], self._names)
         self._skips = on_error == "skip"
+        self.ramp = all(map(ramp_of, self._sources))
         schemas = [schema_of(source, name) for source, name in zip(self._sources, self._names, strict=True)]
         for name, schema in zip(self._names, schemas, strict=True):
             _require_same(name, schema, schemas[0])

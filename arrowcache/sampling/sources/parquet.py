@@ -66,6 +66,9 @@ class ParquetRows(Source):
         the file. SamplerError: a file that is no Parquet. ValueError: no row, or no row group that the filter
         leaves; an argument that does not fit.
 
+    Whole row groups come at once, so a pool's first segments are full ones; not with rows_per_group, where a
+    full segment takes many reads.
+
     Numbers, bool, text, bytes, timestamps and dates become scalars, lists of a fixed size tensors, other
     lists ragged. What a partitioned folder says in its names is no column.
     """
@@ -91,6 +94,7 @@ class ParquetRows(Source):
         self._rows_per_group = (
             None if rows_per_group is None else parse_count(rows_per_group, "rows_per_group")
         )
+        self.ramp = rows_per_group is not None
         self._filter = filter
         self._fill = dict(fill or {})
         self._kept: Kept[_Open] = Kept(_MOST_OPEN)

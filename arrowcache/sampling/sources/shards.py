@@ -37,7 +37,7 @@ class WebDatasetShards(Source):
 
     One after another, but for a small shuffle: so the segments of many tasks begin with the first samples
     of some shard. Shards of about a segment's samples are drawn evenly; of much larger ones, the ends are
-    never reached.
+    never reached. So a pool's first segments are full ones, too.
 
     Args:
         uris: a .tar, a folder with all below it, or several of either, on one store.
@@ -53,6 +53,8 @@ class WebDatasetShards(Source):
         ValueError: `fields` that are not those of `schema`. All of these of the first shard at
         construction, else from a task.
     """
+
+    ramp = False
 
     def __init__(
         self,

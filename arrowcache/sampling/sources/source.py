@@ -28,6 +28,10 @@ class Source(ABC):
     schema: Schema
     """What a sample holds: `Cache.create(path, source.schema, ...)`."""
 
+    ramp: bool = True
+    """Early tasks of a pool fill small segments; False: full ones from the start, of whole groups that were
+    read. One that is made of other sources asks for full ones if any of them does."""
+
     @abstractmethod
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
         """Draw samples, without end."""
@@ -42,6 +46,11 @@ class Source(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def ramp_of(source: object) -> bool:
+    """Early tasks of this sampler, whatever it is, fill small segments."""
+    return bool(getattr(source, "ramp", True))
 
 
 def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import signal
 import threading
 import time
@@ -18,10 +19,12 @@ from helpers import (
     KIB,
     CtrlC,
     disk_bytes,
+    full,
     held_by_another_thread,
     in_child,
     make_cache,
     publish,
+    ramp_rows,
     read_ids,
     segment_files,
     wait_until,
@@ -35,6 +38,7 @@ import arrowcache as ac
 from arrowcache import SamplerPool
 from arrowcache.sampling.pool import Pool
 from arrowcache.sampling.task import Done, Task
+from arrowcache.storage.progress import seen_samplers
 
 QUICK = {"progress": False, "workers": 2}
 STOP_SECONDS = 10.0  # the pool's own bounds are shorter; a busy machine gets some grace
@@ -58,7 +62,7 @@ def draws():
 def expected(number: int, seed: int = 0) -> list[int]:
     """The ids of a task of `draws()`, by the documented formula."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-    return [int(rng.integers(1 << 20)) for _ in range(16)]
+    return [int(rng.integers(1 << 20)) for _ in range(ramp_rows(number))]
 
 
 def tasks(cache: ac.Cache, pool: str = "default.0") -> dict[int, list[int]]:
@@ -185,6 +189,97 @@ def test_a_sampler_object_is_unpickled_once_a_worker(cache, tmp_path):
     assert 1 <= len(signs(tmp_path / "signs")) <= 2
 
 
+def test_segments_grow_with_the_task_until_they_are_full(cache):
+    with SamplerPool(cache, draws(), segments=12, **QUICK) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+    assert {number: len(ids) for number, ids in tasks(cache).items()} == {
+        **dict.fromkeys(range(7), 1), 7: 2, 8: 4, 9: 8, 10: 16, 11: 16,
+    }  # fmt: skip
+
+
+def test_a_sampler_may_ask_for_full_segments_from_the_start(cache):
+    class Draws:
+        ramp = False
+
+        def __call__(self, rng):
+            while True:
+                yield row(int(rng.integers(1 << 20)))
+
+    with SamplerPool(cache, Draws(), segments=3, **QUICK) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+    assert [len(ids) for ids in tasks(cache).values()] == [16] * 3
+    assert {number: ids[:1] for number, ids in tasks(cache).items()} == {n: expected(n) for n in range(3)}
+
+
+def test_a_ramp_that_is_no_flag_fails_in_the_constructor(cache):
+    sampler = draws()
+    sampler.ramp = 10
+    with pytest.raises(TypeError, match="ramp must be True or False, not 10"):
+        SamplerPool(cache, sampler, **QUICK)
+
+
+class Counting(ProcessPoolExecutor):
+    """Counts the bytes of what it sends to its processes."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers, mp_context=get_context("forkserver"))
+        self.nbytes: list[int] = []
+
+    def submit(self, function, /, *arguments, **options):
+        self.nbytes.append(len(pickle.dumps((function, arguments, options))))
+        return super().submit(function, *arguments, **options)
+
+
+def heavy(weights: bytes):
+    """A sampler of `draws()` that is large when it is pickled."""
+
+    def sampler(rng):
+        assert len(weights) == 1 << 20
+        while True:
+            yield row(int(rng.integers(1 << 20)))
+
+    return sampler
+
+
+def test_a_sampler_travels_about_once_a_worker_and_its_tasks_are_small(cache):
+    with Counting(2) as executor:
+        sampler = heavy(os.urandom(1 << 20))
+        with SamplerPool(cache, sampler, executor=executor, segments=20, **QUICK) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+            assert (pool.stats().segments, pool.stats().retries) == (20, 0)
+    large = [nbytes for nbytes in executor.nbytes if nbytes > 1000]
+    assert 2 <= len(large) <= 4, "once for each worker, and again for one that the first tasks passed by"
+    assert len(executor.nbytes) - len(large) >= 16
+    assert tasks(cache) == {number: expected(number) for number in range(20)}
+
+
+def test_a_worker_that_begins_later_asks_for_the_sampler(cache):
+    """The first pool's tasks leave nothing to processes that begin after them."""
+    with Counting(1) as executor:
+        sampler = heavy(bytes(1 << 20))
+        pool = SamplerPool(cache, sampler, executor=executor, workers=1, progress=False)
+        pool.wait(segments=3, timeout=DEADLINE_SECONDS)
+        first = [nbytes for nbytes in executor.nbytes if nbytes > 1000]
+        pool.stop()
+        assert len(first) == 1
+        assert executor.submit(_forget_samplers).result(DEADLINE_SECONDS) >= 1
+        executor.nbytes.clear()
+        with SamplerPool(cache, sampler, executor=executor, segments=3, workers=1, progress=False) as pool:
+            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+            executor.submit(_forget_samplers).result(DEADLINE_SECONDS)
+            pool.wait(timeout=DEADLINE_SECONDS)
+            assert pool.stats().retries == 0
+
+
+def _forget_samplers() -> int:
+    """What a new process is like."""
+    from arrowcache.sampling import task
+
+    count = len(task._samplers)
+    task._samplers.clear()
+    return count
+
+
 # failures
 
 
@@ -208,12 +303,12 @@ def fails_at_first(folder, times):
 
 def test_a_sampler_that_fails_sometimes_is_tried_again(cache, tmp_path):
     with ThreadPoolExecutor(2) as executor:
-        sampler = fails_at_first(tmp_path, 2)
+        sampler = full(fails_at_first(tmp_path, 2))
         with SamplerPool(cache, sampler, executor=executor, segments=3, retries=2, **QUICK) as pool:
             pool.wait(timeout=DEADLINE_SECONDS)
             stats = pool.stats()
     assert (stats.segments, stats.rows, stats.retries, stats.failures) == (3, 48, 6, 0)
-    assert tasks(cache) == {number: expected(number) for number in range(3)}
+    assert {number: ids[:1] for number, ids in tasks(cache).items()} == {n: expected(n) for n in range(3)}
 
 
 @pytest.mark.parametrize("own_processes", [True, False])
@@ -339,6 +434,70 @@ def test_a_wrong_argument_fails_in_the_constructor(cache, options, error, words)
         SamplerPool(**{"cache": cache, "sample": draws(), "progress": False, **options})
 
 
+# under torchrun
+
+
+@pytest.mark.parametrize("ranks", ["4", None])
+def test_a_pool_on_any_but_the_first_local_rank_says_how_to_have_one_a_node(cache, monkeypatch, ranks):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    else:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"local rank 1.*LOCAL_RANK'\]\) == 0.*every_rank=True") as caught:
+        SamplerPool(cache, draws(), **QUICK)
+    assert ("rank 1 of 4," in str(caught.value)) == (ranks is not None)
+    assert not (cache.path / "pools" / "default.0").exists()
+    with SamplerPool(cache, draws(), segments=1, every_rank=True, **QUICK) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize("rank", ["0", "", "strange", None])
+def test_the_first_local_rank_and_a_script_without_ranks_have_a_pool(cache, monkeypatch, rank):
+    if rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    with (
+        ThreadPoolExecutor(1) as executor,
+        SamplerPool(cache, draws(), segments=1, executor=executor, **QUICK) as pool,
+    ):
+        pool.wait(timeout=DEADLINE_SECONDS)
+
+
+_RANK = """
+import contextlib, os, sys
+import numpy as np
+import arrowcache as ac
+rank = int(os.environ["LOCAL_RANK"])
+
+def sample(rng):
+    while True:
+        yield {"id": int(rng.integers(1 << 20)), "image": np.zeros((16, 16), np.float32)}
+
+is_first = rank == 0
+pool = ac.SamplerPool(sys.argv[1], sample, workers=1) if is_first else contextlib.nullcontext()
+with pool, ac.Loader(sys.argv[1], 8, rank=rank, world_size=2, run_id="job", timeout=60) as loader:
+    batches = loader.repeat()
+    print(sum(len(next(batches)["id"]) for _ in range(3)), flush=True)
+    input()
+"""
+
+
+def test_the_documented_way_under_torchrun_has_one_pool_and_rows_on_every_rank(cache, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with Script(_RANK, cache.path) as first:
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with Script(_RANK, cache.path) as second:
+            assert first.line() == second.line() == "24"
+            assert len({(seen.pool, seen.token) for seen in seen_samplers(cache.path)}) == 1
+            for script in (first, second):
+                script.say("done")
+                assert script.end()[0] == 0
+    assert os.listdir(cache.path / "pools") == ["default.0"]
+
+
 # killed workers
 
 
@@ -359,7 +518,7 @@ def gated(folder, gate):
 def test_a_killed_worker_costs_no_task_and_none_is_published_twice(cache, tmp_path):
     folder, gate = tmp_path / "pids", tmp_path / "gate"
     folder.mkdir()
-    with SamplerPool(cache, gated(folder, gate), segments=8, workers=4, progress=False) as pool:
+    with SamplerPool(cache, full(gated(folder, gate)), segments=8, workers=4, progress=False) as pool:
         wait_until(lambda: len(signs(folder)) == 4, "all workers at work")
         os.kill(int(signs(folder)[0]), signal.SIGKILL)
         wait_until(lambda: len(signs(folder)) >= 5, "a new worker at work")
@@ -368,7 +527,9 @@ def test_a_killed_worker_costs_no_task_and_none_is_published_twice(cache, tmp_pa
         stats = pool.stats()
     assert (stats.segments, stats.failures) == (8, 0)
     assert stats.retries <= 4, "only the tasks that ran then were tried again"
-    assert tasks(cache) == {number: expected(number) for number in range(8)}
+    assert {number: ids[:1] for number, ids in tasks(cache).items()} == {
+        number: expected(number)[:1] for number in range(8)
+    }
     assert cache.verify() == []
 
 
@@ -431,15 +592,19 @@ def test_wait_times_out_with_numbers(cache, tmp_path):
     gate = tmp_path / "gate"
     with (
         ThreadPoolExecutor(2) as executor,
-        SamplerPool(cache, gated(tmp_path, gate), executor=executor, segments=2, **QUICK) as pool,
+        SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, segments=2, **QUICK) as pool,
     ):
-        with pytest.raises(TimeoutError, match=r"all tasks were not done in 0\.1 s: 0 segments"):
+        with pytest.raises(
+            TimeoutError, match=r"waited 0\.1 s for all tasks: 0 segments and 0 rows published"
+        ):
             pool.wait(timeout=0.1)
-        with pytest.raises(TimeoutError, match=r"1 segments were not done in 0\.1 s"):
+        with pytest.raises(TimeoutError, match=r"waited 0\.1 s for 1 segment: 0 segments"):
             pool.wait(segments=1, timeout=0.1)
         gate.touch()
         pool.wait(timeout=DEADLINE_SECONDS)
-        with pytest.raises(ac.SamplerError, match="ended with 2 segments published, 3 were waited for"):
+        with pytest.raises(
+            ac.SamplerError, match="ended with 2 segments and 32 rows published, 3 segments waited"
+        ):
             pool.wait(segments=3, timeout=DEADLINE_SECONDS)
 
 
@@ -448,7 +613,7 @@ def test_a_wait_is_woken_by_stop(cache, tmp_path, monkeypatch):
         monkeypatch.setattr(f"arrowcache.sampling.executors.{name}", 0.2)  # that it waits for the task
     with ThreadPoolExecutor(2) as executor:
         gate = tmp_path / "gate"
-        pool = SamplerPool(cache, gated(tmp_path, gate), executor=executor, **QUICK)
+        pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, **QUICK)
         errors = []
 
         def wait():
@@ -473,15 +638,201 @@ def test_stats_count_what_was_published(cache):
     ):
         pool.wait(timeout=DEADLINE_SECONDS)
         stats = pool.stats()
-    assert (stats.segments, stats.rows, stats.retries, stats.failures) == (4, 64, 0, 0)
+    assert (stats.segments, stats.rows, stats.retries, stats.failures) == (4, 4, 0, 0)
     assert stats.bytes == sum(path.stat().st_size for path in segment_files(cache))
     assert stats.seconds > 0
     assert stats.waiting_seconds >= 0
 
 
-def stop_in_time(pool: SamplerPool) -> None:
-    started = time.monotonic()
+# what was drawn when it is stopped
+
+
+def slow_after(rows):
+    """A sampler of `draws()` that takes its time after so many rows of a task."""
+
+    def sampler(rng):
+        for number in itertools.count():
+            if number >= rows:
+                time.sleep(0.02)
+            yield row(int(rng.integers(1 << 20)))
+
+    return full(sampler)
+
+
+def stream(number: int, rows: int, seed: int = 0) -> list[int]:
+    """The first ids of a task of `draws()`, by the documented formula."""
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
+    return [int(rng.integers(1 << 20)) for _ in range(rows)]
+
+
+def drawn(cache) -> list[int]:
+    """How many rows samplers have drawn and not published; at least 0 for each of two."""
+    return sorted([0, 0, *(each.rows for each in seen_samplers(cache.path) if each.rows)])[-2:]
+
+
+def parts(cache) -> list[list[int]]:
+    """The ids of segments that carry no task's name."""
+    return [read_ids(path) for path in segment_files(cache) if path.stem.endswith("-")]
+
+
+EXECUTORS = {
+    "its own": lambda: None,
+    "threads": lambda: ThreadPoolExecutor(2),
+    "processes": lambda: ProcessPoolExecutor(2, mp_context=get_context("forkserver")),
+}
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A cache whose full segments take a slow sampler for ever."""
+    return make_cache(tmp_path / "large", segment_rows=1000, segment_bytes="2MiB", capacity="32MiB")
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS])
+def test_stop_may_publish_what_was_drawn_and_the_next_pool_draws_those_tasks_again(large, executor):
+    executor = EXECUTORS[executor]()
+    pool = SamplerPool(large, slow_after(5), executor=executor, **QUICK)
+    wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
+    stop_in_time(pool, publish=True)
+    found = sorted(parts(large), key=lambda ids: ids[0] == stream(1, 1)[0])
+    assert found == [stream(number, len(ids)) for number, ids in enumerate(found)], "the first of each task"
+    assert [len(ids) >= 5 for ids in found] == [True, True]
+    assert (pool.stats().segments, pool.stats().rows) == (2, sum(map(len, found)))
+    assert tasks(large) == {}, "no part has a task's name"
+    with SamplerPool(large, draws(), executor=executor, segments=3, **QUICK) as again:
+        again.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(large)) == [0, 1, 2]
+    with SamplerPool(large, draws(), executor=executor, segments=1, **QUICK) as later:
+        later.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(large)) == [0, 1, 2, 3], "once"
+    if executor is not None:
+        executor.shutdown()
+    assert large.verify() == []
+
+
+def test_stop_alone_publishes_nothing_half_and_its_tasks_are_passed_over(large):
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(large, slow_after(5), executor=executor, **QUICK)
+        wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
+        pool.stop()
+        pool.stop(publish=True)  # too late: they have ended
+        assert segment_files(large) == []
+        with SamplerPool(large, draws(), executor=executor, segments=1, **QUICK) as later:
+            later.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(large)) == [2]
+
+
+def test_what_a_stuck_sampler_has_is_discarded_in_time_and_drawn_again(large, tmp_path, monkeypatch):
+    monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
+    gate = tmp_path / "gate"
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(large, full(gated(tmp_path, gate)), executor=executor, **QUICK)
+        wait_until(lambda: pool.stats().drawn_rows == 2, "both workers at work")
+        stop_in_time(pool, publish=True)
+        gate.touch()
+        assert segment_files(large) == []
+        with SamplerPool(large, draws(), executor=executor, segments=2, **QUICK) as again:
+            again.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(large)) == [0, 1]
+
+
+def test_a_task_that_waits_to_be_tried_again_is_left_to_the_next_pool(cache, monkeypatch):
+    monkeypatch.setattr("arrowcache.sampling.dispatcher._BACKOFF_SECONDS", 1000.0)
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(cache, lambda rng: 1 / 0, executor=executor, segments=3, **QUICK)
+        wait_until(lambda: pool.stats().retries == 3, "all tasks to have failed once")
+        pool.stop(publish=True)
+        with SamplerPool(cache, draws(), executor=executor, segments=3, **QUICK) as again:
+            again.wait(timeout=DEADLINE_SECONDS)
+    assert tasks(cache) == {number: expected(number) for number in range(3)}
+
+
+def test_a_segment_that_waits_for_room_is_drawn_again(cache, monkeypatch):
+    monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
+    publish(cache, 30)
+    with ThreadPoolExecutor(2) as executor:
+        with cache.snapshot():
+            pool = SamplerPool(cache, full(draws()), executor=executor, **QUICK)
+            wait_until(lambda: cache.stats().waiting_writers == 2, "both to wait")
+            stop_in_time(pool, publish=True)
+            before = sorted(tasks(cache))
+        with SamplerPool(cache, full(draws()), executor=executor, segments=2, **QUICK) as again:
+            again.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(cache)) == [*range(len(before) + 2)], "without a gap, whichever two had waited"
+
+
+def test_a_task_to_be_drawn_again_that_is_published_after_all_is_passed_over(cache):
+    with ThreadPoolExecutor(2) as executor:
+        options = {"executor": executor, **QUICK}
+        with SamplerPool(cache, draws(), segments=3, **options) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+        with cache.store.locked():
+            cache.store.folder.return_tasks("default.0", [1])
+        with SamplerPool(cache, draws(), segments=1, **options) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(cache)) == [0, 1, 2, 3]
+
+
+# the sign that somebody writes
+
+
+def writes(cache) -> bool:
+    """Some process shows that it writes to the cache."""
+    return cache.store.usage.somebody_writes()
+
+
+def test_a_pool_shows_that_somebody_writes_until_all_its_tasks_are_done(cache, tmp_path):
+    gate = tmp_path / "gate"
+    assert not writes(cache)
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, segments=3, **QUICK)
+        assert writes(cache), "from construction on"
+        wait_until(lambda: signs(tmp_path), "a task at work")
+        assert writes(cache)
+        gate.touch()
+        pool.wait(timeout=DEADLINE_SECONDS)
+        assert not writes(cache), "without being stopped"
+        pool.stop()
+
+
+def test_a_pool_that_is_stopped_or_gave_up_shows_no_more_that_somebody_writes(cache):
+    pool = SamplerPool(cache, draws(), **QUICK)
+    pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+    assert writes(cache)
     pool.stop()
+    assert not writes(cache)
+    with ThreadPoolExecutor(2) as executor:
+        pool = SamplerPool(cache, lambda rng: 1 / 0, executor=executor, retries=0, **QUICK)
+        with pytest.raises(ac.SamplerError):
+            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+        assert not writes(cache)
+        pool.stop()
+
+
+def test_of_two_pools_the_last_one_to_end_takes_the_sign_down(cache):
+    with ThreadPoolExecutor(4) as executor:
+        one, two = (SamplerPool(cache, draws(), executor=executor, **QUICK) for _ in range(2))
+        one.stop()
+        assert writes(cache)
+        two.stop()
+    assert not writes(cache)
+
+
+def test_a_killed_pool_shows_nothing_and_neither_do_workers_it_left(cache):
+    def sample_for_ever(path):
+        with SamplerPool(path, draws(), workers=1, progress=False):
+            threading.Event().wait()
+
+    with Child(sample_for_ever, str(cache.path)) as child:
+        wait_until(lambda: segment_files(cache), "a segment")
+        assert writes(cache)
+        child.kill()
+        wait_until(lambda: not writes(cache), "the sign to go")
+
+
+def stop_in_time(pool: SamplerPool, **options: bool) -> None:
+    started = time.monotonic()
+    pool.stop(**options)
     assert time.monotonic() - started < STOP_SECONDS
 
 
@@ -613,6 +964,12 @@ class Engine:
         time.sleep(0.01)
         begun, self.begun = self.begun, []
         return [(task, Done(task.number, 1, 1, 0.0, 0.0)) for task in begun]
+
+    def drawn_rows(self) -> int:
+        return 0
+
+    def end_with_parts(self, waiting) -> list[Done]:
+        return self.end()
 
     def end(self) -> list[Done]:
         self.ends += 1
@@ -866,6 +1223,26 @@ def test_workers_are_gone_within_5_s_after_their_parent_was_killed(cache, how):
     assert cache.stats().leased_bytes == 0
 
 
+def test_wait_returns_once_so_many_rows_are_published(cache):
+    with ThreadPoolExecutor(2) as executor, SamplerPool(cache, draws(), executor=executor, **QUICK) as pool:
+        pool.wait(rows=20, timeout=DEADLINE_SECONDS)
+        assert pool.stats().rows >= 20
+        pool.wait(segments=2, rows=40, timeout=DEADLINE_SECONDS)
+        assert pool.stats().rows >= 40
+        pool.wait(15, 1, DEADLINE_SECONDS)
+        assert pool.stats().segments >= 15
+
+
+def test_a_wait_for_more_rows_than_all_tasks_have_says_so(cache):
+    with SamplerPool(cache, draws(), segments=2, **QUICK) as pool:
+        with pytest.raises(
+            ac.SamplerError, match="ended with 2 segments and 2 rows published, 3 rows waited for"
+        ):
+            pool.wait(rows=3, timeout=DEADLINE_SECONDS)
+        with pytest.raises(ac.SamplerError, match="3 segments and 2 rows waited for"):
+            pool.wait(segments=3, rows=2, timeout=DEADLINE_SECONDS)
+
+
 def workers_of(script: Script) -> list[str]:
     return [line.split()[0] for line in script.processes() if "popen_loky" in line]
 
@@ -918,5 +1295,5 @@ def test_statistics_are_shown_in_a_line_and_in_a_notebook(cache):
     assert "0 segments, 0 rows, 0 B in 0 s" in str(ac.PoolStats(0, 0, 0, 0.0, 0.0, 0, 0))
     with SamplerPool(cache, draws(), segments=1, **QUICK) as pool:
         pool.wait(timeout=DEADLINE_SECONDS)
-        assert repr(pool).startswith("<SamplerPool published 1 segment, 16 rows")
+        assert repr(pool).startswith("<SamplerPool published 1 segment, 1 row,")
         assert "\n" not in repr(pool)

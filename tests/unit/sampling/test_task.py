@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from helpers import KIB, ROW, make_cache, published_ids
+from helpers import KIB, ROW, make_cache, published_ids, ramp_rows
 from helpers import sample as row
 
 import arrowcache as ac
@@ -17,14 +18,16 @@ from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.pickling import pickled
 from arrowcache.sampling import task as task_module
 from arrowcache.sampling.rows import single
-from arrowcache.sampling.task import Task, draw, run
+from arrowcache.sampling.task import Size, Task, draw, run, size_of
 from arrowcache.storage.locks import LockFile
 
 TURNED = ac.Schema({name: ROW[name] for name in reversed([*ROW])})
 
 
-def task(number: int = 0, seed: int = 0, sampler: bytes = b"", cache: str = "") -> Task:
-    return Task(cache, sampler, f"default.{seed}", seed, number, token=0)
+def task(
+    number: int = 0, seed: int = 0, sampler: bytes = b"", cache: str = "", *, ramp: bool = False
+) -> Task:
+    return Task(cache, sampler, f"default.{seed}", seed, number, token=0, ramp=ramp)
 
 
 def builder() -> SegmentBuilder:
@@ -60,6 +63,56 @@ def drawn(sampler, number: int = 0, seed: int = 0) -> list[int]:
     assert draw(sampler, task(number, seed), into, lambda: False)
     assert into.is_full
     return into._fixed["id"].tolist()
+
+
+# small segments at first
+
+
+def test_each_early_task_fills_at_most_half_of_the_next_and_the_eleventh_a_full_segment():
+    sizes = [size_of(number, 4096, 64 << 20) for number in range(12)]
+    assert [size.rows for size in sizes] == [4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 4096]
+    assert [size.nbytes for size in sizes] == [(64 << 20) >> max(0, 10 - number) for number in range(12)]
+    assert size_of(2**60, 4096, 64 << 20) == Size(4096, 64 << 20)
+
+
+def test_a_segment_of_few_rows_or_bytes_has_at_least_one():
+    assert [size_of(number, 5, 3).rows for number in range(12)] == [1] * 9 + [2, 5, 5]
+    assert [size_of(number, 5, 3).nbytes for number in range(12)] == [1] * 10 + [3, 3]
+
+
+def test_a_sampler_that_asks_for_full_segments_gets_them_from_the_start():
+    assert size_of(0, 4096, 64 << 20, ramp=False) == Size(4096, 64 << 20)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+def test_a_small_segment_has_the_first_samples_of_its_task(chunk):
+    def sampler(rng):
+        while True:
+            yield rows_of([int(rng.integers(1 << 20)) for _ in range(chunk)])
+
+    into = builder()
+    for number in [10, 0, 7, 8, 9, 11]:  # one builder for all, as a worker has it
+        assert draw(sampler, task(number, ramp=True), into, lambda: False)
+        assert into._fixed["id"][: into.rows].tolist() == stream(0, number, ramp_rows(number))
+
+
+def test_a_small_segment_of_texts_ends_by_its_bytes_but_not_before_its_first_row():
+    schema = ac.Schema({"text": ac.String()})
+    into = SegmentBuilder(schema, 1 << 14, 1 << 20)
+
+    def rows(number: int, text: str) -> int:
+        assert draw(
+            lambda rng: itertools.repeat({"text": text}), task(number, ramp=True), into, lambda: False
+        )
+        return into.rows
+
+    row_bytes = 100 + 4  # with its offset
+    assert [rows(number, "x" * 100) for number in (0, 3, 8)] == [
+        (1 << 20 >> halvings) // row_bytes for halvings in (10, 7, 2)
+    ]
+    assert 10_000 < rows(10, "x" * 100) < (1 << 20) // row_bytes, "what the file needs beside its rows"
+    assert rows(0, "x" * 100_000) == 1
+    assert rows(0, "") == 16, "by its rows: 1 << 14 >> 10"
 
 
 @pytest.mark.parametrize("per_call", [None, 1, 5, 16, 100])

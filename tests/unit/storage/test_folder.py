@@ -407,6 +407,44 @@ def test_a_pools_number_that_no_pool_had_is_damage(folder):
         folder.claim_tasks("pool.0", 1)
 
 
+def test_tasks_to_be_drawn_again_are_taken_lowest_first_and_once(folder):
+    assert folder.take_returned_task("pool.0") is None
+    assert folder.claim_tasks("pool.0", 10) == 0
+    assert folder.take_returned_task("pool.0") is None
+    folder.return_tasks("pool.0", [7, 2])
+    folder.return_tasks("pool.0", [4, 2])
+    assert [folder.take_returned_task("pool.0") for _ in range(4)] == [2, 4, 7, None]
+    assert (folder.pools / "pool.0").read_bytes() == (10).to_bytes(8, "little")
+
+
+def test_a_release_that_knows_no_tasks_to_be_drawn_again_goes_on_with_the_next_number(folder):
+    """It reads and writes the first eight bytes of the file: so does `claim_tasks` today, as in 0.1.0."""
+    folder.claim_tasks("pool.0", 10)
+    before = (folder.pools / "pool.0").read_bytes()
+    assert before == (10).to_bytes(8, "little"), "what a pool that returned nothing leaves is as it was"
+    folder.return_tasks("pool.0", [2, 7])
+    assert folder.claim_tasks("pool.0", 5) == 10
+    assert [folder.take_returned_task("pool.0") for _ in range(3)] == [2, 7, None]
+    assert folder.claim_tasks("pool.0", 1) == 15
+
+
+def test_tasks_to_be_drawn_again_never_take_more_than_a_block(folder):
+    folder.claim_tasks("pool.0", 2000)
+    folder.return_tasks("pool.0", range(1000))
+    assert (folder.pools / "pool.0").stat().st_size <= 4096
+    assert folder.take_returned_task("pool.0") == 0
+
+
+@pytest.mark.parametrize("numbers", [(0, 0), (0, 0, 0), (5, 7), (5, 3, 3), (5, 2, 4), (5, 2**63)])
+def test_numbers_that_nobody_returned_are_not_drawn_again(folder, numbers):
+    """As a power cut leaves them: zeros, or some of them."""
+    data = b"".join(number.to_bytes(8, "little") for number in numbers)
+    (folder.pools / "pool.0").write_bytes(data)
+    assert folder.take_returned_task("pool.0") is None
+    (folder.pools / "pool.0").write_bytes(data[:-3])
+    assert folder.take_returned_task("pool.0") in (None, *numbers[1:-1])
+
+
 STRANGE = [
     b"..arrow", b"...", b"a\nb", b"\n", b"\xff\xfe.arrow", b"x" * 255, b"-rf", b"$(id)", b"%s", b"\x1b[31m",
     f"{7:020d}-16-.arrow\n".encode(), f"{7:020d}-16-..%2f..%2fx.arrow".encode(),

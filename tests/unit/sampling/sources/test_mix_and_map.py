@@ -31,6 +31,16 @@ class Numbers:
             yield {"kind": self.kind, "x": rng.random()}
 
 
+def test_what_is_made_of_a_source_that_asks_for_full_segments_asks_for_them_too():
+    whole = Numbers(1)
+    whole.ramp = False
+    assert Mix({Numbers(0): 1, Numbers(2): 1}).ramp
+    assert not Mix({Numbers(0): 1, whole: 1}).ramp
+    assert Map(Numbers(0), dict).ramp
+    assert not Map(whole, dict).ramp
+    assert not Mix({Map(Mix({whole: 1}), dict): 1}).ramp
+
+
 def kinds(source, count: int = 2000) -> np.ndarray:
     return np.array([int(sample["kind"]) for sample in take(source, count)])
 

@@ -177,6 +177,11 @@ def test_a_pool_publishes_rows_of_a_dataset(folder, tmp_path):
         assert (rows["vector"][:, 1] == rows["id"] * np.float32(0.5) + 1).all()
 
 
+def test_whole_row_groups_fill_full_segments_from_the_start_and_some_rows_of_each_small_ones(folder):
+    assert not ParquetRows(folder).ramp
+    assert ParquetRows(folder, rows_per_group=7).ramp
+
+
 # -- bad input ---------------------------------------------------------------------------------------
 
 

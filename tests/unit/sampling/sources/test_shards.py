@@ -74,6 +74,10 @@ def test_samples_are_what_was_stored(folder):
     require_pure(source)
 
 
+def test_shards_which_are_read_from_their_beginning_fill_full_segments_from_the_start(folder):
+    assert not WebDatasetShards(folder).ramp
+
+
 def test_a_shard_is_read_in_order_but_for_a_small_shuffle(folder):
     first = [s["cls"] for s in take(WebDatasetShards(folder, shuffle=0), 20)]
     assert first == list(range(first[0], first[0] + 20))

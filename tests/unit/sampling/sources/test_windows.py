@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawing import require_pure, take
+from helpers import ramp_rows
 from quick import first_is_quick
 
 import arrowcache as ac
@@ -126,12 +127,13 @@ def test_a_pool_publishes_windows(tmp_path):
     label = np.arange(1000, dtype=np.int64)
     arrays = {name: store(tmp_path, name, label * factor, "npy") for name, factor in (("a", 1), ("b", 3))}
     source = ArrayWindows(arrays, (8,))
+    assert source.ramp, "each window is a read of its own"
     with ac.Cache.create(tmp_path / "cache", source.schema, "64MiB", "1MiB", segment_rows=50) as cache:
-        with ac.SamplerPool(cache, source, workers=1, segments=2) as pool:
+        with ac.SamplerPool(cache, source, workers=1, segments=12) as pool:
             pool.wait()
         with cache.snapshot() as snapshot:
             rows = snapshot.gather(np.arange(len(snapshot)))
-    assert rows["a"].shape == (100, 8)
+    assert rows["a"].shape == (sum(ramp_rows(number, 50) for number in range(12)), 8)
     assert np.array_equal(rows["b"], rows["a"] * 3)
 
 

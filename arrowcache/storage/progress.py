@@ -1,0 +1,118 @@
+"""Progress: rows that samplers have drawn and not published, where other processes of the same user see them.
+
+Each sampler process, or thread, has one page (page.py) for each cache that it draws for.
+
+    head        token of its pool, "<name>.<seed>" of the pool
+    record      task, rows drawn for it, rows of its segment, when the last row was drawn by
+                CLOCK_MONOTONIC, the same for all processes, and what it does: see State
+
+What was drawn on another machine, as by Ray, is not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from arrowcache.storage.locks import file_identity
+from arrowcache.storage.page import HEAD, RECORD_AT, Kind, Page, seen_pages
+from arrowcache.storage.processes import OpenFile
+
+PROGRESS = Kind("arrowcache-sampler", b"arrowcache drawn", 1)
+_IDENTITY = struct.Struct("<q64s")
+_RECORD = struct.Struct("<3qdq")
+_MOST_ROWS = 2**62
+
+
+def shown_pool(pool: str) -> str:
+    """As much of a pool's name, which is ASCII, as a page shows."""
+    return pool[:64]
+
+
+class State(IntEnum):
+    """What a sampler does."""
+
+    IDLE = 0  # it has published its segment, or discarded it
+    DRAWS = 1
+    WAITS = 2  # for room, or for training as the cache's pace says
+
+
+class Progress(Page):
+    """What one sampler shows. Made by `open`; writing never fails, and takes about a microsecond."""
+
+    _task = _rows = _full = 0
+    _last = 0.0  # no row was drawn yet
+
+    @classmethod
+    def open(cls, folder: Path, pool: str, token: int) -> Progress | None:
+        """The page of a sampler of the cache in a folder; None: no memory or descriptor for one."""
+        return cls.made(PROGRESS, folder, _IDENTITY.pack(token, shown_pool(pool).encode()))
+
+    def begin(self, task: int, full_rows: int) -> None:
+        """A task is begun, whose segment will have so many rows."""
+        self._task, self._rows, self._full = task, 0, full_rows
+        self._show(State.DRAWS)
+
+    def count(self, rows: int, full_rows: int) -> None:
+        """So many rows of the task are drawn, the last one now, of so many that its segment will have."""
+        self._rows, self._full, self._last = rows, full_rows, time.monotonic()
+        self._show(State.DRAWS)
+
+    def wait(self) -> None:
+        """The segment is full, and there is no room for it."""
+        self._show(State.WAITS)
+
+    def end(self) -> None:
+        """The task has ended."""
+        self._rows = self._full = 0
+        self._show(State.IDLE)
+
+    def _show(self, state: State) -> None:
+        if (page := self._page) is not None:
+            _RECORD.pack_into(page, RECORD_AT, self._task, self._rows, self._full, self._last, state)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenSampler:
+    """A sampler at one moment: the task it is at, and how far it is.
+
+    `rows` are drawn for the task and not published, of about `full_rows`; both are 0 between two tasks.
+    `last_row` is when it drew its last row, in this task or before, by `time.monotonic`; None: it drew none.
+    """
+
+    pid: int
+    pool: str
+    token: int
+    task: int
+    rows: int
+    full_rows: int
+    last_row: float | None
+    state: State
+
+
+def seen_samplers(folder: Path, files: Iterable[OpenFile] | None = None) -> list[SeenSampler]:
+    """The samplers of a cache, of this user and machine, by process.
+
+    Args:
+        files: what processes have open, where that is known; None: it is looked up, in some milliseconds.
+    Raises: OSError: the folder is gone.
+    """
+    pages = seen_pages(PROGRESS, file_identity(os.stat(folder)), files)
+    found = (_parsed(page.pid, page.data) for page in pages)
+    return [sampler for sampler in found if sampler is not None]
+
+
+def _parsed(pid: int, data: bytes) -> SeenSampler | None:
+    """What a page says; None: nothing that a sampler ever shows."""
+    token, pool = _IDENTITY.unpack_from(data, HEAD.size)
+    task, rows, full_rows, last, state = _RECORD.unpack_from(data, RECORD_AT)
+    known = state in iter(State) and task >= 0 and 0 <= rows < _MOST_ROWS and 0 <= full_rows < _MOST_ROWS
+    if not known or not 0 <= last < _MOST_ROWS:
+        return None
+    name = pool.rstrip(b"\0").decode(errors="replace")
+    return SeenSampler(pid, name, token, task, rows, full_rows, last or None, State(state))

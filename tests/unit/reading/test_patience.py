@@ -1,0 +1,294 @@
+"""How a loader waits for rows: at no cost to others, while samplers draw, and what it says in the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from functools import partial
+
+import pytest
+from helpers import DEADLINE_SECONDS, full, make_cache, publish, wait_until
+from helpers import sample as row
+from processes import Script
+
+import arrowcache as ac
+from arrowcache import Loader, SamplerPool
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.progress import Progress
+
+QUICK = {"progress": False, "workers": 1}
+SECONDS = 0.5  # a timeout
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return make_cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def progress(cache):
+    """What a sampler of the cache shows."""
+    progress = Progress.open(cache.path, "default.0", 0)
+    yield progress
+    progress.close()
+
+
+def too_late(cache, batch_size: int = 16, **options) -> str:
+    """What a loader says that gets no rows in time."""
+    with (
+        Loader(cache, batch_size, timeout=SECONDS, **options) as loader,
+        pytest.raises(ac.LoaderTimeoutError) as caught,
+    ):
+        iter(loader)
+    return str(caught.value)
+
+
+# as long as samplers draw
+
+
+def test_a_loader_does_not_give_up_while_a_sampler_draws_however_long_its_segment_takes(cache, tmp_path):
+    gate, began = tmp_path / "gate", tmp_path / "began"
+
+    def sampler(rng):
+        for number in range(15):
+            yield row(number)
+        began.touch()
+        while not gate.exists():  # a row each tenth of the timeout, of which none is published
+            time.sleep(SECONDS / 10)
+            yield row(0)
+
+    # 1,000 rows a segment: it is never full before the gate opens
+    cache = make_cache(tmp_path / "slow", segment_rows=1000, segment_bytes="2MiB", capacity="16MiB")
+    with (
+        ThreadPoolExecutor(1) as executor,
+        SamplerPool(cache, full(sampler), executor=executor, **QUICK) as pool,
+        Loader(cache, 16, timeout=SECONDS) as loader,
+    ):
+        failed: list[BaseException] = []
+        waits = threading.Thread(target=lambda: _attempt(lambda: iter(loader), failed))
+        waits.start()
+        wait_until(began.exists, "the sampler to draw")
+        started = time.monotonic()
+        wait_until(lambda: time.monotonic() - started > 4 * SECONDS, "four timeouts to pass")
+        assert waits.is_alive(), failed
+        publish(cache, 1)
+        waits.join(DEADLINE_SECONDS)
+        assert not failed
+        gate.touch()
+        pool.stop()
+
+
+def _attempt(action, failed) -> None:
+    try:
+        action()
+    except BaseException as error:  # told in the test's thread
+        failed.append(error)
+
+
+def test_it_gives_up_once_no_sampler_has_drawn_for_so_long_and_says_what_was_drawn(cache, progress):
+    progress.begin(0, 512)
+    progress.count(310, 512)
+    text = too_late(cache, 64)
+    assert (
+        f"waited {SECONDS:g} s for 64 rows in {cache.path}, which has 0: samplers have drawn 310 of 512"
+        in text
+    )
+    assert "rows of their first segment, the last " in text
+    assert "raise timeout above what the source takes for a row" in text
+    assert "batch_size" not in text, "a smaller batch would not have helped"
+
+
+def test_what_several_samplers_have_drawn_is_told_together(cache, progress):
+    other = Progress.open(cache.path, "default.0", 0)
+    progress.begin(0, 4)
+    other.begin(1, 8)
+    assert "samplers have drawn 0 of 12 rows of their first segments, none so far: " in too_late(cache)
+    publish(cache, 1)
+    other.count(3, 8)
+    text = too_late(cache, 32)
+    assert "32 rows in" in text
+    assert "which has 16: samplers have drawn 3 of 12 rows of their next segments, the last" in text
+    assert text.endswith("lower wait_rows or batch_size")
+    other.close()
+
+
+def test_samplers_that_wait_for_room_are_told_apart_from_slow_ones(cache, progress):
+    progress.begin(0, 16)
+    progress.count(16, 16)
+    progress.wait()
+    text = too_late(cache)
+    assert "samplers have drawn 16 of 16 rows" in text
+    assert "wait for room" in text
+    assert "raise timeout" not in text
+
+
+def test_without_any_sampler_it_says_so(cache):
+    text = too_late(cache)
+    assert text.endswith("which has 0: is a sampler running? None is seen on this machine: start one")
+    with closing(cache.store.usage.show_writing()):
+        assert "somebody writes to it, but no sampler is seen at work on this machine" in too_late(cache)
+
+
+def test_a_sampler_between_two_tasks_counts_by_its_last_row_but_is_not_told_of(cache, progress):
+    progress.begin(0, 16)
+    progress.count(16, 16)
+    progress.end()
+    started = time.monotonic()
+    assert "is a sampler running" in too_late(cache)
+    assert time.monotonic() - started >= SECONDS
+
+
+# at no cost to others
+
+
+class Opened:
+    """How often this process opened cache.lock."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.count = 0
+        before = LockFile.__init__
+
+        def counted(file, path, *arguments):
+            self.count += path.name == "cache.lock"
+            before(file, path, *arguments)
+
+        monkeypatch.setattr(LockFile, "__init__", counted)
+
+
+@pytest.mark.parametrize("segments", [0, 3])
+def test_a_loader_that_waits_takes_no_lock_of_the_cache(cache, monkeypatch, segments):
+    publish(cache, segments)
+    looks = threading.Event()
+    with Loader(
+        cache, 16, wait_rows=1000, timeout=3 * SECONDS, where=lambda _: looks.set() or True
+    ) as loader:
+        opened = Opened(monkeypatch)
+        with pytest.raises(ac.LoaderTimeoutError):
+            iter(loader)
+        assert opened.count == 0
+
+
+def test_a_loader_whose_where_refuses_the_newest_segments_takes_no_lock_again_and_again(cache, monkeypatch):
+    publish(cache, 8)
+    asked: list[int] = []
+
+    def where(segment):
+        asked.append(segment.seq)
+        return segment.seq < 4
+
+    with Loader(cache, 16, where=where, timeout=None) as loader:
+        epoch = iter(loader)
+        next(epoch)
+        wait_until(lambda: asked.count(7) >= 3, "the read-ahead to look for new segments")
+        opened, before = Opened(monkeypatch), len(asked)
+        started = time.monotonic()
+        wait_until(lambda: time.monotonic() - started > 1.5, "several more looks")
+        assert (opened.count, len(asked)) == (0, before)
+        publish(cache, 1)
+        wait_until(lambda: 8 in asked, "it to look at what is new")
+
+
+def test_ranks_that_wait_take_the_lock_about_once_a_second(cache, monkeypatch):
+    options = {"rank": 0, "world_size": 2, "run_id": "job", "timeout": 4 * SECONDS}
+    with Loader(cache, 16, **options) as loader:
+        opened = Opened(monkeypatch)
+        with pytest.raises(ac.LoaderTimeoutError):
+            iter(loader)
+        assert opened.count <= 4 * SECONDS * 2 + 40, "not fifty times a second"
+
+
+def test_a_waiting_loader_finds_what_another_rank_began(cache):
+    """The second rank joins by the file in ranks/, though its own `where` sees too few rows."""
+    publish(cache, 2)
+    options = {"world_size": 2, "run_id": "job", "timeout": DEADLINE_SECONDS}
+    found: list[int] = []
+
+    def second():
+        with Loader(cache, 16, rank=1, **options) as loader:
+            found.extend(number for batch in loader for number in batch["id"].tolist())
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with Loader(cache, 16, rank=0, **options) as loader:
+        mine = [number for batch in loader for number in batch["id"].tolist()]
+    thread.join(DEADLINE_SECONDS)
+    assert sorted(mine + found) == list(range(32))
+
+
+def test_rows_that_come_at_last_are_seen_whenever_they_come(cache):
+    for least in range(5):
+        epochs: list[object] = []
+        with Loader(cache, 16, where=partial(_is_from, least), timeout=None) as loader:
+            thread = threading.Thread(target=lambda: epochs.append(iter(loader)))  # noqa: B023  # joined here
+            thread.start()
+            publish(cache, 1)
+            thread.join(DEADLINE_SECONDS)
+            assert len(epochs) == 1
+
+
+def _is_from(least, segment) -> bool:
+    return segment.seq >= least
+
+
+def test_ctrl_c_ends_a_wait_for_rows(cache):
+    with Script(_WAITS, cache.path) as script:
+        assert script.line() == "ready"
+        script.signal_group(signal.SIGINT)
+        code, errors = script.end()
+    assert code == -signal.SIGINT
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+_WAITS = """
+import sys, threading
+import arrowcache as ac
+loader = ac.Loader(sys.argv[1], 16, timeout=None)
+print("ready", flush=True)
+iter(loader)
+"""
+
+
+# too few rows for ever
+
+
+def test_a_finite_cache_of_fewer_rows_than_a_batch_says_at_once_how_to_read_it(cache):
+    publish(cache, 1)
+    with Loader(cache, 64) as loader:  # whose timeout is a minute
+        started = time.monotonic()
+        with pytest.raises(ac.LoaderTimeoutError) as caught:
+            iter(loader)
+        assert time.monotonic() - started < 30, "half of the timeout at most"
+    text = str(caught.value)
+    assert "has 16 rows, one step takes 64, and nobody writes to it" in text
+    assert "pass drop_last=False" in text
+    assert "lower batch_size to 16" in text
+    assert "wait_rows=64" in text
+    with Loader(cache, 64, drop_last=False) as loader:
+        assert [len(batch["id"]) for batch in loader] == [16]
+
+
+def test_of_several_ranks_one_step_is_that_of_all(cache):
+    publish(cache, 2)
+    too_few = pytest.raises(
+        ac.LoaderTimeoutError, match=r"32 rows, one step of 4 ranks takes 64.*batch_size to 8;"
+    )
+    with Loader(cache, 16, rank=0, world_size=4, run_id="job") as loader, too_few:
+        iter(loader)
+
+
+@pytest.mark.parametrize("why", ["a writer", "a sampler", "nothing there", "wait_rows", "a pace"])
+def test_a_cache_that_may_get_more_rows_is_waited_for(cache, progress, why):
+    options = {"wait_rows": 64} if why == "wait_rows" else {}
+    if why != "nothing there":
+        publish(cache, 1)
+    if why == "a sampler":
+        progress.begin(0, 16)
+    if why == "a pace":
+        cache.set_pace(ac.Pace(min_rows=64))
+    sign = closing(cache.store.usage.show_writing()) if why == "a writer" else nullcontext()
+    late = pytest.raises(ac.LoaderTimeoutError, match=r"waited 2\.5 s for")
+    with sign, Loader(cache, 64, timeout=2.5, **options) as loader, late:
+        iter(loader)

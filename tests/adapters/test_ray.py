@@ -50,7 +50,7 @@ LONG_SECONDS = 2 * DEADLINE_SECONDS  # a busy machine starts a worker process in
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings(
-        "ignore:subprocess .* is still running:ResourceWarning",  # Ray's own servers, which it ends by their pid
+        "ignore:subprocess .* is still running:ResourceWarning",  # Ray's servers, ended by pid
         "ignore:unclosed file .*(raylet|gcs|monitor|log).*:ResourceWarning",  # and their logs
         "ignore::DeprecationWarning:ray.data.context",  # where Ray sets its own settings
     ),

@@ -42,17 +42,19 @@ from arrowcache.ray import NodeCaches, SamplerPool
 from arrowcache.ray.ingest import Ingest
 
 QUICK: dict[str, Any] = {"progress": False, "workers": 3}
-pytestmark = pytest.mark.slow
 PATHS = (Path(ac.__file__).parents[1], Path(__file__).parents[1])  # for the workers' imports
 STORE_BYTES = 80 << 20
 RAY_LOG_LINE = re.compile(r"\[[\d: ,-]+ [DIWEC] \d+ \d+\] \w+\.(cc|h):\d+: ")
 LONG_SECONDS = 2 * DEADLINE_SECONDS  # a busy machine starts a worker process in 20 s
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:subprocess .* is still running:ResourceWarning",  # Ray's own servers, which it ends by their pid
-    "ignore:unclosed file .*(raylet|gcs|monitor|log).*:ResourceWarning",  # and their logs
-    "ignore::DeprecationWarning:ray.data.context",  # where Ray sets its own settings
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:subprocess .* is still running:ResourceWarning",  # Ray's servers, ended by pid
+        "ignore:unclosed file .*(raylet|gcs|monitor|log).*:ResourceWarning",  # and their logs
+        "ignore::DeprecationWarning:ray.data.context",  # where Ray sets its own settings
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from ipykernel import kernelspec
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
+pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("**/*.ipynb"))
 METADATA = {
@@ -189,7 +190,6 @@ def test_what_each_notebook_needs_is_known():
     assert {path.stem for path in NOTEBOOKS} == NEEDS.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_leaves_nothing_behind(kernels, path):
     require(*NEEDS[path.stem])
@@ -200,13 +200,11 @@ def test_a_notebook_runs_and_leaves_nothing_behind(kernels, path):
     assert kernels.files() == []
 
 
-@pytest.mark.slow
 def test_a_cell_that_raises_is_an_error(kernels):
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="ZeroDivisionError"):
         kernels.run(notebook_of("1 / 0"))
 
 
-@pytest.mark.slow
 def test_what_a_notebook_must_not_do_is_seen(kernels):
     finished = kernels.run(
         notebook_of(
@@ -226,7 +224,6 @@ def test_what_a_notebook_must_not_do_is_seen(kernels):
     assert kernels.files() == ["cache"]
 
 
-@pytest.mark.slow
 def test_the_kernel_is_this_interpreter_and_has_this_library(kernels):
     notebook = notebook_of("import sys, arrowcache; print(sys.executable, arrowcache.__file__)")
     kernels.run(notebook)
@@ -275,7 +272,6 @@ with cache.writer() as writer:
 """
 
 
-@pytest.mark.slow
 def test_process_workers_run_functions_of_cells(kernels):
     require("torch")
     finished = kernels.run(
@@ -289,7 +285,6 @@ def test_process_workers_run_functions_of_cells(kernels):
     assert finished == Finished([], [], [])
 
 
-@pytest.mark.slow
 def test_dataloader_workers_run_functions_of_cells_however_they_start(kernels):
     require("torch")
     finished = kernels.run(
@@ -308,7 +303,6 @@ def test_dataloader_workers_run_functions_of_cells_however_they_start(kernels):
     assert finished == Finished([], [], [])
 
 
-@pytest.mark.slow
 def test_the_stop_button_ends_the_cell_and_nothing_else(kernels):
     """Jupyter sends SIGINT to the kernel's whole process group: workers and samplers are in it."""
     require("torch")

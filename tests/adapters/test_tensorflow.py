@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import tensorflow as tf
-from helpers import DTYPES, EVERY_TYPE
+from helpers import DTYPES, EVERY_TYPE, nearly_full
 from tensorflow_backends import (
     NO_READER,
     arrow,
@@ -133,6 +134,17 @@ def test_each_iteration_is_an_epoch_over_a_new_snapshot(cache, backend):
     assert sorted(first) == list(range(160))
     assert sorted(second) == list(range(192))
     assert first != sorted(first)
+
+
+@every_backend
+def test_an_epoch_has_every_row_unless_somebody_writes(tmp_path, backend):
+    cache = nearly_full(tmp_path / "nearly-full")
+    batches = dataset(cache, 100, columns=["id"], drop_remainder=False, backend=backend)
+    assert sorted(ids_of(batches)) == list(range(5000))
+    with cache.writer(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert sorted(ids_of(batches)) == list(range(2656, 5000))
+    assert sorted(ids_of(batches)) == list(range(5000))
 
 
 @every_backend

@@ -59,12 +59,16 @@ class Cache:
         exist_ok: bool = False,
         pace: Pace | None = None,
     ) -> Cache:
-        """Make a cache in a new or empty folder (mode 0700).
+        """Make a cache in a new or empty folder.
+
+        It is this user's alone (mode 0700), unless the folder is there and was made for a group (mode 2770 or
+        770): then its members share the cache.
 
         Args:
             path: the folder, on a local disk.
             schema: what a sample holds.
-            capacity: the budget in bytes for everything under the folder.
+            capacity: the budget in bytes for everything under the folder. A RuntimeWarning says where the
+                disk holds less.
             segment_bytes: upper bound on a segment's file.
             segment_rows: rows of a full segment; None: as many as segment_bytes allows.
             headroom: share of the capacity, in [0, 1), that a loader's epoch leaves to writers where the
@@ -99,7 +103,8 @@ class Cache:
         Args:
             path: its folder.
             check: what is checked when a segment is first mapped: "structure", or "bytes" too.
-        Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, or a newer format.
+        Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, or a newer format: nothing was
+            touched. PermissionError: this user may not read and write all of it.
         """
         return cls(open_store(Path(path).absolute(), check=check))
 
@@ -171,6 +176,7 @@ class Cache:
     def resize(self, capacity: int | str) -> None:
         """Change the capacity for all processes; what no longer fits is evicted.
 
+        Warns: RuntimeWarning: it is raised to more than the disk holds.
         Raises: ValueError: under four segments, or what the pace's min_rows take. CacheFullError: leased
             segments do not fit. Nothing is changed then.
         """

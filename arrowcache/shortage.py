@@ -102,9 +102,9 @@ def _rights(folder: Path | None) -> str:
         with suppress(OSError):
             owner = f"user {os.stat(folder).st_uid}'s"
     return (
-        f"the cache is {owner}, and this process runs as user {os.geteuid()}: use it as its owner (chmod -R "
-        "u+rwX), or have the owner share it with a group (chgrp -R GROUP and chmod -R g+rwX). Who reads a cache "
-        "must be able to write all of it"
+        f"the cache is {owner}, and this process runs as user {os.geteuid()}: use it as its owner "
+        "(chmod -R u+rwX), or have the owner share it with a group (chgrp -R GROUP and chmod -R g+rwX). "
+        "Who reads a cache must be able to write all of it"
     )
 
 

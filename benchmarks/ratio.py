@@ -1,9 +1,9 @@
 """Does `Pace(samples_per_insert=8)` hold 8, whichever side is faster?
 
-Method: a cache of 64 MB, segments of 1 MiB, rows of 16 KiB; two sampler processes that take some time for each
-row, and a loader whose consumer takes some time for each batch; 15 s for each of two cases: samplers alone
-could give each row to the loader some 30 times, and some twice. The ratio of rows served to rows published,
-as `cache.stats()` counts them, every 0.1 s: at the end, and the least and the largest of the last 5 s.
+Method: a cache of 64 MB, segments of 1 MiB, rows of 16 KiB; two sampler processes that take some time for
+each row, and a loader whose consumer takes some time for each batch; 15 s for each of two cases: without a
+pace each row would be served some 30 times, and some twice. The ratio of rows served to rows published, as
+`cache.stats()` counts them, every 0.1 s: at the end, and the least and the largest of the last 5 s.
 Run: `python -m benchmarks.ratio`. Results: benchmarks/RESULTS.md.
 """
 

@@ -1,9 +1,9 @@
 """Access: a cache is used whole or not at all.
 
-Who reads must write too, since leases are locks and locks are files of the folder. So a cache is its owner's
-alone, or a group's whose members may do all: the mode of its own folder decides (see `layout.modes`). A user who
-may do only some of it would train on a part, call the rest damaged, or keep others waiting: for him the cache
-is refused as a whole. What is checked changes nothing.
+Who reads must write too, since leases are locks and locks are files of the folder. So a cache is its
+owner's alone, or a group's whose members may do all: the mode of its own folder decides (`layout.modes`). A
+user who may do only some of it would train on a part, call the rest damaged, or keep others waiting: for him
+the cache is refused as a whole. What is checked changes nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STICKY = "its sticky bit lets nobody but its owner evict here: have the owner t
 def require_access(store: Store) -> None:
     """Make sure that this user may read and change all of a cache, each segment included.
 
-    What is missing, or of another kind, is no matter here. Nor is a read-only file system: that is an error of
-    its own.
+    What is missing, or of another kind, is no matter here. Nor is a read-only file system, which is an error
+    of its own.
 
     Raises: PermissionError: not; its path is the first thing that he may not use. OSError: as `segments`.
     """

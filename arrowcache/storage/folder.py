@@ -237,6 +237,11 @@ class Folder:
             )
         return True
 
+    def free_bytes(self) -> int:
+        """What the disk has left for this user, where the folder is or would be made."""
+        status = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
+        return status.f_bavail * status.f_frsize
+
     # settings and the lock's record
 
     def read_settings(self, known: Settings | None = None) -> Settings:

@@ -20,11 +20,12 @@
   usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
 
 How the format grows. A release refuses what it does not know as a newer format, and touches nothing: another
-version in cache.json; a key, or a value under a sound checksum, that it cannot read; and, beside cache.json, a
-name such as a format may have: lower-case letters and "_", alone or before ".json" or ".lock". So whatever is
-added gets such a name, or is a key of cache.json and raises FORMAT_VERSION, and whoever opens a cache first
-looks at all of that. Any other name there is somebody's own (.nfs0001, lost+found, cache.json.bak, Notes.md):
-it is left alone, and so is each unknown name in a subfolder.
+version in cache.json; a key, or a value under a sound checksum, that it cannot read; and, beside cache.json,
+a name such as a format may have: lower-case letters and "_", alone or before ".json" or ".lock". So a new
+file or folder gets such a name, a new key raises FORMAT_VERSION, as do both where 0.1.0 must keep away, which
+heeds the version alone; and whoever opens a cache looks at all of that first. Any other name there is
+somebody's own (.nfs0001, lost+found, cache.json.bak, Notes.md): it is left alone, as is each unknown name in
+a subfolder.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def shared_on_purpose(mode: int) -> bool:
 
 
 def newer_names(names: Iterable[str]) -> list[str]:
-    """Which names of a cache's own folder are of a newer format; what is hidden or a copy is somebody's own."""
+    """Which names in a cache's own folder are of a newer format; others are somebody's own."""
     return sorted(name for name in names if name not in TOP_NAMES and _FORMATS_NAME.fullmatch(name))
 
 

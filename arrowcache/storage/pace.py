@@ -61,8 +61,8 @@ class Pace:
 
     It is asked when an epoch begins and when a segment is published. An epoch counts from its beginning on,
     with all its rows. With a tolerance, an epoch may overshoot it by its rows, and each sampler by a segment.
-    For samples_per_insert, what was served and published before it was set does not count, nor what was before
-    the last `cache.evict()` or `cache.resize()` that evicted; for max_reuse every epoch does.
+    For samples_per_insert counts what was served and published since it was set, or since the last
+    `cache.evict()` or `cache.resize()` that evicted; for max_reuse every epoch counts.
     Raises: ValueError, TypeError: a number that does not fit.
     """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,7 @@ from arrowcache.storage.access import require_access
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import Settings
 from arrowcache.storage.locks import LockFile
+from arrowcache.storage.sizing import beyond_disk
 from arrowcache.storage.store import Store
 
 CHECKS = ("structure", "bytes")
@@ -52,13 +54,15 @@ def store_of(cache: HasStore | str | os.PathLike[str]) -> Store:
 
 
 def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
-    """Make a cache folder, or open the one that is there if `exist_ok`.
+    """Make a cache folder, or open the one that is there if `exist_ok`. Warns where the disk holds less.
 
     Raises: FileExistsError, CacheFormatError (a folder of something else), SchemaError.
     """
     folder = Folder(path)
     exists = not is_free(path)
     if not exists:
+        if why := beyond_disk(settings.capacity_bytes, 0, folder.free_bytes()):
+            warnings.warn(why, RuntimeWarning, stacklevel=3)  # first: as an error it leaves nothing behind
         folder.create()
         require_working_locks(folder)
         store = Store(folder, settings)

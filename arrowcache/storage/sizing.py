@@ -78,6 +78,23 @@ def require_capacity(settings: Settings) -> None:
     require_pace(settings.pace, settings)
 
 
+def beyond_disk(capacity_bytes: int, allocated_bytes: int, free_bytes: int) -> str:
+    """Why a capacity is more than its disk holds, and what comes of it; empty: it is not.
+
+    Args:
+        allocated_bytes: what the cache takes already.
+        free_bytes: what the disk gives it still.
+    """
+    holds = allocated_bytes + free_bytes
+    if capacity_bytes <= holds:
+        return ""
+    return (
+        f"the capacity is {format_bytes(capacity_bytes)}, and the disk has {format_bytes(holds)} for the "
+        f"cache ({format_bytes(free_bytes)} free): it will fill the disk, and then its oldest segments leave "
+        "as if that were the capacity. Lower the capacity, or free space on the disk"
+    )
+
+
 def room_of_two(segment_bytes: int) -> int:
     """What two writers need at once: less, and samplers would stand still beside an epoch."""
     return 2 * (segment_bytes + PART_SLACK_BYTES) + BOOKKEEPING_BYTES

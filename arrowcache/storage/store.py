@@ -49,7 +49,7 @@ from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile, flock_holders, range_holders
 from arrowcache.storage.overview import CacheStats, Survey
 from arrowcache.storage.pace import Flow, Pace
-from arrowcache.storage.sizing import BOOKKEEPING_BYTES, require_capacity, room_of_two
+from arrowcache.storage.sizing import BOOKKEEPING_BYTES, beyond_disk, require_capacity, room_of_two
 from arrowcache.storage.usage import Usage
 from arrowcache.units import format_bytes
 
@@ -662,8 +662,12 @@ class Store:
         """Change the capacity, evicting what no longer fits; returns the segments that went.
 
         Raises: ValueError: it does not fit the other sizes. CacheFullError: leased segments do not fit.
-            Nothing is changed then.
+            Nothing is changed then. Warns where it is raised to more than the disk holds.
         """
+        allocated = self.allocated_bytes(self.segments())
+        why = beyond_disk(capacity_bytes, allocated, self.folder.free_bytes())
+        if why and capacity_bytes > self.settings.capacity_bytes:
+            warnings.warn(why, RuntimeWarning, stacklevel=3)  # first: as an error it changes nothing
         with self.locked():
             self.refresh_settings()
             settings = self.settings.with_capacity(capacity_bytes)

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -468,6 +469,15 @@ def test_evict_frees_the_oldest(call, cache):
     code, _, err = call("evict", cache.path, "some")
     assert code == USAGE
     assert "is not a size" in err
+
+
+def test_resize_beyond_the_disk_says_so(call, cache):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, out, err = call("resize", cache.path, "100TB")
+    assert (code, out) == (OK, "the capacity is 90.9 TiB\n")
+    assert err.startswith("arrowcache: warning: the capacity is 90.9 TiB, and the disk has ")
+    assert err.count("\n") == 1
 
 
 def test_resize_changes_the_capacity_or_says_why_not(call, cache):

@@ -122,12 +122,14 @@ def test_complaint_04_a_budget_too_small_is_refused_and_no_wait_is_without_an_en
 FULL_DISK = """
     import os, sys
     import numpy as np
+    import pytest
     import arrowcache as ac
     from helpers import ids_of, make_cache, publish, sample
     from pathlib import Path
 
     disk = Path(sys.argv[1])
-    cache = make_cache(disk / "cache", capacity="64MiB")  # far more than the disk has
+    with pytest.warns(RuntimeWarning, match="the capacity is 64.0 MiB, and the disk has 1"):
+        cache = make_cache(disk / "cache", capacity="64MiB")
     publish(cache, 10)
     with cache.snapshot() as snapshot, ac.Loader(cache, 16) as loader:
         first = ids_of(loader)

@@ -8,7 +8,7 @@ import pytest
 from processes import Script, small_disk, small_ext4
 
 ROLLING = """
-    import faulthandler, os, signal, sys, threading, time
+    import faulthandler, os, signal, sys, threading, time, warnings
     faulthandler.register(signal.SIGALRM, chain=True)
     signal.alarm(200)
     import numpy as np
@@ -36,7 +36,10 @@ ROLLING = """
         empty, status = used(disk), os.statvfs(disk)
         room = status.f_bavail * status.f_frsize
         capacity = {"larger": 64 << 20, "as large": room - (32 << 10)}[how]
-        cache = make_cache(disk / "cache", capacity=capacity)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cache = make_cache(disk / "cache", capacity=capacity)
+        assert len(said) == (how == "larger"), said
         most, refused = 0, []
         with (
             ac.SamplerPool(cache, draws, workers=2, segments=segments, retries=30, progress=False) as pool,

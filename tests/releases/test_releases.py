@@ -1,4 +1,4 @@
-"""Caches and releases: this one opens the caches of 0.1.0, and 0.1.0 those of this one, while no version is raised.
+"""Caches and releases: this one opens caches of 0.1.0, and 0.1.0 those of this one until a version is raised.
 
 `arrowcache-0.1.0.tar.xz` is that release (commit 5889155), but for what hands over to frameworks;
 `cache-0.1.0.tar.xz` a cache which it made by `use.py make`, for the day when no Python runs it any more.
@@ -48,7 +48,7 @@ def new(verb: str, cache: Path) -> dict[str, Any]:
 
 def run(verb: str, cache: Path, **environment: str) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "use.py"), verb, str(cache)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     seen: dict[str, Any] = json.loads(done.stdout)
     return seen

@@ -1,7 +1,7 @@
 """Makes, reads and writes caches of every type, in any release: run with that release on PYTHONPATH.
 
-`python use.py VERB CACHE`: "make" a cache, "append" to one, "read" one; each prints a line of JSON: the release's
-folder, how many rows there are, what `verify` found, and a digest of all that is read.
+`python use.py VERB CACHE`: "make" a cache, "append" to one, "read" one; each prints a line of JSON: the
+release's folder, how many rows there are, what `verify` found, and a digest of all that is read.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ import arrowcache as ac
 from arrowcache import cache as cache_module
 from arrowcache.arrow.segment import encoded_bytes_bound
 from arrowcache.storage.locks import LockFile
+from arrowcache.storage.sizing import beyond_disk
 
 
 def test_a_cache_is_created_private_and_opened_as_it_was(tmp_path):
@@ -443,3 +445,32 @@ def test_what_was_written_as_any_type_is_read_as_it_was(tmp_path):
     assert got["label"].tolist() == [3]
     assert table["at"].to_pylist() == [moment]
     assert table["name"].to_pylist() == [row["name"]]
+
+
+def test_a_capacity_beyond_the_disk_is_warned_of_with_the_numbers(tmp_path):
+    """It was accepted in silence, and the disk ran full."""
+    path = tmp_path / "new" / "cache"
+    schema = {"x": ac.Tensor("int64")}
+    with pytest.warns(RuntimeWarning, match="the capacity is 90.9 TiB, and the disk has .*free") as caught:
+        cache = ac.Cache.create(path, schema, "100TB", "1MiB")
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ac.Cache.open(path).close()  # it was said
+        cache.resize("8MB")
+        with pytest.raises(RuntimeWarning, match=r"capacity is 181\.9 TiB"):
+            cache.resize("200TB")
+        assert cache.stats().capacity_bytes == 8 * 10**6
+        with pytest.raises(RuntimeWarning, match="Lower the capacity, or free space"):
+            ac.Cache.create(tmp_path / "other", schema, "100TB", "1MiB")
+        assert not (tmp_path / "other").exists()
+    with pytest.warns(RuntimeWarning, match="181.9 TiB") as caught:
+        cache.resize("200TB")
+    assert [warning.filename for warning in caught] == [__file__]
+    assert cache.stats().capacity_bytes == 200 * 10**12
+    cache.close()
+
+
+def test_what_the_cache_takes_already_counts_as_room_for_it():
+    assert beyond_disk(100, 60, 40) == ""
+    assert "has 99 B for the cache (39 B free)" in beyond_disk(100, 60, 39)

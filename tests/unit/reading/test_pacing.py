@@ -307,9 +307,10 @@ def test_without_a_tolerance_a_writer_fills_the_cache_and_waits_before_rows_leav
     """It waited after the first segment, or had rows leave that nobody had read."""
     cache = make_cache(tmp_path / "full", pace=ac.Pace(samples_per_insert=8))
     writer = cache.writer(on_full="raise")
+    rows = [sample(number) for number in range(2000)]
+    columns = {name: np.stack([row[name] for row in rows]) for name in ("id", "image")}
     with pytest.raises(ac.CacheFullError, match="rows behind"):
-        for number in range(10_000):
-            writer.append(sample(number))
+        writer.extend(columns)
     writer.abort()
     stats = cache.stats()
     assert stats.evicted_rows == 0

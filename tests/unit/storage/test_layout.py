@@ -151,7 +151,9 @@ def with_checksum(record) -> str:
 )
 def test_what_a_later_release_wrote_is_a_newer_format_and_no_damage(more):
     """It was called damaged, with the advice to remove the folder."""
-    with pytest.raises(ac.CacheFormatError, match="newer one made or changed.*Nothing was touched") as caught:
+    with pytest.raises(
+        ac.CacheFormatError, match=r"newer one made or changed.*Nothing was touched"
+    ) as caught:
         Settings.from_json(with_checksum(json.loads(SETTINGS.text) | more))
     assert "damage" not in str(caught.value)
     assert "remove" not in str(caught.value)
@@ -160,12 +162,12 @@ def test_what_a_later_release_wrote_is_a_newer_format_and_no_damage(more):
 @pytest.mark.parametrize("text", [SETTINGS.text, json.dumps(WITHOUT_CHECKSUM)])
 def test_an_unknown_key_is_a_newer_format_whatever_the_checksum_says(text):
     """A later one may be made in another way."""
-    with pytest.raises(ac.CacheFormatError, match="cache.json has 'evict', 'more', which this arrowcache"):
+    with pytest.raises(ac.CacheFormatError, match=r"cache\.json has 'evict', 'more', which this arrowcache"):
         Settings.from_json(json.dumps(json.loads(text) | {"more": 1, "evict": "never"}))
 
 
 def test_no_advice_about_a_damaged_cache_json_removes_anything():
-    with pytest.raises(ac.CacheFormatError, match="damaged.*put back a copy") as caught:
+    with pytest.raises(ac.CacheFormatError, match=r"damaged.*put back a copy") as caught:
         Settings.from_json(SETTINGS.text.replace("10000000", "10000001"))
     assert "remove" not in str(caught.value)
     assert "delete" not in str(caught.value)

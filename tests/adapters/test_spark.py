@@ -102,7 +102,7 @@ def test_a_task_that_spark_repeats_publishes_again_what_it_had_published(spark):
 
 
 def test_what_spark_wrote_as_parquet_is_sampled(spark, tmp_path):
-    source = ParquetRows(f"{spark}/parquet", ["x", "y"], schema={"x": ac.Tensor("float32", (3,))})
+    source = ParquetRows(f"{spark}/parquet", ["x", "y"], schema=SCHEMA)
     with (
         ac.Cache.create(tmp_path / "cache", source.schema, "1MiB", "32KiB", segment_rows=64) as cache,
         ac.SamplerPool(cache, source, workers=1, segments=4) as pool,

@@ -163,8 +163,8 @@ def _ragged(name: str, column: pa.Array, kind: Ragged) -> list[NDArray[Any]]:
 def _elements(name: str, column: pa.Array, kind: Tensor) -> NDArray[Any]:
     """All numbers of a column of tensors, one after another, in the type's numpy_dtype."""
     values = column
-    if _is_list(column.type) and (np.diff(column.offsets.to_numpy()) != kind.elements).any():
-        raise _unfit(name, column, kind)
+    if _is_list(column.type) and ((lengths := np.diff(column.offsets.to_numpy())) != kind.elements).any():
+        raise _unfit(name, column, kind, f" with lists of {lengths.min()} to {lengths.max()} values")
     while _is_list(values.type) or pa.types.is_fixed_size_list(values.type):
         values = values.flatten()
     if values.null_count:
@@ -183,5 +183,5 @@ def _is_list(found: pa.DataType) -> bool:
     return bool(pa.types.is_list(found) or pa.types.is_large_list(found))
 
 
-def _unfit(name: str, column: pa.Array, kind: FieldType) -> SchemaError:
-    return SchemaError(f"field {name!r} is {column.type}, and its column {type_name(kind)}")
+def _unfit(name: str, column: pa.Array, kind: FieldType, more: str = "") -> SchemaError:
+    return SchemaError(f"field {name!r} is {column.type}{more}, and its column {type_name(kind)}")

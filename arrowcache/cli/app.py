@@ -77,7 +77,7 @@ def schema_of(given: str) -> ac.Schema:
         except SchemaError as error:
             raise ValueError(f"--schema: {error}") from None
     path = Path(given)
-    if not path.exists():
+    if not given or not path.exists():
         raise FileNotFoundError(
             f"--schema {given!r} is no file, and no schema, such as 'image: float32[64, 64], label: int64'"
         )

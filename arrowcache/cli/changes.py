@@ -200,13 +200,14 @@ class Import(Protocol):
 
 @app.command("import")
 def import_(
-    files: Annotated[
+    paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILES...", help="Parquet or TFRecord files, or folders of such.", show_default=False
+            metavar="FILES... CACHE",
+            help="Parquet or TFRecord files, or folders of such; then the cache's folder.",
+            show_default=False,
         ),
     ],
-    cache: CachePath,
     capacity: Capacity = None,
     schema: SchemaText = None,
     segment_bytes: SegmentBytes = None,
@@ -220,7 +221,10 @@ def import_(
     A file is known by its bytes: what the cache has of it is left out, so that after an interruption the same
     command goes on. A file that turns out to be bad leaves none of its rows.
     """
-    files = [file for given in files for file in _files_of(given)]
+    *given, cache = paths
+    if not given:
+        raise ValueError(f"{cache} is taken for the cache, and no file is left: say files, then the cache")
+    files = [file for path in given for file in _files_of(path)]
     of_tfrecord = {file.name.endswith(_TFRECORD) for file in files}
     if len(of_tfrecord) > 1:
         raise ValueError("some files are TFRecord and some are not: import them one kind after the other")

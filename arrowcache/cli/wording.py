@@ -11,6 +11,7 @@ _RULES = [
     (re.compile(pattern), words)
     for pattern, words in (
         (r"\b(arrowcache\.)?Cache\.create\b(\(\))?", "arrowcache create"),
+        (r": raise capacity to ", ": raise --capacity to "),
         (r"\bcache\.(resize|evict|verify)\(\)", r"arrowcache \1"),
         (r"with cache\.set_pace\(\)", "in Python"),
         (r",? or pass on_full='wait'", ""),

@@ -88,7 +88,8 @@ class ParquetImport:
         segment_bytes: int | str = "64MiB",
         again: bool = False,
     ) -> None:
-        self._paths = list(_find([files] if isinstance(files, str | os.PathLike) else files))
+        found = _find([files] if isinstance(files, str | os.PathLike) else files)
+        self._paths = list({os.path.realpath(path): path for path in found}.values())  # each once
         if not self._paths:
             raise ValueError("files is empty: name at least one")
         wanted = schema if schema is None or isinstance(schema, Schema) else Schema(schema)

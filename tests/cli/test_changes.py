@@ -108,6 +108,7 @@ def test_a_schema_may_be_in_a_file(call, tmp_path):
          "--schema: the schema at character 4, \"int9\": 'int9' is"),
         (["--schema", "nowhere.json", "--capacity", "1GB"],
          "--schema 'nowhere.json' is no file, and no schema"),
+        (["--schema", "", "--capacity", "1GB"], "--schema '' is no file, and no schema"),
         (["--schema", ".", "--capacity", "1GB"], "--schema '.' is a folder"),
         (["--schema", "x: int8", "--capacity", "many"],
          "--capacity 'many' is not a size: say bytes as a number"),
@@ -191,6 +192,15 @@ def test_a_file_that_is_in_already_is_refused_unless_again_is_said(call, tmp_pat
     )
     assert call("import", path, tmp_path / "c", "--again")[0] == OK
     assert published_ids(ac.Cache.open(tmp_path / "c")) == [*range(20)] * 2
+
+
+def test_a_file_without_a_cache_is_said_to_be_that(call, tmp_path):
+    path = write(tmp_path / "a.parquet", 0, 20)
+    code, out, err = call("import", path)
+    assert (code, out) == (USAGE, "")
+    assert err == (
+        f"arrowcache: {path} is taken for the cache, and no file is left: say files, then the cache\n"
+    )
 
 
 def test_a_failed_import_leaves_no_cache_and_the_repaired_file_is_imported(call, tmp_path):

@@ -193,6 +193,21 @@ def test_without_the_extra_it_says_what_to_install(package):
         assert ("pip install 'arrowcache[explore]'" in done.stderr) == (returned == USAGE)
 
 
+def test_as_a_module_it_says_the_same_without_the_extra():
+    code = (
+        "import runpy, sys; sys.modules['typer'] = None; sys.argv[1:] = ['info', '/x']\n"
+        "runpy.run_module('arrowcache', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (USAGE, "")
+    assert done.stderr == (
+        "arrowcache: the command needs typer, which is not installed: pip install 'arrowcache[explore]'\n"
+    )
+
+
 @pytest.mark.slow
 def test_the_demo_is_run_in_its_place_and_has_options_of_its_own(cache):
     pytest.importorskip("sklearn", reason="the extra 'demo' is not installed")

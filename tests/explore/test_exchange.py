@@ -218,7 +218,7 @@ WRONG = [
     (table(x=pa.array(["a", "b", "c"])), ac.Tensor("int8"), "field 'x' is string, and its column int8"),
     (table(x=pa.array([1, 2, 3])), ac.String(), "field 'x'"),
     (table(x=pa.array([1, 2, 3])), ac.Ragged("int64"), "field 'x' is int64, and its column ragged int64"),
-    (table(x=pa.array([[1, 2], [3], [4]])), ac.Tensor("int64", (2,)), "field 'x' is list<"),
+    (table(x=pa.array([[1, 2], [3], [4]])), ac.Tensor("int64", (2,)), "with lists of 1 to 2 values, and its"),
     (table(x=pa.FixedSizeListArray.from_arrays(FLAT, 4)), ac.Tensor("float32", (3,)), "field 'x' is fixed"),
     (table(), ac.Tensor("int8"), "no field 'x': it has id"),
     (table(xx=pa.array([1, 2, 3])), ac.Tensor("int8"), "no field 'x': did you mean 'xx'? it has id, xx"),

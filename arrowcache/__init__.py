@@ -19,8 +19,6 @@ sampling and reading meet in storage and nowhere else.
 
 import sys
 
-TYPE_CHECKING = False  # type checkers take it for True; typing's would be an import
-
 
 def _require_linux(platform: str) -> None:
     if platform != "linux":
@@ -31,6 +29,8 @@ def _require_linux(platform: str) -> None:
 
 
 _require_linux(sys.platform)
+
+from typing import TYPE_CHECKING  # noqa: E402  # nothing is touched before the line above
 
 if TYPE_CHECKING:
     from arrowcache.arrow.schema import Binary, Ragged, Schema, String, Tensor, Timestamp
@@ -62,6 +62,15 @@ else:  # a type checker that saw this would take any name for one of ours
 
     def __getattr__(name: str) -> object:
         """Import a public name; it is a plain attribute from then on."""
+        try:
+            value = globals()[name] = _imported(name)
+        except OSError as error:  # no file can be opened
+            from arrowcache.shortage import explained
+
+            raise explained(error) from error
+        return value
+
+    def _imported(name: str) -> object:
         match name:
             case "Binary" | "Ragged" | "Schema" | "String" | "Tensor" | "Timestamp":
                 from arrowcache.arrow import schema as home
@@ -105,8 +114,7 @@ else:  # a type checker that saw this would take any name for one of ours
             case _:
                 fact = f"module {__name__!r} has no attribute {name!r}"
                 raise AttributeError(fact, name=name, obj=sys.modules[__name__])
-        value = globals()[name] = getattr(home, name)
-        return value
+        return getattr(home, name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "sys"})

@@ -144,6 +144,30 @@ def test_a_name_is_looked_up_once(monkeypatch):
     assert arrowcache.Cache is found
 
 
+def test_a_first_use_without_a_descriptor_left_names_the_way_out_and_can_be_tried_again():
+    script = (
+        "import os, resource, arrowcache",
+        "arrowcache.Cache",
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1, hard))",
+        "try:",
+        "    arrowcache.SamplerPool",
+        "except OSError as error:",
+        "    print('ulimit -n' in str(error))",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))",
+        "print(arrowcache.SamplerPool.__name__)",
+    )
+    assert run(*script) == "True\nSamplerPool\n"
+
+
+def test_an_editor_that_reads_the_source_knows_the_names():
+    jedi = pytest.importorskip("jedi", reason="jedi is not installed")
+    source = "import arrowcache as ac\nac.\nac.Cache.cre"
+    script = jedi.Script(source, environment=jedi.InterpreterEnvironment())
+    assert {*arrowcache.__all__} <= {found.name for found in script.complete(2, 3)}
+    assert [found.name for found in script.complete(3, 12)] == ["create"]
+
+
 @pytest.mark.parametrize("name", arrowcache.__all__)
 def test_a_class_is_pickled_by_where_it_is_defined(name):
     thing = getattr(arrowcache, name)

@@ -122,6 +122,7 @@ EXHAUSTED = (
             "processes": ac.Loader(cache, 16, workers=2, transform=same),
         }
         fresh = [ac.Loader(cache, 16), ac.Loader(cache, 16, workers=2, transform=same)]
+        pool_of = ac.SamplerPool  # its module is imported with its first use, which takes a descriptor
         for _ in range(3):
             for loader in loaders.values():
                 assert len(ids_of(loader)) == 320
@@ -148,7 +149,7 @@ EXHAUSTED = (
             fails(lambda: ac.Cache.open(sys.argv[1]), exhausted.way_out)
             for call in (cache.stats, cache.snapshot, lambda: cache.evict(1), lambda: cache.resize("2MiB")):
                 fails(call, exhausted.way_out)
-            fails(lambda: ac.SamplerPool(cache, draws, workers=1, progress=False), exhausted.way_out)
+            fails(lambda: pool_of(cache, draws, workers=1, progress=False), exhausted.way_out)
             for loader in (*fresh, *loaders.values()):
                 fails(lambda: next(iter(loader)), exhausted.way_out)
         else:

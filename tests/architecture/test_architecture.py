@@ -281,6 +281,7 @@ def test_importing_the_package_loads_no_framework_and_starts_no_thread():
     assert run(script) == "[]\n1\n"
 
 
+@pytest.mark.slow
 def test_ready_samplers_load_no_reader_before_they_need_it():
     script = (
         "import sys, arrowcache, arrowcache.sampling.sources\n"

@@ -213,6 +213,7 @@ def test_another_name_in_ranks_is_none_of_ours(name):
 terms = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
 
 
+@pytest.mark.slow
 @given(terms, st.sets(st.integers(0, 300) | st.integers(0, MOST_SEQ - 1)), st.sets(st.integers(0, 2**22)))
 def test_what_ranks_agree_on_survives_its_bytes(terms, seqs, pids):
     data = RanksRecord(terms, sorted(seqs)).pack()

@@ -85,6 +85,7 @@ def test_a_number_leaps_once_a_restart_and_never_past_the_last(path, restart):
     assert ac.Cache.open(path).stats().next_seq == MOST_SEQ
 
 
+@pytest.mark.slow
 def test_what_a_power_cut_brought_back_leaves_again_where_it_does_not_fit(path, restart):
     cache = make_cache(path)
     publish(cache, 1)

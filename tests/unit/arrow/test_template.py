@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from helpers import columns_of, file_bytes, variable
-from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache.arrow import segment, template
@@ -68,7 +67,8 @@ def test_files_of_the_same_layout_are_recognized_whatever_they_hold(kind):
         assert found(known, other, ROWS) == layout == read_structure(pa.py_buffer(other), schema, ROWS)
 
 
-@pytest.mark.parametrize("kind", first_is_quick(SCHEMAS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SCHEMAS)
 def test_whatever_byte_is_altered_a_template_accepts_nothing_that_the_complete_check_refuses(kind):
     schema = SCHEMAS[kind]
     data = file_bytes(schema, columns_of(schema, ROWS))

@@ -120,6 +120,7 @@ def test_a_pool_started_again_repeats_no_task_and_each_is_what_it_is_anywhere(ca
     assert cache.verify() == []
 
 
+@pytest.mark.slow
 def test_a_pool_stopped_in_mid_run_repeats_no_task_and_counts_all_that_it_published(cache, executor):
     pool = SamplerPool(cache, draws(), executor=executor, **QUICK)
     pool.wait(segments=4, timeout=DEADLINE_SECONDS)
@@ -234,6 +235,7 @@ def a_killed_worker(cache: ac.Cache, executor: Executor, folder: Path) -> Iterat
         yield pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["spawned processes", "loky's reusable executor"])
 def test_an_executor_that_breaks_with_a_worker_ends_its_pool_and_another_one_goes_on(cache, tmp_path, kind):
     with EXECUTORS[kind]() as executor, a_killed_worker(cache, executor, tmp_path) as pool:
@@ -313,6 +315,7 @@ class Elsewhere(Executor):
         return future
 
 
+@pytest.mark.slow
 def test_workers_of_another_host_are_an_error_and_no_end_of_tasks_that_do_nothing(cache, tmp_path):
     make_cache(tmp_path / "other")
     (tmp_path / "other" / "pools" / "default.0").touch()

@@ -357,6 +357,7 @@ def of_moto(port: int, path: str, key: str = "key", secret: str = "secret") -> s
     return f"s3://{key}:{secret}@{path}?endpoint_override=127.0.0.1%3A{port}&scheme=http&region=us-east-1"
 
 
+@pytest.mark.slow
 def test_moto_rows_and_windows(moto_port):
     source = ParquetRows(of_moto(moto_port, "bucket/data"), rows_per_group=10)
     assert len({check(sample) for sample in take(source, 100)}) > 50

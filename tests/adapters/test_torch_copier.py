@@ -81,6 +81,7 @@ def test_the_fake_finds_what_is_left_out(deaf, order, pinned):
     assert device.errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_one_stream_and_so_many_events_and_buffers_and_then_no_more(order):
     device = FakeDevice(order)

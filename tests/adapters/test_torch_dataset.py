@@ -91,6 +91,7 @@ def test_epochs_are_those_of_the_loader_and_grow_with_the_cache(cache, workers, 
     no_lease_is_left(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_spelled_out_dataloader(cache, persistent):
     sampler = EpochBatchSampler(cache, 16, shuffle="rows", seed=0, drop_last=True)
@@ -124,6 +125,7 @@ def test_every_shuffle_and_the_rest_of_an_epoch(tmp_path, shuffle, drop_last):
         assert len(found) == len(set(found)) == (88 if drop_last else 90)
 
 
+@pytest.mark.slow
 def test_columns_and_every_type_are_those_of_the_loader(tmp_path):
     schema = {
         "id": ac.Tensor("int64"),
@@ -186,6 +188,7 @@ def test_a_transform_may_return_anything_and_sees_numpy(cache):
             assert (more["names"], more["n"]) == (["a", "b"], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["none", "identity"])
 @pytest.mark.parametrize("batched", first_is_quick([True, False]))
@@ -326,6 +329,7 @@ def test_during_an_epoch_its_segments_are_leased_and_a_window_gives_them_up(cach
     assert leased[0] > leased[5] > leased[9] == 0
 
 
+@pytest.mark.slow
 def test_a_full_cache_goes_on_while_workers_read_it(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 40)
@@ -479,6 +483,7 @@ def test_what_cannot_be_pickled_for_a_worker_is_told_so(cache):
             pickle.dumps(dataset)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_transform_reaches_the_consumer_and_the_next_epoch_is_whole(cache):
     def transform(batch):
         if 77 in batch["id"]:
@@ -689,6 +694,7 @@ def test_a_forked_child_cannot_end_its_parents_epoch(cache):
     assert len(ids_of(iterator)) == 144
 
 
+@pytest.mark.slow
 def test_pin_memory_is_accepted_where_there_is_no_accelerator(cache, recwarn):
     assert sorted(ids_of(dataloader(cache, 16, 2, pin_memory=True))) == list(range(160))
 

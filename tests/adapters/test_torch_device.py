@@ -557,6 +557,7 @@ EXITS = {
 }  # not in a daemon thread: one that is inside torch when the interpreter ends aborts it, without us too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", first_is_quick(EXITS))
 def test_the_interpreter_ends(way):
     script = (

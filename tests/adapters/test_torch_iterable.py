@@ -75,6 +75,7 @@ def test_every_row_comes_once_in_every_shuffle_and_an_incomplete_batch_with_them
         assert sorted(ids_of(loader)) == list(range(160))
 
 
+@pytest.mark.slow
 def test_more_workers_than_batches(cache):
     loader = batches_of(CacheIterableDataset(cache, 160), 2)
     for _ in range(2):
@@ -127,6 +128,7 @@ def test_a_seed_that_is_set_before_every_epoch_repeats_none(cache):
     assert all(sorted(epoch) == list(range(160)) for epoch in epochs)
 
 
+@pytest.mark.slow
 def test_two_datasets_of_one_cache_do_not_agree(cache):
     every = batches_of(CacheIterableDataset(cache, 8), 2)
     some = batches_of(CacheIterableDataset(cache, 8, where=lambda s: s.seq < 5), 2)
@@ -144,6 +146,7 @@ def test_a_transform_runs_in_the_worker(cache):
         assert (os.getpid() in pids) == (workers == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, workers):
     datasets = [CacheIterableDataset(cache, 8, rank=r, world_size=2, run_id="job") for r in range(2)]
@@ -428,6 +431,7 @@ def test_a_stateful_dataloader_resumes(cache, workers, taken):
     assert ids_of(resumed) == (rest or following)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("taken", first_is_quick([0, 1, 3, 9]))
 def test_what_was_delivered_before_the_first_state_of_all_workers_is_of_the_resumed_epoch(cache, taken):

@@ -198,6 +198,7 @@ def test_a_transform_may_change_the_dtype_of_a_column(tmp_path):
     assert batch["at"].tolist() == [3.5]
 
 
+@pytest.mark.slow
 def test_nothing_that_is_kept_is_overwritten(cache):
     kept = []
     with Loader(cache, 16, prefetch=1) as loader:
@@ -224,6 +225,7 @@ def test_tensors_of_autograd_keep_their_batch(cache):
     assert torch.equal(weight.grad, (BASE * 160 + sum(range(160))))
 
 
+@pytest.mark.slow
 def test_epochs_over_a_growing_cache_see_ever_more_until_the_oldest_leave(tmp_path):
     cache = make_cache(tmp_path / "cache")
     sizes, oldest = [], []

@@ -296,6 +296,7 @@ def test_every_module_says_what_it_is():
         assert ast.get_docstring(parsed(path)), module
 
 
+@pytest.mark.slow
 def test_the_package_runs_as_the_command_does():
     runs = [
         subprocess.run(

@@ -89,6 +89,7 @@ def test_who_reads_no_further_hears_no_complaint(cache):
     process.stderr.close()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_watch_well(cache):
     process = start("watch", cache.path, "--interval", "0.05", start_new_session=True)
     assert process.stdout is not None
@@ -150,6 +151,7 @@ def test_output_that_cannot_be_written_is_one_sentence(cache, arguments):
     assert (process.returncode, err) == (WRONG, "arrowcache: the output: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_an_error_that_nobody_reads_has_its_exit_code(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
@@ -280,6 +282,7 @@ def without_bold(text: str) -> str:
     return text.replace("\x1b[1m", "").replace("\x1b[0m", "")
 
 
+@pytest.mark.slow
 def test_a_table_has_lines_in_a_terminal_and_fits_it(cache):
     code, text = shown_by(100, "ls", cache.path)
     lines = without_bold(text).splitlines()

@@ -59,6 +59,7 @@ def test_complaint_02_nothing_is_evicted_under_a_reader(tmp_path):
             child.result()
 
 
+@pytest.mark.slow
 def test_complaint_03_only_what_this_library_published_is_deleted(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -88,6 +89,7 @@ def test_complaint_03_only_what_this_library_published_is_deleted(tmp_path):
     assert all(path.read_bytes() == b"precious" for path in [*precious, mine / "only copy.arrow"])
 
 
+@pytest.mark.slow
 def test_complaint_04_a_budget_too_small_is_refused_and_no_wait_is_without_an_end(tmp_path):
     with pytest.raises(ValueError, match="capacity"):
         make_cache(tmp_path / "cache", capacity=100 * 1024, segment_bytes=32 * 1024)

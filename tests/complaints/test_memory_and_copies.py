@@ -129,6 +129,7 @@ def mapped_segments() -> int:
     return Path("/proc/self/maps").read_text().count("/segments/")
 
 
+@pytest.mark.slow
 def test_complaint_20_zero_copy_is_none_and_is_told_from_memory_of_its_own(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="64MiB", segment_bytes="4MiB", segment_rows=2048)
     publish(cache, 6, rows=2048)

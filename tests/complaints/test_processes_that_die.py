@@ -282,7 +282,7 @@ UNCLOSED = re.compile(  # Ctrl-C inside of the standard library's socketpair() a
 CODES = {"end": 0, "break": 0, "del": 0, "exit": 3, "raise": 1, "interrupt": -signal.SIGINT}
 
 
-@pytest.mark.parametrize("how", CODES)
+@pytest.mark.parametrize("how", first_is_quick(CODES))
 @pytest.mark.parametrize("kind", first_is_quick(["plain", "threads", "processes", "torch", "pool"]))
 def test_complaint_12_a_process_ends_within_5_s_however_it_ends(tmp_path, kind, how):
     """In the middle of epochs, with live views, nothing closed: no word but the exception's own."""

@@ -296,6 +296,7 @@ def refuse_threads(monkeypatch, names: Sequence[str]) -> list[str]:
     return refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -342,6 +343,7 @@ def test_a_pool_without_its_thread_says_so_and_leaves_nothing(cache, monkeypatch
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.slow
 def test_a_pool_that_lacks_a_descriptor_for_its_semaphores_says_so_and_no_more(cache, monkeypatch):
     """Nothing is written to stderr by what could not be made, which pytest would take for an error."""
     gc.collect()

@@ -140,6 +140,7 @@ FOREIGN = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 def test_a_disk_that_others_fill_is_a_typed_error_until_there_is_room_again(tmp_path, kind):
     disk = tmp_path / "disk"
@@ -170,6 +171,7 @@ UNREADABLE = """
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_to_read_is_found_by_verify_and_does_not_end_it(tmp_path):
     """Reading such bytes where they are mapped is a bus error."""
     disk = tmp_path / "disk"

@@ -36,6 +36,7 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = explore.haed  # type: ignore[attr-defined]  # that is the point
 
 
+@pytest.mark.slow
 def test_a_missing_extra_says_what_to_install():
     script = (
         "import sys\n"

@@ -79,6 +79,7 @@ def test_a_short_signal_is_a_line_through_its_values():
     assert seen(picture_html(np.arange(4.0), ac.Tensor("float64", (4,)))).tags == ["svg", "title", "path"]
 
 
+@pytest.mark.slow
 @given(st.integers(800, 5000), st.integers(0, 2**32), st.booleans())
 def test_a_long_signal_keeps_every_peak(length, seed, has_infinite):
     signal = np.random.default_rng(seed).normal(size=length).astype(np.float32)

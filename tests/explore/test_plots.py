@@ -261,6 +261,7 @@ def test_every_column_is_drawn_or_says_why_not(every, column):
         assert isinstance(plot_values(every, column), Axes)
 
 
+@pytest.mark.slow
 def test_bfloat16_and_timestamps_are_drawn_as_what_they_mean(tmp_path):
     schema = ac.Schema({"b": ac.Tensor("bfloat16", (2,)), "when": ac.Timestamp(), "flag": ac.Tensor("bool")})
     cache = ac.Cache.create(tmp_path / "cache", schema, capacity="1MiB", segment_bytes="16KiB")
@@ -337,6 +338,7 @@ def test_segments_are_leased_one_at_a_time(cache, monkeypatch):
     assert leased == [1] * 10
 
 
+@pytest.mark.slow
 def test_names_are_no_formulas(tmp_path):
     schema = ac.Schema({"$\\frac$": ac.Tensor("int64")})
     cache = ac.Cache.create(Path(tmp_path / "cache"), schema, capacity="1MiB", segment_bytes="16KiB")

@@ -77,6 +77,7 @@ def test_a_killed_reader_frees_its_lease_at_once(cache, tmp_path, hold):
     assert seqs(cache)[0] > 20
 
 
+@pytest.mark.slow
 def test_a_stopped_reader_keeps_its_lease(cache, tmp_path):
     with Child(hold_snapshot, cache.path, tmp_path / "ready") as child:
         wait_until((tmp_path / "ready").exists, "the lease to be held")
@@ -238,12 +239,14 @@ FORK = """
 """
 
 
+@pytest.mark.slow
 def test_a_fork_leaves_the_parent_its_lease_and_lets_the_child_read_anew(cache):
     with Script(FORK, cache.path) as script:
         assert script.line() == "well"
         assert script.end() == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_a_living_fork_does_not_prolong_its_parents_lease(cache, how):
     code = """

@@ -45,6 +45,7 @@ def refuse(monkeypatch, code, do, when=lambda message: True):
     monkeypatch.setattr(Channel, "send", sending)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", ["make", "put", "begin"])
 @pytest.mark.parametrize("code", first_is_quick([errno.EMFILE, errno.ENOBUFS, errno.ETOOMANYREFS]))
 def test_a_message_that_cannot_be_sent_is_an_error_that_says_why(cache, monkeypatch, do, code):

@@ -132,7 +132,9 @@ def varied(batch):
 
 
 @pytest.mark.parametrize("shuffle", first_is_quick(SHUFFLES))
-@pytest.mark.parametrize("transform", [None, dict, twice, in_place, swapped, reduced, some_rows, varied])
+@pytest.mark.parametrize(
+    "transform", first_is_quick([None, dict, twice, in_place, swapped, reduced, some_rows, varied])
+)
 def test_worker_processes_yield_what_the_main_process_does(cache, shuffle, transform):
     transform = by_value(transform)
     options = {"shuffle": shuffle, "seed": 5, "transform": transform}
@@ -168,6 +170,7 @@ def test_ids_are_of_the_rows_and_seen_by_the_transform(cache):
     assert sorted(ids_of(batches)) == list(range(320))
 
 
+@pytest.mark.slow
 def test_small_batches_are_gathered_in_groups_and_are_the_same(cache):
     with loader_of(cache, 2, seed=1) as loader, ac.Loader(cache, 2, seed=1) as plain:
         batches, expected = list(loader), list(plain)
@@ -176,6 +179,7 @@ def test_small_batches_are_gathered_in_groups_and_are_the_same(cache):
         assert loader._assembly._group.now > 1
 
 
+@pytest.mark.slow
 def test_an_epoch_has_what_was_published_before_it_by_the_same_processes(cache):
     with loader_of(cache, where=lambda segment: segment.seq >= 4, transform=by_value(twice)) as loader:
         assert sorted(ids_of(loader)) == list(range(64, 320))
@@ -187,6 +191,7 @@ def test_an_epoch_has_what_was_published_before_it_by_the_same_processes(cache):
     assert not any(map(is_alive, workers))
 
 
+@pytest.mark.slow
 def test_epochs_follow_without_a_seam_and_have_new_segments(cache):
     with loader_of(cache, transform=by_value(twice)) as loader:
         epoch = loader.repeat()
@@ -241,6 +246,7 @@ def test_an_epoch_in_order_has_workers_let_go_of_what_it_has_passed(cache):
         assert ids_of(made + list(epoch)) == list(range(320))
 
 
+@pytest.mark.slow
 def test_tensors_lie_in_shared_memory(cache):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     from arrowcache.torch import Loader as TorchLoader
@@ -334,6 +340,7 @@ def test_nothing_is_in_dev_shm_or_has_a_name(cache, tmp_path):
         epoch.close()
 
 
+@pytest.mark.slow
 def test_without_memfd_an_unlinked_file_serves(cache, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(38, "Function not implemented")
@@ -430,6 +437,7 @@ def test_an_exception_that_cannot_be_pickled_arrives_as_text(cache):
         next(iter(loader))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [StopIteration, SystemExit, KeyboardInterrupt])
 def test_what_a_transform_raises_ends_neither_the_loop_nor_the_program_as_if_all_was_well(cache, kind):
     def transform(batch):
@@ -532,6 +540,7 @@ def test_a_transform_that_cannot_be_pickled_is_refused_at_once(cache):
         loader_of(cache, transform=lambda batch: lock.locked() or batch)
 
 
+@pytest.mark.slow
 def test_a_transform_that_workers_cannot_import_is_told_so(cache, tmp_path, monkeypatch):
     (tmp_path / "vanishing.py").write_text("def transform(batch):\n    return batch\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -600,6 +609,7 @@ def test_workers_that_cannot_start_are_an_error(cache, monkeypatch):
         next(iter(loader))
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_ends_in_a_timeout_and_close_ends_it(cache):
     with loader_of(cache, workers=1, transform=by_value(twice)) as loader:
         list(loader)
@@ -656,6 +666,7 @@ def test_close_in_the_middle_ends_the_workers_although_a_transform_blocks(cache,
         iter(loader)
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_dropped_leaves_no_process(cache):
     loader = loader_of(cache, transform=by_value(twice))
     epoch = iter(loader)
@@ -691,6 +702,7 @@ END = """
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_its_transforms_hang(cache):
     with Script(END, cache.path, "blocked") as script:
         workers = script.line().split()
@@ -700,6 +712,7 @@ def test_a_process_may_end_while_its_transforms_hang(cache):
     assert cache.stats().leased_bytes == 0
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_process_is_killed(cache):
     with Script(END, cache.path, "kill") as script:
         workers = script.line().split()

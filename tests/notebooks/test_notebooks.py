@@ -354,6 +354,7 @@ def test_a_notebook_is_stored_without_outputs_and_traces_of_a_machine(path):
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
 
 
+@pytest.mark.slow
 def test_what_a_stored_notebook_should_not_have_is_seen(kernels):
     assert unclean(notebook_of("1")) == []
     notebook = notebook_of("print(1)")

@@ -149,6 +149,7 @@ UNLINKED = """
 """
 
 
+@pytest.mark.slow
 def test_the_watch_of_a_file_system_sees_unlinked_files_that_are_open(tmp_path):
     with Script(UNLINKED, tmp_path, within=small_disk(tmp_path, "1m")) as script:
         assert script.end() == (0, "")

@@ -388,6 +388,7 @@ def test_of_several_that_create_at_once_all_get_the_same_cache(tmp_path):
     assert made[0].verify() == []
 
 
+@pytest.mark.slow
 def test_a_fresh_process_reads_what_this_one_wrote(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 2)

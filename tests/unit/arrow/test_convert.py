@@ -38,6 +38,7 @@ def refused(kind, value, *parts):
     return message
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from(NUMPY_DTYPES))
 def test_an_array_of_the_columns_dtype_is_stored_bit_for_bit(data, dtype):
     values = data.draw(hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, max_side=4)))
@@ -45,6 +46,7 @@ def test_an_array_of_the_columns_dtype_is_stored_bit_for_bit(data, dtype):
     assert stored.tobytes() == values.tobytes()
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["int64", "float32"]), st.sampled_from(NUMPY_DTYPES), st.data())
 def test_values_are_converted_exactly_whatever_numbers_carry_them(carrier, dtype, data):
     values = data.draw(hnp.arrays(carrier, 3))

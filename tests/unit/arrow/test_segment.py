@@ -121,6 +121,7 @@ kinds = st.one_of(
 schemas = st.dictionaries(st.text("abcdef", min_size=1), kinds, min_size=1, max_size=5).map(ac.Schema)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(schemas, st.integers(1, 300), st.integers(0, 99))
 def test_the_bound_bounds_the_file(schema, rows, seed):
@@ -161,6 +162,7 @@ def test_a_file_full_of_zeros_is_refused():
             check(zeroed, SMALL, 20)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_is_found_or_leaves_every_value_as_it_was():
     columns = columns_of(SMALL, 5)
     data = file_bytes(SMALL, columns)

@@ -67,6 +67,7 @@ def test_files_of_the_same_layout_are_recognized_whatever_they_hold(kind):
         assert found(known, other, ROWS) == layout == read_structure(pa.py_buffer(other), schema, ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_whatever_byte_is_altered_a_template_accepts_nothing_that_the_complete_check_refuses(kind):
     schema = SCHEMAS[kind]

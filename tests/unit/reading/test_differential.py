@@ -142,6 +142,7 @@ def flat(value: Any) -> Any:
     return np.asarray(value).ravel().tolist() if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), schema=SCHEMAS)
 def test_a_torch_loader_yields_what_a_numpy_loader_does(data, schema):

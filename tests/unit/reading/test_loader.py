@@ -407,6 +407,7 @@ def test_dropping_a_closed_iterator_asks_for_no_lock(cache):
             assert not dropping.is_alive()
 
 
+@pytest.mark.slow
 def test_a_writer_waits_for_what_an_ended_epoch_of_the_same_process_still_gathers(cache):
     with Loader(cache, 16) as loader:
         epoch = iter(loader)
@@ -457,6 +458,7 @@ def test_readers_one_after_another_never_starve_a_writer(cache):
     assert seqs(cache)[-1] == 89
 
 
+@pytest.mark.slow
 def test_an_epoch_of_a_growing_cache_never_loses_rows_to_eviction(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="512KiB")
     publish(cache, 20)

@@ -54,6 +54,7 @@ def stream_of(ranks):
 # One epoch.
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(segment_sizes, batch_sizes, shuffles, st.integers(0, 2**70), st.integers(0, 9))
 def test_one_rank_sees_every_row_once(segments, batch_size, options, seed, epoch):
@@ -75,6 +76,7 @@ def test_ranks_take_equal_steps_of_disjoint_rows(segments, batch_size, world, op
     assert set(seen) <= set(range(rows))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(segment_sizes, batch_sizes, worlds, shuffles, epoch_rows_or_none)
 def test_without_drop_last_ranks_pad_by_wrapping_around(segments, batch_size, world, options, epoch_rows):
@@ -90,6 +92,7 @@ def test_without_drop_last_ranks_pad_by_wrapping_around(segments, batch_size, wo
     assert stream == padded[: len(stream)], "the padding is the epoch's own first rows"
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(few_segments, st.integers(1, 1000), st.integers(1, 9), shuffles, st.integers(1, 3))
 def test_epoch_rows_gives_exactly_so_many_in_whole_passes(segments, epoch_rows, batch_size, options, world):
@@ -110,6 +113,7 @@ def test_each_pass_of_an_epoch_is_shuffled_anew(shuffle):
     assert len(set(passes)) == 3
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.data(), segment_sizes, batch_sizes, shuffles, st.integers(1, 3), st.booleans())
 def test_any_part_of_an_epoch_is_what_it_is_within_the_whole(
@@ -245,6 +249,7 @@ def test_ranks_resume_what_other_ranks_began(
             assert not padding
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(few_segments, batch_sizes, shuffles, st.data())
 def test_a_resume_of_a_resume_counts_from_the_epochs_begin(segments, batch_size, options, data):
@@ -278,6 +283,7 @@ def test_a_start_outside_the_epoch_is_refused(start):
 # Which segments are in use.
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(few_segments, batch_sizes, st.integers(1, 3), shuffles, st.booleans(), st.data())
 def test_the_span_of_a_step_is_what_it_and_later_steps_read(

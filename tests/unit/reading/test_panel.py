@@ -116,6 +116,7 @@ def test_a_stall_rises_while_it_lasts_for_whoever_looks(cache):
         assert (readout(cache).waits, readout(cache).batches) == (0, 1)
 
 
+@pytest.mark.slow
 def test_what_a_worker_process_hangs_in_is_seen_while_it_does(cache):
     def hang(batch):
         import threading

@@ -61,6 +61,7 @@ plans = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(plans, st.data())
 def test_a_state_is_plain_and_gives_the_plan_back(made, data):
     position = data.draw(st.integers(0, made.stream_rows), "position")

@@ -403,6 +403,7 @@ def test_a_rank_whose_terms_differ_leaves_no_lease_and_no_open_file(cache, job):
 # until all have joined
 
 
+@pytest.mark.slow
 def test_a_slow_rank_gets_the_same_segments_though_the_first_one_ended_and_a_writer_presses(cache, job):
     read = job[0].epoch()
     roll(cache)
@@ -453,6 +454,7 @@ def test_when_all_have_joined_only_the_loaders_own_leases_count(cache, job):
     assert files(cache) == []
 
 
+@pytest.mark.slow
 def test_a_writer_of_this_process_gets_room_as_soon_as_all_have_joined(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 5)
@@ -682,6 +684,7 @@ def test_a_segment_that_is_damaged_here_is_an_error_since_the_others_count_on_it
     assert cache.stats().leased_bytes == 0
 
 
+@pytest.mark.slow
 def test_the_capacity_holds_where_a_cache_is_full(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity=300 * KIB, segment_bytes=32 * KIB)
     roll(cache)

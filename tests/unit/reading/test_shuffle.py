@@ -77,6 +77,7 @@ def test_every_row_is_at_one_position(make, segments, size, seed):
     assert np.array_equal(np.sort(ids), np.arange(order.rows))
 
 
+@pytest.mark.slow
 @every_order
 @settings(deadline=None)
 @given(segments=segment_sizes, size=st.integers(1, 1500), data=st.data())

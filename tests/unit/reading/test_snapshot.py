@@ -283,6 +283,7 @@ def test_large_gathers_are_what_a_plain_reader_reads(tmp_path, kind, layout):
             assert_same(cache, expected, ids, snapshot.gather(ids))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_schema_and_any_parts_read_back(tmp_path_factory, data):
@@ -1052,6 +1053,7 @@ def test_an_arena_dies_with_its_cache_and_gives_back_its_cells(tmp_path, monkeyp
         assert path not in maps.read()
 
 
+@pytest.mark.slow
 def test_threads_that_map_the_same_segments_read_the_right_rows(tmp_path):
     """Threads change over between any two instructions; afterwards one thread checks all again."""
     schema = ac.Schema({"x": ac.Tensor("int64")})
@@ -1126,6 +1128,7 @@ def test_an_arena_takes_a_small_part_of_a_limited_address_space(tmp_path):
     assert now - used < allowed // 7
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_snapshot_is_made_takes_nothing_from_another(tmp_path):
     """As a notebook's user who interrupts a cell finds out."""
     cache = make_cache(tmp_path / "cache")

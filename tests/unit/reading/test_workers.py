@@ -105,6 +105,7 @@ def test_transforms_run_side_by_side(cache):
         assert len(set(ids(loader))) == 144
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_a_batch_that_is_split_among_threads_is_the_same(tmp_path, monkeypatch, shuffle):
     schema = ac.Schema(

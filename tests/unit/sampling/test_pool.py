@@ -311,6 +311,7 @@ def test_a_sampler_that_fails_sometimes_is_tried_again(cache, tmp_path):
     assert {number: ids[:1] for number, ids in tasks(cache).items()} == {n: expected(n) for n in range(3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_processes", [True, False])
 def test_a_task_that_keeps_failing_is_given_up_with_its_traceback_while_others_go_on(
     cache, caplog, own_processes
@@ -515,6 +516,7 @@ def gated(folder, gate):
     return sampler
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_task_and_none_is_published_twice(cache, tmp_path):
     folder, gate = tmp_path / "pids", tmp_path / "gate"
     folder.mkdir()
@@ -931,6 +933,7 @@ def test_a_dropped_pool_ends_by_itself(cache):
         assert "arrowcache-pool" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_stopped_pool_are_gone(cache, tmp_path):
     folder, gate = tmp_path / "pids", tmp_path / "gate"
     folder.mkdir()
@@ -1189,6 +1192,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", first_is_quick(["quick", "slow", "full"]))
 def test_an_interpreter_that_exits_without_stop_leaves_no_process(cache, how):
     if how == "full":

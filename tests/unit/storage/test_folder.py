@@ -489,6 +489,7 @@ def test_a_folder_of_strange_names_is_refused_in_words_that_can_be_printed(tmp_p
     assert len(os.listdir(tmp_path)) == len(STRANGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick([b"caf\xe9", b"a\nb", b"%s {x} 'y'", b"x" * 250]))
 def test_a_cache_works_under_any_name(tmp_path, name):
     path = tmp_path / os.fsdecode(name)

@@ -278,6 +278,7 @@ def test_another_name_in_ranks_is_none_of_ours(name):
 terms = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
 
 
+@pytest.mark.slow
 @given(
     terms,
     st.sets(st.integers(0, 300) | st.integers(0, MOST_SEQ - 1)),

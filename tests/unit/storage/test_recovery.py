@@ -101,6 +101,7 @@ def test_after_a_restart_a_cache_shows_as_many_evictions_as_there_were(path, res
     assert cache.stats().evicted_segments == 3
 
 
+@pytest.mark.slow
 def test_what_a_power_cut_brought_back_leaves_again_where_it_does_not_fit(path, restart):
     cache = make_cache(path)
     publish(cache, 1)

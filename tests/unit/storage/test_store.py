@@ -170,6 +170,7 @@ def test_a_task_that_was_evicted_may_come_again(cache):
     assert cache.store.publish(segment(0), task="pool.3").segment is not None
 
 
+@pytest.mark.slow
 def test_the_oldest_make_room_and_the_tree_never_exceeds_the_capacity(cache):
     capacity = cache.stats().capacity_bytes
     for number in range(120):
@@ -614,6 +615,7 @@ def test_evicting_stops_at_a_leased_segment(cache, other):
     assert seqs(cache) == [2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_shrinking_evicts_at_once_and_holds_for_every_process(cache):
     elsewhere = ac.Cache.open(cache.path)
     publish(cache, 40)

@@ -301,6 +301,7 @@ def test_a_folder_in_place_of_a_reason_keeps_no_segment_out_of_quarantine_and_no
     assert in_the_way.is_dir()
 
 
+@pytest.mark.slow
 def test_the_reasons_of_many_quarantined_segments_stay_within_the_capacity(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="1MiB", segment_bytes="10KiB", segment_rows=4)
     while not seqs(cache) or seqs(cache)[0] == 0:

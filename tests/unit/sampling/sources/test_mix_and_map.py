@@ -183,6 +183,7 @@ def test_a_map_of_what_cannot_work_fails_at_once():
         Map(Numbers(0), lambda sample: None)
 
 
+@pytest.mark.slow
 def test_maps_and_mixes_nest():
     both = Mix({Map(Numbers(0), double): 1, Map(Mix({Numbers(1): 1, Numbers(2): 2}), double): 3})
     require_pure(both)

@@ -75,6 +75,7 @@ def test_the_schema_follows_from_the_files(folder):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_per_group", first_is_quick([None, 4, 1000]))
 def test_every_row_comes_and_is_what_was_stored(folder, rows_per_group):
     with ParquetRows(folder, rows_per_group=rows_per_group) as source:
@@ -147,6 +148,7 @@ def test_a_filter_that_keeps_nothing_of_what_statistics_promise_is_an_error(tmp_
         next(ParquetRows(tmp_path, filter=pc.field("x") == 1)(np.random.default_rng(0)))
 
 
+@pytest.mark.slow
 def test_a_task_is_a_function_of_the_source_the_seed_and_its_number(folder):
     require_pure(ParquetRows(folder, rows_per_group=7))
     require_pure(ParquetRows(folder, ["id", "text"], pc.bit_wise_and(pc.field("id"), 3) == 0))

@@ -79,6 +79,7 @@ def test_several_arrays_are_cut_at_the_same_place(tmp_path, kind):
     assert 175 < max(starts) <= 184
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first_is_quick(FORMATS))
 def test_a_task_is_a_function_of_the_source_the_seed_and_its_number(tmp_path, volume, kind):
     require_pure(ArrayWindows(store(tmp_path, "volume", volume, kind), (2, 2, 2), with_position=True))

@@ -54,6 +54,9 @@ def sample(_: np.random.Generator) -> Iterator[dict[str, Any]]:
         yield {"x": row}
 
 
+sample.ramp = False  # type: ignore[attr-defined]  # segments as large as what Ray alone carries
+
+
 class Sink:
     """Takes objects, as the actor of a node does."""
 

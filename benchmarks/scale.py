@@ -192,6 +192,8 @@ def measure(case: Case) -> dict[str, float]:
             time.sleep(max(0.0, began + a_segment * number / rows - time.monotonic()))
             yield {"x": row}
 
+    sample.ramp = False  # type: ignore[attr-defined]  # segments as in the simulation
+
     with tempfile.TemporaryDirectory() as folder:
         schema = {"x": ac.Tensor("float64", (row_bytes // 8,))}
         cache = ac.Cache.create(

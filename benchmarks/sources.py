@@ -153,6 +153,7 @@ def scaling(make: Callable[[str], Any], uri: str, folder: Path) -> dict[int, flo
     """Samples a second by so many processes; means of turns, which alternate."""
     source = make(uri)
     rates: dict[int, list[float]] = {count: [] for count in PROCESSES}
+    source.ramp = False  # as many rows a task
     for _ in range(TURNS):
         for count in PROCESSES:
             with loky.ProcessPoolExecutor(count) as executor:

@@ -344,7 +344,7 @@ def _require_first_rank(workers: int) -> None:
         of = f" of {ranks}" if ranks else ""
         raise ValueError(
             f"this is local rank {rank}{of}, and the script runs once a rank: a pool on each would have "
-            f"{workers} workers for every rank. Make one a node, where "
-            "int(os.environ['LOCAL_RANK']) == 0; on the other ranks use contextlib.nullcontext() in its "
-            "place: their loaders read its segments. Or pass every_rank=True"
+            f"{workers} workers for every rank. Make one where int(os.environ['LOCAL_RANK']) == 0, and "
+            "contextlib.nullcontext() in its place on the other ranks, whose loaders read what it publishes; "
+            "or pass every_rank=True"
         )

@@ -27,8 +27,10 @@ from helpers import (
     ROW,
     columns_of,
     file_bytes,
+    full,
     make_cache,
     publish,
+    ramp_rows,
     read_ids,
     segment_files,
     wait_until,
@@ -120,7 +122,12 @@ def draws() -> Callable[..., Any]:
 
 def expected(number: int, seed: int = 0) -> list[int]:
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-    return [int(rng.integers(1 << 20)) for _ in range(16)]
+    return [int(rng.integers(1 << 20)) for _ in range(ramp_rows(number))]
+
+
+def first_of(number: int) -> int:
+    """The first id of a task."""
+    return expected(number)[0]
 
 
 def opened(caches: NodeCaches) -> list[ac.Cache]:
@@ -156,7 +163,7 @@ def test_each_node_gets_a_share_of_what_a_local_pool_would_publish(caches):
         pool.wait(timeout=LONG_SECONDS)
         stats, nodes = pool.stats(), pool.node_stats()
     assert split(caches) == {number: expected(number, 5) for number in range(12)}
-    assert (stats.segments, stats.rows, stats.failures) == (12, 192, 0)
+    assert (stats.segments, stats.rows, stats.failures) == (12, sum(map(ramp_rows, range(12))), 0)
     assert sum(each.segments for each in nodes.values()) == 12
     assert min(each.segments for each in nodes.values()) > 0
     assert sum(each.bytes for each in nodes.values()) == stats.bytes
@@ -202,6 +209,37 @@ def test_every_node_that_is_alive_has_a_cache_if_none_is_named(caches, cluster, 
     assert by_function.path_on("abcdef") == tmp_path / "abc"
 
 
+def test_stop_may_publish_what_was_drawn_anywhere_and_the_next_pool_draws_those_tasks_again(caches, tmp_path):
+    begun = tmp_path / "begun"
+    begun.mkdir()
+
+    def slow(rng):
+        first = int(rng.integers(1 << 20))
+        yield row(first)
+        for _ in range(4):
+            yield row(int(rng.integers(1 << 20)))
+        Path(begun, str(first)).touch()
+        while True:
+            time.sleep(0.5)
+            yield row(int(rng.integers(1 << 20)))
+
+    pool = SamplerPool(caches, full(slow), **QUICK)
+    wait_until(lambda: len(os.listdir(begun)) >= 2, "two samplers at work")
+    pool.stop(publish=True)
+    parts = [read_ids(path) for cache in opened(caches) for path in segment_files(cache)]
+    assert len(parts) == pool.stats().segments >= 2
+    known = {first_of(number): number for number in range(10)}
+    assert sorted(known[ids[0]] for ids in parts) == sorted({known[ids[0]] for ids in parts})
+    assert all(len(ids) >= 5 for ids in parts)
+    for cache in opened(caches):
+        assert {path.stem[-1] for path in segment_files(cache)} <= {"-"}, "no part has a task's name"
+        assert cache.verify() == []
+        cache.evict("1GB")
+    with SamplerPool(caches, draws(), segments=4, **QUICK) as again:
+        again.wait(timeout=LONG_SECONDS)
+    assert sorted(split(caches)) == [0, 1, 2, 3]
+
+
 # waiting
 
 
@@ -221,7 +259,7 @@ def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path):
     one, two = opened(caches)
     held = [one.snapshot(), two.snapshot()]
     try:
-        with SamplerPool(caches, sampler, **QUICK) as pool:
+        with SamplerPool(caches, full(sampler), **QUICK) as pool:
             wait_until(
                 lambda: [cache.stats().waiting_writers for cache in (one, two)] == [1, 1], "both to be full"
             )

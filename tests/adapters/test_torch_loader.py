@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from helpers import ids_of, make_cache, publish, sample, wait_until
+from helpers import full, ids_of, make_cache, publish, sample, wait_until
 from processes import Script
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -258,7 +258,7 @@ def test_a_small_network_learns_from_samplers_at_work(tmp_path):
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
     rows = []
     with (
-        ac.SamplerPool(cache, sampler, workers=1, progress=False) as pool,
+        ac.SamplerPool(cache, full(sampler), workers=1, progress=False) as pool,
         Loader(cache, 32, wait_rows=64) as loader,
     ):
         for epoch in range(6):

@@ -105,6 +105,7 @@ def test_a_pool_on_an_executor_of_the_users_loads_no_process_pool(tmp_path):
     assert not tops(loaded) & {"loky", "torch"}
 
 
+@pytest.mark.slow
 def test_ready_samplers_load_no_reader_before_they_need_it():
     loaded = loaded_by("import arrowcache, arrowcache.sampling.sources")
     assert not tops(loaded) & {"zarr", "h5py", "fsspec", "PIL", "torch", "tensorflow"}

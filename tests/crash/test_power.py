@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from crash.disk import FATES, Disk, Tree, chance, lay_out
-from helpers import KIB, disk_bytes, flip_byte, make_cache, publish, replace_file, sample, segment_files
+from helpers import KIB, disk_bytes, flip_byte, full, make_cache, publish, replace_file, sample, segment_files
 from quick import first_is_quick
 
 import arrowcache as ac
@@ -115,6 +115,9 @@ def draw(cache: ac.Cache, life: Life) -> None:
 
 def _sampler(rng: np.random.Generator) -> Any:
     return _sampler.draw(rng)  # type: ignore[attr-defined]
+
+
+full(_sampler)
 
 
 def condemn(cache: ac.Cache, life: Life) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
-from storm.content import SEGMENT_ROWS, Batch, Pass, check, draws, rows_of
+from storm.content import Batch, Pass, check, draws, rows_of
 from storm.readers import KINDS, WAIT_SECONDS, Reader, is_by_its_workers
 from storm.tally import Tally
 from storm.usage import Usage
@@ -111,15 +111,15 @@ def sample(post: Post, tally: Tally, chance: random.Random) -> None:
     cache = ac.Cache.open(post.cache)
     numbering = numbering_of(post.number)
     while not post.is_over():
-        published = 0
+        published = rows = 0
         try:
             with ac.SamplerPool(cache, draws, workers=2, progress=False, **numbering) as pool:
                 while not post.is_over():
                     with suppress(TimeoutError):
                         pool.wait(segments=published + 1, timeout=0.5)
-                    now = pool.stats().segments
-                    tally.add(written_rows=(now - published) * SEGMENT_ROWS)
-                    published = now
+                    stats = pool.stats()
+                    tally.add(written_rows=stats.rows - rows)
+                    published, rows = stats.segments, stats.rows
                     if chance.random() < 0.01:
                         break
         except ac.SamplerError as error:  # its workers were killed more often than it tries again

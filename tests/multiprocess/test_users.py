@@ -307,3 +307,20 @@ def test_a_folder_that_was_not_made_for_a_group_becomes_private(place, mode):
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert {mode for _, mode, _ in modes_and_groups(path)} == {0o700, 0o600}
     as_user(TWO, lambda: refused(path), GROUP)
+
+
+def test_a_query_says_what_may_not_be_read_and_calls_nothing_corrupt(shared):
+    pytest.importorskip("duckdb", reason="the extra 'explore' is not installed")
+    from arrowcache import explore
+
+    def count() -> None:
+        assert explore.sql(shared, "select count(*) from cache").iloc[0, 0] == 320
+
+    def refused_too() -> None:
+        with pytest.raises(PermissionError, match=CHMOD):
+            count()
+
+    count()  # imports all that it needs
+    as_user(TWO, count, GROUP)
+    max((shared / "segments").iterdir()).chmod(0o600)
+    as_user(TWO, refused_too, GROUP)

@@ -43,8 +43,8 @@ PYTHON = re.compile(
         ("/data/schema=1/capacity=2/a.parquet: no field", "/data/schema=1/capacity=2/a.parquet: no field"),
         ("columns must be a list", "columns must be a list"),
         (
-            "record 3: cannot be read with compression=None: torn, or say which of (None, 'GZIP', 'ZLIB') it has",
-            "record 3: cannot be read: torn, or call it .gz if it is compressed by gzip",
+            "cannot be read with compression=None: torn, or say which of (None, 'GZIP', 'ZLIB') it has",
+            "cannot be read: torn, or call it .gz if it is compressed by gzip",
         ),
     ],
 )  # fmt: skip

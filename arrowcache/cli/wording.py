@@ -16,6 +16,8 @@ _RULES = [
         (r"with cache\.set_pace\(\)", "in Python"),
         (r",? or pass on_full='wait'", ""),
         (r": open it, or pass exist_ok=True", ": take another path, or `arrowcache resize` to change it"),
+        (r" with compression=(None|'\w+')", ""),  # the command knows it by the file's name
+        (r", or say which of \([^)]*\) it has", ", or call it .gz if it is compressed by gzip"),
         (rf"{_APART}again=True\b", "--again"),
         (rf"{_APART}({_OPTIONS})=('[^']*'|[\w.+-]+)", r"--\1 \2"),
         (rf"{_APART}({_OPTIONS})=(?!\S)", r"--\1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -70,13 +71,11 @@ def test_a_cache_is_made_of_the_schema_that_is_said_or_nothing_is(call, files, t
     schema = "id: int64, image: float32[16, 16]"
     options = ["--capacity", "4MiB", "--segment-bytes", "64KiB", "--schema", schema]
     (bad := tmp_path / "bad.tfrecord").write_bytes(files[0].read_bytes()[:-7])
-    code, out, err = call(
-        "import", bad, tmp_path / "new" / "c", *options, "id: int64, image: float32[16, 16]"
-    )
+    code, out, err = call("import", bad, tmp_path / "new" / "c", *options)
     assert (code, out, err.count("\n")) == (WRONG, "", 1)
     assert "bad.tfrecord, record 15: cannot be read" in err
     assert "nothing was imported" in err
-    assert "=" not in err
+    assert not re.search(r"\w=|None", err)
     assert not (tmp_path / "new").exists()
     code, out, err = call("import", *files, tmp_path / "c", *options)
     assert (code, err) == (OK, "")

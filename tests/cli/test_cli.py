@@ -504,7 +504,7 @@ def test_resize_changes_the_capacity_or_says_why_not(call, cache):
         OK, [["evicted", "0", "0", "0"], ["held now", "160", "10", str(200 * KIB)],
              ["capacity", "", "", str(2048 * KIB)]], "",
     )  # fmt: skip
-    code, out, _ = call("resize", cache.path, "200kB", "--json")
+    code, out, _ = call("resize", cache.path, "240kB", "--json")
     facts = json.loads(out)
     assert facts["evicted"]["rows"] + facts["held_now"]["rows"] == 160
     assert facts["evicted"]["segments"] > 0

@@ -42,6 +42,10 @@ PYTHON = re.compile(
          "unknown column 'segment_bytes': the cache has a"),
         ("/data/schema=1/capacity=2/a.parquet: no field", "/data/schema=1/capacity=2/a.parquet: no field"),
         ("columns must be a list", "columns must be a list"),
+        (
+            "cannot be read with compression=None: torn, or say which of (None, 'GZIP', 'ZLIB') it has",
+            "cannot be read: torn, or call it .gz if it is compressed by gzip",
+        ),
     ],
 )  # fmt: skip
 def test_python_words_become_those_of_the_shell(python, shell):

@@ -209,7 +209,7 @@ def foremost(results: Results) -> str:
         f"Shuffled rows of 64 KiB in one process, page cache warm, GB/s: "
         f"{number(_known(own, 'gbps'))} arrowcache, {others}; "
         "[RESULTS.md](benchmarks/RESULTS.md#peers-side-by-side-with-what-people-use-today) has every case, "
-        "those in which another is better, and what each survives.\n\n"
+        "those in which another is better, and the faults that each survives.\n\n"
         "![GB/s over memcpy of each peer, by kind](benchmarks/pictures/peers-throughput.png)\n"
     )
 

@@ -1,0 +1,219 @@
+"""README: its links lead somewhere, its code is code, and its first screen and recipes run as they stand."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+FIRST = "first screen"
+#: Stand-ins for the reader's own parts: a slow source, a step, and sizes that fit a test.
+PRELUDE = """
+    import contextlib, os, time
+    import numpy as np, torch
+    import arrowcache as ac
+    from arrowcache.torch import Loader
+
+    seen = []
+    schema = ac.Schema({"image": ac.Tensor("float32", (64, 64)), "label": ac.Tensor("int64")})
+
+    def read_somewhere_far_away(rng):
+        time.sleep(0.002)
+        return rng.random((64, 64), np.float32), int(rng.integers(10))
+
+    def step(image, label):
+        assert image.shape == (len(label), 64, 64)
+        seen.append(len(label))
+
+    class Slow:
+        def __len__(self):
+            return 150
+        def __getitem__(self, index):
+            if index >= 150:
+                raise IndexError(index)
+            return np.full((64, 64), index, np.float32), index
+
+    dataset = Slow()
+"""
+
+
+def sections() -> dict[str, list[str]]:
+    """The Python blocks below each heading."""
+    found: dict[str, list[str]] = {}
+    heading, block, language = FIRST, [], None
+    for line in TEXT.splitlines():
+        if line.startswith("```"):
+            if language is None:
+                language, block = line[3:], []
+            else:
+                if language == "python":
+                    found.setdefault(heading, []).append("\n".join(block))
+                language = None
+        elif language is not None:
+            block.append(line)
+        elif match := re.fullmatch(r"#{2,} (.*)", line):
+            heading = match[1]
+    return found
+
+
+BLOCKS = sections()
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a Markdown file."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("heading", BLOCKS)
+def test_its_code_is_python(heading):
+    for block in BLOCKS[heading]:
+        ast.parse(block)
+
+
+def test_its_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)\s]+)\)", TEXT) + re.findall(r'src="([^"]+)"', TEXT)
+    assert len(links) > 20
+    for link in links:
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        path = ROOT / name if name else ROOT / "README.md"
+        assert path.exists(), link
+        if anchor:
+            assert anchor in headings(path.read_text()), link
+
+
+def run(folder: Path, *blocks: str, then: str = "") -> str:
+    """Run blocks of README as one script, in a folder; what it printed."""
+    code = "\n".join(blocks).replace('"/data/', f'"{folder}/').replace("range(100)", "range(3)")
+    code = re.sub(r'capacity="\d+GB"', 'capacity="300MB"', code)
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(PRELUDE) + "\n" + code + "\n" + textwrap.dedent(then))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", path], capture_output=True, text=True, timeout=240, check=False,
+        cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+@pytest.mark.slow
+def test_the_first_example_trains_while_samplers_publish(tmp_path, torch):
+    out = run(tmp_path, *BLOCKS[FIRST], then="print(len(seen), min(seen))")
+    batches, least = map(int, out.split())
+    assert batches >= 3
+    assert least == 64
+
+
+@pytest.mark.slow
+def test_the_recipe_of_a_slow_dataset_samples_it(tmp_path, torch):
+    out = run(
+        tmp_path, *BLOCKS["A slow Dataset"],
+        then="""
+        with (
+            ac.Cache.create("cache", schema, capacity="300MB") as cache,
+            ac.SamplerPool(cache, sample, workers=2, segments=6) as pool,
+            Loader(cache, 8) as loader,
+        ):
+            pool.wait()
+            labels = {int(label) for batch in loader for label in batch["label"]}
+            print(len(labels) > 20, max(labels) < 150)
+        """,
+    )  # fmt: skip
+    assert out.split() == ["True", "True"]
+
+
+@pytest.mark.slow
+def test_the_recipe_of_finite_data_has_each_row_once(tmp_path, torch):
+    out = run(
+        tmp_path, *BLOCKS["Finite data, each row once an epoch"],
+        then="""
+        for _ in range(2):
+            labels = [int(label) for batch in loader for label in batch["label"]]
+            print(len(labels), sorted(labels) == list(range(150)))
+        loader.close()
+        """,
+    )  # fmt: skip
+    assert out.split() == ["150", "True"] * 2
+
+
+@pytest.mark.slow
+def test_the_recipe_of_resuming_loses_and_repeats_nothing(tmp_path, torch):
+    save, resume = BLOCKS["Resume"]
+    begin = """
+    cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=50)
+    with cache.writer() as writer:
+        for number in range(320):
+            writer.append(image=np.zeros((64, 64), np.float32), label=number)
+
+    def sample(rng):
+        while True:
+            yield {"image": np.zeros((64, 64), np.float32), "label": -1}
+
+    loader = Loader(cache, 64)
+    first = iter(loader)
+    before = [next(first)["label"].tolist() for _ in range(2)]
+    """
+    again = "first.close()\nloader.close()\nloader = Loader(cache, 64)\nrest = []\n"
+    resume = resume.replace("...", 'rest.append(batch["label"].tolist())')
+    out = run(
+        tmp_path, textwrap.dedent(begin), save, again, resume,
+        then="print(len(rest), sorted(sum(before + rest, [])) == list(range(320)))\nloader.close()",
+    )  # fmt: skip
+    assert out.split() == ["3", "True"]
+
+
+@pytest.mark.slow
+def test_the_recipe_of_held_out_data_splits_segments(tmp_path, torch):
+    begin = """
+    cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=64)
+    with cache.writer() as writer:
+        for number in range(64 * 20):
+            writer.append(image=np.zeros((64, 64), np.float32), label=number // 64)
+    """
+    out = run(
+        tmp_path, textwrap.dedent(begin), *BLOCKS["Held-out data"],
+        then="""
+        for loader in (train, validate):
+            print(sorted({int(label) for batch in loader for label in batch["label"]}))
+            loader.close()
+        """,
+    )  # fmt: skip
+    training, held_out = map(ast.literal_eval, out.splitlines())
+    assert held_out == [0, 10]
+    assert sorted(training + held_out) == list(range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_recipe_of_pools_under_ddp_has_one_pool_a_node(tmp_path, torch, monkeypatch, rank):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    block = BLOCKS["Pools under DDP"][0].replace("epoch_rows=100_000", "epoch_rows=256, wait_rows=1")
+    begin = """
+    cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=64)
+    with cache.writer() as writer:
+        for number in range(128):
+            writer.append(image=np.zeros((64, 64), np.float32), label=number)
+
+    def sample(rng):
+        while True:
+            yield {"image": np.zeros((64, 64), np.float32), "label": -1}
+    """
+    out = run(
+        tmp_path, textwrap.dedent(begin), block.replace("...", 'seen.append(len(batch["label"]))'),
+        then="print(sum(seen), isinstance(pool, ac.SamplerPool))",
+    )  # fmt: skip
+    assert out.split() == ["256", str(rank == "0")]

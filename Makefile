@@ -99,9 +99,9 @@ test-tensorflow: .envs/tensorflow/.stamp
 
 # The wheel, the sdist and the repository, each in an environment of its own; the second with all extras, too.
 test-install: .envs/newest/.stamp
-	$(RUN) $(TESTS) tests/install -m 'not slow' $(ARGS)
+	$(RUN) $(TESTS) tests/install -m 'not slow' -o faulthandler_timeout=0 $(ARGS)
 test-extras: .envs/newest/.stamp
-	$(RUN) -m pytest tests/install --timeout 3600 $(ARGS)
+	$(RUN) -m pytest tests/install -o faulthandler_timeout=0 --timeout 3600 $(ARGS)
 
 bench: $(patsubst %,.envs/%/.stamp,$(if $(BENCH_IN_NEWEST),newest) $(BENCH_TENSORFLOW_IN))
 	failed=; for benchmark in $(BENCH_IN_NEWEST); do \

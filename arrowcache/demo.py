@@ -243,7 +243,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m arrowcache.demo",
         description="Train on handwritten digits from a cache that grows while it is trained on.",
     )
-    parser.add_argument("--epochs", type=int, default=10, help="passes (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=8, help="passes (default: %(default)s)")
     parser.add_argument("--capacity", default="256MiB", help="of the cache (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="sampler processes (%(default)s)")
     parser.add_argument("--seconds", type=float, default=60, help="no epoch starts later (%(default)s)")

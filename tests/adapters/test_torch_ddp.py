@@ -18,7 +18,7 @@ import arrowcache as ac
 from arrowcache.torch import Loader
 
 WORLD, BATCH, SEGMENT_ROWS = 4, 4, 32
-SECONDS = 90.0
+SECONDS = 240.0  # four processes import torch; a build for CUDA takes 6 s of a processor each
 SCHEMA = ac.Schema(
     {"id": ac.Tensor("int64"), "x": ac.Tensor("float32", (1024,)), "y": ac.Tensor("float32", (1,))}
 )
@@ -46,7 +46,7 @@ def train(folder: Path, rank: int, epochs: int, dies_at: tuple[int, int] | None)
     """What one rank saw: of each epoch its ids, of all the weights; or the error that ended it."""
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"
-    patience = dt.timedelta(seconds=30)
+    patience = dt.timedelta(seconds=120)
     distributed.init_process_group("gloo", rendezvous, patience, WORLD, rank)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1024, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -45,9 +45,9 @@ class Environment:
         self.python = folder / "bin" / "python"
         run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
 
-    def install(self, *asked: str) -> None:
+    def install(self, *asked: str, versions: str = "newest") -> None:
         """What a user asks of pip, held to the versions that everything else is tested with."""
-        held = [f"--constraint={path}" for path in constraints(self.folder.parent)]
+        held = constraints(self.folder.parent, versions)
         self.pip("install", "--quiet", "--no-compile", *held, *asked)
         self.pip("check")
 
@@ -72,17 +72,12 @@ def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.Compl
     return done
 
 
-def constraints(folder: Path) -> list[Path]:
-    """Files of constraints, the same for each extra."""
-    pins = {}
-    for name in ("tensorflow", "newest", "common"):  # the later wins: TensorFlow needs some older versions
-        for line in (ROOT / "constraints" / f"{name}.txt").read_text().splitlines():
-            if match := re.fullmatch(r"([A-Za-z0-9._-]+)==(\S+)", line):
-                pins[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
-    pins["tensorflow"] = pins["tensorflow-cpu"]  # another build of the same
-    path = folder / "constraints.txt"
-    path.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pins.items())))
-    return [path]
+def constraints(folder: Path, name: str) -> list[str]:
+    """The versions of an environment of the Makefile, as pip is told of them."""
+    frozen = (ROOT / "constraints" / f"{name}.txt").read_text()
+    path = folder / "constraints.txt"  # tensorflow-cpu is another build of the same
+    path.write_text(re.sub("^tensorflow[_-]cpu==", "tensorflow==", frozen, flags=re.MULTILINE))
+    return [f"--constraint={each}" for each in (path, ROOT / "constraints" / "common.txt")]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +150,8 @@ def test_an_sdist_has_all_that_the_wheel_has_and_the_tests(built, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", sorted(MESSAGES))
 def test_the_wheel_with_one_extra_does_what_that_is_for(built, environment, extra):
-    environment.install(f"{built['wheel']}[{extra}]")
+    versions = "tensorflow" if extra == "tensorflow" else "newest"
+    environment.install(f"{built['wheel']}[{extra}]", versions=versions)
     environment.use("core")
     if extra == "demo":
         environment.run("-m", "arrowcache.demo", "--capacity=64MiB", "--epochs=14", "--seconds=200")

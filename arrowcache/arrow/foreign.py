@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -107,9 +106,11 @@ def require_fields(fields: pa.Schema, schema: Schema) -> None:
 
     Raises: SchemaError: names the field, and those that come near one that is missing.
     """
+    import difflib  # 4 ms that only this takes
+
     for name, kind in schema.items():
         if (count := fields.names.count(name)) != 1:
-            near = get_close_matches(name, fields.names) if not count else []
+            near = difflib.get_close_matches(name, fields.names) if not count else []
             hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
             what = "more than one field" if count else "no field"
             raise SchemaError(f"{what} {name!r}: {hint}it has {', '.join(fields.names)}")

@@ -11,7 +11,6 @@ of the shape; or `string`, `binary`, `timestamp`. A name of other characters tha
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from typing import NoReturn
@@ -178,6 +177,8 @@ class _Parser:
 
 
 def _unknown(word: str, is_ragged: bool) -> str:
+    import difflib  # 4 ms that only an error takes
+
     known = [*DTYPES, *([] if is_ragged else [*_WORDS, "ragged"])]
     near = [_OTHER_NAMES[word]] if word in _OTHER_NAMES else difflib.get_close_matches(word, known, 2)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

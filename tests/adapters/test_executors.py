@@ -211,10 +211,9 @@ def test_a_task_that_is_tried_again_is_not_answered_from_memory(cache, executor,
 
 
 def gated(folder: Path, gate: Path) -> Callable[..., Any]:
-    """Like `draws()`, but tasks note their process and wait for the gate after their first sample."""
+    """Like `draws()`, but tasks note their process and wait for the gate before their first sample."""
 
     def sampler(rng):
-        yield row(int(rng.integers(1 << 20)))
         Path(folder, str(os.getpid())).touch()
         while not os.path.exists(gate):
             time.sleep(0.01)

@@ -493,7 +493,7 @@ def test_resize_beyond_the_disk_says_so(call, cache):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         code, out, err = call("resize", cache.path, "100TB")
-    assert (code, out) == (OK, "the capacity is 90.9 TiB\n")
+    assert (code, table(out)[-1]) == (OK, ["capacity", "", "", str(100 * 10**12)])
     assert err.startswith("arrowcache: warning: the capacity is 90.9 TiB, and the disk has ")
     assert err.count("\n") == 1
 
@@ -514,7 +514,7 @@ def test_resize_changes_the_capacity_or_says_why_not(call, cache):
     assert cache.stats().capacity_bytes == 300000
     code, _, err = call("resize", cache.path, "1KiB")
     assert code == USAGE
-    assert "raise capacity" in err
+    assert "raise --capacity to" in err
     cache.resize("1MiB")
     publish(cache, 20)
     with cache.snapshot():

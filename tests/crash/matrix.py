@@ -32,6 +32,11 @@ class Templates:
         self._folder = folder
 
     def copy(self, operation: str, path: Path) -> None:
+        """Make the cache of an operation, to which nothing that was mapped before is known.
+
+        A cache that waits for the garbage collector would lend its arena to one with the inode that it had.
+        """
+        gc.collect()
         template = self._folder / operation.replace(" ", "-")
         if operation == "create":
             return

@@ -52,7 +52,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 CELL_SECONDS = 120
 # What its C++ part says as it is loaded, of level "info", whatever TF_CPP_MIN_LOG_LEVEL asks for.
-_REMARK = re.compile(r"(?:WARNING: All log messages before absl::InitializeLog.*|I\d{4} \d\d:\d\d:.*)\n")
+_REMARK = re.compile(
+    r"(?:WARNING: All log messages before absl::InitializeLog.*|I\d{4} \d\d:\d\d:.*"
+    r"|.*RuntimeWarning: an epoch leaves out the oldest .*\n  .*)\n"
+)
 _END_SECONDS = 5.0  # for processes that are ending
 
 # -- running them ----------------------------------------------------------------------------------
@@ -115,7 +118,10 @@ class Kernels:
 
 
 def complaints(notebook: Any) -> list[str]:
-    """What cells wrote to stderr, with the name of the cell; not TensorFlow's remarks on some processors."""
+    """What cells wrote to stderr, with the name of the cell.
+
+    Not TensorFlow's remarks on some processors, nor that an epoch beside samplers leaves out the headroom.
+    """
     written = [
         (cell.id, _REMARK.sub("", output.text))
         for cell in notebook.cells

@@ -406,6 +406,7 @@ def test_a_fresh_process_reads_what_this_one_wrote(tmp_path):
     assert (done.stdout, done.stderr) == ("[31, 0, 5] [31.0, 0.0, 5.0]\n", "")
 
 
+@pytest.mark.filterwarnings("ignore:the capacity is")  # beyond this disk
 def test_a_segment_above_two_gigabytes_is_possible_only_where_offsets_allow(tmp_path):
     wide = ac.Schema({"x": ac.Tensor("float32", (1 << 20,))})
     cache = ac.Cache.create(tmp_path / "cache", wide, capacity="100GiB", segment_bytes="16GiB")

@@ -15,7 +15,7 @@ from rich.text import Text
 from arrowcache.explore.board import board_of
 from arrowcache.explore.lookout import Lookout
 from arrowcache.storage.recovery import HasStore
-from arrowcache.units import parse_seconds
+from arrowcache.units import format_count, parse_seconds
 
 _BAR_WIDTH = 40
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -101,7 +101,8 @@ def line_of(board: dict[str, Any]) -> Text:
     counts = ", ".join(
         f"{len(board[name]['rows'])} {name}" for name in ("leases", "waiting", "loaders", "samplers")
     )
-    return Text(f"{board['time']} {board['fill']['text']}; {rates}; {counts}")
+    drawn = f" ({format_count(board['drawn_rows'], 'row')} drawn)" if board["drawn_rows"] else ""
+    return Text(f"{board['time']} {board['fill']['text']}; {rates}; {counts}{drawn}")
 
 
 def _bar(fill: dict[str, Any]) -> Text:

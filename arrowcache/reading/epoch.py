@@ -250,7 +250,7 @@ class Epochs:
         self._meter.begin_epoch(epoch.snapshot.left_out_rows)
         self.next = epoch.plan.epoch + 1
         self.progress = epoch
-        self.headroom.warn(epoch.snapshot, self._store.settings, stacklevel=5)
+        self.headroom.warn(epoch.snapshot, self._store.settings)
 
     def _begin(
         self,

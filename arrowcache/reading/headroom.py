@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import warnings
 
 from arrowcache.reading.snapshot import Snapshot
@@ -35,12 +36,8 @@ class Headroom:
         """An epoch has this snapshot: the next one goes by what is published after it."""
         self.known = snapshot.next_seq
 
-    def warn(self, snapshot: Snapshot, settings: Settings, stacklevel: int) -> None:
-        """An epoch of this snapshot begins: warn, the first time that it leaves rows out.
-
-        Args:
-            stacklevel: of `warnings.warn`, as of a call in place of this one.
-        """
+    def warn(self, snapshot: Snapshot, settings: Settings) -> None:
+        """An epoch of this snapshot begins: warn, the first time that it leaves rows out."""
         if not snapshot.left_out_rows or not self.warns:
             return
         self.warns = False
@@ -55,6 +52,14 @@ class Headroom:
             "said once"
         )
         try:
-            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
+            warnings.warn(message, RuntimeWarning, stacklevel=_callers_level())
         except RuntimeWarning:
             _log.warning(message)
+
+
+def _callers_level() -> int:
+    """The `stacklevel` by which a warning of the function that asks names the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("arrowcache."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -90,6 +90,10 @@ class Part:
     def sync(self) -> None:
         os.fsync(self._file.fd)
 
+    def begin_anew(self) -> None:
+        """Have its time be now."""
+        os.utime(self._file.fd)
+
     def info(self, segment_name: str) -> SegmentInfo | None:
         """What it is once it has this name."""
         return _info(segment_name, os.fstat(self._file.fd))

@@ -231,7 +231,8 @@ class Settings:
             return settings
         except (KeyError, TypeError, ValueError, OverflowError, SchemaError, RecursionError) as error:
             if is_sound:
-                raise newer_format(f"cache.json has something ({error})") from error
+                found = "a form without" if isinstance(error, KeyError) else "a value:"
+                raise newer_format(f"cache.json has {found} {error}") from error
             raise CacheFormatError(
                 f"cache.json is damaged: {error!r}. The segments beside it are plain Arrow files, and may be "
                 "whole: put back a copy of cache.json, or that of a new cache of the same schema and sizes"
@@ -367,7 +368,7 @@ class RanksRecord:
             if record["version"] != FORMAT_VERSION:
                 raise CacheFormatError(f"it has format version {record['version']}, not {FORMAT_VERSION}")
             seqs = _from_runs(record["runs"])
-            next_seq, left_out_rows = record["seen"]
+            next_seq, left_out_rows = record.get("seen", (0, 0))  # 0.1.0 has none
             parse_count(next_seq, "next_seq", 0, MOST_SEQ)
             parse_count(left_out_rows, "left_out_rows", 0, _MOST_BYTES)
             return cls(dict(record["terms"]), seqs, next_seq, left_out_rows)

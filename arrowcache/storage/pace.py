@@ -156,6 +156,8 @@ class Pace:
 
         Raises: TypeError, ValueError: it is no pace's.
         """
+        if unknown := set(record) - set(cls.__slots__):
+            raise ValueError(f"a pace with {', '.join(map(repr, sorted(unknown)))}")
         return cls(**record)
 
 

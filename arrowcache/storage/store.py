@@ -323,6 +323,7 @@ class Store:
         started = time.monotonic()
         warned, pause = False, 0.005
         sign: Part | None = None
+        before: Part | list[Path] | _Blocked | None = None
         try:
             while True:
                 with self.locked():
@@ -331,6 +332,9 @@ class Store:
                         outcome = _Blocked.LEASED
                     if sign is None and outcome in _WORTH_WAITING and policy.on_full == "wait":
                         sign = self.folder.new_wait()
+                    if sign is not None and before is _Blocked.PACE and outcome is _Blocked.LEASED:
+                        sign.begin_anew()  # no lease was in the way until now
+                before = outcome
                 if isinstance(outcome, Part):
                     return outcome
                 if isinstance(outcome, list):

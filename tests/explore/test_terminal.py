@@ -55,7 +55,7 @@ def test_it_shows_what_samplers_have_drawn_and_not_published(cache):
         ["default.0.3", "310 of 512 rows; waits to publish"]
     ]
     assert "310 of 512 rows" in text_of(board)
-    assert "1 samplers" in line_of(board).plain
+    assert "1 samplers (310 rows drawn)" in line_of(board).plain
 
 
 def test_it_shows_fill_rates_leases_and_loaders(cache):

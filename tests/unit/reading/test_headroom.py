@@ -420,7 +420,38 @@ def test_a_writer_in_another_thread_gets_on_while_epochs_follow_one_another(tmp_
         batches.close()
 
 
+def test_a_warning_about_an_epoch_begun_ahead_names_the_users_line(cache):
+    with loader_of(cache) as loader:
+        batches = loader.repeat()
+        next(batches)
+        with cache.writer(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            while loader.stats().epochs < 2:
+                next(batches)
+        batches.close()
+    (warned,) = caught
+    assert "leaves out the oldest" in str(warned.message)
+    assert warned.filename == __file__
+
+
 # samplers that wait for this loader's lease
+
+
+def test_a_wait_for_the_pace_is_not_held_up_by_a_lease(tmp_path):
+    """It counted from the begin of the wait, whatever that was for."""
+    cache = make_cache(tmp_path / "cache", headroom=0)
+    fill(cache)
+    cache.set_pace(ac.Pace(samples_per_insert=1, tolerance=1))
+    with Child(append_rows_with_timeout, cache.path):
+        wait_until(lambda: cache.stats().waiting_writers and cache.stats().paced, "the writer to be paced")
+        began = cache.store.folder.waiting_since()
+        with Loader(cache, 16, paced=False) as loader:
+            epoch = iter(loader)
+            next(epoch)
+            assert loader.stats().held_up_seconds == 0
+            cache.set_pace(None)
+            wait_until(lambda: (cache.store.folder.waiting_since() or 0) > began, "the wait for the lease")
+            epoch.close()
 
 
 def test_advice_says_that_samplers_wait_for_this_loaders_lease(tmp_path):

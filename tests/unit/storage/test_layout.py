@@ -159,6 +159,21 @@ def test_what_a_later_release_wrote_is_a_newer_format_and_no_damage(more):
     assert "remove" not in str(caught.value)
 
 
+def test_a_key_that_is_gone_and_one_of_the_pace_are_named():
+    record = json.loads(SETTINGS.text)
+    with pytest.raises(ac.CacheFormatError, match="a form without 'durable', which this arrowcache does not"):
+        Settings.from_json(with_checksum({name: record[name] for name in record if name != "durable"}))
+    with pytest.raises(ac.CacheFormatError, match="a value: a pace with 'burst', which this arrowcache does"):
+        Settings.from_json(with_checksum(record | {"pace": {"min_rows": 1, "burst": 2}}))
+
+
+def test_what_ranks_of_0_1_0_agreed_on_is_read():
+    """It has no word of what came next, nor of rows that were left out."""
+    text = json.dumps({"version": 1, "terms": {"seed": 3}, "runs": [2, 3]}).encode()
+    data = b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
+    assert RanksRecord.unpack(data) == RanksRecord({"seed": 3}, [2, 3, 4])
+
+
 @pytest.mark.parametrize("text", [SETTINGS.text, json.dumps(WITHOUT_CHECKSUM)])
 def test_an_unknown_key_is_a_newer_format_whatever_the_checksum_says(text):
     """A later one may be made in another way."""
@@ -330,7 +345,6 @@ def test_half_of_what_ranks_agree_on_is_noticed(length):
         {"version": 1, "terms": {}, "runs": [5, 1, -5, 1], "seen": [0, 0]},
         {"version": 1, "terms": {}, "runs": [0, True], "seen": [0, 0]},
         {"version": 1, "terms": {}, "runs": [0, -3], "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": []},
         {"version": 1, "terms": {}, "runs": [], "seen": [0]},
         {"version": 1, "terms": {}, "runs": [], "seen": [-1, 0]},
         {"version": 1, "terms": {}, "runs": [], "seen": [0, "1"]},

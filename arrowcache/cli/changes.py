@@ -232,10 +232,11 @@ def import_(
     size = None if capacity is None else size_of(capacity, "--capacity")
     bound = size_of(segment_bytes or _SEGMENT_BYTES, "--segment-bytes")
     is_there = (cache / CACHE_JSON).exists()
+    is_new = not cache.exists() or (cache.is_dir() and not any(cache.iterdir()))
     if of_tfrecord == {True}:
         _import_tfrecords(files, cache, size, wanted, bound, again, json)
         return
-    if size is None and not cache.exists():
+    if size is None and is_new:
         raise FileNotFoundError(
             f"there is no cache at {cache}: to make one, say its --capacity, such as 200GB"
         )

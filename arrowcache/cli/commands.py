@@ -208,7 +208,7 @@ def verify(
     elif problems:
         write_table(["name", "problem"], [(problem.name, problem.reason) for problem in problems])
     else:
-        write(f"all is well: {opened.stats().segments} segments")
+        write(f"all is well: {format_count(opened.stats().segments, 'segment')}")
     return WRONG if problems else OK
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 _MOST_SEED_BITS = 128
+#: Set by torchrun, Accelerate and Lightning; by srun; by mpirun of Open MPI; by that of Intel MPI and MPICH.
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _SEEN_SECONDS = 1.0  # between two looks at how far samplers are
 
 
@@ -339,12 +341,12 @@ class SamplerPool(Pool):
 
 def _require_first_rank(workers: int) -> None:
     """Make sure that a script that runs once a rank has one pool on a node, not one on each rank."""
-    rank, ranks = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if rank.isdecimal() and int(rank) > 0:
-        of = f" of {ranks}" if ranks else ""
+    name = next((name for name in _LOCAL_RANKS if os.environ.get(name, "").isdecimal()), "")
+    if name and int(os.environ[name]) > 0:
         raise ValueError(
-            f"this is local rank {rank}{of}, and the script runs once a rank: a pool on each would have "
-            f"{workers} workers for every rank. Make one where int(os.environ['LOCAL_RANK']) == 0, and "
+            f"this is local rank {os.environ[name]}, and the script runs once a rank: a pool on each would "
+            f"have {format_count(workers, 'worker')} for every rank. Make one where "
+            f"int(os.environ['{name}']) == 0, and "
             "contextlib.nullcontext() in its place on the other ranks, whose loaders read what it publishes; "
             "or pass every_rank=True"
         )

@@ -76,8 +76,9 @@ class DeviceEpoch:
             self._batches.close()
 
     def __del__(self) -> None:
-        self._epoch.has_stopped = True  # nobody is left who could be told of its end
-        self.close()
+        if (epoch := getattr(self, "_epoch", None)) is not None:  # else the constructor failed
+            epoch.has_stopped = True  # nobody is left who could be told of its end
+            self.close()
 
 
 class _Receipt:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -829,3 +830,32 @@ def by_value(function):
         return cloudpickle.loads(cloudpickle.dumps(function))
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+CLOSED = """
+    import os, sys
+    import arrowcache as ac
+
+    for stream in map(int, sys.argv[2:]):
+        os.close(stream)
+
+    def same(batch):
+        return batch
+
+    with ac.Loader(sys.argv[1], 16, transform=same, workers=1) as loader:
+        rows = sum(len(batch["id"]) for batch in loader)
+    assert rows == 160, rows
+"""
+
+
+@pytest.mark.parametrize("streams", [(0,), (0, 1, 2)])
+def test_a_process_whose_standard_streams_are_closed_has_workers(tmp_path, streams):
+    """Its memory got number 0, which the worker's own standard input then replaced: a daemon's."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    code = textwrap.dedent(CLOSED)
+    done = subprocess.run(
+        [sys.executable, "-c", code, cache.path, *map(str, streams)], timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )  # fmt: skip
+    assert done.returncode == 0

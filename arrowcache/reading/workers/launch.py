@@ -9,6 +9,7 @@ is killed when that thread ends.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import multiprocessing.spawn
 import os
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from arrowcache import linux
 from arrowcache.reading.workers.channel import Channel
@@ -27,6 +28,18 @@ _START = (
 )
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _REAP_SECONDS = 5.0
+
+
+def _beyond_standard(fd: int, own: ExitStack) -> int:
+    """The descriptor, or a copy that `own` closes: a child's numbers 0 to 2 are its standard streams.
+
+    A process whose own are closed, such as a daemon, gets these numbers for whatever it opens.
+    """
+    if fd > 2:
+        return fd
+    copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    own.callback(os.close, copy)
+    return copy
 
 
 class WorkerProcess:
@@ -53,17 +66,18 @@ class WorkerProcess:
     ) -> None:
         self.channel, theirs = Channel.pair()
         path = [entry or os.getcwd() for entry in sys.path]
-        fds = (theirs.fileno(), memory, plan)
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         executable = multiprocessing.spawn.get_executable() or sys.executable
-        words = [json.dumps(path), *map(str, fds), str(os.getpid()), str(number)]
         try:
-            self._process = subprocess.Popen(
-                [executable, *flags, "-c", start or _START, *words],
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-                env={**dict.fromkeys(_THREADS, "1"), **os.environ, **(environment or {})},
-            )
+            with ExitStack() as own:
+                fds = [_beyond_standard(fd, own) for fd in (theirs.fileno(), memory, plan)]
+                words = [json.dumps(path), *map(str, fds), str(os.getpid()), str(number)]
+                self._process = subprocess.Popen(
+                    [executable, *flags, "-c", start or _START, *words],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=fds,
+                    env={**dict.fromkeys(_THREADS, "1"), **os.environ, **(environment or {})},
+                )
             self.pid = self._process.pid
             try:
                 self.watch = _watch(self.pid)

@@ -30,9 +30,9 @@ def board_of(history: History, error: str | None = None, path: object = "") -> d
         error: why that look failed; then the rest is of the one before it.
         path: of the cache; shown if there was no look yet.
     Returns: `path`, `time`, `looks`, `is_live` (whoever shows it goes on looking), `error`, `fill` (None
-        before the first look), `drawn_rows` (by samplers, and not published yet), `rates` (of RATES, with
-        `values` in bytes a second, oldest first; the first look knows none), and the tables `leases`,
-        `samplers`, `waiting` and `loaders`, of `columns` and `rows`.
+        before the first look), `rates` (of RATES, with `values` in bytes a second, oldest first; the first
+        look knows none), and the tables `leases`, `samplers` (with `drawn_rows`, not published yet),
+        `waiting` and `loaders`, of `columns` and `rows`.
     """
     seen = history.last
     return {
@@ -44,8 +44,11 @@ def board_of(history: History, error: str | None = None, path: object = "") -> d
         "fill": None if seen is None else _fill(seen),
         "rates": _rates(history),
         "leases": {"columns": LEASE_COLUMNS, "rows": [] if seen is None else _leases(seen)},
-        "drawn_rows": 0 if seen is None else sum(sampler.rows for sampler in seen.samplers),
-        "samplers": {"columns": SAMPLER_COLUMNS, "rows": [] if seen is None else _samplers(seen)},
+        "samplers": {
+            "columns": SAMPLER_COLUMNS,
+            "rows": [] if seen is None else _samplers(seen),
+            "drawn_rows": 0 if seen is None else sum(sampler.rows for sampler in seen.samplers),
+        },
         "waiting": {"columns": WAITING_COLUMNS, "rows": [] if seen is None else _waiting(seen)},
         "loaders": {"columns": LOADER_COLUMNS, "rows": [] if seen is None else _loaders(history, seen)},
     }

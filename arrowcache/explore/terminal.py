@@ -101,7 +101,8 @@ def line_of(board: dict[str, Any]) -> Text:
     counts = ", ".join(
         f"{len(board[name]['rows'])} {name}" for name in ("leases", "waiting", "loaders", "samplers")
     )
-    drawn = f" ({format_count(board['drawn_rows'], 'row')} drawn)" if board["drawn_rows"] else ""
+    rows = board["samplers"]["drawn_rows"]
+    drawn = f" ({format_count(rows, 'row')} drawn)" if rows else ""
     return Text(f"{board['time']} {board['fill']['text']}; {rates}; {counts}{drawn}")
 
 

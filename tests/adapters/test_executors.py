@@ -136,6 +136,7 @@ def test_a_pool_stopped_in_mid_run_repeats_no_task_and_counts_all_that_it_publis
     assert cache.verify() == []
 
 
+@pytest.mark.slow
 def test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on(cache, executor):
     unlucky = expected(2)[0]
 
@@ -166,6 +167,7 @@ def test_the_executor_goes_on_after_its_pool(cache, executor):
     assert executor.submit(abs, -1).result(DEADLINE_SECONDS) == 1
 
 
+@pytest.mark.slow
 def test_a_full_cache_makes_the_workers_of_others_wait_and_stop_ends_that(cache, executor):
     publish(cache, 30)
     with cache.snapshot():
@@ -188,6 +190,7 @@ class Keeper(Executor):
         return self.kept[-1]
 
 
+@pytest.mark.slow
 def test_a_task_that_is_tried_again_is_not_answered_from_memory(cache, executor, tmp_path):
     """Dask knows equal calls by their arguments."""
     sign = tmp_path / "sign"

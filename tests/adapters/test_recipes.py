@@ -18,6 +18,7 @@ from arrowcache.torch import Loader
 LOADERS = pytest.mark.parametrize("kind", [ac.Loader, Loader])
 
 
+@pytest.mark.slow
 @LOADERS
 @pytest.mark.parametrize("workers", [0, 1])
 def test_finite_data_comes_once_an_epoch(tmp_path, kind, workers):
@@ -39,6 +40,7 @@ def endless(rng: np.random.Generator):
         yield sample(int(rng.integers(10**6, 10**9)))
 
 
+@pytest.mark.slow
 @LOADERS
 def test_an_epoch_that_is_begun_before_the_pool_is_resumed_without_loss(tmp_path, kind):
     cache = make_cache(tmp_path / "cache")
@@ -59,6 +61,7 @@ def test_an_epoch_that_is_begun_before_the_pool_is_resumed_without_loss(tmp_path
     assert cache.stats().evicted_rows
 
 
+@pytest.mark.slow
 @LOADERS
 def test_an_epoch_that_is_begun_after_samplers_went_on_says_how_many_rows_it_lost(tmp_path, kind):
     cache = make_cache(tmp_path / "cache")
@@ -77,6 +80,7 @@ def test_an_epoch_that_is_begun_after_samplers_went_on_says_how_many_rows_it_los
     assert rest == [number for number in planned[len(head) :] if number in there]
 
 
+@pytest.mark.slow
 @LOADERS
 @pytest.mark.parametrize("workers", [0, 1])
 def test_held_out_segments_are_never_trained_on_while_the_cache_rolls(tmp_path, kind, workers):

@@ -171,6 +171,7 @@ def test_windows_are_tried_again(store, patient):
     assert not any(fault.times for fault in store.faults)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("name", ["v.h5#v", "v.zarr"])
 def test_windows_of_hdf5_and_zarr_are_tried_again_and_end_with_the_stores_error(store, patient, name):

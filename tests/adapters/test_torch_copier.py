@@ -48,6 +48,7 @@ def train(device: FakeDevice, copier: Copier, numbers: range, *, depth: int = 2,
     del batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("order", ORDERS)
@@ -105,6 +106,7 @@ def test_pinned_sources_are_copied_from_where_they_are():
     assert copier.host_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_kept_tensors_keep_their_memory_and_no_other(order):
     device = FakeDevice(order)

@@ -74,6 +74,7 @@ def through_a_queue(thing):
     return pickle.loads(bytes(ForkingPickler.dumps(thing)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", first_is_quick(["none", "identity"]))
 @pytest.mark.parametrize(("workers", "context"), WORKERS)
 def test_epochs_are_those_of_the_loader_and_grow_with_the_cache(cache, workers, context, transform):
@@ -114,6 +115,7 @@ def test_a_sampler_without_batching_yields_the_same(cache, workers):
         assert ids_of(loader) == ids_of(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_every_shuffle_and_the_rest_of_an_epoch(tmp_path, shuffle, drop_last):
@@ -255,6 +257,7 @@ def test_a_collate_function_of_the_users_own_opens_the_cache_no_more_often(cache
     assert openings.value == 2
 
 
+@pytest.mark.slow
 def test_workers_that_are_spawned_check_as_the_cache_was_opened_to_check(cache):
     flip_byte(segment_files(cache)[3], 3000)
     dataset = CacheDataset(ac.Cache.open(cache.path, check="bytes"), transform=lambda batch: batch)
@@ -273,6 +276,7 @@ def test_a_collate_function_for_batches_that_are_no_dicts_is_told_what_to_do(cac
         next(iter(loader))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["none", "identity"])
 def test_after_an_early_break_the_next_epoch_is_whole_and_new(cache, workers, kind):
@@ -288,6 +292,7 @@ def test_after_an_early_break_the_next_epoch_is_whole_and_new(cache, workers, ki
     no_lease_is_left(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["none", "identity"])
 def test_closing_the_sampler_after_a_break_ends_the_lease_though_workers_live(cache, workers, kind):
@@ -389,6 +394,7 @@ def test_an_epoch_waits_for_rows_and_says_so_in_time(tmp_path):
 # ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, workers):
     loaders = [dataloader(cache, 8, workers, rank=r, world_size=3, run_id="job") for r in range(3)]
@@ -725,6 +731,7 @@ def stateful():
     return StatefulDataLoader
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("every", [1, 5])

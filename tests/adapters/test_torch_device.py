@@ -261,6 +261,7 @@ def test_any_structure_comes_back_in_its_form():
     assert found["moved"].where == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.complex64, torch.float64, torch.uint32],

@@ -111,6 +111,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_loader", [map_style, iterable_style])
 @pytest.mark.parametrize("what", TRANSFORMS)
 def test_the_consumer_gets_an_error_in_place_of_what_cannot_be_sent(cache, make_loader, what):

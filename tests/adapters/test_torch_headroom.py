@@ -55,6 +55,7 @@ IN_THIS_PROCESS = [by_loader, by_dataloader, by_sampler, by_iterable]
 EVERY_WAY = [*IN_THIS_PROCESS, by_workers, by_workers_of_an_iterable]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", EVERY_WAY)
 def test_every_epoch_has_every_row_where_nobody_writes(idle, way):
     batches = way(idle)
@@ -73,6 +74,7 @@ def test_an_epoch_leaves_the_oldest_to_an_open_writer_and_says_so_once(cache, wa
     assert sorted(ids_of(batches)) == EVERY_ROW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [by_workers, by_workers_of_an_iterable])
 def test_workers_leave_the_same_rows_to_an_open_writer(cache, way):
     batches = way(cache)
@@ -95,6 +97,7 @@ def test_a_sampler_tells_how_many_rows_and_how_many_batches(cache):
     assert sampler.left_out_rows == 0
 
 
+@pytest.mark.slow
 def test_workers_that_live_for_one_epoch_know_what_was_published_since_and_warn_once(cache):
     said = cache.path.parent / "said"
 

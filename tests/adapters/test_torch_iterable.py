@@ -51,6 +51,7 @@ def no_lease_is_left(cache) -> None:
     assert cache.verify() == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("workers", "context", "persistent"), WORKERS)
 def test_epochs_are_those_of_the_loader_for_any_number_of_workers(cache, workers, context, persistent):
@@ -68,6 +69,7 @@ def test_epochs_are_those_of_the_loader_for_any_number_of_workers(cache, workers
     no_lease_is_left(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
 def test_every_row_comes_once_in_every_shuffle_and_an_incomplete_batch_with_them(cache, shuffle):
     loader = batches_of(CacheIterableDataset(cache, 48, shuffle, drop_last=False), 2)
@@ -82,6 +84,7 @@ def test_more_workers_than_batches(cache):
         assert sorted(ids_of(loader)) == list(range(160))
 
 
+@pytest.mark.slow
 def test_the_default_batch_size_of_a_dataloader_changes_nothing_and_a_larger_one_is_refused(cache):
     dataset = CacheIterableDataset(cache, 16)
     for workers in (0, 2):
@@ -91,6 +94,7 @@ def test_the_default_batch_size_of_a_dataloader_changes_nothing_and_a_larger_one
             next(iter(DataLoader(dataset, batch_size=4, num_workers=workers)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_after_an_early_break_the_next_epoch_is_whole(cache, workers):
     loader = batches_of(CacheIterableDataset(cache, 8), workers, persistent_workers=workers > 0)
@@ -176,6 +180,7 @@ def test_an_epoch_without_rows_ends_in_an_error(tmp_path):
             next(iter(batches_of(CacheIterableDataset(cache, 16, timeout=0.05), workers)))
 
 
+@pytest.mark.slow
 def test_a_dataset_is_pickled_with_its_settings(cache):
     dataset = CacheIterableDataset(cache, 16, seed=7, where=lambda s: s.seq < 3, columns=["id"])
     assert ids_of(pickle.loads(pickle.dumps(dataset))) == ids_of(dataset)
@@ -246,6 +251,7 @@ def evict_what_can_be(cache) -> set[int]:
     return before - set(published_ids(cache))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["window", None])
 @pytest.mark.parametrize("taken", [1, 9, 19, 20])
 def test_an_epoch_whose_delivered_segments_have_left_the_cache_is_resumed_whole(cache, shuffle, taken):
@@ -300,6 +306,7 @@ def test_rows_that_left_before_they_were_delivered_are_reported_and_no_other_is_
         assert sorted([*head, *ids_of(batches), *gone]) == list(range(160))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_an_epoch_of_which_nothing_is_left_ends_at_once_and_the_next_one_is_whole(cache, capfd):
     pytest.importorskip("torchdata", reason="torchdata is not installed: StatefulDataLoader cannot be tried")
@@ -333,6 +340,7 @@ def test_an_epoch_of_which_nothing_is_left_ends_at_once_and_the_next_one_is_whol
     assert sorted(ids_of(loader)) == list(range(1000, 1032))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("every", [1, 3])
@@ -368,6 +376,7 @@ def test_a_stateful_dataloader_resumes_an_epoch_that_rolls(cache, workers, every
     assert rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evicted", ["60kB", "90kB", "130kB"])
 def test_ranks_resume_a_rolled_epoch_in_equally_many_steps(cache, evicted):
     def make():
@@ -404,6 +413,7 @@ def test_a_state_of_other_batches_is_refused(cache):
         iter(other)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", first_is_quick([0, 1, 7, 20]))
@@ -463,6 +473,7 @@ def test_what_was_delivered_before_the_first_state_of_all_workers_is_of_the_resu
 # numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [62, 63, 64, 200, MOST_WORKERS])
 def test_any_number_of_workers_get_one_number_a_pass_in_any_order(workers):
     numbers, rng, before = EpochNumbers(), random.Random(workers), 56

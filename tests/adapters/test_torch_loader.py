@@ -87,6 +87,7 @@ SAMPLE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (3, 2)])
 @pytest.mark.parametrize("dtype", SAMPLE)
 def test_each_dtype_arrives_as_the_torch_dtype_of_the_same_name_and_shares_memory(tmp_path, dtype, shape):
@@ -243,6 +244,7 @@ def test_epochs_over_a_growing_cache_see_ever_more_until_the_oldest_leave(tmp_pa
     assert cache.verify() == []
 
 
+@pytest.mark.slow
 def test_a_small_network_learns_from_samplers_at_work(tmp_path):
     schema = {"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("float32")}
     cache = make_cache(tmp_path / "cache", schema, segment_rows=64, capacity="512KiB")
@@ -380,6 +382,7 @@ def test_the_first_batch_imports_no_module(cache):
 # mistakes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Loader, ac.Loader])
 @pytest.mark.parametrize(
     "options",

@@ -79,6 +79,7 @@ def test_on_a_fake_device_every_read_sees_its_batch(cache, fake):
     assert fake.memory_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["none", "copy", "compute", "all", "random"])
 @pytest.mark.parametrize("workers", first_is_quick([0, 2]))
 def test_the_device_copies_from_the_ring_which_is_not_used_again_before(cache, fake, order, workers):

@@ -101,6 +101,7 @@ def test_every_module_belongs_to_a_layer(module):
     assert part_of(module) in LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_only_point_down(module):
     here = part_of(module)
@@ -171,6 +172,7 @@ OWNERS = {"arrowcache.reading.ring", "arrowcache.reading.workers.bench", "arrowc
 """Where ctypes arrays are: objects under NumPy arrays, which tell by their death that nobody uses these."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_the_kernel_and_the_c_library_are_called_in_one_module(module):
     """Not every Python has a name for each call: arrowcache/linux.py knows the way round."""
@@ -205,12 +207,14 @@ UNTRUSTWORTHY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_is_unpickled_but_what_the_users_own_processes_say(module):
     tops = {name.split(".")[0] for name in imports_of(MODULES[module])}
     assert not tops & UNTRUSTWORTHY or module in CONTROL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_no_text_is_ever_run_as_code(module):
     """No eval, no import of a computed name, no file format that may hold pickles."""

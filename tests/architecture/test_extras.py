@@ -20,6 +20,7 @@ sys.meta_path.insert(0, Absent())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "statement", "extra"),
     [

@@ -61,6 +61,7 @@ def test_importing_the_package_starts_no_thread():
     assert run("import threading, arrowcache; print(threading.active_count())") == "1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", arrowcache.__all__)
 def test_a_public_name_loads_no_framework_and_no_process_pool(name):
     loaded = loaded_by(f"import arrowcache; arrowcache.{name}")
@@ -90,6 +91,7 @@ def test_using_a_cache_loads_no_framework_and_no_process_pool(tmp_path):
     assert "sampling" not in parts(loaded)
 
 
+@pytest.mark.slow
 def test_a_pool_on_an_executor_of_the_users_loads_no_process_pool(tmp_path):
     loaded = loaded_by(
         "import arrowcache as ac",
@@ -145,6 +147,7 @@ def test_a_name_is_looked_up_once(monkeypatch):
     assert arrowcache.Cache is found
 
 
+@pytest.mark.slow
 def test_a_first_use_without_a_descriptor_left_names_the_way_out_and_can_be_tried_again():
     script = (
         "import os, resource, arrowcache",
@@ -161,6 +164,7 @@ def test_a_first_use_without_a_descriptor_left_names_the_way_out_and_can_be_trie
     assert run(*script) == "True\nSamplerPool\n"
 
 
+@pytest.mark.slow
 def test_an_editor_that_reads_the_source_knows_the_names():
     jedi = pytest.importorskip("jedi", reason="jedi is not installed")
     source = "import arrowcache as ac\nac.\nac.Cache.cre"
@@ -202,6 +206,7 @@ def test_threads_that_use_a_name_for_the_first_time_at_once_get_the_same():
     assert run(*script) == "16 4\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", ["reading.loader", "sampling.pool", "reading.workers.worker", "storage.store"]
 )

@@ -242,6 +242,7 @@ def test_options_of_a_new_cache_change_none_that_is_there_and_that_is_said(call,
     assert table(out)["capacity"][-1] == str(1 << 20)
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_is_in_and_the_same_command_goes_on(tmp_path, call):
     """An import that waits for room, since all of a cache is leased."""
     path = write(tmp_path / "a.parquet", 0, 3000)

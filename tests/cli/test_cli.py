@@ -66,6 +66,7 @@ def ask(*arguments: object) -> tuple[int, str, str]:
 # of the shell
 
 
+@pytest.mark.slow
 def test_a_script_gets_exit_codes_and_one_sentence(cache, tmp_path):
     assert ask("ls", cache.path)[::2] == (OK, "")
     flip_byte(segment_files(cache)[3], 9000)
@@ -382,6 +383,7 @@ def arguments_of(command: str, path: Path) -> list[object]:
     return [command, path, *more.get(command, [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", LOOKS)
 def test_no_cache_a_file_or_no_permission_is_one_sentence_of_each_command(
     call, tmp_path, command, monkeypatch

@@ -126,6 +126,7 @@ WRONG_USAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_no_wrong_usage_is_answered_in_python(call, folder):
     pytest.importorskip("pandas", reason="the extra 'explore' is not installed")

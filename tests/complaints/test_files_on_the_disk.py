@@ -160,6 +160,7 @@ FULL_DISK = """
 """
 
 
+@pytest.mark.slow
 def test_complaint_05_a_full_disk_evicts_or_is_a_typed_error_and_reading_goes_on(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -178,6 +179,7 @@ def read_everything(path: Path) -> list[int]:
             return sorted(ids_of(loader))
 
 
+@pytest.mark.slow
 def test_complaint_07_a_file_is_never_rewritten_and_a_short_one_never_mapped(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)
@@ -209,6 +211,7 @@ def write_on(path: Path) -> None:
         publish(cache, 1, first=0)
 
 
+@pytest.mark.slow
 def test_complaint_08_what_is_published_is_whole_even_if_its_writer_is_killed(tmp_path):
     cache = make_cache(tmp_path / "cache")
     whole = 0

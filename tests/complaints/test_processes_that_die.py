@@ -195,6 +195,7 @@ IDLE = """
 """
 
 
+@pytest.mark.slow
 def test_complaint_11_importing_opening_and_pickling_start_no_thread_and_hold_no_lock(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)
@@ -282,6 +283,7 @@ UNCLOSED = re.compile(  # Ctrl-C inside of the standard library's socketpair() a
 CODES = {"end": 0, "break": 0, "del": 0, "exit": 3, "raise": 1, "interrupt": -signal.SIGINT}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", first_is_quick(CODES))
 @pytest.mark.parametrize("kind", first_is_quick(["plain", "threads", "processes", "torch", "pool"]))
 def test_complaint_12_a_process_ends_within_5_s_however_it_ends(tmp_path, kind, how):

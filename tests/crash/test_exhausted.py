@@ -333,6 +333,7 @@ def test_a_writer_without_its_thread_has_not_taken_the_sample(cache, monkeypatch
         assert sorted(ids_of(loader)) == list(range(336))
 
 
+@pytest.mark.slow
 def test_a_pool_without_its_thread_says_so_and_leaves_nothing(cache, monkeypatch):
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

@@ -47,6 +47,7 @@ def cases(tmp_path_factory, templates):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", first_is_quick(OPERATIONS))
 def test_a_call_that_fails_once_or_for_a_while_leaves_nothing_partial_and_nothing_leaked(
     tmp_path, templates, cases, operation
@@ -69,6 +70,7 @@ def test_each_call_fails_in_each_way_in_some_operation(cases):
     assert met == {(name, code, lasting) for name in calls for code in CODES for lasting in (False, True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", first_is_quick(name for name in OPERATIONS if name not in ONLY_READING))
 def test_a_process_killed_at_any_file_call_leaves_nothing_partial_and_nothing_leaked(
     tmp_path, templates, operation

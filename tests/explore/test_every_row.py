@@ -56,6 +56,7 @@ READERS: dict[str, Callable[[ac.Cache], list[int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_every_reader_that_only_looks_sees_every_row(cache, name):
     assert READERS[name](cache) == list(range(5000))
@@ -74,6 +75,7 @@ def test_summaries_are_of_every_row(cache):
     assert len(explore.duplicates(cache, ["data"], progress=False)) == 4999
 
 
+@pytest.mark.slow
 def test_the_command_line_shows_every_row(cache, call, tmp_path):
     code, printed, _ = call("head", cache.path, "-n", 5000, "-c", "id", "--json")
     assert (code, [row["id"] for row in json.loads(printed)]) == (0, list(range(5000)))

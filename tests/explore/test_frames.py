@@ -76,6 +76,7 @@ def test_a_sample_of_more_than_all_is_all(cache):
     assert sorted(sample(cache, 1000)["id"]) == list(range(64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_TYPE)
 def test_pandas_gets_every_type(varied, name):
     found = to_pandas(varied, [name])[name]
@@ -95,6 +96,7 @@ def test_pandas_gets_every_type(varied, name):
             assert value == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_TYPE)
 def test_polars_gets_every_type(varied, name):
     found = to_polars(varied, [name])[name]

@@ -335,6 +335,7 @@ import_parquet(sys.argv[1], sys.argv[2], capacity="1MiB", segment_bytes="16KiB",
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_whatever_ends_an_import_the_same_call_goes_on(tmp_path, sign):
     path = write(tmp_path / "a.parquet", 0, 100)

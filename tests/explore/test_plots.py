@@ -81,6 +81,7 @@ def line(ax: Axes, label: str) -> np.ndarray:
     return np.asarray(found.get_ydata(), float)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(4))
 def test_a_plot_of_a_cache_takes_it_or_its_path_and_draws_where_it_is_told(cache, number):
     plot = OF_A_CACHE[number]
@@ -92,6 +93,7 @@ def test_a_plot_of_a_cache_takes_it_or_its_path_and_draws_where_it_is_told(cache
     assert cache.stats().leased_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plot", OF_A_HISTORY)
 def test_a_plot_of_a_history_draws_where_it_is_told(history, plot):
     _, ax = plt.subplots()

@@ -34,6 +34,7 @@ def test_rows_come_in_their_order_without_one_being_asked_for(cache):
     assert sql(cache.path, "select id from cache")["id"].tolist() == list(range(64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_TYPE)
 def test_a_query_gets_every_type(varied, name):
     frame = sql(varied, f'select "{name}" from cache')
@@ -97,6 +98,7 @@ def test_names_that_differ_in_case_are_columns_of_their_own(tmp_path):
             sql(cache, "select ID_3 from cache")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "says"),
     [

@@ -24,6 +24,7 @@ def made(path, **columns):
     return cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, k in EVERY_TYPE.items() if isinstance(k, ac.Tensor | ac.Ragged)])
 def test_numbers_of_every_type_are_summed_up(varied, name):
     kind, values = EVERY_TYPE[name], every_type()[name]

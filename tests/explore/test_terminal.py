@@ -233,6 +233,7 @@ def test_no_cache_is_an_error_at_once(tmp_path):
         watch(tmp_path / "missing", once=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_ctrl_c_ends_it_well(cache, is_terminal):
     code = """

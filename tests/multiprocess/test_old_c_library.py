@@ -128,6 +128,7 @@ def path(tmp_path):
     return tmp_path / "cache"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [NUMPY, POOL], ids=["numpy", "pool"])
 def test_loaders_and_samplers_work_without_names_that_old_c_libraries_lack(cut, path, way):
     with Script(USE + way, path) as script:
@@ -135,6 +136,7 @@ def test_loaders_and_samplers_work_without_names_that_old_c_libraries_lack(cut, 
         assert script.processes() == []
 
 
+@pytest.mark.slow
 def test_loaders_of_torch_work_without_names_that_old_c_libraries_lack(cut, path):
     pytest.importorskip("torch", reason="torch is not installed")
     with Script(USE + TORCH, path) as script:

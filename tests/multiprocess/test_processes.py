@@ -63,6 +63,7 @@ def test_a_stopped_process_that_holds_the_lock_is_named_and_hangs_nobody(cache, 
     assert cache.stats().segments == 20  # its death freed the lock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hold", [hold_snapshot, hold_epoch])
 def test_a_killed_reader_frees_its_lease_at_once(cache, tmp_path, hold):
     with Child(hold, cache.path, tmp_path / "ready") as child:
@@ -112,6 +113,7 @@ def read_all(cache: ac.Cache | Path) -> list[int]:
         return sorted(i for batch in loader for i in batch["id"].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_children_started_in_any_way_read_the_cache_that_their_parent_reads(cache, method):

@@ -193,6 +193,7 @@ def test_ranks_are_killed_at_any_moment_and_the_rest_never_sees_two_snapshots(ca
         assert cache.stats().leased_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_worker_process_of_a_rank_changes_nothing_by_its_birth_and_death(cache, method):
     cache, agreement = join(cache.path, 0, 2)

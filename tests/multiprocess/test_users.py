@@ -90,6 +90,7 @@ def use_all(path: Path) -> None:
         assert cache.verify() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [0o2770, 0o770, 0o2775])
 def test_a_group_shares_a_cache_that_is_made_in_its_folder(place, mode):
     """A second user trained on the readable half, and found the rest corrupt."""
@@ -143,6 +144,7 @@ def shared(place) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_second_user_cleans_up_after_the_first_and_after_a_restart_of_the_machine(shared, monkeypatch):
     def die_while_writing() -> None:
         cache = ac.Cache.open(shared)
@@ -207,6 +209,7 @@ def append_all(writer) -> None:
         writer.append(sample(number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -298,6 +301,7 @@ def test_who_is_not_in_the_group_of_a_folder_without_setgid_publishes_nothing_th
     assert os.listdir(path / "segments") == os.listdir(path / "incoming") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [0o755, 0o775, 0o700, 0o777, 0o750])
 def test_a_folder_that_was_not_made_for_a_group_becomes_private(place, mode):
     """0775 is what a umask of 002 makes of any folder."""

@@ -210,6 +210,7 @@ def test_the_start_of_workers_is_blamed_on_nothing_else(cache, tmp_path, monkeyp
         assert loader.stats().start_seconds == once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", first_is_quick([0, 3, 5, 7, 9, 11, 13, 30]))
 def test_a_loader_that_finds_few_descriptors_fails_or_works_and_leaves_none(cache, spare):
     code = """
@@ -247,6 +248,7 @@ def test_a_loader_that_finds_few_descriptors_fails_or_works_and_leaves_none(cach
         assert script.end() == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fail", [None, lambda batch: 1 / 0])
 def test_what_a_closed_loader_had_is_gone_with_its_last_reference(cache, workers, fail):

@@ -132,6 +132,7 @@ def varied(batch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", first_is_quick(SHUFFLES))
 @pytest.mark.parametrize(
     "transform", first_is_quick([None, dict, twice, in_place, swapped, reduced, some_rows, varied])
@@ -147,6 +148,7 @@ def test_worker_processes_yield_what_the_main_process_does(cache, shuffle, trans
                 assert_same(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", first_is_quick(SHUFFLES))
 @pytest.mark.parametrize("transform", [None, dict])
 @pytest.mark.parametrize("drop_last", first_is_quick([True, False]))
@@ -261,6 +263,7 @@ def test_tensors_lie_in_shared_memory(cache):
         assert torch.equal(image, torch.from_numpy(expected))
 
 
+@pytest.mark.slow
 def test_ranks_share_an_epoch(cache):
     loaders = [
         loader_of(cache, 8, workers=1, rank=rank, world_size=2, run_id="job", transform=dict)
@@ -403,6 +406,7 @@ def test_workers_load_no_framework(cache):
 # wrong transforms
 
 
+@pytest.mark.slow
 def test_an_exception_arrives_in_its_place_with_the_workers_traceback(cache):
     def transform(batch):
         if batch["id"][0] == 5 * 16:
@@ -564,6 +568,7 @@ def test_assert_zero_copy_is_refused(cache):
 # death
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["rows", None])
 def test_a_worker_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(cache, tmp_path, shuffle):
     died = tmp_path / "died"
@@ -730,6 +735,7 @@ def read_with_workers(path, method):
         return [sorted(i for batch in loader for i in batch["id"].tolist()) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", first_is_quick(METHODS))
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_processes_started_in_any_way_have_workers(cache, method):

@@ -58,6 +58,7 @@ def without_release(seen: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in seen.items() if name != "release"}
 
 
+@pytest.mark.slow
 def test_a_cache_of_0_1_0_is_opened_read_and_written(tmp_path):
     cache = unpacked("cache", tmp_path)
     seen = new("read", cache)
@@ -66,6 +67,7 @@ def test_a_cache_of_0_1_0_is_opened_read_and_written(tmp_path):
     assert sorted(os.listdir(cache)) == sorted(TOP_NAMES)
 
 
+@pytest.mark.slow
 def test_0_1_0_and_this_release_take_turns_on_one_cache(tmp_path, old):
     """As they do where two environments share one."""
     cache = tmp_path / "cache"
@@ -79,6 +81,7 @@ def test_0_1_0_and_this_release_take_turns_on_one_cache(tmp_path, old):
     assert old("append", cache)["problems"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(FORMAT_VERSION > 1, reason="a cache of a later format is refused by 0.1.0")
 def test_a_cache_that_this_release_makes_is_one_to_0_1_0(tmp_path, old):
     cache = tmp_path / "cache"
@@ -88,6 +91,7 @@ def test_a_cache_that_this_release_makes_is_one_to_0_1_0(tmp_path, old):
     assert new("read", cache)["problems"] == []
 
 
+@pytest.mark.slow
 def test_0_1_0_refuses_a_later_version_and_touches_nothing(tmp_path, old):
     """So whatever is added to the format raises the version: an old release heeds that alone."""
     cache = unpacked("cache", tmp_path)

@@ -209,6 +209,7 @@ def _controllers(folder: Path) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_loader_in_a_nested_group_of_the_kernel_keeps_to_the_outer_ones_limit(tmp_path, version):
     """The real thing: a group with a limit, one without in it, and a loader in that one."""

@@ -122,6 +122,7 @@ def test_a_row_above_the_segments_bytes_is_refused_with_both_sizes():
     assert add(builder, mixed(1)) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=40), st.integers(5000, 9000), st.integers(1, 30))
 def test_no_segment_is_larger_than_its_bound_and_no_row_is_lost(widths, segment_bytes, full_rows):
@@ -195,6 +196,7 @@ class Failure:
         return self._trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("count", first_is_quick([1, 3]))
 @pytest.mark.parametrize("goes_on", [False, True])

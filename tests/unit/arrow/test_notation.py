@@ -66,6 +66,7 @@ def test_what_differs_is_named(other, says):
     assert difference(parse_schema("b: string, a: int64"), parse_schema(other)) == says
 
 
+@pytest.mark.slow
 @given(st.dictionaries(NAMES, KINDS, min_size=1, max_size=4))
 def test_every_schema_comes_back_as_it_was(fields):
     schema = ac.Schema(fields)

@@ -30,6 +30,7 @@ names = st.text(st.characters(codec="utf-8"), min_size=1).filter(
 schemas = st.dictionaries(names, kinds, min_size=1, max_size=6).map(ac.Schema)
 
 
+@pytest.mark.slow
 @given(schemas)
 def test_a_schema_survives_json_and_pickle(schema):
     again = ac.Schema.from_json(json.loads(json.dumps(schema.to_json())))

@@ -78,6 +78,7 @@ def test_every_epoch_of_a_cache_to_which_nobody_writes_has_every_row(idle, shuff
             assert loader.stats().left_out_rows == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker_type", ["thread", "process"])
 def test_workers_deliver_every_row_too(idle, worker_type):
     with loader_of(idle, workers=1, worker_type=worker_type) as loader:
@@ -337,6 +338,7 @@ def test_the_rest_of_a_resumed_epoch_leaves_out_what_it_left_out_before_and_says
 # who comes while an epoch holds everything
 
 
+@pytest.mark.slow
 def test_a_writer_that_comes_while_an_epoch_holds_everything_waits_for_its_end(tmp_path):
     cache = make_cache(tmp_path / "cache")
     fill(cache)
@@ -401,6 +403,7 @@ def test_a_writer_in_the_training_thread_is_told_to_be_there_before_the_epoch(tm
                 writer.append({"id": 0, "image": batch["image"][0]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endless", [False, True], ids=["epochs", "repeat"])
 def test_a_writer_in_another_thread_gets_on_while_epochs_follow_one_another(tmp_path, endless):
     cache = make_cache(tmp_path / "cache")

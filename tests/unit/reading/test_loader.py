@@ -348,6 +348,7 @@ def test_a_finished_epoch_stays_finished(cache):
 # leases
 
 
+@pytest.mark.slow
 def test_break_ends_an_epoch_and_frees_its_lease_soon(cache):
     with Loader(cache, 16) as loader:
         for batch in loader:
@@ -358,6 +359,7 @@ def test_break_ends_an_epoch_and_frees_its_lease_soon(cache):
         assert sorted(ids(loader)) == list(range(160))
 
 
+@pytest.mark.slow
 def test_an_idle_loader_leases_nothing_soon(cache):
     with Loader(cache, 16) as loader:
         assert len(ids(loader)) == 160
@@ -423,6 +425,7 @@ def test_a_writer_waits_for_what_an_ended_epoch_of_the_same_process_still_gather
     assert seqs(cache)[-1] == 159
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_full", ["raise", "wait"])
 def test_a_loader_in_progress_makes_a_writer_of_the_same_process_fail_and_not_hang(cache, on_full):
     with Loader(cache, 16) as loader:
@@ -446,6 +449,7 @@ def test_a_loader_of_a_relative_path_is_known_to_a_writer_of_the_same_process(ca
         epoch.close()
 
 
+@pytest.mark.slow
 def test_readers_one_after_another_never_starve_a_writer(cache):
     publish(cache, 40)
     older = Snapshot.take(cache.store, yields_since=0)
@@ -530,6 +534,7 @@ def fail_at(number):
     return transform
 
 
+@pytest.mark.slow
 def test_an_exception_of_a_transform_arrives_in_the_place_of_its_batch(cache):
     with Loader(cache, 16, shuffle=None, transform=fail_at(100)) as loader:
         for _ in range(2):  # usable afterwards
@@ -707,6 +712,7 @@ def test_a_loader_that_was_never_iterated_has_no_thread(cache):
     loader.close()
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_dropped_in_an_epoch_ends_quietly(cache):
     in_transform, go_on = threading.Event(), threading.Event()
 
@@ -758,6 +764,7 @@ def test_stats_name_the_transform_that_everything_waits_for(cache):
         assert loader.stats().bottleneck == "transform"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -831,6 +838,7 @@ def test_an_interrupt_while_an_epoch_maps_its_segments_leaves_no_lease(cache, mo
     assert cache.stats().leased_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
 def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
     with Loader(cache, 8, shuffle=shuffle) as loader:
@@ -877,6 +885,7 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
     assert cache.stats().leased_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["rows", "window"])
 @pytest.mark.parametrize(
     ("owner", "name"),

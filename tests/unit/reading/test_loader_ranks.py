@@ -54,6 +54,7 @@ def one_by_one(loaders: list[Loader]) -> list[list[list[int]]]:
     return [[batch["id"].tolist() for batch in epoch] for epoch in epochs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -74,6 +75,7 @@ def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, shuffle, world, w
     assert cache.stats().leased_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Loader, TorchLoader])
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_an_incomplete_last_step_is_padded_with_the_epochs_first_rows(cache, shuffle, make):
@@ -121,6 +123,7 @@ def test_what_is_published_between_the_ranks_iter_is_in_neithers_epoch(cache):
     close(loaders)
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_gets_the_rows_that_the_first_has_finished_with(cache):
     loaders = ranks_of(cache, 2)
     first = ids_of(loaders[0])
@@ -135,6 +138,7 @@ def test_a_rank_that_comes_late_gets_the_rows_that_the_first_has_finished_with(c
     close(loaders)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_repeat_agrees_on_every_epoch_while_a_writer_publishes(cache, shuffle):
     loaders = ranks_of(cache, 2, shuffle=shuffle, prefetch=1)
@@ -201,6 +205,7 @@ def test_after_a_break_of_repeat_the_ranks_agree_although_one_has_worked_further
 # resuming
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("others", [1, 2, 3])
 def test_an_epoch_resumes_with_another_number_of_ranks(cache, shuffle, others):
@@ -268,6 +273,7 @@ def train(path: Path, rank: int, world: int, shuffle: str | None, epochs: int, b
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_processes_share_every_epoch_while_the_cache_grows(cache, shuffle):
     world, epochs = 3, 4
@@ -295,6 +301,7 @@ def test_processes_share_every_epoch_while_the_cache_grows(cache, shuffle):
 # arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

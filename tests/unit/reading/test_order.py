@@ -65,6 +65,7 @@ def test_one_rank_sees_every_row_once(segments, batch_size, options, seed, epoch
     assert whole == [batch for batch in batches if len(batch) == batch_size]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(segment_sizes, batch_sizes, worlds, shuffles, st.integers(0, 99))
 def test_ranks_take_equal_steps_of_disjoint_rows(segments, batch_size, world, options, seed):
@@ -264,6 +265,7 @@ def test_a_resume_of_a_resume_counts_from_the_epochs_begin(segments, batch_size,
         )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(few_segments, batch_sizes, st.integers(1, 4), epoch_rows_or_none, st.data())
 def test_with_drop_last_a_resume_takes_the_whole_steps_left(segments, batch_size, world, epoch_rows, data):

@@ -275,6 +275,7 @@ def test_no_writer_waits_for_training_while_a_loader_waits(cache):
         wait_until(lambda: "served rows behind" in cache.stats().paced, "writers to be kept again")
 
 
+@pytest.mark.slow
 def test_a_pool_and_a_loader_keep_the_pace(cache):
     cache.set_pace(ac.Pace(min_rows=32, samples_per_insert=2, tolerance=32))
     with ac.SamplerPool(cache, draw, workers=1, progress=False) as pool, ac.Loader(cache, 16) as loader:

@@ -49,6 +49,7 @@ def too_late(cache, batch_size: int = 16, **options) -> str:
 # as long as samplers draw
 
 
+@pytest.mark.slow
 def test_a_loader_does_not_give_up_while_a_sampler_draws_however_long_its_segment_takes(cache, tmp_path):
     gate, began = tmp_path / "gate", tmp_path / "began"
 
@@ -101,6 +102,7 @@ def test_it_gives_up_once_no_sampler_has_drawn_for_so_long_and_says_what_was_dra
     assert "batch_size" not in text, "a smaller batch would not have helped"
 
 
+@pytest.mark.slow
 def test_what_several_samplers_have_drawn_is_told_together(cache, progress):
     other = Progress.open(cache.path, "default.0", 0)
     progress.begin(0, 4)
@@ -125,6 +127,7 @@ def test_samplers_that_wait_for_room_are_told_apart_from_slow_ones(cache, progre
     assert "raise timeout" not in text
 
 
+@pytest.mark.slow
 def test_without_any_sampler_it_says_so(cache):
     text = too_late(cache)
     assert text.endswith("which has 0: is a sampler running? None is seen on this machine: start one")
@@ -158,6 +161,7 @@ class Opened:
         monkeypatch.setattr(LockFile, "__init__", counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", [0, 3])
 def test_a_loader_that_waits_takes_no_lock_of_the_cache(cache, monkeypatch, segments):
     publish(cache, segments)
@@ -171,6 +175,7 @@ def test_a_loader_that_waits_takes_no_lock_of_the_cache(cache, monkeypatch, segm
         assert opened.count == 0
 
 
+@pytest.mark.slow
 def test_a_loader_whose_where_refuses_the_newest_segments_takes_no_lock_again_and_again(cache, monkeypatch):
     publish(cache, 8)
     asked: list[int] = []
@@ -191,6 +196,7 @@ def test_a_loader_whose_where_refuses_the_newest_segments_takes_no_lock_again_an
         wait_until(lambda: 8 in asked, "it to look at what is new")
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_take_the_lock_about_once_a_second(cache, monkeypatch):
     options = {"rank": 0, "world_size": 2, "run_id": "job", "timeout": 4 * SECONDS}
     with Loader(cache, 16, **options) as loader:
@@ -254,6 +260,7 @@ iter(loader)
 # too few rows for ever
 
 
+@pytest.mark.slow
 def test_a_finite_cache_of_fewer_rows_than_a_batch_says_at_once_how_to_read_it(cache):
     publish(cache, 1)
     with Loader(cache, 64) as loader:  # whose timeout is a minute
@@ -270,6 +277,7 @@ def test_a_finite_cache_of_fewer_rows_than_a_batch_says_at_once_how_to_read_it(c
         assert [len(batch["id"]) for batch in loader] == [16]
 
 
+@pytest.mark.slow
 def test_of_several_ranks_one_step_is_that_of_all(cache):
     publish(cache, 2)
     too_few = pytest.raises(
@@ -279,6 +287,7 @@ def test_of_several_ranks_one_step_is_that_of_all(cache):
         iter(loader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["a writer", "a sampler", "nothing there", "wait_rows", "a pace"])
 def test_a_cache_that_may_get_more_rows_is_waited_for(cache, progress, why):
     options = {"wait_rows": 64} if why == "wait_rows" else {}

@@ -259,6 +259,7 @@ def test_close_from_the_pipelines_own_thread_does_not_wait_for_itself():
     assert stream.error is None
 
 
+@pytest.mark.slow
 def test_the_threads_keep_no_batch_and_no_stream_that_is_over(pipeline):
     class Batch(dict):
         pass

@@ -483,6 +483,7 @@ def test_a_rank_that_tries_again_counts_once(cache, monkeypatch):
     assert files(cache) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_after_all_others_let_go_of_the_segments_is_told(cache):
     first, second = (Rank(cache.path, number, local=1) for number in range(2))
     first.begin().close()
@@ -703,6 +704,7 @@ def test_the_capacity_holds_where_a_cache_is_full(tmp_path):
     assert files(cache) == []
 
 
+@pytest.mark.slow
 def test_ranks_agree_where_a_cache_is_full_and_all_of_it_is_leased(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity=300 * KIB, segment_bytes=32 * KIB)
     roll(cache)

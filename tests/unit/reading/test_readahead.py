@@ -89,6 +89,7 @@ def parked(cache: ac.Cache, ahead: ReadAhead) -> None:
 # between epochs
 
 
+@pytest.mark.slow
 def test_a_parked_snapshot_is_let_go_after_a_moment(cache, ahead):
     parked(cache, ahead)
     wait_until(lambda: cache.stats().leased_bytes == 0, "the moment to pass")
@@ -170,6 +171,7 @@ def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, monkeypatch):
 # while an epoch runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_is_warmed_before_the_first_batch_of_an_epoch_is_made(cache, monkeypatch, workers):
     """Its rows would wait for the disk behind all others."""
@@ -237,6 +239,7 @@ def test_an_epoch_asks_ahead_until_its_rows_are_found_in_memory(cache, monkeypat
     assert not asked[-1], "nobody reads on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
 def test_segments_published_while_an_epoch_runs_are_mapped_before_the_next(cache, shuffle):
     with Loader(cache, 16, shuffle=shuffle, prefetch=1) as loader:
@@ -280,6 +283,7 @@ def test_what_is_mapped_ahead_makes_way_for_a_writer_of_this_process(cache):
         assert seqs(cache)[0] > 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", ["window", None])
 def test_an_epoch_in_order_gives_up_what_was_delivered_while_only_the_consumer_moves(cache, shuffle, workers):

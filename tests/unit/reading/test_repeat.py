@@ -66,6 +66,7 @@ class Seen:
 # what it yields
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Loader, TorchLoader])
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -172,6 +173,7 @@ def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache, monkeypat
 # how it ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", ["close", "break", "del", "loader"])
 def test_its_end_leaves_no_lease_and_a_closed_or_dropped_loader_no_thread(cache, how, workers):

@@ -72,6 +72,7 @@ def evict_segments(cache: ac.Cache, count: int) -> None:
 # at every step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 3])
 @pytest.mark.parametrize("before", first_is_quick([0, 1, 3]))
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -101,6 +102,7 @@ def test_at_every_step_what_was_delivered_and_what_remains_are_the_epoch_in_orde
                 assert ids_of(resumed) == following, "the next for is the next epoch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("other", [1, 5, 16, 60])
 def test_another_batch_size_goes_on_in_the_same_order(cache, shuffle, other):
@@ -328,6 +330,7 @@ def train_until_killed(path: Path, log: Path, shuffle: str | None) -> None:
             time.sleep(3600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_a_state_of_a_killed_process_resumes_in_another(cache, tmp_path, shuffle):
     log = tmp_path / "checkpoint"
@@ -512,6 +515,7 @@ def test_the_rest_of_an_epoch_includes_the_headroom_and_what_where_leaves_out(tm
 # wrong arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -66,6 +66,7 @@ def deviation(permutations, rows):
 # Every order.
 
 
+@pytest.mark.slow
 @every_order
 @settings(deadline=None)
 @given(segments=segment_sizes, size=st.integers(1, 3000), seed=seeds)
@@ -93,6 +94,7 @@ def test_positions_may_be_asked_for_in_any_order_and_repeatedly(make, segments, 
         assert asked.tolist() == positions, "what was passed is left alone"
 
 
+@pytest.mark.slow
 @every_order
 @settings(deadline=None)
 @given(segments=segment_sizes, size=st.integers(1, 1500), seed=seeds)
@@ -196,6 +198,7 @@ def test_a_table_is_searched_only_as_far_as_it_is_asked_about():
     assert len(order._row_ids._found[1]) == 600_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 3, 5, 8, 13, 33])
 def test_a_table_puts_each_row_everywhere_about_equally_often(rows):
     assert deviation((ids_of(Permutation(rows, 7, (key,))) for key in range(1500)), rows) < 4

@@ -160,6 +160,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_gathered_rows_are_what_a_plain_reader_reads(tmp_path, kind, layout):
@@ -181,6 +182,7 @@ def test_gathered_rows_are_what_a_plain_reader_reads(tmp_path, kind, layout):
             assert_same(cache, expected, ids, snapshot.gather(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCHEMAS)
 @pytest.mark.parametrize("cells", [0, 1, 3])
 def test_without_cells_the_rows_are_the_same(tmp_path, monkeypatch, kind, cells):
@@ -199,6 +201,7 @@ def test_without_cells_the_rows_are_the_same(tmp_path, monkeypatch, kind, cells)
     assert arena_module._budget._left == cells, "every cell was given back"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks_ahead", [False, True])
 @pytest.mark.parametrize("kind", [*SCHEMAS, "wide_pair"])
 def test_what_may_be_on_the_disk_is_read_without_the_gil(tmp_path, kind, asks_ahead):
@@ -225,6 +228,7 @@ def test_what_may_be_on_the_disk_is_read_without_the_gil(tmp_path, kind, asks_ah
         assert_same(cache, plain_rows(cache), some, columns)
 
 
+@pytest.mark.slow
 def test_where_a_value_ends_is_read_without_the_gil_too(tmp_path):
     """It may be on another page than where it begins."""
     require_slow_pages()
@@ -269,6 +273,7 @@ def test_what_was_warmed_is_known_to_be_warm_for_as_long_as_it_is_mapped(tmp_pat
         assert warm(third) == [False, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["odd", "one_kib", "page", "pair"])
 def test_large_gathers_are_what_a_plain_reader_reads(tmp_path, kind, layout):

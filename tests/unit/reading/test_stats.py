@@ -367,6 +367,7 @@ def test_stats_are_frozen_and_begin_with_the_fields_of_the_design():
 # of a loader
 
 
+@pytest.mark.slow
 def test_a_loader_that_waits_for_rows_blames_the_samplers(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 1)

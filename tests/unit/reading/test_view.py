@@ -304,6 +304,7 @@ print(len(kept), len(views))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["blocks", "None", "rows", "window"])
 def test_an_interpreter_that_exits_with_live_views_ends_in_silence(cache, shuffle):
     script = [sys.executable, "-c", EXIT, str(cache.path), shuffle]

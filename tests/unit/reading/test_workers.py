@@ -51,6 +51,7 @@ def threads() -> list[str]:
 # order and content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [None, lambda batch: batch])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -142,6 +143,7 @@ def test_a_batch_that_is_split_among_threads_is_the_same(tmp_path, monkeypatch, 
     assert bool(splits) == (shuffle in ("rows", "window")), "only batches that are gathered are split"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Loader, TorchLoader])
 @pytest.mark.parametrize("split", [False, True])
 def test_nothing_that_is_kept_is_overwritten(cache, monkeypatch, make, split):
@@ -179,6 +181,7 @@ def test_what_a_transform_writes_into_its_batch_reaches_no_other(cache):
 # errors and ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyError, SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_exception_of_a_transform_arrives_in_its_place_and_the_loader_goes_on(cache, workers, error):
@@ -199,6 +202,7 @@ def test_an_exception_of_a_transform_arrives_in_its_place_and_the_loader_goes_on
         assert ids(loader) == list(range(160))
 
 
+@pytest.mark.slow
 def test_a_break_lets_go_and_the_next_epoch_is_whole(cache):
     with loader_of(cache) as loader:
         for _ in range(5):
@@ -270,6 +274,7 @@ def test_a_forked_child_iterates_anew_and_its_parent_goes_on(cache):
         assert first + ids(epoch) == list(range(160))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_process_ends_although_a_transform_never_does(cache, workers):
     code = """

@@ -83,6 +83,7 @@ def signs(folder: Path) -> list[str]:
 # determinism
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_tasks_samples_depend_on_seed_and_number_alone(cache, workers):
     with SamplerPool(cache, draws(), workers=workers, seed=5, segments=8, progress=False) as pool:
@@ -480,6 +481,7 @@ with pool, ac.Loader(sys.argv[1], 8, rank=rank, world_size=2, run_id="job", time
 """
 
 
+@pytest.mark.slow
 def test_the_documented_way_under_torchrun_has_one_pool_and_rows_on_every_rank(cache, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -685,6 +687,7 @@ def large(tmp_path):
     return make_cache(tmp_path / "large", segment_rows=1000, segment_bytes="2MiB", capacity="32MiB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", [*EXECUTORS])
 def test_stop_may_publish_what_was_drawn_and_the_next_pool_draws_those_tasks_again(large, executor):
     executor = EXECUTORS[executor]()
@@ -719,6 +722,7 @@ def test_stop_alone_publishes_nothing_half_and_its_tasks_are_passed_over(large):
     assert sorted(tasks(large)) == [2]
 
 
+@pytest.mark.slow
 def test_what_a_stuck_sampler_has_is_discarded_in_time_and_drawn_again(large, tmp_path, monkeypatch):
     monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
     gate = tmp_path / "gate"
@@ -744,6 +748,7 @@ def test_a_task_that_waits_to_be_tried_again_is_left_to_the_next_pool(cache, mon
     assert tasks(cache) == {number: expected(number) for number in range(3)}
 
 
+@pytest.mark.slow
 def test_a_segment_that_waits_for_room_is_drawn_again(cache, monkeypatch):
     monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
     publish(cache, 30)
@@ -792,6 +797,7 @@ def test_a_pool_shows_that_somebody_writes_until_all_its_tasks_are_done(cache, t
         pool.stop()
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_stopped_or_gave_up_shows_no_more_that_somebody_writes(cache):
     pool = SamplerPool(cache, draws(), **QUICK)
     pool.wait(segments=1, timeout=DEADLINE_SECONDS)
@@ -815,6 +821,7 @@ def test_of_two_pools_the_last_one_to_end_takes_the_sign_down(cache):
     assert not writes(cache)
 
 
+@pytest.mark.slow
 def test_a_killed_pool_shows_nothing_and_neither_do_workers_it_left(cache):
     def sample_for_ever(path):
         with SamplerPool(path, draws(), workers=1, progress=False):
@@ -890,6 +897,7 @@ def test_stopping_with_tasks_that_no_worker_has_yet_leaves_the_executor_whole(ca
     assert crashes == []
 
 
+@pytest.mark.slow
 def test_a_task_of_a_foreign_executor_that_outlives_its_pool_publishes_nothing(cache, tmp_path):
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     hold = {"begun": begun, "go_on": go_on, "ended": ended}
@@ -978,6 +986,7 @@ def is_at_work() -> bool:
     return "arrowcache-pool" in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # it came in a destructor
 def test_ctrl_c_at_any_step_of_a_pool_leaves_one_that_stops():
     for number in itertools.count():
@@ -1207,6 +1216,7 @@ def gone_in_five_seconds(script: Script) -> bool:
     return script.processes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["idle", "slow", "train"])
 def test_workers_are_gone_within_5_s_after_their_parent_was_killed(cache, how):
     with Script(
@@ -1232,6 +1242,7 @@ def test_wait_returns_once_so_many_rows_are_published(cache):
         assert pool.stats().segments >= 15
 
 
+@pytest.mark.slow
 def test_a_wait_for_more_rows_than_all_tasks_have_says_so(cache):
     with SamplerPool(cache, draws(), segments=2, **QUICK) as pool:
         with pytest.raises(
@@ -1270,6 +1281,7 @@ def test_ctrl_c_ends_all_processes_of_a_training_script_within_5_s(cache, how):
     assert os.listdir(cache.path / "incoming") == []
 
 
+@pytest.mark.slow
 def test_pools_of_several_processes_share_their_numbers(cache):
     def sample(path):
         with ac.SamplerPool(path, draws(), segments=6, workers=2, progress=False) as pool:

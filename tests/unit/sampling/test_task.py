@@ -96,6 +96,7 @@ def test_a_small_segment_has_the_first_samples_of_its_task(chunk):
         assert into._fixed["id"][: into.rows].tolist() == stream(0, number, ramp_rows(number))
 
 
+@pytest.mark.slow
 def test_a_small_segment_of_texts_ends_by_its_bytes_but_not_before_its_first_row():
     schema = ac.Schema({"text": ac.String()})
     into = SegmentBuilder(schema, 1 << 14, 1 << 20)

@@ -33,6 +33,7 @@ SETTINGS = Settings(ac.Schema({"x": ac.Tensor("int64")}), 10_000_000, 1_000_000,
 tasks = st.from_regex(r"[A-Za-z0-9_.-]{0,150}", fullmatch=True)
 
 
+@pytest.mark.slow
 @given(st.integers(0, MOST_SEQ - 1), st.integers(1, 2**31 - 1), tasks)
 def test_a_segments_name_tells_what_it_was_made_of(seq, rows, task):
     assert parse_segment_name(segment_name(seq, rows, task)) == (seq, rows, task)

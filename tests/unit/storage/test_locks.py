@@ -118,6 +118,7 @@ def open_files() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("owner", "call"), [(os, "open"), (socket, "socketpair")])
 def test_a_fork_while_another_thread_opens_a_lock_inherits_nothing_of_it(path, monkeypatch, owner, call):

@@ -30,6 +30,7 @@ ORIGINS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["parquet", "tfrecord"]), ORIGINS, st.sampled_from(["", "01234567"]))
 def test_a_task_names_the_rows_and_is_a_segments_name(kind, origins, again):
     kept: list[Origin] = []

@@ -194,6 +194,7 @@ class Run:
             self.listed.popleft()
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([0.3, 0.5, 1, 2, 3.7, 8, 20]),
     st.integers(4, 60),

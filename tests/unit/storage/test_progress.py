@@ -48,6 +48,7 @@ EXECUTORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", [*EXECUTORS])
 def test_rows_that_are_drawn_and_not_published_are_seen_with_any_executor(cache, tmp_path, executor):
     gate = tmp_path / "gate"
@@ -80,6 +81,7 @@ def test_a_sampler_that_waits_for_room_says_so(cache):
             assert [(each.rows, each.full_rows) for each in at_work(cache)] == [(16, 16)]
 
 
+@pytest.mark.slow
 def test_of_texts_it_says_how_many_rows_the_segment_will_have_about(tmp_path):
     gate = tmp_path / "gate"
     cache = make_cache(

@@ -116,6 +116,7 @@ def test_what_is_published_appears_whole_under_the_next_number(cache):
     assert cache.store.segments() == published
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", [lambda cache: publish(cache, 1), lambda cache: cache.evict(1)])
 @pytest.mark.parametrize("how", ["undisturbed", "swept", "being swept"])
 def test_what_is_unlinked_counts_until_its_bytes_are_free(cache, monkeypatch, do, how):
@@ -339,6 +340,7 @@ def test_a_writer_that_its_own_snapshot_of_another_cache_object_blocks_fails_too
     lease.close()
 
 
+@pytest.mark.slow
 def test_a_lease_that_lets_go_on_contention_makes_room(cache):
     fill(cache)
     oldest = seqs(cache)[0]
@@ -506,6 +508,7 @@ def test_a_snapshot_of_a_full_cache_has_everything_and_leaves_no_room(tmp_path):
         assert seqs(cache)[: len(before)] == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("since", "is_left"), [(None, False), (math.inf, False), (9.0, True), (0.0, True)],
     ids=["who looks", "first", "published since", "all since"],
@@ -724,6 +727,7 @@ def test_a_disk_too_full_to_create_a_part_evicts_and_tries_again(cache, monkeypa
     assert os.listdir(cache.path / "incoming") == []
 
 
+@pytest.mark.slow
 def test_nothing_is_evicted_in_vain(cache, other):
     publish_many(cache, 100)  # until the cache is full
     first, second, *_ = seqs(cache)

@@ -38,6 +38,7 @@ def test_a_task_tells_the_sampler(task, sampler):
     assert timeline.sampler_of(task) == sampler
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.integers(1, 120))
 def test_cells_hold_every_segment_once_in_order_and_are_no_more_than_fit(count, most):
     listed = segments(count)

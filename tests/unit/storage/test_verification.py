@@ -272,6 +272,7 @@ def replace_and_read(path: Path, kind: str, verify: bool) -> tuple[list[str], li
     return problems, ids, [str(warning.message) for warning in warned]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize("verify", [True, False])
 def test_what_took_a_known_segments_place_is_told_and_left_out(cache, kind, verify):

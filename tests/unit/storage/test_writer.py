@@ -410,6 +410,7 @@ def test_a_forgotten_writer_that_published_what_it_had_ends_its_thread_too(cache
     wait_until(lambda: not flushers(), "the end of the thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_delay", [None, 60])
 def test_a_writer_that_is_open_at_exit_warns(cache, max_delay):
     script = f"""
@@ -423,6 +424,7 @@ def test_a_writer_that_is_open_at_exit_warns(cache, max_delay):
     assert "a writer with 1 unpublished samples was not closed" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # came as a generator ended
 def test_max_delay_holds_after_ctrl_c_at_any_step(tmp_path):
     for number in itertools.count(0, 3):

@@ -99,6 +99,7 @@ def test_segments_smaller_than_a_row_group_have_no_more_of_small_ones(tmp_path, 
     assert abs(small - tasks * 20 * 10 / 110) < 6 * np.sqrt(tasks * 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_per_group", [None, 1, 30])
 def test_every_row_is_equally_likely_whatever_the_size_of_its_row_group(folder, rows_per_group):
     """Drawn often enough that each count is within six standard deviations, or the seed is to blame."""
@@ -167,6 +168,7 @@ def test_a_relative_path_means_the_same_in_another_process(folder, monkeypatch):
     assert len(take(source, 5)) == 5
 
 
+@pytest.mark.slow
 def test_a_pool_publishes_rows_of_a_dataset(folder, tmp_path):
     source = ParquetRows(folder)
     with ac.Cache.create(tmp_path / "cache", source.schema, "64MiB", "1MiB", segment_rows=70) as cache:

@@ -62,6 +62,7 @@ def check(sample) -> int:
     return int(number)
 
 
+@pytest.mark.slow
 def test_samples_are_what_was_stored(folder):
     source = WebDatasetShards(folder)
     assert source.schema == ac.Schema(

@@ -39,6 +39,7 @@ def volume() -> np.ndarray:
     return np.random.default_rng(1).random((9, 12, 7)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_window_is_what_the_array_has_at_its_position(tmp_path, volume, kind):
     uri = store(tmp_path, "volume", volume, kind)
@@ -124,6 +125,7 @@ def test_chunks_of_zarr_that_were_never_written_hold_the_fill_value(tmp_path):
         assert take(source, 1)[0]["data"].tolist() == [1] * 5 + [7] * 5
 
 
+@pytest.mark.slow
 def test_a_pool_publishes_windows(tmp_path):
     label = np.arange(1000, dtype=np.int64)
     arrays = {name: store(tmp_path, name, label * factor, "npy") for name, factor in (("a", 1), ("b", 3))}

@@ -18,6 +18,7 @@ import arrowcache as ac
 from arrowcache import Loader, SamplerPool
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.progress import Progress
+from arrowcache.storage.store import Store
 
 QUICK = {"progress": False, "workers": 1}
 SECONDS = 0.5  # a timeout
@@ -191,13 +192,28 @@ def test_a_loader_whose_where_refuses_the_newest_segments_takes_no_lock_again_an
         wait_until(lambda: 8 in asked, "it to look at what is new")
 
 
-def test_ranks_that_wait_take_the_lock_about_once_a_second(cache, monkeypatch):
-    options = {"rank": 0, "world_size": 2, "run_id": "job", "timeout": 4 * SECONDS}
+def test_a_rank_that_waits_takes_no_lock_of_the_cache_while_somebody_publishes(cache, monkeypatch):
+    options = {"rank": 0, "world_size": 2, "run_id": "job", "wait_rows": 1000, "timeout": None}
     with Loader(cache, 16, **options) as loader:
-        opened = Opened(monkeypatch)
-        with pytest.raises(ac.LoaderTimeoutError):
-            iter(loader)
-        assert opened.count <= 4 * SECONDS * 2 + 40, "not fifty times a second"
+        failed: list[BaseException] = []
+        waits = threading.Thread(target=lambda: _attempt(lambda: iter(loader), failed))
+        took, locked = [], Store.locked
+
+        def counted(store, *arguments):
+            if threading.current_thread() is waits:
+                took.append(store)
+            return locked(store, *arguments)
+
+        monkeypatch.setattr(Store, "locked", counted)
+        waits.start()
+        for _ in range(20):
+            publish(cache, 1)
+            time.sleep(SECONDS / 10)  # so that it looks in between
+        loader.close()
+        waits.join(DEADLINE_SECONDS)
+        assert not waits.is_alive()
+        assert [type(error) for error in failed] == [ValueError], "it was closed while it waited"
+        assert took == []
 
 
 def test_a_waiting_loader_finds_what_another_rank_began(cache):

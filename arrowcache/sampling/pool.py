@@ -195,8 +195,12 @@ class Pool:
         Early segments are small (see `SamplerPool`): say `rows` where rows are meant.
         Blocks: at most `timeout` seconds; None: no bound.
         Raises: TimeoutError: not in time. SamplerError: tasks failed, so that it cannot be reached.
-            ValueError: neither is given, and the pool has no end; or this process was forked from its own.
+            ValueError, TypeError: an argument that does not fit; neither is given, and the pool has no end;
+            or this process was forked from its own.
         """
+        segments = None if segments is None else parse_count(segments, "segments")
+        rows = None if rows is None else parse_count(rows, "rows")
+        timeout = parse_seconds(timeout, "timeout")
         if self._state.is_inherited():
             raise ValueError("the pool belongs to the process that forked this one: make a new one here")
         asked = [
@@ -208,7 +212,6 @@ class Pool:
             raise ValueError(
                 "this pool has no end: say wait(segments=...) or wait(rows=...), or make it with segments=..."
             )
-        timeout = parse_seconds(timeout, "timeout")
         state = self._state
 
         def reached() -> bool:

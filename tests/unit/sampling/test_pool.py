@@ -590,6 +590,18 @@ def test_wait_returns_once_so_many_segments_are_published(cache):
             pool.wait()
 
 
+@pytest.mark.parametrize("name", ["rows", "segments"])
+@pytest.mark.parametrize("count", [-5, 0, True, 1.5, "5"])
+def test_wait_says_which_count_does_not_fit_before_anything_else(cache, name, count):
+    error = ValueError if isinstance(count, int) else TypeError
+    with (
+        ThreadPoolExecutor(2) as executor,
+        SamplerPool(cache, draws(), executor=executor, **QUICK) as pool,
+        pytest.raises(error, match=rf"^{name}(=| ).*must be an int"),
+    ):
+        pool.wait(**{name: count}, timeout=DEADLINE_SECONDS)
+
+
 def test_wait_times_out_with_numbers(cache, tmp_path):
     gate = tmp_path / "gate"
     with (

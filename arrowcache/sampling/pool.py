@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from arrowcache import html
-from arrowcache.errors import SamplerError, WorkerError
+from arrowcache.errors import LoaderTimeoutError, SamplerError, WorkerError
 from arrowcache.pickling import pickled
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, State, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
@@ -259,10 +259,19 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Stop, as `stop()`; an exception that passes goes on, as a rule.
+
+        Raises: SamplerError: as `stop()`, where none passes, or a LoaderTimeoutError: that is its cause then.
+        """
         if kind is None:
             self.stop()
-        else:
+        elif not isinstance(error, LoaderTimeoutError):
             self._shut_down()  # the exception that passes tells more
+        else:
+            try:
+                self.stop()
+            except BaseException as failed:
+                raise failed from error  # rows did not come since samplers failed
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.stats()}>"

@@ -578,6 +578,33 @@ def test_a_sampler_that_kills_its_process_is_given_up_in_the_end(cache):
     pool.stop()
 
 
+def test_the_failure_of_samplers_passes_on_in_place_of_the_loader_that_waited_for_them(cache):
+    def sampler(rng):
+        raise OSError("no route to host")
+        yield {}
+
+    with (
+        ThreadPoolExecutor(1) as executor,
+        pytest.raises(ac.SamplerError, match="no route to host") as caught,
+        SamplerPool(cache, sampler, executor=executor, segments=1, retries=0, **QUICK) as pool,
+        ac.Loader(cache, 16, timeout=0.5) as loader,
+    ):
+        wait_until(lambda: pool.stats().failures, "the task to be given up")
+        iter(loader)
+    assert isinstance(caught.value.__cause__, ac.LoaderTimeoutError)
+
+
+def test_a_loader_that_waits_in_vain_says_so_where_no_sampler_failed(cache):
+    with (
+        ThreadPoolExecutor(1) as executor,
+        pytest.raises(ac.LoaderTimeoutError),
+        SamplerPool(cache, draws(), executor=executor, segments=1, **QUICK) as pool,
+        ac.Loader(cache, 16, wait_rows=64, timeout=0.5) as loader,
+    ):
+        pool.wait(timeout=DEADLINE_SECONDS)
+        iter(loader)
+
+
 # waiting and stopping
 
 

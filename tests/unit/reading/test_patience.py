@@ -10,7 +10,7 @@ from contextlib import closing, nullcontext
 from functools import partial
 
 import pytest
-from helpers import DEADLINE_SECONDS, full, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, append_rows, full, make_cache, publish, wait_until
 from helpers import sample as row
 from processes import Script
 
@@ -286,12 +286,49 @@ def test_a_finite_cache_of_fewer_rows_than_a_batch_says_at_once_how_to_read_it(c
         assert [len(batch["id"]) for batch in loader] == [16]
 
 
-def test_of_several_ranks_one_step_is_that_of_all(cache):
+def test_of_several_ranks_one_step_is_that_of_all_and_the_whole_timeout_is_waited(cache):
+    """Another rank may be about to start the samplers."""
     publish(cache, 2)
     too_few = pytest.raises(
-        ac.LoaderTimeoutError, match=r"32 rows, one step of 4 ranks takes 64.*batch_size to 8;"
+        ac.LoaderTimeoutError,
+        match=r"waited 2\.5 s: .*32 rows, one step of 4 ranks takes 64.*batch_size to 8;",
     )
-    with Loader(cache, 16, rank=0, world_size=4, run_id="job") as loader, too_few:
+    with Loader(cache, 16, rank=0, world_size=4, run_id="job", timeout=2.5) as loader, too_few:
+        iter(loader)
+
+
+def test_a_rank_waits_for_the_samplers_that_another_rank_starts_late(cache):
+    publish(cache, 1)
+    epochs: list[object] = []
+    options = {"rank": 1, "world_size": 2, "run_id": "job", "timeout": DEADLINE_SECONDS}
+    with Loader(cache, 16, **options) as loader:
+        thread = threading.Thread(target=lambda: _attempt(lambda: epochs.append(iter(loader)), epochs))
+        thread.start()
+        thread.join(2.5)  # longer than a loader that is alone would
+        publish(cache, 1)
+        thread.join(DEADLINE_SECONDS)
+        assert [isinstance(each, BaseException) for each in epochs] == [False], epochs
+
+
+def test_no_smaller_batch_is_advised_where_none_would_help(cache):
+    append_rows(cache, range(1))
+    options = {"rank": 0, "world_size": 2, "run_id": "job", "timeout": 2.5}
+    with (
+        Loader(cache, 16, **options) as loader,
+        pytest.raises(ac.LoaderTimeoutError, match="has 1 row, one step of 2 ranks takes 32") as caught,
+    ):
+        iter(loader)
+    assert "drop_last=False" in str(caught.value)
+    assert "batch_size" not in str(caught.value)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_where_that_refuses_every_row_of_a_finite_cache_is_told_at_once(cache, drop_last):
+    publish(cache, 2)
+    with (
+        Loader(cache, 16, where=lambda _: False, drop_last=drop_last, timeout=None) as loader,
+        pytest.raises(ac.LoaderTimeoutError, match="`where` refuses all 32 rows of .*, and nobody writes"),
+    ):
         iter(loader)
 
 

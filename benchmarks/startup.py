@@ -1,6 +1,7 @@
 """How long until the first row: importing, opening, taking a snapshot?
 
-Question: `import arrowcache` beyond `import pyarrow`; a snapshot of 16,000 segments, listed before
+Question: `import arrowcache` beyond NumPy and pyarrow, without and with the first use of Cache, Loader and
+SamplerPool; a snapshot of 16,000 segments, listed before
 and not; the first batch of a Loader.
 Method: 16,000 files of one small segment each under consecutive names; medians of several;
 imports in fresh processes, interleaved.
@@ -45,12 +46,16 @@ def many_segments(path: Path) -> None:
 
 def main() -> None:
     print(machine())
-    bare, ours = [], []
+    bare, ours, used = [], [], []
     for _ in range(REPEATS):
-        bare.append(import_seconds("import pyarrow"))
-        ours.append(import_seconds("import arrowcache"))
-    beyond = statistics.median(ours) - statistics.median(bare)
-    print(f"import arrowcache beyond import pyarrow: {1e3 * beyond:.0f} ms")
+        bare.append(import_seconds("import numpy, pyarrow"))
+        ours.append(import_seconds("import numpy, pyarrow, arrowcache"))
+        used.append(
+            import_seconds("import numpy, pyarrow, arrowcache as ac; ac.Cache, ac.Loader, ac.SamplerPool")
+        )
+    for what, seconds in (("import arrowcache", ours), ("that, and its Cache, Loader and SamplerPool", used)):
+        beyond = statistics.median(seconds) - statistics.median(bare)
+        print(f"{what}, beyond numpy and pyarrow: {1e3 * beyond:.1f} ms")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
         many_segments(path)

@@ -25,7 +25,7 @@ from arrowcache.reading.headroom import Headroom
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.order import Share, prepare_epoch
 from arrowcache.reading.pacing import Pacing
-from arrowcache.reading.patience import Patience, too_few
+from arrowcache.reading.patience import Patience, refused, too_few
 from arrowcache.reading.plan import Order, Plan, Survivors
 from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
@@ -106,7 +106,7 @@ class Epochs:
         self._resumed: Plan | None = None
         self._missing = "skip"
         self._lost_ahead: int | None = None  # an epoch of the ranks that this one cannot read
-        self._rows_seen = 0
+        self._rows_seen = self._rows_listed = 0  # that `where` accepts, and all
         self.next = 0  # the number of the next epoch
         self.progress: Epoch | None = None  # the one of which batches are delivered, or were last
 
@@ -116,6 +116,7 @@ class Epochs:
         self._agreement = None if membership is None else Agreement(self._store, membership)
         if membership is not None and membership.rank % membership.local_world_size:
             self.headroom.warns = False  # the first rank of this node does
+        self._has_peers = membership is not None and membership.world_size > 1
         alone = Share(membership.rank, membership.world_size) if membership else Share()
         self._share = share or alone
         self.step_rows = self._terms.batch_size * self._share.world_size  # of all ranks
@@ -433,13 +434,24 @@ class Epochs:
     def _require_more(self, patience: Patience) -> None:
         """Raises: LoaderTimeoutError: rows are there, too few for a step, and nobody writes.
 
-        It is the error that would come later: who handles that one, handles this one.
+        It is the error that would come later: who handles that one, handles this one. Where there are other
+        ranks it comes later: one of them may be about to start the samplers.
         """
-        terms, rows = self._terms, self._rows_seen
-        is_short = terms.drop_last and terms.wait_rows <= rows < self.step_rows and not self._pacing.reason
-        if is_short and patience.nobody_writes():
-            path = self._store.folder.path
-            raise LoaderTimeoutError(too_few(path, rows, self._accepted, terms.batch_size, self.step_rows))
+        why = self._why_never(patience)
+        if why and not self._has_peers:
+            raise LoaderTimeoutError(why)
+
+    def _why_never(self, patience: Patience) -> str:
+        """Why what is there is not enough, where nobody writes more; empty: more may come."""
+        terms, rows, listed = self._terms, self._rows_seen, self._rows_listed
+        is_short = terms.drop_last and terms.wait_rows <= rows < self.step_rows
+        is_refused = not rows and terms.wait_rows <= listed
+        if self._pacing.reason or not (is_short or is_refused) or not patience.nobody_writes():
+            return ""
+        path = self._store.folder.path
+        if is_refused:
+            return refused(path, listed)
+        return too_few(path, rows, self._accepted, terms.batch_size, self.step_rows)
 
     @property
     def _accepted(self) -> str:
@@ -452,6 +464,8 @@ class Epochs:
                 f"{waited} the pace of {self._store.folder.path}: {self._pacing.reason}. "
                 "Is a sampler running? set another pace with cache.set_pace(), or raise timeout"
             )
+        if never := self._why_never(patience):
+            return f"waited {self._timeout_seconds:g} s: {never}"
         fact = (
             f"{waited} {self._needed_rows} rows in {self._store.folder.path}, which has "
             f"{self._rows_seen}{self._accepted}: {patience.samplers()}"
@@ -482,9 +496,9 @@ class Epochs:
         if not self._pacing.may_begin():
             return None
         where = self._pacing.where()
-        self._rows_seen = sum(
-            segment.rows for segment in self._store.segments() if where is None or where(segment)
-        )
+        listed = self._store.segments()
+        self._rows_listed = sum(segment.rows for segment in listed)
+        self._rows_seen = sum(segment.rows for segment in listed if where is None or where(segment))
         if self._rows_seen < self._needed_rows:  # found without cache.lock: so who waits never takes it
             return None
         snapshot = Snapshot.take(self._store, where, yields_since=self.headroom.known)

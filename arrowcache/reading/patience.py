@@ -148,9 +148,18 @@ class Patience:
 def too_few(path: os.PathLike[str], rows: int, accepted: str, batch_size: int, step_rows: int) -> str:
     """Why no epoch can begin over a cache to which nobody writes."""
     ranks = f" of {format_count(step_rows // batch_size, 'rank')}" if step_rows > batch_size else ""
+    smaller = rows * batch_size // step_rows  # of which a step is there; 0: of none
+    ways = "pass drop_last=False for a batch of what is there"
+    ways += f", or lower batch_size to {smaller}" if smaller else ""
     return (
         f"{os.fspath(path)} has {format_count(rows, 'row')}{accepted}, one step{ranks} takes {step_rows}, "
-        "and nobody writes to it: pass drop_last=False for a batch of what is there, or lower batch_size to "
-        f"{max(1, rows * batch_size // step_rows)}; or start samplers, and pass wait_rows={step_rows} to "
-        "wait for them"
+        f"and nobody writes to it: {ways}; or start samplers, and pass wait_rows={step_rows} to wait for them"
+    )
+
+
+def refused(path: os.PathLike[str], rows: int) -> str:
+    """Why no epoch can begin over a cache to which nobody writes, and of which `where` accepts nothing."""
+    return (
+        f"`where` refuses all {format_count(rows, 'row')} of {os.fspath(path)}, and nobody writes to it: "
+        "look at what `where` accepts, or start samplers"
     )

@@ -4,7 +4,7 @@ Without a framework and without a collective: through one file an epoch in the c
 The first rank to link it proposes its own snapshot; whoever comes later finds it, and reads just
 those segments. This module owns the file and a lease on its segments; the loader owns the snapshot.
 
-    begin     under cache.lock: is there a file that some rank holds? Then join it: check the
+    begin     is there a file? Under cache.lock: does some rank hold it? Then join it: check the
               terms, lease its segments, hold it, add a line for this process.
               Else take a snapshot, holding nothing meanwhile; look again; link a file that is
               whole, held and joined before anybody can see it.
@@ -116,8 +116,10 @@ class Agreement:
         record = {**terms, "world_size": self._membership.world_size}
         mine: Snapshot | None = None
         try:
-            with self._store.locked():
-                theirs = self._join(name, epoch, record)
+            theirs = None
+            if os.path.lexists(self._store.folder.ranks / name):  # who waits for rows takes no lock else
+                with self._store.locked():
+                    theirs = self._join(name, epoch, record)
             if theirs is None:
                 mine = take()
                 if mine is None:

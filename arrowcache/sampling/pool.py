@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from arrowcache import html
-from arrowcache.errors import SamplerError, WorkerError
+from arrowcache.errors import LoaderTimeoutError, SamplerError, WorkerError
 from arrowcache.pickling import pickled
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, State, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
@@ -197,8 +197,12 @@ class Pool:
         Early segments are small (see `SamplerPool`): say `rows` where rows are meant.
         Blocks: at most `timeout` seconds; None: no bound.
         Raises: TimeoutError: not in time. SamplerError: tasks failed, so that it cannot be reached.
-            ValueError: neither is given, and the pool has no end; or this process was forked from its own.
+            ValueError, TypeError: an argument that does not fit; neither is given, and the pool has no end;
+            or this process was forked from its own.
         """
+        segments = None if segments is None else parse_count(segments, "segments")
+        rows = None if rows is None else parse_count(rows, "rows")
+        timeout = parse_seconds(timeout, "timeout")
         if self._state.is_inherited():
             raise ValueError("the pool belongs to the process that forked this one: make a new one here")
         asked = [
@@ -210,7 +214,6 @@ class Pool:
             raise ValueError(
                 "this pool has no end: say wait(segments=...) or wait(rows=...), or make it with segments=..."
             )
-        timeout = parse_seconds(timeout, "timeout")
         state = self._state
 
         def reached() -> bool:
@@ -258,10 +261,19 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Stop, as `stop()`; an exception that passes goes on, as a rule.
+
+        Raises: SamplerError: as `stop()`, where none passes, or a LoaderTimeoutError: that is its cause then.
+        """
         if kind is None:
             self.stop()
-        else:
+        elif not isinstance(error, LoaderTimeoutError):
             self._shut_down()  # the exception that passes tells more
+        else:
+            try:
+                self.stop()
+            except BaseException as failed:
+                raise failed from error  # rows did not come since samplers failed
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.stats()}>"

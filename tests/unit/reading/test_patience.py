@@ -10,7 +10,7 @@ from contextlib import closing, nullcontext
 from functools import partial
 
 import pytest
-from helpers import DEADLINE_SECONDS, full, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, append_rows, full, make_cache, publish, wait_until
 from helpers import sample as row
 from processes import Script
 
@@ -18,6 +18,7 @@ import arrowcache as ac
 from arrowcache import Loader, SamplerPool
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.progress import Progress
+from arrowcache.storage.store import Store
 
 QUICK = {"progress": False, "workers": 1}
 SECONDS = 0.5  # a timeout
@@ -197,13 +198,28 @@ def test_a_loader_whose_where_refuses_the_newest_segments_takes_no_lock_again_an
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_take_the_lock_about_once_a_second(cache, monkeypatch):
-    options = {"rank": 0, "world_size": 2, "run_id": "job", "timeout": 4 * SECONDS}
+def test_a_rank_that_waits_takes_no_lock_of_the_cache_while_somebody_publishes(cache, monkeypatch):
+    options = {"rank": 0, "world_size": 2, "run_id": "job", "wait_rows": 1000, "timeout": None}
     with Loader(cache, 16, **options) as loader:
-        opened = Opened(monkeypatch)
-        with pytest.raises(ac.LoaderTimeoutError):
-            iter(loader)
-        assert opened.count <= 4 * SECONDS * 2 + 40, "not fifty times a second"
+        failed: list[BaseException] = []
+        waits = threading.Thread(target=lambda: _attempt(lambda: iter(loader), failed))
+        took, locked = [], Store.locked
+
+        def counted(store, *arguments):
+            if threading.current_thread() is waits:
+                took.append(store)
+            return locked(store, *arguments)
+
+        monkeypatch.setattr(Store, "locked", counted)
+        waits.start()
+        for _ in range(20):
+            publish(cache, 1)
+            time.sleep(SECONDS / 10)  # so that it looks in between
+        loader.close()
+        waits.join(DEADLINE_SECONDS)
+        assert not waits.is_alive()
+        assert [type(error) for error in failed] == [ValueError], "it was closed while it waited"
+        assert took == []
 
 
 def test_a_waiting_loader_finds_what_another_rank_began(cache):
@@ -278,12 +294,49 @@ def test_a_finite_cache_of_fewer_rows_than_a_batch_says_at_once_how_to_read_it(c
 
 
 @pytest.mark.slow
-def test_of_several_ranks_one_step_is_that_of_all(cache):
+def test_of_several_ranks_one_step_is_that_of_all_and_the_whole_timeout_is_waited(cache):
+    """Another rank may be about to start the samplers."""
     publish(cache, 2)
     too_few = pytest.raises(
-        ac.LoaderTimeoutError, match=r"32 rows, one step of 4 ranks takes 64.*batch_size to 8;"
+        ac.LoaderTimeoutError,
+        match=r"waited 2\.5 s: .*32 rows, one step of 4 ranks takes 64.*batch_size to 8;",
     )
-    with Loader(cache, 16, rank=0, world_size=4, run_id="job") as loader, too_few:
+    with Loader(cache, 16, rank=0, world_size=4, run_id="job", timeout=2.5) as loader, too_few:
+        iter(loader)
+
+
+def test_a_rank_waits_for_the_samplers_that_another_rank_starts_late(cache):
+    publish(cache, 1)
+    epochs: list[object] = []
+    options = {"rank": 1, "world_size": 2, "run_id": "job", "timeout": DEADLINE_SECONDS}
+    with Loader(cache, 16, **options) as loader:
+        thread = threading.Thread(target=lambda: _attempt(lambda: epochs.append(iter(loader)), epochs))
+        thread.start()
+        thread.join(2.5)  # longer than a loader that is alone would
+        publish(cache, 1)
+        thread.join(DEADLINE_SECONDS)
+        assert [isinstance(each, BaseException) for each in epochs] == [False], epochs
+
+
+def test_no_smaller_batch_is_advised_where_none_would_help(cache):
+    append_rows(cache, range(1))
+    options = {"rank": 0, "world_size": 2, "run_id": "job", "timeout": 2.5}
+    with (
+        Loader(cache, 16, **options) as loader,
+        pytest.raises(ac.LoaderTimeoutError, match="has 1 row, one step of 2 ranks takes 32") as caught,
+    ):
+        iter(loader)
+    assert "drop_last=False" in str(caught.value)
+    assert "batch_size" not in str(caught.value)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_where_that_refuses_every_row_of_a_finite_cache_is_told_at_once(cache, drop_last):
+    publish(cache, 2)
+    with (
+        Loader(cache, 16, where=lambda _: False, drop_last=drop_last, timeout=None) as loader,
+        pytest.raises(ac.LoaderTimeoutError, match="`where` refuses all 32 rows of .*, and nobody writes"),
+    ):
         iter(loader)
 
 

@@ -575,6 +575,33 @@ def test_a_sampler_that_kills_its_process_is_given_up_in_the_end(cache):
     pool.stop()
 
 
+def test_the_failure_of_samplers_passes_on_in_place_of_the_loader_that_waited_for_them(cache):
+    def sampler(rng):
+        raise OSError("no route to host")
+        yield {}
+
+    with (
+        ThreadPoolExecutor(1) as executor,
+        pytest.raises(ac.SamplerError, match="no route to host") as caught,
+        SamplerPool(cache, sampler, executor=executor, segments=1, retries=0, **QUICK) as pool,
+        ac.Loader(cache, 16, timeout=0.5) as loader,
+    ):
+        wait_until(lambda: pool.stats().failures, "the task to be given up")
+        iter(loader)
+    assert isinstance(caught.value.__cause__, ac.LoaderTimeoutError)
+
+
+def test_a_loader_that_waits_in_vain_says_so_where_no_sampler_failed(cache):
+    with (
+        ThreadPoolExecutor(1) as executor,
+        pytest.raises(ac.LoaderTimeoutError),
+        SamplerPool(cache, draws(), executor=executor, segments=1, **QUICK) as pool,
+        ac.Loader(cache, 16, wait_rows=64, timeout=0.5) as loader,
+    ):
+        pool.wait(timeout=DEADLINE_SECONDS)
+        iter(loader)
+
+
 # waiting and stopping
 
 
@@ -585,6 +612,18 @@ def test_wait_returns_once_so_many_segments_are_published(cache):
         pool.wait(segments=5, timeout=0)
         with pytest.raises(ValueError, match="no end"):
             pool.wait()
+
+
+@pytest.mark.parametrize("name", ["rows", "segments"])
+@pytest.mark.parametrize("count", [-5, 0, True, 1.5, "5"])
+def test_wait_says_which_count_does_not_fit_before_anything_else(cache, name, count):
+    error = ValueError if isinstance(count, int) else TypeError
+    with (
+        ThreadPoolExecutor(2) as executor,
+        SamplerPool(cache, draws(), executor=executor, **QUICK) as pool,
+        pytest.raises(error, match=rf"^{name}(=| ).*must be an int"),
+    ):
+        pool.wait(**{name: count}, timeout=DEADLINE_SECONDS)
 
 
 def test_wait_times_out_with_numbers(cache, tmp_path):

@@ -174,7 +174,7 @@ def test_a_full_cache_that_evicts_as_much_as_comes_is_not_waited_for_for_ever(tm
     cache = make_cache(tmp_path / "cache", capacity="256KiB")
     with closing(Progress.open(cache.path, "default.0", 0)) as progress, Publishing(cache, progress):
         text = too_late(cache, wait_rows=230)  # which the capacity would hold, without what a file adds
-    assert "where 230 are waited for: it is full, with a capacity of 256 KiB, and evicts" in text
+    assert "where 230 are waited for: it is full, with a capacity of 256.0 KiB, and evicts" in text
     assert text.endswith("lower wait_rows or batch_size, or raise the capacity")
 
 

@@ -420,7 +420,8 @@ class Epochs:
                         snapshot = self._take(number, undo, ahead=ahead)
                     if snapshot is not None:
                         return snapshot
-                    patience.found(self._rows_seen, self._listed)
+                    if not self._pacing.reason:  # else it did not look, or at what the pace leaves it
+                        patience.found(self._rows_seen, self._listed)
                     before_waiting()
                 if patience.is_over():
                     raise LoaderTimeoutError(self._why_late(patience))

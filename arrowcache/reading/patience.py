@@ -45,7 +45,7 @@ class Patience:
         self._pause = _LEAST_PAUSE_SECONDS
         self._looked = self._unwritten_since = 0.0
         self._samplers: list[SeenSampler] = []
-        self._most_rows = 0
+        self._most_rows = -1  # no try yet: what is there by then was not published meanwhile
         self._ends = self._ends_then = (-1, -1)  # the oldest and the newest segment: now, as rows last grew
         self._vain_since = 0.0  # segments are published, and the rows do not grow
 

@@ -32,6 +32,7 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
+from arrowcache.units import format_bytes
 
 _ALL = slice(None)  # steps of an epoch
 
@@ -106,7 +107,8 @@ class Epochs:
         self._resumed: Plan | None = None
         self._missing = "skip"
         self._lost_ahead: int | None = None  # an epoch of the ranks that this one cannot read
-        self._rows_seen = self._rows_listed = 0  # that `where` accepts, and all
+        self._listed: Sequence[SegmentInfo] = ()  # as the last try found it
+        self._rows_seen = 0  # of it, that `where` accepts
         self.next = 0  # the number of the next epoch
         self.progress: Epoch | None = None  # the one of which batches are delivered, or were last
 
@@ -116,7 +118,6 @@ class Epochs:
         self._agreement = None if membership is None else Agreement(self._store, membership)
         if membership is not None and membership.rank % membership.local_world_size:
             self.headroom.warns = False  # the first rank of this node does
-        self._has_peers = membership is not None and membership.world_size > 1
         alone = Share(membership.rank, membership.world_size) if membership else Share()
         self._share = share or alone
         self.step_rows = self._terms.batch_size * self._share.world_size  # of all ranks
@@ -419,6 +420,8 @@ class Epochs:
                         snapshot = self._take(number, undo, ahead=ahead)
                     if snapshot is not None:
                         return snapshot
+                    if not self._pacing.reason:  # else it did not look, or at what the pace leaves it
+                        patience.found(self._rows_seen, self._listed)
                     before_waiting()
                 if patience.is_over():
                     raise LoaderTimeoutError(self._why_late(patience))
@@ -438,7 +441,7 @@ class Epochs:
         ranks it comes later: one of them may be about to start the samplers.
         """
         why = self._why_never(patience)
-        if why and not self._has_peers:
+        if why and self._share.world_size == 1:
             raise LoaderTimeoutError(why)
 
     def _why_never(self, patience: Patience) -> str:
@@ -454,6 +457,10 @@ class Epochs:
         return too_few(path, rows, self._accepted, terms.batch_size, self.step_rows)
 
     @property
+    def _rows_listed(self) -> int:
+        return sum(segment.rows for segment in self._listed)
+
+    @property
     def _accepted(self) -> str:
         return " that `where` accepts" if self._where else ""
 
@@ -466,6 +473,8 @@ class Epochs:
             )
         if never := self._why_never(patience):
             return f"waited {self._timeout_seconds:g} s: {never}"
+        if patience.is_in_vain():
+            return self._why_in_vain(patience)
         fact = (
             f"{waited} {self._needed_rows} rows in {self._store.folder.path}, which has "
             f"{self._rows_seen}{self._accepted}: {patience.samplers()}"
@@ -473,6 +482,20 @@ class Epochs:
         if not self._rows_seen:
             return fact
         return f"{fact}; or have it be content with what is there: lower wait_rows or batch_size"
+
+    def _why_in_vain(self, patience: Patience) -> str:
+        path, listed = self._store.folder.path, self._rows_listed
+        fact = f"for {self._timeout_seconds:g} s segments were published in {path}, and "
+        if not self._rows_seen and self._where:
+            return f"{fact}`where` refuses all {listed} rows that are there: look at what it accepts"
+        fact += (
+            f"its rows{self._accepted} stay at {self._rows_seen}, where {self._needed_rows} are waited for: "
+        )
+        if patience.has_evicted():
+            capacity = format_bytes(self._store.settings.capacity_bytes)
+            fact += f"it is full, with a capacity of {capacity}, and evicts as much as comes: "
+            return f"{fact}lower wait_rows or batch_size, or raise the capacity"
+        return f"{fact}lower wait_rows or batch_size, or look at what `where` accepts"
 
     def _take(self, number: int, undo: ExitStack, *, ahead: bool) -> Snapshot | None:
         """The snapshot of a new epoch, if there is enough for one; it counts once, for all ranks."""
@@ -496,9 +519,8 @@ class Epochs:
         if not self._pacing.may_begin():
             return None
         where = self._pacing.where()
-        listed = self._store.segments()
-        self._rows_listed = sum(segment.rows for segment in listed)
-        self._rows_seen = sum(segment.rows for segment in listed if where is None or where(segment))
+        self._listed = self._store.segments()
+        self._rows_seen = sum(segment.rows for segment in self._listed if where is None or where(segment))
         if self._rows_seen < self._needed_rows:  # found without cache.lock: so who waits never takes it
             return None
         snapshot = Snapshot.take(self._store, where, yields_since=self.headroom.known)

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from arrowcache.arrow.schema import Schema
+from arrowcache.arrow.segment import row_bytes
 from arrowcache.cgroup import memory_bytes
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs, Terms
@@ -31,7 +32,7 @@ from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.storage.store import once_unlocked
+from arrowcache.storage.store import Store, once_unlocked
 from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds, require_function
 
 if TYPE_CHECKING:
@@ -81,7 +82,11 @@ class Loader:
         epoch_rows: rows of an epoch, of all ranks together, whatever the snapshot holds: fewer are
             drawn without replacement, more are reshuffled passes.
         wait_rows: an epoch waits until so many rows, and one full step, are published.
-        timeout: seconds that an epoch waits for rows, and a step for its batch; None: for ever.
+        timeout: seconds that a step waits for its batch, and an epoch for rows: counted from the last row
+            that a sampler of the cache drew, if that is later; but once segments are published and bring it
+            no more rows for so long, as where `where` refuses them or the cache is full, it gives up. At
+            once, about, where there are too few rows for a step, nobody writes and no other rank is there
+            that might begin to. None: for ever, but for the last case.
         window_bytes: of shuffle="window"; None: a quarter of the memory or of the capacity, the lesser.
         paced: keep the cache's pace, and count what is served; False: neither, such as for validation.
 
@@ -145,6 +150,7 @@ class Loader:
         self._rank = self._find_rank()
         ranks = membership(*self._rank, run_id)
         require_step(self._terms, ranks)
+        require_room(self._store, self._terms, ranks)
         self._meter = Meter(self._workers, shuffle)
         self._epochs = Epochs(self._store, where, self._terms, self._timeout, ranks, self._meter)
         make: type[Assembly | RemoteAssembly] = Assembly
@@ -333,6 +339,7 @@ class Loader:
         if found not in (self._rank, (None, None)):
             ranks = membership(*found, self._run_id)
             require_step(self._terms, ranks)
+            require_room(self._store, self._terms, ranks)
             self._epochs.join(ranks)
             self._rank = found
 
@@ -439,6 +446,28 @@ def require_step(terms: Terms, ranks: Membership | None) -> None:
         raise ValueError(
             f"epoch_rows={terms.epoch_rows} is less than one step of {step_rows} rows: "
             "raise it, or pass drop_last=False"
+        )
+
+
+def require_room(store: Store, terms: Terms, ranks: Membership | None) -> None:
+    """Make sure that the capacity, as it is now, may hold the rows that an epoch waits for.
+
+    Raises: ValueError: it cannot. A cache that is to be resized later must be so before.
+    """
+    step_rows = terms.batch_size * (ranks.world_size if ranks else 1) if terms.drop_last else 1
+    rows = max(terms.wait_rows, step_rows)
+    least = rows * row_bytes(store.settings.schema)  # variable-length data not counted
+    if least <= store.settings.capacity_bytes:
+        return
+    store.refresh_settings()  # somebody may have resized it
+    capacity_bytes = store.settings.capacity_bytes
+    if least > capacity_bytes:
+        fact, way = f"wait_rows={rows} take", "lower wait_rows"
+        if step_rows > terms.wait_rows:
+            fact, way = f"one step of {rows} rows takes", "lower batch_size, pass drop_last=False"
+        raise ValueError(
+            f"{fact} {format_bytes(least)} or more, and the capacity is {format_bytes(capacity_bytes)} now: "
+            f"{way}, or raise the capacity first"
         )
 
 

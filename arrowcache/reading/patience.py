@@ -2,7 +2,7 @@
 
 It waits without cache.lock and without a lease: it asks the folder when it changed, some twenty times a
 second, and only what changed is a reason to try again. As long as some sampler of the cache draws, it does
-not give up.
+not give up, unless what they publish brings it no rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from arrowcache.storage.layout import CACHE_JSON
+from arrowcache.storage.layout import CACHE_JSON, SegmentInfo
 from arrowcache.storage.progress import SeenSampler, State, seen_samplers
 from arrowcache.storage.store import Store
 from arrowcache.units import format_count, format_seconds
@@ -45,6 +45,27 @@ class Patience:
         self._pause = _LEAST_PAUSE_SECONDS
         self._looked = self._unwritten_since = 0.0
         self._samplers: list[SeenSampler] = []
+        self._most_rows = -1  # no try yet: what is there by then was not published meanwhile
+        self._ends = self._ends_then = (-1, -1)  # the oldest and the newest segment: now, as rows last grew
+        self._vain_since = 0.0  # segments are published, and the rows do not grow
+
+    def found(self, rows: int, listed: Sequence[SegmentInfo]) -> None:
+        """A try found so many rows for the epoch in what is published."""
+        self._ends = (listed[0].seq, listed[-1].seq) if listed else (-1, -1)
+        if rows > self._most_rows:
+            self._most_rows, self._ends_then, self._vain_since = rows, self._ends, 0.0
+        elif self._ends[1] != self._ends_then[1] and not self._vain_since:
+            self._vain_since = time.monotonic()
+
+    def is_in_vain(self) -> bool:
+        """For the timeout by now segments were published, and the rows for the epoch did not grow."""
+        if self._timeout_seconds is None or not self._vain_since:
+            return False
+        return time.monotonic() - self._vain_since > self._timeout_seconds
+
+    def has_evicted(self) -> bool:
+        """Segments have left the cache since the rows last grew."""
+        return self._ends[0] > self._ends_then[0] >= 0
 
     def is_due(self) -> bool:
         """Something may have changed since the last time that this was true; the first time it is."""
@@ -71,9 +92,14 @@ class Patience:
         self._pause = min(1.5 * self._pause, _MOST_PAUSE_SECONDS)
 
     def is_over(self) -> bool:
-        """The timeout has passed since this wait began, and since a sampler of the cache drew a row."""
+        """The timeout has passed since this wait began, and since a sampler of the cache drew a row.
+
+        Or it is in vain, however much samplers draw.
+        """
         if self._timeout_seconds is None:
             return False
+        if self.is_in_vain():
+            return True
         now, since = time.monotonic(), max(self._began, self._last_row())
         if now - since > self._timeout_seconds:
             self._look()

@@ -145,6 +145,72 @@ def test_a_sampler_between_two_tasks_counts_by_its_last_row_but_is_not_told_of(c
     assert time.monotonic() - started >= SECONDS
 
 
+class Publishing:
+    """Publishes a segment each tenth of a timeout, and has a sampler draw, until it is left."""
+
+    def __init__(self, cache, progress) -> None:
+        self._cache, self._progress, self._ends = cache, progress, threading.Event()
+        self._thread = threading.Thread(target=self._work)
+
+    def _work(self) -> None:
+        while not self._ends.wait(SECONDS / 10):
+            self._progress.begin(0, 16)
+            self._progress.count(1, 16)
+            publish(self._cache, 1)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_) -> None:
+        self._ends.set()
+        self._thread.join(DEADLINE_SECONDS)
+
+
+def test_samplers_whose_segments_a_where_refuses_are_not_waited_for_for_ever(cache, progress):
+    with Publishing(cache, progress):
+        text = too_late(cache, where=lambda _: False)
+    assert f"for {SECONDS:g} s segments were published in {cache.path}, and `where` refuses all " in text
+    assert "look at what it accepts" in text
+
+
+def test_a_full_cache_that_evicts_as_much_as_comes_is_not_waited_for_for_ever(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity="256KiB")
+    with closing(Progress.open(cache.path, "default.0", 0)) as progress, Publishing(cache, progress):
+        text = too_late(cache, wait_rows=230)  # which the capacity would hold, without what a file adds
+    assert "where 230 are waited for: it is full, with a capacity of 256.0 KiB, and evicts" in text
+    assert text.endswith("lower wait_rows or batch_size, or raise the capacity")
+
+
+def test_rows_that_grow_are_waited_for_however_long_it_takes(cache, progress):
+    with Publishing(cache, progress), Loader(cache, 16, wait_rows=600, timeout=SECONDS) as loader:
+        assert next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"wait_rows": 5000}, "wait_rows=5000 take .* lower wait_rows, or raise"),
+        ({"batch_size": 5000}, "one step of 5000 rows takes .* lower batch_size, pass drop_last=False, or"),
+        (
+            {"batch_size": 1000, "rank": 1, "world_size": 2, "run_id": "job"},
+            "one step of 2000 rows takes",
+        ),
+    ],
+)
+def test_more_rows_than_the_capacity_may_hold_are_refused_before_any_wait(cache, options, fact):
+    with pytest.raises(ValueError, match=fact):
+        Loader(cache, **options)
+    another = ac.Cache.open(cache.path)  # which resizes it, as another process would
+    another.resize("16MiB")
+    Loader(cache, **options).close()
+
+
+def test_a_batch_of_what_is_there_may_be_larger_than_the_cache(cache):
+    publish(cache, 1)
+    with Loader(cache, 5000, drop_last=False) as loader:
+        assert [len(batch["id"]) for batch in loader] == [16]
+
+
 # at no cost to others
 
 
@@ -335,7 +401,7 @@ def test_a_where_that_refuses_every_row_of_a_finite_cache_is_told_at_once(cache,
     publish(cache, 2)
     with (
         Loader(cache, 16, where=lambda _: False, drop_last=drop_last, timeout=None) as loader,
-        pytest.raises(ac.LoaderTimeoutError, match="`where` refuses all 32 rows of .*, and nobody writes"),
+        pytest.raises(ac.LoaderTimeoutError, match=r"`where` refuses all 32 rows of .*, and nobody writes"),
     ):
         iter(loader)
 

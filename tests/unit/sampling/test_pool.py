@@ -580,26 +580,27 @@ def test_the_failure_of_samplers_passes_on_in_place_of_the_loader_that_waited_fo
         raise OSError("no route to host")
         yield {}
 
+    def train():
+        with SamplerPool(cache, sampler, executor=executor, segments=1, retries=0, **QUICK) as pool:
+            wait_until(lambda: pool.stats().failures, "the task to be given up")
+            next(iter(ac.Loader(cache, 16, timeout=0.5)))
+
     with (
         ThreadPoolExecutor(1) as executor,
         pytest.raises(ac.SamplerError, match="no route to host") as caught,
-        SamplerPool(cache, sampler, executor=executor, segments=1, retries=0, **QUICK) as pool,
-        ac.Loader(cache, 16, timeout=0.5) as loader,
     ):
-        wait_until(lambda: pool.stats().failures, "the task to be given up")
-        iter(loader)
+        train()
     assert isinstance(caught.value.__cause__, ac.LoaderTimeoutError)
 
 
 def test_a_loader_that_waits_in_vain_says_so_where_no_sampler_failed(cache):
-    with (
-        ThreadPoolExecutor(1) as executor,
-        pytest.raises(ac.LoaderTimeoutError),
-        SamplerPool(cache, draws(), executor=executor, segments=1, **QUICK) as pool,
-        ac.Loader(cache, 16, wait_rows=64, timeout=0.5) as loader,
-    ):
-        pool.wait(timeout=DEADLINE_SECONDS)
-        iter(loader)
+    def train():
+        with SamplerPool(cache, draws(), executor=executor, segments=1, **QUICK) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+            next(iter(ac.Loader(cache, 16, wait_rows=64, timeout=0.5)))
+
+    with ThreadPoolExecutor(1) as executor, pytest.raises(ac.LoaderTimeoutError):
+        train()
 
 
 # waiting and stopping

@@ -514,7 +514,7 @@ def test_ray_trains_workers_load_from_their_nodes_cache(caches, tmp_path):
         node = ray.get_runtime_context().get_node_id()
         Path(config["folder"], f"{node}-{context.get_world_rank()}").write_text(repr(seen))
 
-    with SamplerPool(caches, draws(), segments=8, **QUICK) as pool:
+    with SamplerPool(caches, full(draws()), segments=8, **QUICK) as pool:
         pool.wait(timeout=LONG_SECONDS)
     assert min(len(tasks(cache)) for cache in opened(caches)) >= 3, "48 rows on each"
     (tmp_path / "seen").mkdir()

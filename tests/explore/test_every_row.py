@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import ids_of, nearly_full, wait_until
 
+pytest.importorskip("pandas", reason="pandas is not installed")
+
 import arrowcache as ac
 from arrowcache import explore
 

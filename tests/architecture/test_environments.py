@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def test_every_package_of_this_environment_is_pinned_by_a_file_or_by_one_that_is
     name = Path(sys.prefix).name
     if name not in FILES or Path(sys.prefix).parent.name != ".envs":
         pytest.skip("this interpreter is of no environment that make built")
-    installed = {normal(each.metadata["Name"]): each for each in distributions()}
+    folder = sysconfig.get_path("purelib")  # not sys.path: setuptools, once imported, adds what it has inside
+    installed = {normal(each.metadata["Name"]): each for each in distributions(path=[folder])}
     installed = {each: it for each, it in installed.items() if each not in ("pip", "arrowcache")}
     exactly = {
         normal(match[1])

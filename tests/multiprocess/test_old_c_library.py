@@ -6,7 +6,7 @@ import os
 import subprocess
 
 import pytest
-from helpers import make_cache, publish
+from helpers import make_cache, publish, wait_until
 from processes import Script
 
 from arrowcache import linux
@@ -133,7 +133,7 @@ def path(tmp_path):
 def test_loaders_and_samplers_work_without_names_that_old_c_libraries_lack(cut, path, way):
     with Script(USE + way, path) as script:
         assert script.end(120) == (0, "")
-        assert script.processes() == []
+        wait_until(lambda: script.processes() == [], "no process of it is left")
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_loaders_of_torch_work_without_names_that_old_c_libraries_lack(cut, path
     pytest.importorskip("torch", reason="torch is not installed")
     with Script(USE + TORCH, path) as script:
         assert script.end(240) == (0, "")
-        assert script.processes() == []
+        wait_until(lambda: script.processes() == [], "no process of it is left")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ class Patience:
         now = time.monotonic()
         if now - self._looked > _LOOK_SECONDS:
             self._looked = now
-            if self._somebody_writes():
+            if self._store.usage.somebody_writes():
                 self._unwritten_since = 0.0
             elif not self._unwritten_since:
                 self._unwritten_since = now
@@ -125,7 +125,7 @@ class Patience:
         self._look()
         at_work = self._at_work()
         if not at_work:
-            if self._somebody_writes():
+            if self._store.usage.somebody_writes():
                 return (
                     "somebody writes to it, but no sampler is seen at work on this machine, as those of Ray "
                     "on other nodes never are: raise timeout"
@@ -158,12 +158,6 @@ class Patience:
 
     def _last_row(self) -> float:
         return max((each.last_row or 0.0 for each in self._samplers), default=0.0)
-
-    def _somebody_writes(self) -> bool:
-        try:
-            return self._store.usage.somebody_writes()
-        except OSError:  # it cannot be told
-            return True
 
     def _rows_there(self) -> int:
         with suppress(OSError):

@@ -514,7 +514,7 @@ class Store:
             self.refresh_settings()
             listed, next_seq = self.segments(), self.folder.read_record().next_seq
             left_out: list[SegmentInfo] = []
-            if yields_since is not None and (next_seq > yields_since or self._somebody_writes()):
+            if yields_since is not None and (next_seq > yields_since or self.usage.somebody_writes()):
                 count = self._headroom_segments(listed)
                 listed, left_out = listed[count:], listed[:count]
             if not listed:
@@ -533,12 +533,6 @@ class Store:
             return Leased([], None, next_seq, left_out_rows)
         lease.narrow(listed[0].seq, listed[-1].seq)
         return Leased(listed, lease, next_seq, left_out_rows)
-
-    def _somebody_writes(self) -> bool:
-        try:
-            return self.usage.somebody_writes()
-        except OSError:  # it cannot be told: no writer is to stand still for that, and no epoch fails
-            return True
 
     def _headroom_segments(self, listed: list[SegmentInfo]) -> int:
         """How many of the oldest are left to writers."""

@@ -144,7 +144,7 @@ class Arena:
             return arena
 
     def _fits(self, settings: Settings) -> bool:
-        """Whether segments of such a cache fit into its cells and lanes."""
+        """Whether segments of such a cache fit into its cells."""
         mine = self._schema, self._segment_bytes, self._full_rows
         return mine == (settings.schema, settings.segment_bytes, settings.full_rows)
 

@@ -5,8 +5,8 @@ A Python built against an old C library, as those of uv and conda are, lacks `os
 none it makes the system call by its number. A processor whose numbers are not known here, and a kernel
 without the call, answer with ENOSYS.
 
-No other module calls the C library (native/ is a library of its own). Nothing here decides anything: what an error means, and what is done
-without the call, is the caller's. Standard library only.
+No other module calls the C library; native/ is a library of its own. Nothing here decides anything: what an
+error means, and what is done without the call, is the caller's. Standard library only.
 
 Some calls take less time than handing over the GIL does: those keep it, as they say. All others let go of
 it. Wherever memory is named, it is by its address: the caller knows that it is there.

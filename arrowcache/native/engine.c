@@ -24,7 +24,7 @@ enum {
     LINE = 64, LINES = 4,
     ASKED_BYTES = 128 << 10,
     MOST_THREADS = 64,
-    CANCELLED = -1, /* as `damaged` */
+    CANCELLED = -1, /* as `damaged`: or refused */
 };
 
 struct engine {
@@ -232,7 +232,7 @@ static int64_t prepare(engine_job *job)
 {
     int64_t whole = job->count, bad = -1;
     job->parts = 1;
-    job->begun = job->damaged = 0;
+    job->begun = 0;
     if (job->kind == ENGINE_VALUES) {
         whole = job->count ? job->to[job->count] : 0;
         job->unit = CHUNK_BYTES;
@@ -249,6 +249,7 @@ static int64_t prepare(engine_job *job)
             whole = nbytes ? whole : 0;
         }
     }
+    job->damaged = bad < 0 ? 0 : CANCELLED;
     job->chunks = bad < 0 ? (whole + job->unit - 1) / job->unit * job->parts : 0;
     __atomic_store_n(&job->left, (uint32_t)job->chunks, __ATOMIC_RELAXED);
     return bad;
@@ -285,8 +286,7 @@ PUBLIC int64_t engine_copy(engine_job *job)
     for (int64_t chunk = 0; chunk < job->chunks; chunk++)
         run_chunk(job, chunk);
     job->left = 0;
-    if (bad < 0)
-        finish(job);
+    finish(job);
     return bad;
 }
 
@@ -362,8 +362,8 @@ PUBLIC engine *engine_new(void)
     return self;
 }
 
-/* Join the threads that have ended; under the lock, which they do not need any more. */
-static void join_ended(engine *self)
+/* Join the threads that have ended; under the lock, which they do not need any more. Returns: how many are left. */
+static int64_t join_ended(engine *self)
 {
     int64_t kept = 0;
     for (int64_t i = 0; i < self->running; i++) {
@@ -374,7 +374,7 @@ static void join_ended(engine *self)
         self->threads[kept] = self->threads[i];
         self->has_ended[kept++] = false;
     }
-    self->running = kept;
+    return self->running = kept;
 }
 
 PUBLIC int64_t engine_start(engine *self, int64_t count)
@@ -384,9 +384,9 @@ PUBLIC int64_t engine_start(engine *self, int64_t count)
     pthread_sigmask(SIG_SETMASK, &all, &before); /* threads inherit it */
     pthread_mutex_lock(&self->lock);
     join_ended(self);
-    if (!self->running)
-        self->is_stopping = false;
-    while (!self->is_stopping && self->running < least(count, MOST_THREADS)) {
+    self->is_stopping = false; /* threads that have not seen it stay */
+    pthread_cond_broadcast(&self->ended);
+    while (self->running < least(count, MOST_THREADS)) {
         int64_t number = self->running;
         self->has_ended[number] = false;
         if (pthread_create(&self->threads[number], NULL, work, self))
@@ -406,11 +406,9 @@ PUBLIC int64_t engine_stop(engine *self, int64_t nanoseconds)
     pthread_mutex_lock(&self->lock);
     self->is_stopping = true;
     pthread_cond_broadcast(&self->work);
-    for (int64_t i = 0; i < self->running; i++)
-        while (!self->has_ended[i] && !pthread_cond_timedwait(&self->ended, &self->lock, &limit))
-            ;
-    join_ended(self);
-    int64_t running = self->running;
+    int64_t running, error = 0;
+    while ((running = join_ended(self)) && self->is_stopping && !error) /* somebody may start them again */
+        error = pthread_cond_timedwait(&self->ended, &self->lock, &limit);
     pthread_mutex_unlock(&self->lock);
     return running;
 }

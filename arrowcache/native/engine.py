@@ -198,6 +198,11 @@ def copy_values(rows: Rows, found: Found, out: NDArray[np.uint8], *, is_warm: bo
     _engine.run(job, out.nbytes, (rows, found, table, out), is_warm=is_warm)
 
 
+def limit_threads(count: int) -> None:
+    """Have no more threads than this: for a process that works beside others like it."""
+    _engine.most_threads = count
+
+
 class _Engine:
     """The process' engine and its threads."""
 
@@ -208,6 +213,7 @@ class _Engine:
         self._lock = threading.RLock()  # a signal handler may copy rows, too
         self._held: dict[int, tuple[_Job, object]] = {}  # by the job's address
         self._has_threads = self._is_closed = False
+        self.most_threads = _thread_count()
 
     def run(self, job: _Job, nbytes: int, keep: object, *, is_warm: bool) -> int:
         """Have a job done. Returns: as `copy_rows`."""
@@ -237,7 +243,7 @@ class _Engine:
     def _start(self) -> None:
         with self._lock:
             if not self._has_threads and not self._is_closed:
-                _library.engine_start(self._handle, _thread_count())
+                _library.engine_start(self._handle, self.most_threads)
                 self._has_threads = True
 
     def stop(self) -> bool:

@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <time.h>
 
-enum { WORKERS = 3, SLOTS = 3, TABLES = 6, DECISION_BYTES = 600 };
+enum { WORKERS = 3, SLOTS = 3, TABLES = 6, DECISION_BYTES = 64 };
 
 static const int64_t SECOND = 1000000000;
 
@@ -80,8 +80,10 @@ static void *work(void *argument)
             engine_start(shared, 2);
         if (one_in(&from, 8))
             copy(made, &self->sum);
-        else
+        else {
             is_queued[number] = check_begun(made, engine_submit(shared, &made->job), &self->sum);
+            CHECK(is_queued[number] || engine_take(shared, &made->job, 0) == 0);
+        }
         if (!is_queued[number])
             free_request(made);
     }
@@ -143,7 +145,6 @@ int main(int argc, char **argv)
     CHECK(engine_stop(shared, 100 * SECOND) == 0);
     for (int64_t i = 0; i < TABLES; i++)
         free_table(&tables[i]);
-    printf("done %ld refused %ld cancelled %ld damaged %ld bytes %ld\n", (long)sum.done, (long)sum.refused,
-           (long)sum.cancelled, (long)sum.damaged, (long)sum.nbytes);
+    print_counts(&sum);
     return 0;
 }

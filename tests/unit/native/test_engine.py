@@ -264,14 +264,17 @@ def test_threads_end_before_a_fork_and_start_again():
     assert native_threads() == before
 
 
-def test_without_threads_the_caller_copies_by_itself(monkeypatch):
+def test_without_threads_the_caller_copies_by_itself():
     files, ids = big()
     assert engine._engine.stop()
-    monkeypatch.setattr(engine, "_thread_count", lambda: 0)
-    before = native_threads()
-    checked(files, ids, is_warm=True)
-    assert native_threads() == before
-    assert engine._engine.stop()
+    most, before = engine._engine.most_threads, native_threads()
+    engine.limit_threads(0)
+    try:
+        checked(files, ids, is_warm=True)
+        assert native_threads() == before
+    finally:
+        engine.limit_threads(most)
+        assert engine._engine.stop()
 
 
 @pytest.mark.parametrize(

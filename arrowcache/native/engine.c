@@ -473,4 +473,6 @@ PUBLIC void engine_cancel(engine *self, engine_job *job)
         __atomic_sub_fetch(&job->left, (uint32_t)unbegun, __ATOMIC_ACQ_REL);
     }
     pthread_mutex_unlock(&self->lock);
+    for (uint32_t left; (left = __atomic_load_n(&job->left, __ATOMIC_ACQUIRE));)
+        syscall(SYS_futex, &job->left, FUTEX_WAIT_PRIVATE, left, NULL, NULL, 0);
 }

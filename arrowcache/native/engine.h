@@ -7,13 +7,13 @@
  * chunk by chunk, and `engine_take` helps with what no thread has begun, then waits for what they have.
  *
  * Guarantees
- *   - A job's end is seen once `engine_take` has returned 0: nothing touches its memory from then on.
+ *   - A job has ended once `engine_take` has returned 0, or `engine_cancel`: nothing touches its memory from then on.
  *   - Nobody waits for a thread that does not run: with no threads at all, `engine_take` copies everything itself.
  *   - A waiter is woken by signals: `engine_take` returns, and is called again.
  *   - The threads block all signals, and end within `engine_stop`, but for one that the kernel holds.
  *
  * The caller's part
- *   - Everything that a job points to stays where it is until the job's end was seen; files stay mapped. A file that
+ *   - Everything that a job points to stays where it is until the job has ended; files stay mapped. A file that
  *     somebody truncates while it is mapped ends the process by SIGBUS.
  *   - A child of fork() has no threads: it makes an engine of its own, and takes no job of its parent.
  *   - `engine_*` may be called from several threads; one job is taken and cancelled by one thread at a time.
@@ -99,7 +99,7 @@ int64_t engine_copy(engine_job *);
 /* Help with a job, then wait for it. Returns: 0: it has ended; 1: not within `nanoseconds`, or a signal came. */
 int64_t engine_take(engine *, engine_job *, int64_t nanoseconds);
 
-/* Have no thread begin another chunk of a job. It is taken all the same. */
+/* Have no thread begin another chunk of a job, and wait for those that were begun, whatever signals come: its end. */
 void engine_cancel(engine *, engine_job *);
 
 /* Have the disk begin to read the rows of a job of ENGINE_FIXED; returns before it has. What is out of range is left. */

@@ -7,10 +7,9 @@ width. The calling thread helps the threads, so it needs none of them.
 Owns: the engine of this process and its threads. They are started by the first call with work for more than
 one, end before a fork and at exit, and are started again by the next call.
 
-Guarantees: numbers are checked before a byte is copied. What a call touches is referenced until nothing
-touches it any more, however the call ends: by Ctrl-C, by an exception, by the end of the process. Ctrl-C ends
-a call within milliseconds, or with the page that comes from a slow disk. A forked child has an engine of its
-own; a call that a child inherits in the middle raises there.
+Guarantees: numbers are checked before a byte is copied. Once a call has ended, in whatever way, nothing
+touches what it was given. Ctrl-C ends a call within milliseconds, or with the page that comes from a slow
+disk. A forked child has an engine of its own; a call that a child inherits in the middle raises there.
 
 Must never: be asked to copy from a segment that is not mapped any more.
 """
@@ -138,9 +137,9 @@ def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], *, 
     Blocks: while pages come from the disk.
     """
     ids = np.ascontiguousarray(ids, np.int64)
-    job, table = _job_of_rows(rows, ids, columns)
+    job, _table = _job_of_rows(rows, ids, columns)  # what a job points to lives as long as this call
     nbytes = sum(column.out.nbytes for column in columns)
-    return _engine.run(job, nbytes, (rows, ids, table, columns), is_warm=is_warm)
+    return _engine.run(job, nbytes, is_warm=is_warm)
 
 
 def ask_for_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]) -> None:
@@ -179,15 +178,15 @@ def find_values(
     table = np.array([(buffer, element_bytes, 0)], np.int64)
     addresses = _address(source), _address(offsets)
     job = _Job(_LENGTHS, rows.address, _address(ids), len(ids), _address(table), 1, *addresses)
-    bad = _engine.run(job, source.nbytes, (rows, ids, table, source, offsets), is_warm=is_warm)
+    bad = _engine.run(job, source.nbytes, is_warm=is_warm)
     return bad if bad != _DONE else Found(source, offsets, job.damaged - 1)
 
 
-def copy_values(rows: Rows, found: Found, out: NDArray[np.uint8], *, is_warm: bool) -> None:
+def copy_values(found: Found, out: NDArray[np.uint8], *, is_warm: bool) -> None:
     """Copy the values that were found.
 
     Args:
-        rows: those that were asked.
+        found: of rows that are still mapped.
         out: (found.offsets[-1],) bytes.
         is_warm: as of `copy_rows`.
     Blocks: as `copy_rows`.
@@ -195,7 +194,7 @@ def copy_values(rows: Rows, found: Found, out: NDArray[np.uint8], *, is_warm: bo
     table = np.array([(0, 0, _address(out))], np.int64)
     addresses = _address(found.source), _address(found.offsets)
     job = _Job(_VALUES, 0, 0, len(found.source), _address(table), 1, *addresses)
-    _engine.run(job, out.nbytes, (rows, found, table, out), is_warm=is_warm)
+    _engine.run(job, out.nbytes, is_warm=is_warm)
 
 
 def limit_threads(count: int) -> None:
@@ -211,34 +210,31 @@ class _Engine:
         if not self._handle:
             raise MemoryError("no memory is left for the engine")
         self._lock = threading.RLock()  # a signal handler may copy rows, too
-        self._held: dict[int, tuple[_Job, object]] = {}  # by the job's address
         self._has_threads = self._is_closed = False
         self.most_threads = _thread_count()
 
-    def run(self, job: _Job, nbytes: int, keep: object, *, is_warm: bool) -> int:
-        """Have a job done. Returns: as `copy_rows`."""
+    def run(self, job: _Job, nbytes: int, *, is_warm: bool) -> int:
+        """Have a job done; the caller keeps what it points to. Returns: as `copy_rows`."""
         address = ctypes.addressof(job)
         if nbytes <= (_HELD_GIL_BYTES if is_warm else _INLINE_BYTES):
             return int((_quick if is_warm else _library).engine_copy(address))
-        handle, held = self._handle, self._held
+        handle = self._handle
         if not self._has_threads:
             self._start()
-        held[address] = job, keep
         try:
             bad = int(_library.engine_submit(handle, address))
             while _library.engine_take(handle, address, _STEP_NANOSECONDS):
                 if handle != self._handle:
                     raise RuntimeError("the process that forked this one copies these rows: ask again")
-            return bad
-        except BaseException:  # Ctrl-C
-            if handle == self._handle:
-                _library.engine_cancel(handle, address)
-                while job.left:
-                    _library.engine_take(handle, address, _STEP_NANOSECONDS)
+        except BaseException:  # Ctrl-C; another one must not have anybody unmap what is still copied
+            while handle == self._handle:
+                try:
+                    _library.engine_cancel(handle, address)
+                    break
+                except BaseException:  # noqa: BLE001
+                    pass
             raise
-        finally:
-            if not job.left:  # else a second Ctrl-C came: its memory stays
-                held.pop(address, None)
+        return bad
 
     def _start(self) -> None:
         with self._lock:
@@ -254,10 +250,9 @@ class _Engine:
         return not _library.engine_stop(self._handle, _STOP_NANOSECONDS)
 
     def close(self) -> None:
-        """End the threads for good; what they copied to stays, where one is stuck in the kernel."""
+        """End the threads for good."""
         self._is_closed = True
         if not self.stop():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._held))
             words = "a thread that copies rows waits for a disk, and is left behind"
             warnings.warn(words, ResourceWarning, stacklevel=1)
 

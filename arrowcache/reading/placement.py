@@ -97,7 +97,7 @@ class Placement:
                 "was opened: run cache.verify()"
             )
         data = aligned(int(found.offsets[-1]))
-        engine.copy_values(self._rows, found, data, is_warm=is_warm)
+        engine.copy_values(found, data, is_warm=is_warm)
         if not isinstance(kind, Ragged):
             return to_column(kind, Values(data, found.offsets))
         items = data.view(kind.numpy_dtype).reshape(-1, *kind.inner_shape)

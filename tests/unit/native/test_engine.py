@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_cache import drop_from_memory, resident_bytes
 
 from arrowcache.native import engine
 from arrowcache.native.engine import Column, Rows, ask_for_rows, copy_rows, copy_values, find_values
+from arrowcache.storage.mapping import FileMapping
 
 
 class Files:
@@ -82,7 +85,7 @@ def checked(files: Files, ids: np.ndarray[Any, Any], *, is_warm: bool) -> None:
     wanted = [files.values[row] for row in ids.tolist()]
     assert np.diff(found.offsets).tolist() == [len(value) for value in wanted]
     out = np.zeros(int(found.offsets[-1]), np.uint8)
-    copy_values(rows, found, out, is_warm=is_warm)
+    copy_values(found, out, is_warm=is_warm)
     assert out.tobytes() == b"".join(wanted)
 
 
@@ -165,6 +168,19 @@ def test_the_segment_of_each_row_is_known(lengths):
     rows = Rows(some, some, some, starts)
     ids = np.arange(starts[-1])
     assert np.array_equal(rows.segments_of(ids), np.repeat(np.arange(len(lengths)), lengths))
+
+
+def test_rows_are_asked_of_the_disk_all_at_once(tmp_path):
+    path, count, width = tmp_path / "file", 1500, 5000
+    path.write_bytes(bytes(2 * count * width))
+    drop_from_memory(path)
+    file, layout = FileMapping(path, sparse=True), np.zeros(1, np.int64)
+    some = (np.array([value]) for value in (file.address, file.nbytes, layout.ctypes.data))
+    rows = Rows(*some, np.array([0, 2 * count]), keep=layout)
+    before = resident_bytes(path)
+    ask_for_rows(rows, np.arange(0, 2 * count, 2), [Column(0, width, np.zeros((count, width), np.uint8))])
+    wait_until(lambda: resident_bytes(path) >= count * width, "them to be read")
+    assert before < count * width
 
 
 @pytest.mark.parametrize(
@@ -259,7 +275,7 @@ def test_threads_end_before_a_fork_and_start_again():
     assert native_threads() >= 1
     before = native_threads()
     assert engine._engine.stop()
-    assert native_threads() < before
+    wait_until(lambda: native_threads() < before, "the kernel to have forgotten them")
     checked(files, ids, is_warm=True)
     assert native_threads() == before
 
@@ -333,12 +349,35 @@ for delay in (0.001, 0.005, 0.01, 0.02) * 5:
     thread.join()
     copy()
     assert (out == 1).all()
-from arrowcache.native import engine
-assert not engine._engine._held
 """
     )
     waits = list(map(float, run(script).split()))
     assert len(waits) == 20
+
+
+def test_a_second_ctrl_c_does_not_leave_a_copy_behind(monkeypatch):
+    """Else what is unmapped then would still be read."""
+    files, ids = big()
+    real, cancelled = engine._library, []
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def engine_take(self, *arguments: Any) -> int:
+            raise KeyboardInterrupt
+
+        def engine_cancel(self, handle: int, address: int) -> None:
+            cancelled.append(address)
+            if len(cancelled) == 1:
+                raise KeyboardInterrupt
+            real.engine_cancel(handle, address)
+            assert engine._Job.from_address(address).left == 0
+
+    monkeypatch.setattr(engine, "_library", Library())
+    with pytest.raises(KeyboardInterrupt):
+        copy_rows(files.table(), ids, files.outputs(len(ids)), is_warm=True)
+    assert len(cancelled) == 2
 
 
 @pytest.mark.slow

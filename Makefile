@@ -36,7 +36,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-oldest test-install test-extras \
-	bench peers pictures wheels lint format freeze clean
+	fuzz bench peers pictures wheels lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,6 +45,7 @@ help:
 	@echo "make test    run all tests              (test-newest, test-tensorflow and test-oldest are its parts,"
 	@echo "             one an environment, and test-ray and test-install)"
 	@echo "make test-extras    install the wheel with each extra by itself, and use it: gigabytes come down"
+	@echo "make fuzz    give the engine random jobs for FUZZ_SECONDS=600; needs clang or AFL++"
 	@echo "make environments   install what tests need, with -j3 all at once"
 	@echo "make bench   run the benchmarks         (BENCH=gather for one)"
 	@echo "make peers   measure arrowcache beside its peers, and write the tables and plots of that"
@@ -79,25 +80,30 @@ test: say-how-long test-newest test-ray test-tensorflow test-oldest test-install
 say-how-long:
 	@echo "all tests: about $(MINUTES) minutes on 2 cores, and some more where environments are built first; make check: the quick ones"
 
-# How long the storms of tests/storm last in each environment.
+# How long the storms of tests/storm last.
 test-newest: export STORM_SECONDS := 42
-test-oldest: export STORM_SECONDS := 8
 
 # A Ray cluster is processes enough: one, and one test after another. Its servers end whom they do not hear for a while.
 # tests/install has pip fetch packages.
 RAY_NOTEBOOK := tests/notebooks/test_notebooks.py::test_a_notebook_runs_and_leaves_nothing_behind[05-many-machines]
 NOT_BESIDE := --ignore tests/adapters/test_ray.py --deselect '$(RAY_NOTEBOOK)' --ignore tests/install
 
-# What no version of NumPy, pyarrow or TensorFlow changes: the source text and its layers; which of our own file calls
-# fails, or is the last before the power does; the peers' figures.
-NOT_IN_OLDEST := --ignore tests/architecture/test_architecture.py --ignore tests/benchmarks \
+# What no version of NumPy, pyarrow or TensorFlow changes: the source text and its layers; the engine's C; which of our
+# own file calls fails, or is the last before the power does; the peers' figures.
+NOT_IN_OLDEST := --ignore tests/architecture/test_architecture.py --ignore tests/benchmarks --ignore tests/native \
 	--ignore tests/crash/test_disk.py --ignore tests/crash/test_faults.py --ignore tests/crash/test_power.py
-test-oldest: ONLY := $(NOT_IN_OLDEST)
 
-# tensorflow-io has no release for a newer TensorFlow than 2.16, and that none for NumPy 2.
-test-newest test-oldest: test-%: .envs/%/.stamp
-	$(call compile,$*)
-	.envs/$*/bin/python $(TESTS) $(NOT_BESIDE) $(ONLY) $(ARGS)
+test-newest: .envs/newest/.stamp
+	$(call compile,newest)
+	$(RUN) $(TESTS) $(NOT_BESIDE) $(ARGS)
+
+# tensorflow-io has no release for a newer TensorFlow than 2.16, and that none for NumPy 2. What old versions change,
+# the quick tests find: those that are slow start the same processes with any.
+WITH_TENSORFLOW := $(wildcard tests/adapters/test_tensorflow*.py)
+test-oldest: .envs/oldest/.stamp
+	$(call compile,oldest)
+	.envs/oldest/bin/python $(TESTS) $(NOT_BESIDE) $(NOT_IN_OLDEST) $(WITH_TENSORFLOW:%=--ignore %) -m 'not slow' $(ARGS)
+	.envs/oldest/bin/python $(TESTS) $(WITH_TENSORFLOW) $(ARGS)
 
 test-ray: .envs/newest/.stamp
 	$(call compile,newest)
@@ -106,13 +112,18 @@ test-ray: .envs/newest/.stamp
 # What is in no other environment: the newest TensorFlow.
 test-tensorflow: .envs/tensorflow/.stamp
 	$(call compile,tensorflow)
-	.envs/tensorflow/bin/python $(TESTS) tests/adapters/test_tensorflow*.py tests/notebooks tests/architecture/test_environments.py $(ARGS)
+	.envs/tensorflow/bin/python $(TESTS) $(WITH_TENSORFLOW) tests/notebooks tests/architecture/test_environments.py $(ARGS)
 
 # The wheel, the sdist and the repository, each in an environment of its own; the second with all extras, too.
 test-install: .envs/newest/.stamp
 	$(RUN) $(TESTS) tests/install -m 'not slow' -o faulthandler_timeout=0 $(ARGS)
 test-extras: .envs/newest/.stamp
 	$(RUN) -m pytest tests/install -o faulthandler_timeout=0 --timeout 3600 $(ARGS)
+
+# What does harm is kept in fuzz-found/engine; any Python will do.
+FUZZ_SECONDS := 600
+fuzz:
+	PYTHONPATH=tests $(PYTHON) -m native --seconds $(FUZZ_SECONDS)
 
 bench: $(patsubst %,.envs/%/.stamp,$(if $(BENCH_IN_NEWEST),newest) $(BENCH_TENSORFLOW_IN))
 	$(call compile,newest)

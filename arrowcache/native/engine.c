@@ -312,7 +312,7 @@ static int64_t begin_chunk(engine *self, engine_job *job)
     return job->begun++;
 }
 
-/* Returns: whether that was the last one. The job may be gone then, for a thread that is not its waiter's. */
+/* After the last one the job may be gone, for a thread that is not its waiter's. */
 static void end_chunk(engine_job *job)
 {
     uint32_t *left = &job->left;

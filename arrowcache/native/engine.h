@@ -84,7 +84,8 @@ int64_t engine_version(void);
 /* An engine without threads; NULL: no memory. It is never freed: who waits for it may still look at it. */
 engine *engine_new(void);
 
-/* Have `count` threads. Returns: how many there are; fewer where the system refuses more. */
+/* Have `count` threads, at least; ends an `engine_stop` that still waits. Returns: how many there are; fewer where the
+   system refuses more. */
 int64_t engine_start(engine *, int64_t count);
 
 /* End the threads; jobs that they have not begun stay queued. Returns: how many still ran after `nanoseconds`. */

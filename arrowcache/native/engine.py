@@ -246,8 +246,10 @@ class _Engine:
         """End the threads, until the next call needs them. Returns: whether all have ended."""
         if not self._has_threads:
             return True
-        self._has_threads = False
-        return not _library.engine_stop(self._handle, _STOP_NANOSECONDS)
+        try:
+            return not _library.engine_stop(self._handle, _STOP_NANOSECONDS)
+        finally:
+            self._has_threads = False
 
     def close(self) -> None:
         """End the threads for good."""

@@ -173,7 +173,7 @@ class Snapshot:
         given = np.asarray(row_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise TypeError(f"row_ids must be a 1-D integer array, not {given.dtype} of shape {given.shape}")
-        ids = given.astype(np.int64, copy=False)
+        ids = given.astype(np.int64)  # a copy: nobody changes it while rows are copied
         schema = self._store.settings.schema
         names = schema.select(columns)
         arrays = output_arrays(schema, names, len(ids), out or {})

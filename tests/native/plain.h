@@ -15,11 +15,11 @@
 #include <string.h>
 
 enum {
-    SEGMENTS = 8,
+    SEGMENTS = 6,
     COLUMNS = 3,
     ROWS_A_SEGMENT = 64,
     FILE_BYTES = 600000,   /* size limit of a segment's columns of fixed width, if it has more than a row */
-    OUT_BYTES = 2 << 20,   /* size limit of what a job copies, if it has more than a row */
+    OUT_BYTES = 640 << 10, /* size limit of what a job copies, if it has more than a row */
     FILL = 0xA5,           /* what a job's memory has before it is copied to */
     NOISE_BYTES = 1 << 16,
     LONGEST_VALUE = 3000,  /* elements */
@@ -170,8 +170,8 @@ static table make_table(bytes *from)
         made.elements[i] = ELEMENTS[draw(from, sizeof ELEMENTS / sizeof *ELEMENTS)];
 
     int64_t most = FILE_BYTES / row_bytes < ROWS_A_SEGMENT ? FILE_BYTES / row_bytes : ROWS_A_SEGMENT, rows = 0;
-    int64_t count = draw(from, SEGMENTS + 1), each = draw(from, 2) ? 1 + draw(from, most) : 0;
-    bool are_some_unmapped = one_in(from, 8);
+    int64_t count = one_in(from, 16) ? 0 : 1 + draw(from, SEGMENTS), each = draw(from, 2) ? 1 + draw(from, most) : 0;
+    bool are_some_unmapped = one_in(from, 16);
     made.segments = memory((count + 1) * (int64_t)sizeof *made.segments);
     for (int64_t i = 0; i < count; i++) {
         made.count[i] = !each ? draw(from, most + 1) : i < count - 1 ? each : draw(from, each + 1);
@@ -248,7 +248,7 @@ static request make_request(const table *of, bytes *from)
             : (engine_column){.buffer = of->fixed + 2 * chosen, .row_bytes = of->elements[chosen]};
         row_bytes += made.columns[i].row_bytes;
     }
-    int64_t count = one_in(from, 8) ? draw(from, 10000) : draw(from, 200);
+    int64_t count = one_in(from, 8) ? draw(from, 3000) : draw(from, 200);
     if (count > OUT_BYTES / row_bytes)
         count = OUT_BYTES / row_bytes;
     made.ids = make_ids(of, count, from);

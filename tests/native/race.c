@@ -29,7 +29,7 @@ static bytes random_bytes(uint64_t *state, uint8_t *data, size_t nbytes)
     return (bytes){data, data + nbytes};
 }
 
-/* Take a queued job, perhaps cancelled before or on the way. */
+/* Take a queued job; or cancel it, perhaps on the way. */
 static void end(request *made, bytes *from, counts *sum)
 {
     int64_t cancel_at = one_in(from, 4) ? draw(from, 3) : -1;
@@ -37,6 +37,7 @@ static void end(request *made, bytes *from, counts *sum)
         if (turn == cancel_at) {
             engine_cancel(shared, &made->job);
             made->is_cancelled = true;
+            break;
         }
         if (!engine_take(shared, &made->job, turn < 3 ? draw(from, 20000) : SECOND))
             break;

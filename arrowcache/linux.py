@@ -5,8 +5,8 @@ A Python built against an old C library, as those of uv and conda are, lacks `os
 none it makes the system call by its number. A processor whose numbers are not known here, and a kernel
 without the call, answer with ENOSYS.
 
-No other module calls the C library. Nothing here decides anything: what an error means, and what is done
-without the call, is the caller's. Standard library only.
+No other module calls the C library; native/ is a library of its own. Nothing here decides anything: what an
+error means, and what is done without the call, is the caller's. Standard library only.
 
 Some calls take less time than handing over the GIL does: those keep it, as they say. All others let go of
 it. Wherever memory is named, it is by its address: the caller knows that it is there.
@@ -27,7 +27,6 @@ PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, getattr(mmap, "MAP_NORESERVE", 0x4000)
 MADV_POPULATE_READ = 22  # Linux 5.14
 EHWPOISON = 133  # a page of memory, or of the disk, is broken
-MOST_RANGES = 1024  # of one `advise_ranges`: UIO_MAXIOV
 
 _MFD_CLOEXEC = 1
 _EFD_SEMAPHORE, _EFD_NONBLOCK, _EFD_CLOEXEC = 1, os.O_NONBLOCK, os.O_CLOEXEC
@@ -37,7 +36,7 @@ _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 _COUNT = struct.Struct("=Q")  # what an eventfd reads and writes
 
-_GENERIC = {"memfd_create": 279, "eventfd2": 19, "pidfd_open": 434, "process_madvise": 440}
+_GENERIC = {"memfd_create": 279, "eventfd2": 19, "pidfd_open": 434}
 _NUMBERS = {
     "x86_64": _GENERIC | {"memfd_create": 319, "eventfd2": 290},
     "aarch64": _GENERIC,
@@ -198,18 +197,6 @@ def advise(address: int, nbytes: int, advice: int, *, keep_gil: bool = True) -> 
     """madvise, from an address at a page on. Returns: 0, or the error's number."""
     library = _quick if keep_gil else _libc
     return ctypes.get_errno() if library.madvise(address, nbytes, advice) else 0
-
-
-def advise_ranges(process: int, ranges: int, count: int, advice: int) -> None:
-    """process_madvise on ranges of a process' memory.
-
-    Args:
-        process: its `process_file`.
-        ranges: address of `count` pairs of 64-bit numbers: an address at a page, and bytes.
-        count: MOST_RANGES at most.
-    Raises: OSError: ENOSYS, EPERM: Linux before 5.10, or, before 6.13, no privilege; ENOMEM: no such memory.
-    """
-    _syscall("process_madvise", process, ranges, count, advice, 0)
 
 
 def _syscall(name: str, *arguments: int | bytes) -> int:

@@ -1,11 +1,7 @@
 """Arena: the mapped segments of a cache, all in one range of addresses.
 
-The range is cut into equal cells; each mapped segment's file lies in one, so that whatever is
-to be copied out of any number of segments can be copied in one go (placement.py says how). In
-all segments the widest column starts at the same remainder by its row's width: then all rows of
-that column, of all segments, are items of one array. For full segments, which have the same
-layout, the distance of the cells sees to that, and each starts at a huge page; a shorter one is
-moved by some pages within its cell. Other wide columns may have lanes of their own (lane.py).
+The range is cut into equal cells; each mapped segment's file lies in one, from a huge page on.
+`place` tells the engine where the buffers of some segments are.
 
 Guarantees: mapped implies leased, by whoever called `acquire`; a mapped file's structure was
 checked; all arenas of a process together use at most half of vm.max_map_count. A segment that
@@ -21,26 +17,26 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.segment import Layout, widest_column
+from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts
-from arrowcache.reading.lane import Lane, Phase, choose_stride
+from arrowcache.native.engine import Rows
 from arrowcache.reading.placement import Placement
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.locks import file_identity
-from arrowcache.storage.mapping import AddressRange, most_mappings, open_file
+from arrowcache.storage.mapping import HUGE_PAGE, PAGE_BYTES, AddressRange, most_mappings, open_file
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
 NO_CELL = -1
 _LEAST_CELLS = 4096  # a small cache may hold many short segments
 _MAX_RANGE_BYTES = 1 << 42  # 4 TiB of a 128 TiB address space
-_MOST_LANES = 4  # each costs a call when a segment is mapped
+_MOST_LAYOUTS = 64  # of those that several segments may share
 _MAPPINGS_A_CELL = 2  # a segment and the hole behind it
 
 
@@ -63,13 +59,6 @@ class _Budget:
                 return True
             self._left = 0
             return False
-
-    def take_spare(self, reserve: int) -> bool:
-        """Take one if more than `reserve` are left."""
-        with self._lock:
-            spare = self._left > reserve
-            self._left -= spare
-            return spare
 
     def give_back(self, cells: int) -> None:
         with self._lock:
@@ -106,9 +95,8 @@ class Arena:
         self._schema = settings.schema
         self._segment_bytes = settings.segment_bytes
         self._full_rows = settings.full_rows
-        self._widest, width = widest_column(self._schema)
-        self._stride = choose_stride(width, self._segment_bytes)
-        self._phase = Phase(width, self._stride - self._segment_bytes)
+        step = HUGE_PAGE if self._segment_bytes >= HUGE_PAGE else PAGE_BYTES
+        self._stride = -(-self._segment_bytes // step) * step
         self._known = KnownLayouts(self._schema)
         self._lock = threading.Lock()
         self._cells: dict[int, int] = {}  # by seq: the number of its cell
@@ -129,11 +117,10 @@ class Arena:
         self._unused = iter(range(cells))
         self._file_at = np.zeros(cells, np.int64)
         self._warm = np.zeros(cells, np.bool_)  # all pages were brought to memory
-        self._reserve = cells  # mappings that are left to segments, before lanes get any
-        may_have_lanes = cells < budget.total and _most_range_bytes() == _MAX_RANGE_BYTES
-        self._lanes = self._make_lanes(cells) if may_have_lanes else {}
-        self._fixed_at = np.zeros((cells, len(self._schema.fixed)), np.int64)
-        self._variable_at = np.zeros((cells, len(self._schema.variable), 2), np.int64)
+        self._layout_at = np.zeros(cells, np.int64)  # the address of its array in `_layouts`
+        self._layouts: dict[int, NDArray[np.int64]] = {}  # by cell: where its buffers begin in the file
+        self._shared: dict[tuple[int, ...], NDArray[np.int64]] = {}
+        self._nbytes = np.zeros(cells, np.int64)
 
     @classmethod
     def of(cls, store: Store) -> Arena:
@@ -157,7 +144,7 @@ class Arena:
             return arena
 
     def _fits(self, settings: Settings) -> bool:
-        """Whether segments of such a cache fit into its cells and lanes."""
+        """Whether segments of such a cache fit into its cells."""
         mine = self._schema, self._segment_bytes, self._full_rows
         return mine == (settings.schema, settings.segment_bytes, settings.full_rows)
 
@@ -226,22 +213,21 @@ class Arena:
         self._let_go()
         return number
 
-    def place(self, cells: NDArray[np.int64], starts: NDArray[np.int64]) -> Placement:
+    def place(self, cells: NDArray[np.int64], starts: NDArray[np.int64], first: int = 0) -> Placement:
         """The rows of a list of segments, numbered one after another.
 
         Args:
-            cells: (n,) each segment's cell; negative for one whose rows nobody will ask for.
+            cells: (n,) each segment's cell; negative for one whose rows are refused.
             starts: (n + 1,) the number of each segment's first row, and the number of rows.
+            first: the lowest number that may be asked for.
         """
         if self._range is None:
             raise MemoryError("no address space is left to map a segment: raise ulimit -v")
-        mapped = cells[cells >= 0]  # the newest one stands in for one that is not: an item of it may be read
-        known = np.where(cells < 0, mapped[-1] if len(mapped) else 0, cells)
-        lanes = {
-            name: (lane.range, np.where(cells < 0, -1, lane.at[known])) for name, lane in self._lanes.items()
-        }
-        fixed_at, variable_at = self._fixed_at[known], self._variable_at[known]
-        return Placement(self._range, self._schema, starts, fixed_at, variable_at, lanes)
+        known = np.maximum(cells, 0)
+        bases = np.where(cells < 0, 0, self._range.address + self._file_at[known])
+        keep = self._range, list(self._layouts.values())
+        rows = Rows(bases, self._nbytes[known], self._layout_at[known], starts, first=first, keep=keep)
+        return Placement(self._schema, rows)
 
     @contextmanager
     def alone(self, segment: SegmentInfo, store: Store, *, check_bytes: bool) -> Iterator[Placement]:
@@ -267,8 +253,8 @@ class Arena:
         number = self._cells.get(segment.seq)
         if number is None:
             return None
-        start = self._file_at[number]
-        return (self._fixed_at[number] - start).tolist(), (self._variable_at[number] - start).tolist()
+        at, count = self._layouts[number].tolist(), len(self._schema.fixed)
+        return at[:count], [at[place : place + 2] for place in range(count, len(at), 2)]
 
     def memory_of(self, segment: SegmentInfo) -> tuple[int, int]:
         """(address, bytes) of a mapped segment's file, while it is mapped; (0, 0): it has no cell."""
@@ -330,42 +316,22 @@ class Arena:
                 file = self._range.buffer(start, nbytes)
                 layout = check_file(file, store, segment, check_bytes=check_bytes)
                 self._known.learn(file, layout)
-            is_full = segment.rows == self._full_rows
-            shift = 0
-            if self._widest >= 0:
-                shift = self._phase.shift(start + layout.fixed[self._widest], is_full=is_full)
-            if is_new and shift:
-                self._range.unmap(start, nbytes)
-            if shift or not is_new:
-                self._range.map_file(fd, start + shift, nbytes)
-            for lane in self._lanes.values():
-                self._fill_lane(lane, number, fd, layout, is_full)
+            if not is_new:
+                self._range.map_file(fd, start, nbytes)
         finally:
             os.close(fd)
-        start += shift
-        self._file_at[number], self._warm[number] = start, False
-        self._fixed_at[number] = [start + at for at in layout.fixed]
-        if layout.variable:
-            self._variable_at[number] = np.add(start, layout.variable)
+        self._file_at[number], self._nbytes[number], self._warm[number] = start, nbytes, False
+        self._layouts[number] = array = self._array_of(layout)
+        self._layout_at[number] = array.ctypes.data
 
-    def _make_lanes(self, cells: int) -> dict[str, Lane]:
-        lanes: dict[str, Lane] = {}
-        widest_first = sorted(self._schema.fixed.items(), key=lambda field: -field[1].row_bytes)
-        for name, kind in widest_first:
-            if Lane.is_worth_it(kind.row_bytes, self._full_rows, self._stride) and len(lanes) < _MOST_LANES:
-                number = list(self._schema.fixed).index(name)
-                with suppress(OSError):  # it is read in two passes then
-                    lanes[name] = Lane(number, kind.row_bytes, self._full_rows, cells)
-        return lanes
-
-    def _fill_lane(self, lane: Lane, number: int, fd: int, layout: Layout, is_full: bool) -> None:
-        if self._budget.take_spare(self._reserve - len(self._cells)):
-            try:
-                with suppress(OSError):
-                    lane.fill(number, fd, layout.fixed[lane.column], layout.rows, is_full=is_full)
-            finally:
-                if lane.at[number] < 0:
-                    self._budget.give_back(1)
+    def _array_of(self, layout: Layout) -> NDArray[np.int64]:
+        """Where buffers are: one array for all segments that are alike."""
+        at = (*layout.fixed, *(place for pair in layout.variable for place in pair))
+        array = self._shared.pop(at, None)
+        self._shared[at] = array = np.array(at, np.int64) if array is None else array  # last used last
+        if len(self._shared) > _MOST_LAYOUTS:
+            del self._shared[next(iter(self._shared))]
+        return array
 
     def _take_cell(self) -> int:
         if self._range is None or not self._budget.take():
@@ -395,10 +361,9 @@ class Arena:
 
     def _empty(self, first: int, count: int) -> None:
         assert self._range is not None
-        for lane in self._lanes.values():
-            self._budget.give_back(lane.empty(first, count))
         self._range.unmap(first * self._stride, count * self._stride)
         for number in range(first, first + count):
+            self._layouts.pop(number, None)
             heapq.heappush(self._free, number)
         self._budget.give_back(count)
 
@@ -417,9 +382,8 @@ class Arena:
         self.__init__(self._settings, _budget)  # type: ignore[misc]  # anew, at the same place
 
     def __del__(self) -> None:
-        if hasattr(self, "_lanes"):
-            cells = len(self._cells) + len(self._dirty)
-            self._budget.give_back(cells + sum(lane.mapped() for lane in self._lanes.values()))
+        if hasattr(self, "_nbytes"):
+            self._budget.give_back(len(self._cells) + len(self._dirty))
 
 
 def _most_range_bytes() -> int:

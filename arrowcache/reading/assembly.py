@@ -3,14 +3,12 @@
 It cuts an epoch into jobs, in step order; the pipeline decides when and on which thread they run.
 A batch that is one run of rows of one segment is a zero-copy view, where the order has such runs;
 every other is gathered into the ring. A job gathers a group of batches in one call a column; the
-first batch of an epoch is a job of its own, for its latency. With several threads a group of small
-rows is split among them, since small rows are bound by latency and share a cache better than two
-groups do; and each batch of a loader with a transform is a job, so that transforms run side by side.
+first batch of an epoch is a job of its own, for its latency. Each batch of a loader with a transform
+and threads is a job, so that transforms run side by side.
 """
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,7 +22,7 @@ from arrowcache.reading.pieces import pieces
 from arrowcache.reading.pipeline import Job, Made
 from arrowcache.reading.ring import USUAL_GROUP_BYTES, Group, GroupSize, Ring
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.stats import Meter, Reading
+from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import Column, Values, column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.storage.store import Store
@@ -33,8 +31,6 @@ Batch = dict[str, Any]
 
 _VIEWS = 8  # a group of batches that take no memory
 _AGE_ROWS = 64  # of each batch, whose age is looked up
-_SPLIT_BYTES = 1 << 20  # less is gathered before another thread has begun
-_SMALL_ROW_BYTES = 16 << 10  # larger ones are bound by the memory's speed, not its latency
 
 
 class Assembly:
@@ -161,8 +157,6 @@ class Assembly:
                 failures.append(error)
 
         if self._transform is None:
-            if self._viewer is None and self._pays_to_split(len(ids)):
-                return self._split_job(epoch, step, ids, batches)
             return Job(step, [make], lambda: _all_of(made, failures))
         transform = self._transform
         if self._workers == 0:
@@ -185,41 +179,13 @@ class Assembly:
                 memory = self.ring.take(len(ids))
                 self._gather(epoch.snapshot, ids, memory)
                 made += self._hand_out(epoch, ids, batches, memory, published)
-        self._note(epoch, [reading])
+        self._group.note(has_waited=reading.has_waited)
+        epoch.snapshot.asks_ahead = reading.was_on_disk
+        epoch.is_cold |= reading.was_on_disk
 
-    def _note(self, epoch: Epoch, readings: list[Reading]) -> None:
-        """Take in how making a group went."""
-        self._group.note(has_waited=any(reading.has_waited for reading in readings))
-        epoch.snapshot.asks_ahead = was_on_disk = any(reading.was_on_disk for reading in readings)
-        epoch.is_cold |= was_on_disk
-
-    def _pays_to_split(self, rows: int) -> bool:
-        small = self._row_bytes <= _SMALL_ROW_BYTES * len(self._fixed)
-        return self._workers > 1 and small and rows * self._row_bytes >= _SPLIT_BYTES
-
-    def _split_job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int) -> Job:
-        """Some batches, each thread gathering some of their rows."""
-        memory = self.ring.take(len(ids))
-        bounds = np.linspace(0, len(ids), self._workers + 1).astype(np.int64).tolist()
-        readings: list[Reading] = []
-
-        def part(start: int, stop: int) -> None:
-            with self._meter.reading() as reading:
-                self._gather(epoch.snapshot, ids, memory, slice(start, stop))
-            readings.append(reading)
-
-        def finish() -> Iterator[list[Made]]:
-            self._note(epoch, readings)
-            yield self._hand_out(epoch, ids, batches, memory, mean_published(epoch, ids))
-
-        return Job(step, [partial(part, *bound) for bound in itertools.pairwise(bounds)], finish)
-
-    def _gather(
-        self, snapshot: Snapshot, ids: NDArray[np.int64], memory: Group, rows: slice = slice(None)
-    ) -> None:
+    def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64], memory: Group) -> None:
         """Copy the fixed-width columns of some rows."""
-        arrays = {name: array[rows] for name, array in memory.arrays().items()}
-        snapshot.gather_into(ids[rows], self._fixed, arrays)
+        snapshot.gather_into(ids, self._fixed, memory.arrays())
 
     def _hand_out(
         self, epoch: Epoch, ids: NDArray[np.int64], batches: int, memory: Group, published: float

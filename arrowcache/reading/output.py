@@ -58,8 +58,10 @@ def output_arrays(
     return arrays
 
 
+def aligned(nbytes: int) -> NDArray[np.uint8]:
+    """Memory for a copy: `page_aligned` where that matters."""
+    return np.empty(nbytes, np.uint8) if nbytes < PAGE_BYTES else page_aligned(nbytes)
+
+
 def _new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < PAGE_BYTES:
-        return np.empty(shape, dtype)
-    return page_aligned(nbytes).view(dtype).reshape(shape)
+    return aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

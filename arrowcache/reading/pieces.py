@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-from numpy.typing import NDArray
-
 _ELEMENTS_UNDER_GIL = 500
 
 
@@ -18,8 +15,3 @@ def pieces(count: int) -> Iterator[slice]:
     """
     for start in range(0, count, _ELEMENTS_UNDER_GIL):
         yield slice(start, min(start + _ELEMENTS_UNDER_GIL, count))
-
-
-def without_gil(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same positions, at least one, again if they are few: NumPy reads more than 500 without the GIL."""
-    return np.resize(positions, max(len(positions), _ELEMENTS_UNDER_GIL + 1))

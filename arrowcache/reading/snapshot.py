@@ -31,8 +31,8 @@ from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.arena import NO_CELL, Arena, Claim
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.pieces import pieces
-from arrowcache.reading.placement import Placement
-from arrowcache.reading.values import Column, interleave, to_column
+from arrowcache.reading.placement import OutsideError, Placement
+from arrowcache.reading.values import Column, interleave
 from arrowcache.reading.view import Viewer, has_room
 from arrowcache.storage import timeline
 from arrowcache.storage.layout import SegmentInfo
@@ -173,20 +173,28 @@ class Snapshot:
         given = np.asarray(row_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise TypeError(f"row_ids must be a 1-D integer array, not {given.dtype} of shape {given.shape}")
-        ids = given.astype(np.int64, copy=False)
-        if ids.size and ids.view(np.uint64).max() >= self._rows:  # a negative one is huge
-            raise IndexError(f"row ids {given.min()} to {given.max()} are outside [0, {len(self)})")
-        if ids.size and self._released and ids.min() < self._starts[self._released]:
-            raise IndexError(f"rows before {self._starts[self._released]} were released: the epoch moved on")
+        ids = given.astype(np.int64)  # a copy: nobody changes it while rows are copied
         schema = self._store.settings.schema
         names = schema.select(columns)
         arrays = output_arrays(schema, names, len(ids), out or {})
-        return self.gather_into(ids, names, arrays)
+        try:
+            return self.gather_into(ids, names, arrays)
+        except OutsideError as error:
+            raise self._outside(int(given[error.index])) from None
+
+    def _outside(self, row: int) -> IndexError:
+        first = int(self._starts[self._released])
+        if 0 <= row < first:
+            return IndexError(f"row {row} was released, as all before {first}: the epoch moved on")
+        return IndexError(f"row {row} is outside [0, {len(self)})")
 
     def gather_into(
         self, ids: NDArray[np.int64], names: Sequence[str], arrays: Mapping[str, NDArray[Any]]
     ) -> dict[str, Column]:
-        """`gather` for callers that checked everything: loaders. `arrays` has the fixed columns."""
+        """`gather` for callers that checked everything: loaders. `arrays` has the fixed columns.
+
+        Raises: OutsideError: a row is outside the snapshot.
+        """
         self._begin_read()
         try:
             placed = self._placed or self._place()
@@ -198,7 +206,8 @@ class Snapshot:
                 if (placed.cells[segments] == NO_CELL).any():
                     return self._gather_spilled(ids, segments, names, arrays)
             is_warm = all(self._arena.are_warm(placed.cells[segments[piece]]) for piece in pieces(len(ids)))
-            return self._gather_from(placed.placement, ids, segments, names, arrays, is_warm=is_warm)
+            asks = self.asks_ahead
+            return placed.placement.gather(ids, names, arrays, is_warm=is_warm, ask_ahead=asks)
         finally:
             self._end_read()
 
@@ -356,6 +365,8 @@ class Snapshot:
             if self._closed or count <= self._released:
                 return
             passed, self._released = self._segments[self._released : count], count
+            if self._placed is not None:
+                self._placed.placement.release(int(self._starts[count]))
         for segment in passed:  # the next epoch may have it mapped still, when the kernel took its pages back
             self._arena.note_warm(segment, is_warm=False)
         assert self._lease is not None
@@ -500,7 +511,8 @@ class Snapshot:
         """Make what is mapped now readable, in one assignment; under `_mapping`."""
         cells = self._cells.copy()
         complete = bool((cells >= 0).all())
-        self._placed = _Placed(self._arena.place(cells, self._starts), cells, complete)
+        first = int(self._starts[self._released])
+        self._placed = _Placed(self._arena.place(cells, self._starts, first), cells, complete)
         return self._placed
 
     def _map_some(self, indices: Iterable[int], damaged: list[int] | None = None) -> _Placed:
@@ -537,28 +549,6 @@ class Snapshot:
         quarantine(self._store, segment, error)
         raise CorruptSegmentError(f"segment {segment.name}: {error}") from None
 
-    def _gather_from(
-        self,
-        placement: Placement,
-        ids: NDArray[np.int64],
-        segments: NDArray[np.int64],
-        names: Sequence[str],
-        arrays: Mapping[str, NDArray[Any]],
-        *,
-        is_warm: bool,
-    ) -> dict[str, Column]:
-        schema, ask_ahead = self._store.settings.schema, self.asks_ahead
-        columns: dict[str, Column] = {}
-        for name in names:
-            if name in arrays:
-                out = arrays[name]
-                placement.gather(name, ids, segments, out, is_warm=is_warm, ask_ahead=ask_ahead)
-                columns[name] = out
-            else:
-                values = placement.gather_values(name, ids, segments, is_warm=is_warm)
-                columns[name] = to_column(schema[name], values)
-        return columns
-
     def _gather_spilled(
         self,
         ids: NDArray[np.int64],
@@ -570,10 +560,10 @@ class Snapshot:
         parts: list[tuple[NDArray[np.intp], dict[str, Column]]] = []
         for index in np.unique(segments).tolist():
             places = np.flatnonzero(segments == index)
-            rows, first = ids[places] - self._starts[index], np.zeros(len(places), np.int64)
+            rows = ids[places] - self._starts[index]
             some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
             with self._arena.alone(self._segments[index], self._store, check_bytes=False) as placement:
-                part = self._gather_from(placement, rows, first, names, some, is_warm=False)
+                part = placement.gather(rows, names, some, is_warm=False, ask_ahead=False)
                 parts.append((places, part))
             for name, array in arrays.items():
                 array[places] = some[name]

@@ -10,14 +10,13 @@ Must never be asked for a file whose structure was not checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
-from arrowcache.reading.placement import as_array
 from arrowcache.reading.values import Values
 from arrowcache.storage.mapping import FileMapping, live_mappings, most_mappings
 
@@ -119,3 +118,31 @@ class _Ragged(NamedTuple):
             return Values(np.empty(shape, self.dtype), ends - first)
         file.populate(start, items * self.item_bytes)
         return Values(np.ndarray(shape, self.dtype, memory, start), ends - first)
+
+
+class _Memory:
+    """NumPy's array interface over memory that `owner` keeps."""
+
+    def __init__(self, owner: object, interface: Mapping[str, Any]) -> None:
+        self._owner = owner
+        self.__array_interface__ = interface
+
+
+def as_array(
+    owner: object,
+    address: int,
+    count: int,
+    typestr: str,
+    strides: tuple[int] | None = None,
+    *,
+    writable: bool = False,
+) -> NDArray[Any]:
+    """An array of `count` items at an address, which `owner` keeps valid for as long as the array lives."""
+    interface = {
+        "version": 3,
+        "shape": (count,),
+        "typestr": typestr,
+        "data": (address, not writable),
+        "strides": strides,
+    }
+    return np.asarray(_Memory(owner, interface))

@@ -19,9 +19,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from arrowcache import linux
 from arrowcache.shortage import explained
@@ -77,32 +75,6 @@ def will_need(address: int, nbytes: int) -> None:
     """Have the disk begin to read mapped pages; returns at once."""
     start = address // PAGE_BYTES * PAGE_BYTES
     linux.advise(start, address + nbytes - start, mmap.MADV_WILLNEED, keep_gil=False)
-
-
-def will_need_all(starts: NDArray[np.int64], nbytes: int) -> bool:
-    """Have the disk begin to read `nbytes` from each of these mapped addresses, all at the same time.
-
-    Blocks while the disk's queue is full; other threads go on. Returns: whether it was asked. Before Linux
-    6.13 the kernel takes such a call from the privileged alone.
-    """
-    ranges = np.empty((len(starts), 2), np.int64)
-    ranges[:, 0] = starts // PAGE_BYTES * PAGE_BYTES
-    ranges[:, 1] = starts + nbytes - ranges[:, 0]
-    try:
-        this_process = linux.process_file(os.getpid())
-    except OSError:  # no descriptor is left, or a sandbox forbids it
-        return False
-    try:
-        asked = True
-        for first in range(0, len(ranges), linux.MOST_RANGES):
-            some = ranges[first : first + linux.MOST_RANGES]
-            try:
-                linux.advise_ranges(this_process, some.ctypes.data, len(some), mmap.MADV_WILLNEED)
-            except OSError:
-                asked = False
-        return asked
-    finally:
-        os.close(this_process)
 
 
 def will_read_on(address: int, nbytes: int) -> None:

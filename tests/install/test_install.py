@@ -6,6 +6,7 @@ pip fetches packages here, which no other test does. `make test-install` runs th
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -145,6 +146,51 @@ def test_an_sdist_has_all_that_the_wheel_has_and_the_tests(built, tmp_path):
     assert not [path for path in packaged if not (source / path).exists()]
     for needed in ("Makefile", "pyproject.toml", "constraints/newest.txt", "tests/install/test_install.py"):
         assert (source / needed).exists()
+
+
+@pytest.fixture
+def no_compiler(tmp_path, monkeypatch):
+    """Nothing that compiles is found."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.delenv("CC", raising=False)
+
+
+def test_a_release_has_a_wheel_for_each_platform_that_needs_no_compiler(tmp_path, environment, monkeypatch):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    done = run("make", "wheels", f"DIST={tmp_path / 'dist'}", cwd=ROOT)
+    wheels = {path.stem.split("-")[-1]: path for path in (tmp_path / "dist").glob("*.whl")}
+    assert sorted(wheels) == ["manylinux_2_28_aarch64", "manylinux_2_28_x86_64"]
+    for platform in wheels:  # as auditwheel found them: of that processor, and of an older C library
+        found = re.findall(
+            rf'platform tag: "manylinux_2_(\d+)_{platform[16:]}"', done.stdout.replace("\n", " ")
+        )
+        assert [int(minor) <= 28 for minor in found] == [True], done.stdout
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    environment.install(str(wheels[f"manylinux_2_28_{os.uname().machine}"]))
+    environment.use("core")
+
+
+def test_a_build_where_nothing_compiles_says_what_to_install(no_compiler, tmp_path):
+    pytest.importorskip("hatchling", reason="hatchling is not installed")
+    if importlib.util.find_spec("ziglang"):
+        pytest.skip("ziglang is installed, and compiles")
+    command = sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path
+    done = run(*command, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert (
+        "no C compiler was found: install gcc or clang, or `pip install ziglang`"
+        in done.stderr.splitlines()[-1]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sdist", "checkout"])
+def test_a_source_installs_where_nothing_compiles(built, environment, no_compiler, kind):
+    environment.install(built[kind])  # pip brings a compiler
+    environment.use("core")
 
 
 @pytest.mark.slow

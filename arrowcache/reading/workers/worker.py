@@ -10,7 +10,8 @@ It says `ready` once it has begun, and `lost` where it cannot begin or go on. Ho
 maker.py. Guarantees: it ignores Ctrl-C, which is for the main process; it dies when that dies, in
 whatever way; a process that its transform forks answers nothing. It never answers with sample bytes.
 
-Numeric libraries get one thread each, unless the environment says otherwise: workers run side by side.
+Numeric libraries get one thread each, unless the environment says otherwise, and the engine none beside it:
+workers run side by side.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections import deque
 from contextlib import closing, suppress
 
 from arrowcache import linux
+from arrowcache.native.engine import limit_threads
 from arrowcache.reading.workers.bench import Bench, Places
 from arrowcache.reading.workers.channel import Channel, Message
 from arrowcache.reading.workers.maker import Maker
@@ -45,6 +47,7 @@ def main(end: int, memory: int, plan: int, parent: int, number: int) -> None:
     with suppress(OSError, RuntimeError, ValueError):  # no stderr
         faulthandler.enable()
     sys.argv = sys.argv[:1]
+    limit_threads(0)
     channel = Channel(socket.socket(fileno=end))
     for fd in (end, memory, plan):
         os.set_inheritable(fd, False)

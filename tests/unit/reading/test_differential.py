@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading import assembly
 from arrowcache.torch import Loader as TorchLoader
 
 DTYPES = ["int8", "uint16", "int32", "int64", "float16", "float32", "float64", "bool", "complex64"]
@@ -85,9 +84,7 @@ def as_plain(kind: Any, column: Any, row: int) -> Any:
 def test_every_row_of_every_loader_is_that_of_a_plain_reader_exactly_once(data, schema, rows):
     draw = data.draw
     rng = np.random.default_rng(draw(st.integers(0, 1000), "content"))
-    split_bytes = draw(st.sampled_from([1, 1 << 20]), "split from")
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "_SPLIT_BYTES", split_bytes)
+    with tempfile.TemporaryDirectory() as folder:
         cache = ac.Cache.create(
             Path(folder) / "cache", schema, capacity="64MiB", segment_bytes="1MiB", segment_rows=9
         )

@@ -16,8 +16,7 @@ from processes import Script
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading import assembly, pipeline
-from arrowcache.reading.assembly import Assembly
+from arrowcache.reading import pipeline
 from arrowcache.torch import Loader as TorchLoader
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
@@ -108,7 +107,7 @@ def test_transforms_run_side_by_side(cache):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_a_batch_that_is_split_among_threads_is_the_same(tmp_path, monkeypatch, shuffle):
+def test_a_batch_that_threads_make_is_the_same(tmp_path, shuffle):
     schema = ac.Schema(
         {
             "id": ac.Tensor("int64"), "odd": ac.Tensor("float32", (7,)), "flag": ac.Tensor("bool", (3,)),
@@ -120,15 +119,6 @@ def test_a_batch_that_is_split_among_threads_is_the_same(tmp_path, monkeypatch, 
         for n in range(100):
             points = np.full((n % 4, 2), n, np.float32)
             writer.append(id=n, odd=np.full(7, n, np.float32), flag=[n % 2, 0, 1], text=f"{n}", points=points)
-    splits: list[int] = []
-    split_job = Assembly._split_job
-
-    def counted(self, epoch, step, row_ids, batches):
-        splits.append(step)
-        return split_job(self, epoch, step, row_ids, batches)
-
-    monkeypatch.setattr(assembly, "_SPLIT_BYTES", 1)
-    monkeypatch.setattr(Assembly, "_split_job", counted)
     for size in (1, 2, 9, 64):
         options = {"shuffle": shuffle, "with_ids": True, "drop_last": False}
         with Loader(cache, size, **options) as plain, loader_of(cache, size, **options) as loader:
@@ -140,15 +130,11 @@ def test_a_batch_that_is_split_among_threads_is_the_same(tmp_path, monkeypatch, 
                     assert batch["text"] == expected["text"]
                     assert np.array_equal(batch["points"].data, expected["points"].data)
                     assert np.array_equal(batch["points"].offsets, expected["points"].offsets)
-    assert bool(splits) == (shuffle in ("rows", "window")), "only batches that are gathered are split"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Loader, TorchLoader])
-@pytest.mark.parametrize("split", [False, True])
-def test_nothing_that_is_kept_is_overwritten(cache, monkeypatch, make, split):
-    if split:
-        monkeypatch.setattr(assembly, "_SPLIT_BYTES", 1)
+def test_nothing_that_is_kept_is_overwritten(cache, make):
     kept = []
     with make(cache, 16, workers=4, worker_type="thread", prefetch=2) as loader:
         epochs = [list(loader) for _ in range(3)]

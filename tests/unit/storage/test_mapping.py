@@ -9,12 +9,9 @@ import os
 import signal
 import sys
 
-import numpy as np
 import pytest
 from helpers import in_child, wait_until
-from page_cache import drop_from_memory, resident_bytes
 
-import arrowcache as ac
 from arrowcache import linux
 from arrowcache.storage import mapping
 from arrowcache.storage.mapping import AddressRange, FileMapping, open_file
@@ -261,51 +258,3 @@ def test_populating_says_whether_the_pages_are_in_memory(file):
     assert mapping.populate(area.address + 4 * PAGE, nbytes)
     assert not mapping.populate(area.address + 8 * PAGE, PAGE), "no file is mapped there"
     area.close()
-
-
-def test_many_ranges_are_asked_of_the_disk_at_once(tmp_path):
-    if os.geteuid() and tuple(map(int, os.uname().release.split(".")[:2])) < (6, 13):
-        pytest.skip("this kernel lets only a privileged process ask for many ranges")
-    path, count, width = tmp_path / "file", 1500, 5000
-    path.write_bytes(bytes(2 * count * width))
-    drop_from_memory(path)
-    area = AddressRange(1 << 24)
-    fd, nbytes = open_file(path, 1 << 24)
-    area.map_file(fd, 0, nbytes)
-    os.close(fd)
-    starts = area.address + np.arange(count) * 2 * width
-    assert mapping.will_need_all(starts, width)
-    wait_until(lambda: resident_bytes(path) >= count * width, "them to be read")
-    assert not mapping.will_need_all(starts + (1 << 40), width), "no such addresses"
-    area.close()
-
-
-@pytest.mark.parametrize("refused", ["process_file", "advise_ranges"])
-def test_where_the_kernel_takes_no_such_call_nothing_is_asked_of_the_disk(monkeypatch, refused):
-    asked = []
-
-    def refuse(*_):
-        asked.append(refused)
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(linux, refused, refuse)
-    before = os.listdir("/proc/self/fd")
-    assert not mapping.will_need_all(np.zeros(3, np.int64), PAGE)
-    assert asked == [refused]
-    assert os.listdir("/proc/self/fd") == before
-
-
-@pytest.mark.parametrize("width", [64, 1 << 15])
-def test_rows_are_read_where_the_disk_cannot_be_asked(tmp_path, monkeypatch, width):
-    def refuse(*_):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(linux, "process_file", refuse)
-    schema = ac.Schema({"x": ac.Tensor("uint8", (width,))})
-    cache = ac.Cache.create(tmp_path / "cache", schema, "64MiB", segment_bytes="4MiB")
-    with cache.writer() as writer:
-        writer.extend(x=np.arange(40, dtype=np.uint8)[:, None].repeat(width, 1))
-    with ac.Loader(cache, 8) as loader:
-        rows = np.concatenate([batch["x"].copy() for batch in loader])
-    assert sorted(rows[:, 0].tolist()) == list(range(40))
-    assert (rows == rows[:, :1]).all()

@@ -1,0 +1,113 @@
+"""Build: the engine's shared library, compiled when the package is built.
+
+hatchling finds `EngineHook` here. The compiler is `$CC`, else cc, gcc or clang, else the one of the PyPI
+package ziglang, which pip then brings. A wheel's library is for the platform of its tag; that of an editable
+install lies beside the source. One library serves every version of Python.
+
+Must never be imported by the package: it needs hatchling, and is in no wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = Path(__file__).parent
+LIBRARY = "libengine.so"
+SOURCES = (FOLDER / "engine.c", FOLDER / "engine.h")
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
+PLATFORM_VARIABLE = "ARROWCACHE_WHEEL_PLATFORM"  # a wheel's platform tag, for releases
+_COMPILERS = ("cc", "gcc", "clang")
+_GLIBC = "2.28"
+
+
+class NoCompilerError(Exception):
+    """Nothing here can compile C."""
+
+
+def compiler() -> list[str]:
+    """The command that compiles C on this machine.
+
+    Raises: NoCompilerError: there is none.
+    """
+    if command := shlex.split(os.environ.get("CC", "")):
+        return command
+    for name in _COMPILERS:
+        if path := shutil.which(name):
+            return [path]
+    try:
+        import ziglang  # noqa: F401
+    except ImportError:
+        raise NoCompilerError(
+            "arrowcache's engine is written in C, and no C compiler was found: install gcc or clang, or "
+            "`pip install ziglang`, which has one, or install arrowcache from a wheel"
+        ) from None
+    target = f"{platform.machine()}-linux-gnu.{_GLIBC}"
+    return [sys.executable, "-m", "ziglang", "cc", "-target", target]
+
+
+def compile_engine(library: Path, flags: Sequence[str] = FLAGS) -> None:
+    """Compile the engine; the library appears at its path whole, or not at all.
+
+    Raises: NoCompilerError; RuntimeError: the compiler's own words.
+    """
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".engine-") as folder:
+        made = Path(folder) / library.name
+        command = [*compiler(), *flags, os.fspath(SOURCES[0]), "-o", os.fspath(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
+        made.replace(library)
+
+
+def refresh() -> None:
+    """Compile the library beside the source, if the source is newer."""
+    library = FOLDER / LIBRARY
+    if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in SOURCES):
+        compile_engine(library)
+
+
+class EngineHook(BuildHookInterface[Any]):
+    """What hatchling calls for a wheel, and for an editable install."""
+
+    PLUGIN_NAME = "custom"
+
+    def dependencies(self) -> list[str]:
+        """What pip brings for the build: a compiler, where there is none."""
+        try:
+            compiler()
+        except NoCompilerError:
+            return ["ziglang"]
+        return []
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and say which platform the wheel is for."""
+        named = os.environ.get(PLATFORM_VARIABLE) or f"linux_{platform.machine()}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{named}"
+        if version == "editable":
+            refresh()
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="arrowcache-engine-")
+        library = Path(self._folder.name) / LIBRARY
+        compile_engine(library)
+        build_data["force_include"][os.fspath(library)] = f"arrowcache/native/{LIBRARY}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """The wheel has its copy."""
+        if version != "editable":
+            self._folder.cleanup()
+
+
+if __name__ == "__main__":
+    refresh()

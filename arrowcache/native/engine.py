@@ -1,0 +1,308 @@
+"""Engine: this process' native threads, which copy rows of mapped segments into arrays. The face of engine.h.
+
+Rows of segments are numbered one after another (`Rows`). A call names rows by their numbers and says where
+they go: `copy_rows` for columns of fixed width, `find_values` and then `copy_values` for those of variable
+width. The calling thread helps the threads, so it needs none of them.
+
+Owns: the engine of this process and its threads. They are started by the first call with work for more than
+one, end before a fork and at exit, and are started again by the next call.
+
+Guarantees: numbers are checked before a byte is copied. Once a call has ended, in whatever way, nothing
+touches what it was given. Ctrl-C ends a call within milliseconds, or with the page that comes from a slow
+disk. A forked child has an engine of its own; a call that a child inherits in the middle raises there.
+
+Must never: be asked to copy from a segment that is not mapped any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+VERSION = 1  # ENGINE_VERSION of the header that this face is for
+_FIXED, _LENGTHS, _VALUES = range(3)
+_DONE = -1  # no number was out of range
+_STEP_NANOSECONDS = 50_000_000  # between two looks for Ctrl-C, in a long copy
+_STOP_NANOSECONDS = 5_000_000_000
+_INLINE_BYTES = 128 << 10  # less is not worth waking a thread
+_HELD_GIL_BYTES = 1 << 20  # copied in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
+_SEGMENT_WORDS = 4
+_FIRST = 3  # of `engine_rows`
+_BLOCKS_A_SEGMENT = 4
+
+
+class _Job(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "rows", "ids", "count", "columns", "column_count")),
+        *((name, ctypes.c_int64) for name in ("from_", "to", "following", "unit", "parts", "chunks")),
+        *((name, ctypes.c_int64) for name in ("begun", "damaged")),
+        ("left", ctypes.c_uint32),
+    )
+
+
+class Column(NamedTuple):
+    """A column of fixed width on its way.
+
+    Args:
+        buffer: which of a segment's buffers it is.
+        row_bytes: of a row.
+        out: C-contiguous memory for all rows.
+    """
+
+    buffer: int
+    row_bytes: int
+    out: NDArray[Any]
+
+
+class Found(NamedTuple):
+    """Where the values of some rows are, and where they go.
+
+    `source` (n,) are addresses; `offsets` (n + 1,) count bytes. `damaged` is the index of a row whose offsets
+    point out of its file, or -1.
+    """
+
+    source: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    damaged: int
+
+
+class Rows:
+    """Rows of mapped segments, numbered one after another, as the engine reads them.
+
+    Args:
+        bases: (n,) int64 addresses of the segments' files; 0: a segment is not mapped.
+        nbytes: (n,) int64 lengths of the files.
+        layouts: (n,) int64 addresses of int64 arrays that say where each buffer begins, in bytes of the file.
+        starts: (n + 1,) int64 numbers of the segments' first rows, and how many rows there are.
+        first: the lowest number that may be asked for.
+        keep: what keeps the layouts where they are.
+    """
+
+    def __init__(
+        self,
+        bases: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        layouts: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        *,
+        first: int = 0,
+        keep: object = None,
+    ) -> None:
+        count, rows = len(bases), int(starts[-1])
+        table = np.zeros((count + 1, _SEGMENT_WORDS), np.int64)
+        table[:count, 0], table[:count, 1], table[:count, 2] = bases, nbytes, layouts
+        table[:, 3] = starts
+        each = np.diff(starts)
+        alike = count > 0 and bool((each[:-1] == each[0]).all()) and each[-1] <= each[0]
+        rows_each, shift, blocks = int(each[0]) if alike else 0, 0, np.zeros(0, np.int64)
+        if count and not alike:
+            shift = max(0, (rows // (_BLOCKS_A_SEGMENT * count)).bit_length() - 1)
+            firsts = np.arange(0, rows + (1 << shift), 1 << shift)
+            blocks = starts.searchsorted(np.minimum(firsts, rows - 1), side="right") - 1
+        self._keep = table, blocks, keep
+        words = (_address(table), _address(blocks), count, first, rows, rows_each, shift)
+        self._words = np.array(words, np.int64)
+        self.address = _address(self._words)
+
+    def release(self, first: int) -> None:
+        """Refuse rows before this one from now on."""
+        self._words[_FIRST] = first
+
+    def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64] | int:
+        """The segment of each row (n,); or the index of a number that is out of range."""
+        segments = np.empty(len(ids), np.int64)
+        ids = np.ascontiguousarray(ids, np.int64)
+        bad = _quick.engine_segments(self.address, _address(ids), len(ids), _address(segments))
+        return segments if bad == _DONE else int(bad)
+
+
+def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], *, is_warm: bool) -> int:
+    """Copy columns of fixed width of some rows.
+
+    Args:
+        ids: (n,) int64 numbers of rows.
+        is_warm: their pages are in memory, as far as is known: then a small copy keeps the GIL.
+    Returns: -1, or the index of a number that is out of range or whose segment is not mapped; nothing was
+        copied then.
+    Blocks: while pages come from the disk.
+    """
+    ids = np.ascontiguousarray(ids, np.int64)
+    job, _table = _job_of_rows(rows, ids, columns)  # what a job points to lives as long as this call
+    nbytes = sum(column.out.nbytes for column in columns)
+    return _engine.run(job, nbytes, is_warm=is_warm)
+
+
+def ask_for_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]) -> None:
+    """Have the disk begin to read these rows, side by side.
+
+    Args: as of `copy_rows`; a number that is out of range is left out.
+    Blocks: while the disk's queue is full.
+    """
+    if columns:
+        ids = np.ascontiguousarray(ids, np.int64)
+        job, _table = _job_of_rows(rows, ids, columns)
+        _library.engine_ask(ctypes.addressof(job))
+
+
+def _job_of_rows(
+    rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]
+) -> tuple[_Job, NDArray[np.int64]]:
+    table = np.array([(c.buffer, c.row_bytes, _address(c.out)) for c in columns], np.int64)
+    return _Job(_FIXED, rows.address, _address(ids), len(ids), _address(table), len(columns)), table
+
+
+def find_values(
+    rows: Rows, ids: NDArray[np.int64], buffer: int, element_bytes: int, *, is_warm: bool
+) -> Found | int:
+    """Find the values of a variable-length column of some rows.
+
+    Args:
+        buffer: which of a segment's buffers has the offsets; the one after it has the values.
+        element_bytes: of what the offsets count.
+        ids, is_warm: as of `copy_rows`.
+    Returns: or the index of a number, as of `copy_rows`.
+    Blocks: as `copy_rows`.
+    """
+    ids = np.ascontiguousarray(ids, np.int64)
+    source, offsets = np.empty(len(ids), np.int64), np.zeros(len(ids) + 1, np.int64)
+    table = np.array([(buffer, element_bytes, 0)], np.int64)
+    addresses = _address(source), _address(offsets)
+    job = _Job(_LENGTHS, rows.address, _address(ids), len(ids), _address(table), 1, *addresses)
+    bad = _engine.run(job, source.nbytes, is_warm=is_warm)
+    return bad if bad != _DONE else Found(source, offsets, job.damaged - 1)
+
+
+def copy_values(found: Found, out: NDArray[np.uint8], *, is_warm: bool) -> None:
+    """Copy the values that were found.
+
+    Args:
+        found: of rows that are still mapped.
+        out: (found.offsets[-1],) bytes.
+        is_warm: as of `copy_rows`.
+    Blocks: as `copy_rows`.
+    """
+    table = np.array([(0, 0, _address(out))], np.int64)
+    addresses = _address(found.source), _address(found.offsets)
+    job = _Job(_VALUES, 0, 0, len(found.source), _address(table), 1, *addresses)
+    _engine.run(job, out.nbytes, is_warm=is_warm)
+
+
+def limit_threads(count: int) -> None:
+    """Have no more threads than this: for a process that works beside others like it."""
+    _engine.most_threads = count
+
+
+class _Engine:
+    """The process' engine and its threads."""
+
+    def __init__(self) -> None:
+        self._handle = _library.engine_new()
+        if not self._handle:
+            raise MemoryError("no memory is left for the engine")
+        self._lock = threading.RLock()  # a signal handler may copy rows, too
+        self._has_threads = self._is_closed = False
+        self.most_threads = _thread_count()
+
+    def run(self, job: _Job, nbytes: int, *, is_warm: bool) -> int:
+        """Have a job done; the caller keeps what it points to. Returns: as `copy_rows`."""
+        address = ctypes.addressof(job)
+        if nbytes <= (_HELD_GIL_BYTES if is_warm else _INLINE_BYTES):
+            return int((_quick if is_warm else _library).engine_copy(address))
+        handle = self._handle
+        if not self._has_threads:
+            self._start()
+        try:
+            bad = int(_library.engine_submit(handle, address))
+            while _library.engine_take(handle, address, _STEP_NANOSECONDS):
+                if handle != self._handle:
+                    raise RuntimeError("the process that forked this one copies these rows: ask again")
+        except BaseException:  # Ctrl-C; another one must not have anybody unmap what is still copied
+            while handle == self._handle:
+                try:
+                    _library.engine_cancel(handle, address)
+                    break
+                except BaseException:  # noqa: BLE001
+                    pass
+            raise
+        return bad
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._has_threads and not self._is_closed:
+                _library.engine_start(self._handle, self.most_threads)
+                self._has_threads = True
+
+    def stop(self) -> bool:
+        """End the threads, until the next call needs them. Returns: whether all have ended."""
+        if not self._has_threads:
+            return True
+        try:
+            return not _library.engine_stop(self._handle, _STOP_NANOSECONDS)
+        finally:
+            self._has_threads = False
+
+    def close(self) -> None:
+        """End the threads for good."""
+        self._is_closed = True
+        if not self.stop():
+            words = "a thread that copies rows waits for a disk, and is left behind"
+            warnings.warn(words, ResourceWarning, stacklevel=1)
+
+    def after_fork_in_child(self) -> None:
+        """Anew: the lock may be another thread's, and the threads are the parent's."""
+        self.__init__()  # type: ignore[misc]
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _thread_count() -> int:
+    """One for two processors, two for eight, four for 64; the machine's ranks share them."""
+    ranks = 1
+    with suppress(ValueError):
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return (max(1, len(os.sched_getaffinity(0)) // ranks).bit_length() + 1) // 2
+
+
+def _load(path: Path, kind: type[ctypes.CDLL]) -> Any:
+    try:
+        library = kind(os.fspath(path))
+    except OSError as error:
+        raise ImportError(
+            f"arrowcache's engine cannot be loaded ({error}): install arrowcache with pip, which compiles it"
+        ) from None
+    for name in ("version", "new", "start", "stop", "submit", "copy", "take", "segments"):
+        function = getattr(library, f"engine_{name}")
+        function.restype = ctypes.c_void_p if name == "new" else ctypes.c_int64
+    words = ctypes.c_void_p, ctypes.c_int64
+    library.engine_start.argtypes = library.engine_stop.argtypes = words
+    library.engine_submit.argtypes = library.engine_cancel.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    library.engine_copy.argtypes = library.engine_ask.argtypes = (ctypes.c_void_p,)
+    library.engine_take.argtypes = (ctypes.c_void_p, *words)
+    library.engine_segments.argtypes = (ctypes.c_void_p, *words, ctypes.c_void_p)
+    library.engine_cancel.restype = library.engine_ask.restype = None
+    if library.engine_version() != VERSION:
+        raise ImportError(
+            f"arrowcache's engine is of version {library.engine_version()}, and {VERSION} is needed: install "
+            "arrowcache again, which compiles it"
+        )
+    return library
+
+
+LIBRARY = Path(__file__).with_name("libengine.so")
+_library = _load(LIBRARY, ctypes.CDLL)
+_quick = _load(LIBRARY, ctypes.PyDLL)  # keeps the GIL
+_engine = _Engine()
+os.register_at_fork(before=_engine.stop, after_in_child=_engine.after_fork_in_child)
+atexit.register(_engine.close)

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -250,14 +251,21 @@ static int64_t prepare(engine_job *job)
         }
     }
     job->damaged = bad < 0 ? 0 : CANCELLED;
+    job->faults = 0;
     job->chunks = bad < 0 ? (whole + job->unit - 1) / job->unit * job->parts : 0;
     __atomic_store_n(&job->left, (uint32_t)job->chunks, __ATOMIC_RELAXED);
     return bad;
 }
 
+static int64_t faults_so_far(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_majflt;
+}
+
 static void run_chunk(engine_job *job, int64_t chunk)
 {
-    int64_t start = chunk / job->parts * job->unit;
+    int64_t before = faults_so_far(), start = chunk / job->parts * job->unit;
     if (job->kind == ENGINE_VALUES)
         copy_values(job, start, least(start + job->unit, job->to[job->count]));
     else if (job->kind == ENGINE_LENGTHS)
@@ -268,6 +276,9 @@ static void run_chunk(engine_job *job, int64_t chunk)
         int64_t nbytes = bytes_of_row(job), from = chunk % job->parts * CHUNK_BYTES;
         copy_part(job, start, from, least(from + CHUNK_BYTES, nbytes));
     }
+    int64_t faults = faults_so_far() - before;
+    if (faults)
+        __atomic_fetch_add(&job->faults, faults, __ATOMIC_RELAXED);
 }
 
 /* What is done once, when all chunks are. */

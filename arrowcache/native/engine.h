@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define ENGINE_VERSION 1 /* of this header's structures: the caller compares it with `engine_version` */
+#define ENGINE_VERSION 2 /* of this header's structures: the caller compares it with `engine_version` */
 
 /* A mapped file and the rows in it. */
 typedef struct {
@@ -73,6 +73,7 @@ typedef struct engine_job {
     struct engine_job *following;
     int64_t unit, parts, chunks, begun; /* a chunk is `unit` rows, or one of `parts` of a row, or bytes of values */
     int64_t damaged;                    /* after its end: 1 + the index of a row whose offsets are out of its file */
+    int64_t faults;                     /* after its end: times that a thread had to wait for a page from the disk */
     uint32_t left;                      /* chunks whose end was not seen yet */
 } engine_job;
 

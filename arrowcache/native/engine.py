@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 1  # ENGINE_VERSION of the header that this face is for
+VERSION = 2  # ENGINE_VERSION of the header that this face is for
 _FIXED, _LENGTHS, _VALUES = range(3)
 _DONE = -1  # no number was out of range
-_STEP_NANOSECONDS = 50_000_000  # between two looks for Ctrl-C, in a long copy
+_STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
 _STOP_NANOSECONDS = 5_000_000_000
 _INLINE_BYTES = 128 << 10  # less is not worth waking a thread
 _HELD_GIL_BYTES = 1 << 20  # copied in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
@@ -45,7 +45,7 @@ class _Job(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("kind", "rows", "ids", "count", "columns", "column_count")),
         *((name, ctypes.c_int64) for name in ("from_", "to", "following", "unit", "parts", "chunks")),
-        *((name, ctypes.c_int64) for name in ("begun", "damaged")),
+        *((name, ctypes.c_int64) for name in ("begun", "damaged", "faults")),
         ("left", ctypes.c_uint32),
     )
 
@@ -142,6 +142,57 @@ def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], *, 
     return _engine.run(job, nbytes, is_warm=is_warm)
 
 
+def begin_copy(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]) -> Copy:
+    """Have the threads copy columns of fixed width of some rows; returns at once.
+
+    Args: as of `copy_rows`; all of them stay as they are until the copy has ended.
+    """
+    ids = np.ascontiguousarray(ids, np.int64)
+    job, table = _job_of_rows(rows, ids, columns)
+    return Copy(job, (rows, ids, table, columns))
+
+
+class Copy:
+    """Rows on their way. Whoever has it calls `take` until that is True, or `cancel`; one thread at a time.
+
+    `refused`: -1, or the index of a number, as of `copy_rows`; then nothing is on its way. It holds what it
+    touches, and ends before it lets go of that.
+    """
+
+    refused = _DONE
+
+    def __init__(self, job: _Job, keep: object) -> None:
+        self._job, self._keep, self._address = job, keep, ctypes.addressof(job)
+        self._handle = _engine.handle
+        self.refused = _engine.submit(self._handle, self._address)
+
+    def take(self, seconds: float) -> bool:
+        """Help, then wait. Returns: whether it has ended.
+
+        Blocks: so long, and as long as one chunk takes; Ctrl-C is seen at its end.
+        Raises: RuntimeError: this process was forked from the one that copies.
+        """
+        if _engine.handle != self._handle:
+            raise RuntimeError("the process that forked this one copies these rows: ask again")
+        return not (self._job.left and _library.engine_take(self._handle, self._address, int(seconds * 1e9)))
+
+    def cancel(self) -> None:
+        """End it. Blocks: for what was begun. Idempotent; no Ctrl-C keeps it from its end."""
+        while self._job.left and _engine.handle == self._handle:
+            try:
+                _library.engine_cancel(self._handle, self._address)
+            except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
+                pass
+
+    @property
+    def was_on_disk(self) -> bool:
+        """Once it has ended: whether a thread had to wait for the disk."""
+        return bool(self._job.faults > 0)
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
 def ask_for_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]) -> None:
     """Have the disk begin to read these rows, side by side.
 
@@ -206,8 +257,8 @@ class _Engine:
     """The process' engine and its threads."""
 
     def __init__(self) -> None:
-        self._handle = _library.engine_new()
-        if not self._handle:
+        self.handle = _library.engine_new()
+        if not self.handle:
             raise MemoryError("no memory is left for the engine")
         self._lock = threading.RLock()  # a signal handler may copy rows, too
         self._has_threads = self._is_closed = False
@@ -215,31 +266,26 @@ class _Engine:
 
     def run(self, job: _Job, nbytes: int, *, is_warm: bool) -> int:
         """Have a job done; the caller keeps what it points to. Returns: as `copy_rows`."""
-        address = ctypes.addressof(job)
         if nbytes <= (_HELD_GIL_BYTES if is_warm else _INLINE_BYTES):
-            return int((_quick if is_warm else _library).engine_copy(address))
-        handle = self._handle
+            return int((_quick if is_warm else _library).engine_copy(ctypes.addressof(job)))
+        copy = Copy(job, None)
+        try:
+            while not copy.take(_STEP_SECONDS):
+                pass
+        finally:
+            copy.cancel()
+        return copy.refused
+
+    def submit(self, handle: int, address: int) -> int:
+        """Queue a job. Returns: as `engine_submit`."""
         if not self._has_threads:
             self._start()
-        try:
-            bad = int(_library.engine_submit(handle, address))
-            while _library.engine_take(handle, address, _STEP_NANOSECONDS):
-                if handle != self._handle:
-                    raise RuntimeError("the process that forked this one copies these rows: ask again")
-        except BaseException:  # Ctrl-C; another one must not have anybody unmap what is still copied
-            while handle == self._handle:
-                try:
-                    _library.engine_cancel(handle, address)
-                    break
-                except BaseException:  # noqa: BLE001
-                    pass
-            raise
-        return bad
+        return int(_library.engine_submit(handle, address))
 
     def _start(self) -> None:
         with self._lock:
             if not self._has_threads and not self._is_closed:
-                _library.engine_start(self._handle, self.most_threads)
+                _library.engine_start(self.handle, self.most_threads)
                 self._has_threads = True
 
     def stop(self) -> bool:
@@ -247,7 +293,7 @@ class _Engine:
         if not self._has_threads:
             return True
         try:
-            return not _library.engine_stop(self._handle, _STOP_NANOSECONDS)
+            return not _library.engine_stop(self.handle, _STOP_NANOSECONDS)
         finally:
             self._has_threads = False
 

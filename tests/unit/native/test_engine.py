@@ -415,7 +415,7 @@ assert len(os.listdir("/proc/self/task")) == before
 
 def test_a_library_of_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(engine, "VERSION", 0)
-    with pytest.raises(ImportError, match="is of version 1, and 0 is needed: install arrowcache again"):
+    with pytest.raises(ImportError, match="is of version 2, and 0 is needed: install arrowcache again"):
         engine._load(engine.LIBRARY, engine.ctypes.CDLL)
 
 

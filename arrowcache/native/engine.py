@@ -142,14 +142,16 @@ def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], *, 
     return _engine.run(job, nbytes, is_warm=is_warm)
 
 
-def begin_copy(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]) -> Copy:
+def begin_copy(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], *, is_warm: bool) -> Copy:
     """Have the threads copy columns of fixed width of some rows; returns at once.
 
-    Args: as of `copy_rows`; all of them stay as they are until the copy has ended.
+    Args: as of `copy_rows`; all of them stay as they are until the copy has ended. What is small and warm is
+        copied by whoever takes it, who keeps the GIL.
     """
     ids = np.ascontiguousarray(ids, np.int64)
     job, table = _job_of_rows(rows, ids, columns)
-    return Copy(job, (rows, ids, table, columns))
+    is_late = is_warm and sum(column.out.nbytes for column in columns) <= _HELD_GIL_BYTES
+    return Copy(job, (rows, ids, table, columns), is_late=is_late)
 
 
 class Copy:
@@ -161,10 +163,11 @@ class Copy:
 
     refused = _DONE
 
-    def __init__(self, job: _Job, keep: object) -> None:
+    def __init__(self, job: _Job, keep: object, *, is_late: bool = False) -> None:
         self._job, self._keep, self._address = job, keep, ctypes.addressof(job)
-        self._handle = _engine.handle
-        self.refused = _engine.submit(self._handle, self._address)
+        self._handle, self._is_late = _engine.handle, is_late
+        if not is_late:
+            self.refused = _engine.submit(self._handle, self._address)
 
     def take(self, seconds: float) -> bool:
         """Help, then wait. Returns: whether it has ended.
@@ -174,7 +177,17 @@ class Copy:
         """
         if _engine.handle != self._handle:
             raise RuntimeError("the process that forked this one copies these rows: ask again")
+        if self._is_late:
+            self._is_late, self.refused = False, int(_quick.engine_copy(self._address))
         return not (self._job.left and _library.engine_take(self._handle, self._address, int(seconds * 1e9)))
+
+    def wait(self) -> None:
+        """Wait for its end. Blocks, raises: as `take`; Ctrl-C ends it."""
+        try:
+            while not self.take(_STEP_SECONDS):
+                pass
+        finally:
+            self.cancel()
 
     def cancel(self) -> None:
         """End it. Blocks: for what was begun. Idempotent; no Ctrl-C keeps it from its end."""
@@ -269,11 +282,7 @@ class _Engine:
         if nbytes <= (_HELD_GIL_BYTES if is_warm else _INLINE_BYTES):
             return int((_quick if is_warm else _library).engine_copy(ctypes.addressof(job)))
         copy = Copy(job, None)
-        try:
-            while not copy.take(_STEP_SECONDS):
-                pass
-        finally:
-            copy.cancel()
+        copy.wait()
         return copy.refused
 
     def submit(self, handle: int, address: int) -> int:

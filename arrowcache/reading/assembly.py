@@ -1,14 +1,13 @@
-"""Assembly: how the batches of an epoch are made: into which memory, by which calls, in which pieces.
+"""Assembly: how the batches of an epoch are made: into which memory, by which calls.
 
-It cuts an epoch into jobs, in step order; the pipeline decides when and on which thread they run.
-A batch that is one run of rows of one segment is a zero-copy view, where the order has such runs;
-every other is gathered into the ring. A job gathers a group of batches in one call a column; the
-first batch of an epoch is a job of its own, for its latency. Each batch of a loader with a transform
-and threads is a job, so that transforms run side by side.
+It cuts an epoch into jobs, in step order; the pipeline decides when they run. A batch that is one run of
+rows of one segment is a zero-copy view, where the order has such runs; every other is gathered into the
+ring by the engine's threads, a job each. Where there is a transform, threads of a crew gather and transform.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,11 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.pieces import pieces
-from arrowcache.reading.pipeline import Job, Made
-from arrowcache.reading.ring import USUAL_GROUP_BYTES, Group, GroupSize, Ring
-from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.pipeline import Done, Elsewhere, Job, Made
+from arrowcache.reading.ring import Group, Ring
+from arrowcache.reading.snapshot import Gathering, Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import Column, Values, column_bytes
 from arrowcache.reading.view import Viewer
@@ -31,6 +31,9 @@ Batch = dict[str, Any]
 
 _VIEWS = 8  # a group of batches that take no memory
 _AGE_ROWS = 64  # of each batch, whose age is looked up
+_DRAWN_ROWS = 4096  # of the order, at once
+_WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
+_MOST_UNDER_WAY = 8
 
 
 class Assembly:
@@ -56,7 +59,7 @@ class Assembly:
         with_ids: bool,
         views: bool,
         workers: int,
-        prefetch: int,
+        prefetch: int | None,
         meter: Meter,
     ) -> None:
         schema = store.settings.schema
@@ -70,35 +73,29 @@ class Assembly:
         self._workers = workers
         self._meter = meter
         self._views_required = False
-        self.threads, self.in_flight = workers, workers
         columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
-        in_flight = prefetch + workers
-        if self._viewer is None:
-            self._new_ring = partial(Ring, columns, batch_size, in_flight)
-        else:  # only a batch that is no run is copied, by itself
-            self._new_ring = partial(Ring, columns, batch_size, _VIEWS * in_flight, group_bytes=0)
-        self.ring = self._new_ring()
-        usual, largest = self.ring.batches_of(USUAL_GROUP_BYTES), self.ring.largest_group
-        self._group = GroupSize(usual, largest) if self._viewer is None else GroupSize(_VIEWS, _VIEWS)
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
+        self._crew = None if transform is None else Crew(max(1, workers))
+        batch_bytes = max(1, self._row_bytes * batch_size)
+        usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // batch_bytes))
+        self.wanted = (usual if prefetch is None else prefetch) + workers
+        self._new_ring = partial(Ring, columns, batch_size, self.wanted, group_bytes=0)
+        self.ring = self._new_ring()
+        self._group = 1 if self._viewer is None else _VIEWS  # batches of a job
 
     def gather_into(
-        self,
-        allocate: Callable[[int], NDArray[np.uint8]],
-        group_bytes: int = USUAL_GROUP_BYTES,
-        most: int | None = None,
+        self, allocate: Callable[[int], NDArray[np.uint8]], group_bytes: int = 0, most: int = 1
     ) -> None:
         """Have batches gathered into memory that this gives, as of `Ring`, before any is made.
 
         Args:
-            group_bytes: of a usual group.
-            most: batches of a group; None: as many as are of use.
+            group_bytes: of batches that lie side by side, a job.
+            most: of them.
         """
-        self._new_ring = partial(self._new_ring, allocate=allocate)
+        self._new_ring = partial(self._new_ring, allocate=allocate, group_bytes=group_bytes)
         self.ring = self._new_ring()
         if self._viewer is None:
-            largest = min(self.ring.largest_group, most or self.ring.largest_group)
-            self._group = GroupSize(min(self.ring.batches_of(group_bytes), largest), largest)
+            self._group = max(1, min(self.ring.largest_group, most))
 
     def after_fork(self) -> None:
         """In a child: another thread may have been at the ring, and will never be done."""
@@ -106,17 +103,17 @@ class Assembly:
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
-        step, group = 0, self._group
-        if awaited:
-            group.restart()
-        alone = self._transform is not None and self._workers > 0
-        most = self._most_batches(epoch.snapshot)
-        while step < epoch.order.steps:
-            one_by_one = alone or self.ring.is_hoarded  # what is kept keeps its whole group
-            size = 1 if one_by_one else min(group.now, most)
-            last = min(step + size, epoch.order.steps)
-            ids = epoch.order.batches(step, last)
-            yield self._job(epoch, step, ids, last - step)
+        step, steps = 0, epoch.order.steps
+        ids, drawn_from, drawn_to = np.empty(0, np.int64), 0, 0  # of several jobs at once
+        while step < steps:
+            size = 1 if (awaited and not step) or self.ring.is_hoarded else self._group
+            if step == drawn_to:
+                drawn = size if not step else max(size, _DRAWN_ROWS // self._batch_size)
+                drawn_from, drawn_to = step, min(step + drawn, steps)
+                ids = epoch.order.batches(drawn_from, drawn_to)
+            last = min(step + size, drawn_to)
+            first_row = (step - drawn_from) * self._batch_size
+            yield self._job(epoch, step, ids[first_row : (last - drawn_from) * self._batch_size], last - step)
             step = last
 
     def end(self, epoch: Epoch) -> None:
@@ -126,7 +123,9 @@ class Assembly:
         """Let go of what is leased of epochs that ended: nothing here."""
 
     def close(self) -> None:
-        """End what makes batches, beside the pipeline's threads: nothing here."""
+        """End the threads of a transform."""
+        if self._crew is not None:
+            self._crew.stop()
 
     def require_views(self) -> None:
         """Have a batch that cannot be a view raise ValueError."""
@@ -140,48 +139,64 @@ class Assembly:
         """What other processes are at: the stage, and since when."""
         return []
 
-    def _most_batches(self, snapshot: Snapshot) -> int:
-        """How many batches to make at once, as far as values of no fixed width limit it."""
-        if len(self._fixed) == len(self._names):
-            return self._group.largest
-        return max(1, USUAL_GROUP_BYTES // (snapshot.row_bytes * self._batch_size))
-
     def _job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int) -> Job:
-        made: list[Made] = []
-        failures: list[BaseException] = []
+        if self._transform is not None:
+            return Job(step, batches, partial(self._begin_crew, epoch, ids, batches), _of_crew)
+        if self._viewer is not None:
+            return Job(step, batches, Done, lambda _: self._plain(epoch, ids, batches))
+        return Job(
+            step, batches, partial(self._begin, epoch, ids), partial(self._finish, epoch, ids, batches)
+        )
 
-        def make() -> None:
-            try:
-                self._make(epoch, ids, batches, made)
-            except BaseException as error:  # noqa: BLE001  # the batches before it are delivered first
-                failures.append(error)
+    def _begin(self, epoch: Epoch, ids: NDArray[np.int64]) -> Gathered:
+        memory = self.ring.take(len(ids))
+        return Gathered(memory, epoch.snapshot.begin_gather(ids, memory.arrays()), self._meter)
 
-        if self._transform is None:
-            return Job(step, [make], lambda: _all_of(made, failures))
-        transform = self._transform
-        if self._workers == 0:
-            return Job(step, [make], lambda: self._transformed(transform, made, failures))
+    def _finish(
+        self, epoch: Epoch, ids: NDArray[np.int64], batches: int, gathered: Gathered
+    ) -> Iterator[list[Made]]:
+        self._note(epoch, was_on_disk=gathered.was_on_disk)
+        yield self._hand_out(epoch, ids, batches, gathered.memory, mean_published(epoch, ids))
 
-        def make_and_transform() -> None:
-            self._make(epoch, ids, batches, made)
+    def _begin_crew(self, epoch: Epoch, ids: NDArray[np.int64], batches: int) -> Elsewhere:
+        transform, crew = self._transform, self._crew
+        assert transform is not None
+        assert crew is not None
+
+        def make() -> list[Made]:
+            made = next(self._plain(epoch, ids, batches))
             with self._meter.stage("transform"):
-                made[:] = [plain._replace(batch=transform(plain.batch)) for plain in made]
+                return [plain._replace(batch=transform(plain.batch)) for plain in made]
 
-        return Job(step, [make_and_transform], lambda: _all_of(made, failures))
+        return Elsewhere(crew.submit(make))
 
-    def _make(self, epoch: Epoch, ids: NDArray[np.int64], batches: int, made: list[Made]) -> None:
-        """Add batches to `made`: those before one that fails are in it then."""
+    def _plain(self, epoch: Epoch, ids: NDArray[np.int64], batches: int) -> Iterator[list[Made]]:
+        """Batches without a transform, made here and now; those before one that fails come first."""
+        made: list[Made] = []
+        failure: BaseException | None = None
         published = mean_published(epoch, ids)
         with self._meter.reading() as reading:
-            if self._viewer is not None:
-                self._views(self._viewer, epoch, ids, published, made)
-            else:
-                memory = self.ring.take(len(ids))
-                self._gather(epoch.snapshot, ids, memory)
-                made += self._hand_out(epoch, ids, batches, memory, published)
-        self._group.note(has_waited=reading.has_waited)
-        epoch.snapshot.asks_ahead = reading.was_on_disk
-        epoch.is_cold |= reading.was_on_disk
+            try:
+                if self._viewer is not None:
+                    self._views(self._viewer, epoch, ids, published, made)
+                else:
+                    memory = self.ring.take(len(ids))
+                    self._gather(epoch.snapshot, ids, memory)
+                    made += self._hand_out(epoch, ids, batches, memory, published)
+            except BaseException as error:  # noqa: BLE001
+                failure = error
+        self._note(epoch, was_on_disk=reading.was_on_disk)
+        try:
+            if made:
+                yield [made.pop(0) for _ in range(len(made))]
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # its traceback has this frame
+
+    def _note(self, epoch: Epoch, *, was_on_disk: bool) -> None:
+        epoch.snapshot.asks_ahead = was_on_disk
+        epoch.is_cold |= was_on_disk
 
     def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64], memory: Group) -> None:
         """Copy the fixed-width columns of some rows."""
@@ -270,27 +285,36 @@ class Assembly:
             batch |= epoch.snapshot.locate(ids)
         return Made(batch, len(ids), nbytes, copied_bytes, published, epoch)
 
-    def _transformed(
-        self, transform: Callable[[Batch], Batch], made: list[Made], failures: list[BaseException]
-    ) -> Iterator[list[Made]]:
-        """One batch at a time: a transform that is slow or fails holds up no batch before its own."""
-        made.reverse()
-        while made:
-            with self._meter.stage("transform"):
-                plain = made.pop()
-                ready = [plain._replace(batch=transform(plain.batch))]
-                del plain
-            yield ready
-        if failures:
-            raise failures.pop()
+
+class Gathered:
+    """Rows on their way into a group, as of `Pending`; waiting for them counts as "gather" or "store"."""
+
+    def __init__(self, memory: Group, gathering: Gathering, meter: Meter) -> None:
+        self.memory, self._gathering, self._meter = memory, gathering, meter
+        self._seconds = 0.0
+
+    def take(self, seconds: float) -> bool:
+        started = self._meter.enter("gather")
+        has_ended = False
+        try:
+            has_ended = self._gathering.take(seconds)
+        finally:
+            self._seconds += time.perf_counter() - started
+            self._meter.leave({"store" if self.was_on_disk else "gather": self._seconds} if has_ended else {})
+        return has_ended
+
+    def cancel(self) -> None:
+        self._gathering.cancel()
+        self.memory.close()
+
+    @property
+    def was_on_disk(self) -> bool:
+        return self._gathering.was_on_disk
 
 
-def _all_of(made: list[Made], failures: list[BaseException]) -> Iterator[list[Made]]:
-    """All at once; keeps nothing, or what the consumer drops would stay alive until the next job."""
-    if made:
-        yield [made.pop(0) for _ in range(len(made))]
-    if failures:
-        raise failures.pop()
+def _of_crew(done: Elsewhere) -> Iterator[list[Made]]:
+    made = done.future.result()
+    yield [made.pop(0) for _ in range(len(made))]
 
 
 def _breaks(ids: NDArray[np.int64]) -> list[int]:

@@ -1,7 +1,7 @@
 """Feed: what one iterator is fed with: the jobs of an epoch, or of one epoch after another.
 
 It owns the epoch that is being made, and its snapshot until the stream ends, and tells the read-ahead
-what comes next. Runs in the pipeline's thread.
+what comes next. Runs in the consumer's thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.pipeline import BARRIER, Job, Made, Pipeline, Stream
+from arrowcache.reading.pipeline import BARRIER, Job, Made, Pending, Pipeline, Stream
 from arrowcache.reading.readahead import ReadAhead
 from arrowcache.reading.stats import Meter
 
@@ -53,9 +53,6 @@ class Feed:
         self._endless = endless
         self.stream = Stream(self._jobs, self._let_go)
 
-    def begin(self) -> None:
-        self._pipeline.begin(self.stream)
-
     def _jobs(self) -> Iterator[Job]:
         awaited = True
         while True:
@@ -92,12 +89,12 @@ class Feed:
                     self._readahead.soon(partial(self._begin_ahead, ahead))
             yield job if job.step else job._replace(finish=partial(self._finish_first, job, epoch))
 
-    def _finish_first(self, job: Job, epoch: Epoch) -> Iterator[list[Made]]:
+    def _finish_first(self, job: Job, epoch: Epoch, pending: Pending) -> Iterator[list[Made]]:
         """Its batches, and what is not to be done beside an epoch's first one, for which somebody waits."""
         self._readahead.soon(partial(self._epochs.prepare, epoch.plan.epoch + 1, epoch.snapshot.segments))
         if not epoch.plan.is_in_order:
             self._readahead.reach_everything()
-        return job.finish()  # not a generator: an error's traceback would keep all of this
+        return job.finish(pending)  # not a generator: an error's traceback would keep all of this
 
     def _begin_ahead(self, done: Future[None]) -> None:
         """Begin the next epoch, if there are rows enough: in the read-ahead's thread.

@@ -111,7 +111,7 @@ class Loader:
         transform: Callable[[Batch], Batch] | None = None,
         workers: int = 0,
         worker_type: str = "process",
-        prefetch: int = 4,
+        prefetch: int | None = None,
         where: Callable[[SegmentInfo], bool] | None = None,
         with_ids: bool = False,
         rank: int | None = None,
@@ -141,7 +141,9 @@ class Loader:
             paced=paced,
         )
         self._workers = _workers(workers, worker_type)
-        self._prefetch = parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
+        self._prefetch = (
+            None if prefetch is None else parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
+        )
         self._where = where
         self._timeout = parse_seconds(timeout, "timeout")
         if self._timeout == 0:
@@ -277,8 +279,7 @@ class Loader:
         self._closed = True
         self._end_current()
         if self._threads is not None:
-            pipeline, readahead = self._threads
-            pipeline.close()
+            _, readahead = self._threads
             self._assembly.close()
             readahead.close()
             self._threads = None
@@ -357,11 +358,10 @@ class Loader:
             self._meter.show_on(panel, making.in_progress)
             readahead = ReadAhead(self._store, self._where, self._epochs.settle, making.drop)
             self._threads = (
-                Pipeline(self._prefetch, making.threads, making.in_flight, self._meter.show),
+                Pipeline(making.wanted, self._meter.show),
                 readahead,
             )
         pipeline, readahead = self._threads
-        pipeline.start()
         readahead.start()
         run, epoch = object(), None
         try:
@@ -383,7 +383,7 @@ class Loader:
                 self._epochs.drop(epoch)
             raise
         self._stream, self._current = feed.stream, weakref.ref(iterator)
-        feed.begin()
+        pipeline.begin(feed.stream)
         return self._hand_out(iterator)
 
     def _is_over(self, epoch: Epoch) -> bool:

@@ -1,37 +1,32 @@
-"""Pipeline: background threads that make batches ahead of their consumer.
+"""Pipeline: batches begun ahead of their consumer, who drives it: nothing here has a thread.
 
-It owns one thread that runs an epoch's jobs, or (with workers) has them run by a crew of threads,
-and the queue between those and the consumer. The threads live as long as the loader, over all
-epochs. Guarantees: batches arrive in step order, whichever thread made them; no batch is made
-before its epoch was begun, and none is begun after it was ended; an exception of a job arrives
-where its batch would have; every wait has a deadline or an end; at interpreter exit nobody waits
-for a job that does not end.
+`next` begins jobs until enough batches are under way, and waits for the oldest; native threads, a crew of
+Python threads or worker processes make them meanwhile. Guarantees: batches arrive in step order, whoever made
+them; no batch is made before its epoch was begun, and none is begun after it was ended; an exception of a job
+arrives where its batch would have; every wait has a deadline or an end.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from arrowcache.errors import LoaderTimeoutError
-from arrowcache.shortage import start
 
 if TYPE_CHECKING:
     from arrowcache.reading.epoch import Epoch
 
-_JOIN_SECONDS = 5.0
 _GRACE_SECONDS = 0.25  # for a job that itself waits so long, and then says better what for
-_LOOK_SECONDS = 0.25  # between two calls of `while_waiting`
-_STOP = object()
+_LOOK_SECONDS = 0.05  # between two looks for the end, and two calls of `while_waiting`
 
 
 class Made(NamedTuple):
@@ -48,81 +43,98 @@ class Made(NamedTuple):
     epoch: Epoch
 
 
+class Pending(Protocol):
+    """What is under way. One thread at a time calls its methods."""
+
+    def take(self, seconds: float) -> bool:
+        """Wait so long. Returns: whether it has ended."""
+
+    def cancel(self) -> None:
+        """Have it touch nothing any more. Idempotent."""
+
+
+class Done:
+    """Nothing is under way: all is made by `finish`."""
+
+    def take(self, seconds: float) -> bool:  # noqa: ARG002
+        return True
+
+    def cancel(self) -> None:
+        pass
+
+
+class Elsewhere:
+    """What a thread or a process of our own makes."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def take(self, seconds: float) -> bool:
+        if not self.future.done():
+            try:
+                self.future.exception(seconds)
+            except NotYet:
+                return False
+        return True
+
+    def cancel(self) -> None:
+        self.future.cancel()
+
+
 class Job(NamedTuple):
-    """Some batches to be made: `parts` may run side by side, then `finish` gives the batches.
+    """Some batches to be made, in step order: `step` is the first of them.
 
-    A part that others do in the background returns its future.
-
-    `finish` yields lists, each delivered at once. Jobs are begun in step order; `step` is the first
-    that a job makes.
+    `begin` returns at once, with what is under way; once that has ended, `finish` gives the batches in
+    lists, each delivered at once.
     """
 
     step: int
-    parts: Sequence[Callable[[], Future[Any] | None]]
-    finish: Callable[[], Iterator[list[Made]]]
+    batches: int
+    begin: Callable[[], Pending]
+    finish: Callable[[Any], Iterator[list[Made]]]
 
 
-#: Has every job before it finished before the stream asks for another.
-BARRIER = Job(0, [], lambda: iter(()))
+#: Has every batch before it delivered before the stream asks for another job.
+BARRIER = Job(0, 0, Done, lambda _: iter(()))
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
     """What one iterator consumes: the batches of an epoch, or of one epoch after another.
 
-    `jobs` is run by the pipeline's thread alone; `let_go`, which is idempotent, by whoever ends the
-    stream.
+    `jobs` is run by its consumer alone; `let_go`, which is idempotent, by whoever ends the stream.
     """
 
     jobs: Callable[[], Iterator[Job]]
     let_go: Callable[[], None] = lambda: None
+    running: Iterator[Job] | None = None
+    begun: deque[tuple[Pending, Job]] = field(default_factory=deque)
     ready: deque[Made] = field(default_factory=deque)
-    wanted: int = 1  # jobs are begun while fewer batches are ready
-    last: int = 0  # batches delivered at once; the rest of an epoch may be few, and the next ones many
-    error: BaseException | None = None
+    under_way: int = 0  # batches of the jobs that were begun
+    at_barrier: bool = False
+    error: BaseException | None = None  # of `jobs`: it comes after the batches before it
     exhausted: bool = False
     ended: bool = False
+    consumer: int = 0  # the thread that is in `next`
 
 
 class Pipeline:
-    """The threads and their queue.
+    """Consumes streams. Thread-safe: one thread at a time takes batches of a stream, any may end it.
 
     Args:
-        prefetch: jobs are begun while fewer than so many batches are ready, not counting what is made
-            at once: a large group takes longer.
-        workers: threads that run jobs; 0: the one that begins them does.
-        in_flight: jobs that may be begun before the first of them is finished, if no thread here runs them.
+        wanted: jobs are begun while fewer batches are under way or ready.
         while_waiting: called now and then by who waits for a batch.
     """
 
-    def __init__(
-        self,
-        prefetch: int,
-        workers: int = 0,
-        in_flight: int = 0,
-        while_waiting: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._prefetch, self._in_flight = prefetch, workers or in_flight
-        self._while_waiting = while_waiting
-        self._lock = threading.RLock()  # reentrant: the garbage collector may end a stream anywhere;
-        # taken by `with` itself: Ctrl-C can leave a condition's own locked
-        self._changed = threading.Condition(self._lock)
-        self._streams: queue.SimpleQueue[Stream | object] = queue.SimpleQueue()
+    def __init__(self, wanted: int, while_waiting: Callable[[], None] = lambda: None) -> None:
+        self._wanted, self._while_waiting = wanted, while_waiting
+        self._lock = threading.RLock()  # reentrant: the garbage collector may end a stream anywhere
         self._pid = os.getpid()
-        self._closed = False
-        self._crew = _Crew(workers) if workers else None
-        self._thread = threading.Thread(target=self._run, name="arrowcache-loader", daemon=True)
-
-    def start(self) -> None:
-        """Start the threads; who does has this object at hand already, to close it. Idempotent."""
-        threads = [self._thread] if self._crew is None else [self._thread, *self._crew.threads]
-        for thread in threads:
-            if thread.ident is None:
-                start(thread)
 
     def begin(self, stream: Stream) -> None:
-        """Start making a stream's batches."""
-        self._streams.put(stream)
+        """Begin the first jobs: the consumer will ask for their batches."""
+        with self._consuming(stream):
+            self._begin_jobs(stream)
 
     def next(self, stream: Stream, timeout_seconds: float | None) -> Made | None:
         """The next batch; None at the end.
@@ -134,28 +146,73 @@ class Pipeline:
             raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
         patience = math.inf if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
         deadline = time.monotonic() + patience
-        while True:
-            with self._lock:
-                if self._changed.wait_for(
-                    lambda: bool(stream.ready) or stream.exhausted or stream.ended,
-                    min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())),
-                ):
-                    if stream.ready:
-                        made = stream.ready.popleft()
-                        if len(stream.ready) == stream.wanted - 1:
-                            self._changed.notify_all()
-                        return made
+        error: BaseException | None = None
+        with self._consuming(stream):
+            while not stream.ended:
+                self._begin_jobs(stream)
+                if stream.ready:
+                    return stream.ready.popleft()
+                if not stream.begun:
                     error, stream.error = stream.error, None
+                    if error is None:
+                        return None
                     break
-            if time.monotonic() >= deadline:
-                raise too_late(timeout_seconds)
-            self._while_waiting()  # without the lock: whoever waits for it may hold what this needs
+                pending, job = stream.begun.popleft()
+                try:
+                    while not pending.take(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+                        if stream.ended:
+                            return None
+                        if time.monotonic() >= deadline:
+                            raise too_late(timeout_seconds)
+                        self._while_waiting()
+                    stream.under_way -= job.batches
+                    for batches in job.finish(pending):
+                        stream.ready.extend(batches)
+                        del batches
+                finally:
+                    pending.cancel()
+                    del pending, job
         try:
             if error is not None:
                 raise error
             return None
         finally:
             del error  # its traceback has this frame
+
+    @contextmanager
+    def _consuming(self, stream: Stream) -> Iterator[None]:
+        """Whoever ends the stream meanwhile leaves its jobs to this thread."""
+        stream.consumer = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._lock:
+                stream.consumer = 0
+                is_over = stream.ended
+            if is_over:
+                _cancel(stream)
+
+    def _begin_jobs(self, stream: Stream) -> None:
+        """Have enough under way."""
+        if stream.running is None:
+            stream.running = stream.jobs()
+        while not stream.exhausted and stream.under_way + len(stream.ready) < self._wanted:
+            if stream.at_barrier and (stream.begun or stream.ready):
+                return
+            stream.at_barrier = False
+            try:
+                job = next(stream.running, None)
+                if job is None or stream.ended:
+                    stream.exhausted = True
+                elif job is BARRIER:
+                    stream.at_barrier = True
+                else:
+                    stream.begun.append((job.begin(), job))
+                    stream.under_way += job.batches
+            except BaseException as error:  # it arrives after the jobs before it
+                if not isinstance(error, Exception):
+                    raise
+                stream.exhausted, stream.error = True, error
 
     def end(self, stream: Stream) -> None:
         """Begin no more jobs of a stream, drop the batches that nobody took, let go of what it reads.
@@ -167,127 +224,23 @@ class Pipeline:
             return
         with self._lock:
             stream.ended, stream.error = True, None
-            stream.ready.clear()
-            self._changed.notify_all()
+            mine = stream.consumer in (0, threading.get_ident())
+        if mine:  # else its consumer does, within _LOOK_SECONDS
+            _cancel(stream)
         stream.let_go()
         stream.let_go, stream.jobs = _nothing, _no_jobs  # they know the stream: a cycle
 
     def unless_ended(self, stream: Stream, action: Callable[[], None]) -> bool:
         """Do something that `stream.let_go` must not miss; False if the stream has ended."""
         with self._lock:
-            if not self._is_over(stream):
+            if not stream.ended:
                 action()
                 return True
             return False
 
-    def close(self) -> None:
-        """End the threads, waiting for their current calls at most 5 s. Idempotent."""
-        if self.is_inherited():
-            return
-        with self._lock:
-            self._closed = True
-            self._changed.notify_all()
-        self._streams.put(_STOP)
-        if self._crew is not None:
-            self._crew.stop()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)  # unless it drops the last reference itself
-
     def is_inherited(self) -> bool:
         """Whether this process was forked from the one that has the threads; locks may be held for ever."""
         return self._pid != os.getpid()
-
-    def _run(self) -> None:
-        _wait_for_a_processor()
-        while True:
-            stream = self._streams.get()
-            if not isinstance(stream, Stream):
-                return
-            failure: BaseException | None = None
-            try:
-                self._produce(stream)
-            except BaseException as error:  # noqa: BLE001  # whatever it is, the consumer gets it
-                failure = error
-            with self._lock:
-                stream.exhausted = True
-                if not stream.ended:  # else its traceback would keep what was being made, views perhaps
-                    stream.error = failure
-                self._changed.notify_all()
-            del stream, failure
-
-    def _is_over(self, stream: Stream) -> bool:
-        return stream.ended or self._closed
-
-    def _produce(self, stream: Stream) -> None:
-        begun: deque[tuple[list[Future[Any]], Job]] = deque()
-        most = self._in_flight
-        jobs, failure = stream.jobs(), None
-        try:
-            while True:
-                try:
-                    job = next(jobs, None)
-                except BaseException as error:  # noqa: BLE001  # it arrives after the jobs before it
-                    failure = error
-                    break
-                if job is None or self._is_over(stream):
-                    break
-                begun.append(([self._start(part) for part in job.parts], job))
-                kept = 0 if job is BARRIER else most
-                del job
-                while len(begun) > kept:
-                    if not self._finish(stream, *begun.popleft()):
-                        return
-            while begun:
-                if not self._finish(stream, *begun.popleft()):
-                    return
-            if failure is not None:
-                raise failure
-        finally:
-            _cancel(begun)
-            del failure, jobs  # a traceback has this frame, and each job may have the error
-
-    def _start(self, part: Callable[[], Future[Any] | None]) -> Future[Any]:
-        if self._crew is not None:
-            return self._crew.submit(part)
-        elsewhere = part()
-        if isinstance(elsewhere, Future):
-            return elsewhere
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _finish(self, stream: Stream, futures: list[Future[Any]], job: Job) -> bool:
-        """Deliver a job's batches, as there is room; whether to go on."""
-        for future in futures:
-            if not future.done():
-                future.add_done_callback(self._notify)
-        with self._lock:
-            self._changed.wait_for(lambda: self._is_over(stream) or all(f.done() for f in futures))
-            if self._is_over(stream):
-                return False
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            del future, futures, job  # they have the error, whose traceback has this frame
-            raise
-        for batches in job.finish():
-            with self._lock:
-                if self._is_over(stream):
-                    return False
-                stream.ready.extend(batches)
-                stream.wanted = max(1, self._prefetch + max(len(batches), stream.last) - 1)
-                stream.last = len(batches)
-                self._changed.notify_all()
-                del batches
-                self._changed.wait_for(lambda: self._is_over(stream) or len(stream.ready) < stream.wanted)
-                if self._is_over(stream):
-                    return False
-        return True
-
-    def _notify(self, _: Future[Any]) -> None:
-        with self._lock:
-            self._changed.notify_all()
 
 
 def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
@@ -298,22 +251,13 @@ def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
     )
 
 
-def _wait_for_a_processor() -> None:
-    """Have this thread, when it is woken, wait until a processor is free.
-
-    The consumer wakes it with each batch that it takes, and where samplers keep all processors busy the
-    kernel would often let it have the consumer's own, for a whole gather. What it starts, such as worker
-    processes or a transform's threads, does the same.
-    """
-    with suppress(OSError):  # a sandbox may forbid it
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _cancel(begun: deque[tuple[list[Future[Any]], Job]]) -> None:
-    while begun:
-        for future in begun.popleft()[0]:
-            future.cancel()
+def _cancel(stream: Stream) -> None:
+    stream.ready.clear()
+    while stream.begun:
+        pending, job = stream.begun.popleft()
+        pending.cancel()
+        del pending, job
+    stream.under_way, stream.running = 0, None
 
 
 def _nothing() -> None:
@@ -322,41 +266,3 @@ def _nothing() -> None:
 
 def _no_jobs() -> Iterator[Job]:
     return iter(())
-
-
-class _Crew:
-    """Daemon threads that run functions in the order they are given.
-
-    Not a ThreadPoolExecutor: the interpreter waits at its exit for what those run.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._todo: queue.SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = queue.SimpleQueue()
-        self.threads = [
-            threading.Thread(target=self._run, name=f"arrowcache-worker-{number}", daemon=True)
-            for number in range(size)
-        ]
-
-    def submit(self, function: Callable[[], object]) -> Future[None]:
-        future: Future[None] = Future()
-        self._todo.put((future, function))
-        return future
-
-    def stop(self) -> None:
-        """Have each thread end after its current function."""
-        for _ in range(self.size):
-            self._todo.put(None)
-
-    def _run(self) -> None:
-        _wait_for_a_processor()
-        while (todo := self._todo.get()) is not None:
-            future, function = todo
-            if future.set_running_or_notify_cancel():
-                try:
-                    function()
-                except BaseException as error:  # noqa: BLE001  # whoever waits for it gets it
-                    future.set_exception(error)
-                else:
-                    future.set_result(None)
-            del todo, future, function  # or an idle thread would keep a batch's memory

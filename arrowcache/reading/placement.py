@@ -50,6 +50,33 @@ class Placement:
         """Refuse rows before this one from now on."""
         self._rows.release(first)
 
+    def begin(
+        self, ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]], *, is_warm: bool, ask_ahead: bool
+    ) -> engine.Copy | None:
+        """Begin to copy fixed-width columns of some rows; None: there is nothing to copy.
+
+        Args:
+            ids: (n,) row numbers.
+            arrays: (n, *shape) for each column, C-contiguous, of its numpy_dtype: filled.
+            is_warm: their pages are in memory, as far as is known.
+            ask_ahead: have the disk read what is not in memory side by side, and not row after row.
+        Raises: OutsideError: a row is out of range, or its segment not mapped; nothing was written.
+        """
+        columns = [
+            engine.Column(self._buffer_of[name], self._schema.fixed[name].row_bytes, array)
+            for name, array in arrays.items()
+            if self._schema.fixed[name].row_bytes
+        ]
+        if not columns:
+            return None
+        if ask_ahead and not is_warm:
+            asked = [c for c in columns if len(ids) <= _FEW_ROWS or c.row_bytes >= _LEAST_ASKED_BYTES]
+            engine.ask_for_rows(self._rows, ids, asked)
+        copy = engine.begin_copy(self._rows, ids, columns, is_warm=is_warm)
+        if copy.refused >= 0:
+            raise OutsideError(copy.refused)
+        return copy
+
     def gather(
         self,
         ids: NDArray[np.int64],
@@ -62,24 +89,13 @@ class Placement:
         """Copy columns of some rows.
 
         Args:
-            ids: (n,) row numbers.
             names: of the columns.
-            arrays: (n, *shape) for each that has a fixed width, C-contiguous, of its numpy_dtype: filled.
-            is_warm: their pages are in memory, as far as is known.
-            ask_ahead: have the disk read what is not in memory side by side, and not row after row.
-        Raises: OutsideError: a row is out of range, or its segment not mapped; nothing was written.
-            CorruptSegmentError: a file has changed since it was checked.
+            ids, arrays, is_warm, ask_ahead: as of `begin`.
+        Raises: as `begin`; CorruptSegmentError: a file has changed since it was checked.
         """
-        fixed = [
-            engine.Column(self._buffer_of[name], kind.row_bytes, arrays[name])
-            for name in names
-            if (kind := self._schema.fixed.get(name)) is not None and kind.row_bytes
-        ]
-        if ask_ahead and not is_warm:
-            asked = [c for c in fixed if len(ids) <= _FEW_ROWS or c.row_bytes >= _LEAST_ASKED_BYTES]
-            engine.ask_for_rows(self._rows, ids, asked)
-        if fixed:
-            _require_inside(engine.copy_rows(self._rows, ids, fixed, is_warm=is_warm))
+        copy = self.begin(ids, arrays, is_warm=is_warm, ask_ahead=ask_ahead)
+        if copy is not None:
+            copy.wait()
         return {
             name: arrays[name] if name in arrays else self._gather_values(name, ids, is_warm=is_warm)
             for name in names
@@ -110,8 +126,3 @@ class OutsideError(Exception):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.index = index
-
-
-def _require_inside(index: int) -> None:
-    if index >= 0:
-        raise OutsideError(index)

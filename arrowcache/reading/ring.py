@@ -1,11 +1,8 @@
 """Ring: reusable host memory for batches, one buffer a column.
 
-A buffer holds a group of batches side by side, so that one gather fills them all: getting the
-GIL back beside a busy thread costs a switch interval, whatever the size of the call. Groups are
-small while nobody competes (what was gathered is still in cache when it is used), and grow when
-the gathering thread is found waiting (`GroupSize`). Each batch
-of a column is handed out by itself and comes back when the last array or tensor over it dies:
-what a user keeps is never overwritten, and keeping every label does not keep every image.
+A buffer holds a group of batches side by side, mostly one. Each batch of a column is handed out by itself
+and comes back when the last array or tensor over it dies: what a user keeps is never overwritten, and
+keeping every label does not keep every image.
 
 The owner of a hand-out is a fresh ctypes array under the NumPy arrays, because NumPy collapses
 `.base` chains to it, and no further. A weak reference tells of its death by one append to a deque:
@@ -30,8 +27,6 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.output import page_aligned
 
-USUAL_GROUP_BYTES = 8 << 20  # a few groups stay in the last-level cache until they are used
-_LARGEST_GROUP_BYTES = 64 << 20  # beside a busy thread: 0.75 of its speed kept with 32, 0.82 with 64
 _SPARE_BUFFERS = 3  # being filled, being delivered, being let go
 _MANY_BUFFERS = 6  # and two for each group in flight: more than prefetching and one in hand need
 
@@ -94,7 +89,7 @@ class Ring:
         columns: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
         batch_size: int,
         in_flight: int = 1,
-        group_bytes: int = _LARGEST_GROUP_BYTES,
+        group_bytes: int = 0,
         allocate: Callable[[int], NDArray[np.uint8]] = page_aligned,
     ) -> None:
         self._columns = {name: _Column(shape, dtype) for name, (shape, dtype) in columns.items()}
@@ -155,35 +150,6 @@ class Ring:
                     column.free.append(buffer)
                 else:
                     self.allocated_bytes -= buffer.memory.nbytes
-
-
-class GroupSize:
-    """How many batches the next gather makes, from how the last ones went.
-
-    Doubles up to `usual` at the start of an epoch. Beyond, it doubles when the thread was found
-    waiting (for the GIL, or the disk) twice in a row, and halves when it was not eight times in a
-    row: while the consumer waits the GIL is free, so one group that went well tells little.
-    """
-
-    def __init__(self, usual: int, largest: int) -> None:
-        self.now = 1
-        self.largest, self._usual = largest, usual
-        self._waits = 0  # in a row; negative: so many without
-
-    def restart(self) -> None:
-        """One batch again: somebody waits for it."""
-        self.now, self._waits = 1, 0
-
-    def note(self, *, has_waited: bool) -> None:
-        """Take in how a group went."""
-        if self.now < self._usual:
-            self.now = min(2 * self.now, self._usual)
-            return
-        self._waits = max(self._waits, 0) + 1 if has_waited else min(self._waits, 0) - 1
-        if self._waits >= 2:
-            self.now, self._waits = min(2 * self.now, self.largest), 0
-        elif self._waits <= -8:
-            self.now, self._waits = max(self.now // 2, self._usual), 0
 
 
 class Group:

@@ -28,6 +28,7 @@ from arrowcache import html
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
 from arrowcache.errors import CorruptSegmentError
+from arrowcache.native.engine import Copy
 from arrowcache.reading.arena import NO_CELL, Arena, Claim
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.pieces import pieces
@@ -197,19 +198,37 @@ class Snapshot:
         """
         self._begin_read()
         try:
-            placed = self._placed or self._place()
-            segments = placed.placement.segments_of(ids)
-            if not placed.complete:
-                missing = segments[placed.cells[segments] == _NOT_MAPPED]
-                if len(missing):
-                    placed = self._map_some(np.unique(missing).tolist())
-                if (placed.cells[segments] == NO_CELL).any():
-                    return self._gather_spilled(ids, segments, names, arrays)
-            is_warm = all(self._arena.are_warm(placed.cells[segments[piece]]) for piece in pieces(len(ids)))
-            asks = self.asks_ahead
-            return placed.placement.gather(ids, names, arrays, is_warm=is_warm, ask_ahead=asks)
+            found = self._find(ids)
+            if found is None:
+                return self._gather_spilled(ids, names, arrays)
+            placement, is_warm = found
+            return placement.gather(ids, names, arrays, is_warm=is_warm, ask_ahead=self.asks_ahead)
         finally:
             self._end_read()
+
+    def begin_gather(self, ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]) -> Gathering:
+        """Begin `gather_into` of fixed-width columns; it reads this snapshot until it has ended."""
+        gathering = Gathering(self)
+        found = self._find(ids)
+        if found is None:
+            self._gather_spilled(ids, tuple(arrays), arrays)
+        else:
+            placement, is_warm = found
+            gathering.copy = placement.begin(ids, arrays, is_warm=is_warm, ask_ahead=self.asks_ahead)
+        return gathering
+
+    def _find(self, ids: NDArray[np.int64]) -> tuple[Placement, bool] | None:
+        """Where rows are, mapped now, and whether their pages are in memory; None: not all find a cell."""
+        placed = self._placed or self._place()
+        segments = placed.placement.segments_of(ids)
+        if not placed.complete:
+            missing = segments[placed.cells[segments] == _NOT_MAPPED]
+            if len(missing):
+                placed = self._map_some(np.unique(missing).tolist())
+            if (placed.cells[segments] == NO_CELL).any():
+                return None
+        is_warm = all(self._arena.are_warm(placed.cells[segments[piece]]) for piece in pieces(len(ids)))
+        return placed.placement, is_warm
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows as a pyarrow.Table over the mapped files, without a copy.
@@ -552,11 +571,11 @@ class Snapshot:
     def _gather_spilled(
         self,
         ids: NDArray[np.int64],
-        segments: NDArray[np.int64],
         names: Sequence[str],
         arrays: Mapping[str, NDArray[Any]],
     ) -> dict[str, Column]:
         """Gather when not every segment found a cell: one after another, through a cell of its own."""
+        segments = self._starts.searchsorted(ids, side="right") - 1
         parts: list[tuple[NDArray[np.intp], dict[str, Column]]] = []
         for index in np.unique(segments).tolist():
             places = np.flatnonzero(segments == index)
@@ -590,6 +609,40 @@ class Snapshot:
             del file  # unmaps it
             self._condemn(segment, error)
         return labelled(segment_file.open_batch(file, schema), schema)
+
+
+class Gathering:
+    """Rows on their way out of a snapshot, which stays as it is until they have come, or were cancelled."""
+
+    copy: Copy | None = None
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        snapshot._begin_read()
+        self._snapshot: Snapshot | None = snapshot
+
+    def take(self, seconds: float) -> bool:
+        """As `Copy.take`."""
+        if self.copy is not None and not self.copy.take(seconds):
+            return False
+        self.cancel()
+        return True
+
+    def cancel(self) -> None:
+        """End it. Idempotent. Blocks: as `Copy.cancel`."""
+        if self.copy is not None:
+            self.copy.cancel()
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot._end_read()
+
+    @property
+    def was_on_disk(self) -> bool:
+        """Once it has ended: pages had to be read."""
+        return self.copy is not None and self.copy.was_on_disk
+
+    def __del__(self) -> None:
+        if getattr(self, "_snapshot", None) is not None:
+            self.cancel()
 
 
 def _nothing() -> None:

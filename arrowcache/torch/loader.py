@@ -51,7 +51,7 @@ class Loader(NumpyLoader):
         transform: Callable[[Batch], Batch] | None = None,
         workers: int = 0,
         worker_type: str = "process",
-        prefetch: int = 4,
+        prefetch: int | None = None,
         where: Callable[[SegmentInfo], bool] | None = None,
         with_ids: bool = False,
         rank: int | None = None,

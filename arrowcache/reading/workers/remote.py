@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
@@ -18,14 +17,14 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import Schema
 from arrowcache.reading.assembly import Batch, mean_published
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.pipeline import Job, Made
-from arrowcache.reading.ring import GroupSize
+from arrowcache.reading.pipeline import Elsewhere, Job, Made
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.crew import Crew
 from arrowcache.reading.workers.parcel import pack_transform
 from arrowcache.reading.workers.request import Finished
 from arrowcache.storage.store import Store
 
+_PREFETCHED = 4
 _DRAWN_ROWS = 4096  # of the order, at once
 _USUAL_GROUP_BYTES = 32 << 20  # each group is a few hand-overs between three threads of this process
 
@@ -47,7 +46,7 @@ class RemoteAssembly:
         with_ids: bool,
         views: bool,
         workers: int,
-        prefetch: int,
+        prefetch: int | None,
         meter: Meter,
     ) -> None:
         schema: Schema = store.settings.schema
@@ -61,25 +60,23 @@ class RemoteAssembly:
             "views": views,
         }
         packed = b"" if transform is None else pack_transform(transform)
+        prefetch = _PREFETCHED if prefetch is None else prefetch
         self.crew = Crew(workers, settings, packed, batch_size, prefetch)
         row_bytes = sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
         can_group = transform is None and all(name in schema.fixed for name in names)
         usual = max(1, _USUAL_GROUP_BYTES // max(1, row_bytes * batch_size)) if can_group else 1
-        self._group = GroupSize(usual, usual)
-        self.threads, self.in_flight = 0, self.crew.in_flight
+        self._group = usual
+        self.wanted = prefetch + self.crew.in_flight * usual
         self._epoch: tuple[Epoch, int] | None = None  # and its number for the crew
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
         number = self.crew.begin(epoch.snapshot.segments)
         self._epoch = epoch, number
-        step, group = 0, self._group
-        if awaited:
-            group.restart()
+        step, size = 0, 1 if awaited else self._group
         ids, drawn_from, drawn_to, draw = np.empty(0, np.int64), 0, 0, 1  # of several jobs at once
         while step < epoch.order.steps:
-            size = 1 if self.crew.is_hoarded else group.now
-            group.note(has_waited=False)
+            size = 1 if self.crew.is_hoarded else size
             if step == drawn_to:
                 drawn_from, drawn_to = step, min(step + max(size, draw), epoch.order.steps)
                 ids = epoch.order.batches(drawn_from, drawn_to)
@@ -88,7 +85,7 @@ class RemoteAssembly:
             first_row = (step - drawn_from) * self._batch_size
             of_job = ids[first_row : (last - drawn_from) * self._batch_size]
             yield self._job(epoch, number, step, of_job, last - step)
-            step = last
+            step, size = last, min(2 * size, self._group)
 
     def end(self, epoch: Epoch) -> None:
         """Have nothing more made of an epoch; call it before its snapshot is closed."""
@@ -124,15 +121,16 @@ class RemoteAssembly:
     def _job(self, epoch: Epoch, number: int, step: int, ids: NDArray[np.int64], batches: int) -> Job:
         oldest = epoch.order.segments_span(epoch.delivered).start
         published = mean_published(epoch, ids)
-        future = self.crew.make(number, step, ids, oldest)
-        return Job(
-            step, [lambda: future], partial(self._finish, epoch, len(ids), batches, published, [future])
-        )
+
+        def begin() -> Elsewhere:
+            return Elsewhere(self.crew.make(number, step, ids, oldest))
+
+        return Job(step, batches, begin, partial(self._finish, epoch, len(ids), batches, published))
 
     def _finish(
-        self, epoch: Epoch, rows: int, batches: int, published: float, done: list[Future[Finished]]
+        self, epoch: Epoch, rows: int, batches: int, published: float, done: Elsewhere
     ) -> Iterator[list[Made]]:
-        finished = done.pop().result()
+        finished: Finished = done.future.result()
         self._meter.leave(finished.seconds)
         epoch.is_cold |= finished.is_cold
         made = []

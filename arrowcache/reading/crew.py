@@ -1,0 +1,70 @@
+"""Crew: daemon threads that run functions in the order in which they are given.
+
+Not a ThreadPoolExecutor: the interpreter waits at its exit for what those run.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from arrowcache.shortage import start
+
+
+class Crew:
+    """The threads, which begin with the first function.
+
+    Args:
+        size: how many.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._todo: queue.SimpleQueue[tuple[Future[Any], Callable[[], object]] | None] = queue.SimpleQueue()
+        self.threads: list[threading.Thread] = []
+
+    def submit(self, function: Callable[[], object]) -> Future[Any]:
+        """Have a function run. Raises: WorkerError: a thread cannot be started."""
+        while len(self.threads) < self._size:
+            name = f"arrowcache-worker-{len(self.threads)}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self.threads.append(thread)
+            start(thread)
+        future: Future[Any] = Future()
+        self._todo.put((future, function))
+        return future
+
+    def stop(self) -> None:
+        """Have each thread end after its current function."""
+        for _ in self.threads:
+            self._todo.put(None)
+
+    def _run(self) -> None:
+        _wait_for_a_processor()
+        while (todo := self._todo.get()) is not None:
+            future, function = todo
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function()
+                except BaseException as error:  # noqa: BLE001  # whoever waits for it gets it
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            del todo, future, function  # or an idle thread would keep a batch's memory
+
+
+def _wait_for_a_processor() -> None:
+    """Have this thread, when it is woken, wait until a processor is free.
+
+    The consumer wakes it with each batch that it takes, and where samplers keep all processors busy the
+    kernel would often let it have the consumer's own.
+    """
+    with suppress(OSError):  # a sandbox may forbid it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -80,7 +80,6 @@ class Assembly:
         self.ring = self._new_ring()
         usual, largest = self.ring.batches_of(USUAL_GROUP_BYTES), self.ring.largest_group
         self._group = GroupSize(usual, largest) if self._viewer is None else GroupSize(_VIEWS, _VIEWS)
-        self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
 
     def gather_into(
         self,

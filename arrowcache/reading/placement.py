@@ -78,8 +78,8 @@ class Placement:
         if ask_ahead and not is_warm:
             asked = [c for c in fixed if len(ids) <= _FEW_ROWS or c.row_bytes >= _LEAST_ASKED_BYTES]
             engine.ask_for_rows(self._rows, ids, asked)
-        if fixed:
-            _require_inside(engine.copy_rows(self._rows, ids, fixed, is_warm=is_warm))
+        if fixed and (outside := engine.copy_rows(self._rows, ids, fixed, is_warm=is_warm)) >= 0:
+            raise OutsideError(outside)
         return {
             name: arrays[name] if name in arrays else self._gather_values(name, ids, is_warm=is_warm)
             for name in names
@@ -110,8 +110,3 @@ class OutsideError(Exception):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.index = index
-
-
-def _require_inside(index: int) -> None:
-    if index >= 0:
-        raise OutsideError(index)

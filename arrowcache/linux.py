@@ -170,19 +170,17 @@ def map_memory(
     protection: int,
     flags: int,
     fd: int = -1,
-    start: int = 0,
     *,
     keep_gil: bool = True,
 ) -> int:
-    """mmap: returns the address.
+    """mmap, of a file from its beginning: returns the address.
 
     Args:
         address: 0: anywhere.
-        start: byte of the file, at a page.
     Raises: OSError: as of mmap.
     """
     library = _quick if keep_gil else _libc
-    result = library.mmap(address or None, nbytes, protection, flags, fd, start)
+    result = library.mmap(address or None, nbytes, protection, flags, fd, 0)
     if result is None or result == _FAILED:
         raise _error()
     return int(result)

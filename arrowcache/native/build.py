@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +55,14 @@ def compiler() -> list[str]:
     return [sys.executable, "-m", "ziglang", "cc", "-target", target]
 
 
-def compile_engine(library: Path, flags: Sequence[str] = FLAGS) -> None:
+def compile_engine(library: Path) -> None:
     """Compile the engine; the library appears at its path whole, or not at all.
 
     Raises: NoCompilerError; RuntimeError: the compiler's own words.
     """
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".engine-") as folder:
         made = Path(folder) / library.name
-        command = [*compiler(), *flags, os.fspath(SOURCES[0]), "-o", os.fspath(made)]
+        command = [*compiler(), *FLAGS, os.fspath(SOURCES[0]), "-o", os.fspath(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")

@@ -94,7 +94,6 @@ class Arena:
         self._settings = settings
         self._schema = settings.schema
         self._segment_bytes = settings.segment_bytes
-        self._full_rows = settings.full_rows
         step = HUGE_PAGE if self._segment_bytes >= HUGE_PAGE else PAGE_BYTES
         self._stride = -(-self._segment_bytes // step) * step
         self._known = KnownLayouts(self._schema)
@@ -145,8 +144,7 @@ class Arena:
 
     def _fits(self, settings: Settings) -> bool:
         """Whether segments of such a cache fit into its cells."""
-        mine = self._schema, self._segment_bytes, self._full_rows
-        return mine == (settings.schema, settings.segment_bytes, settings.full_rows)
+        return (self._schema, self._segment_bytes) == (settings.schema, settings.segment_bytes)
 
     def acquire(self, claim: Claim) -> None:
         """Keep its segments mapped, once they are; the caller leases them until it released them.

@@ -1,4 +1,4 @@
-"""Pieces: NumPy work on many elements, cut so that the GIL is not handed over on the way; or the contrary."""
+"""Pieces: NumPy work on many elements, cut so that the GIL is not handed over on the way."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ Must never be asked for a file whose structure was not checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,7 +79,7 @@ class Viewer:
         """
         fixed_at, variable_at = columns_at
         file = FileMapping(path, end_lease, nbytes=nbytes, writable=True)
-        memory = as_array(file, file.address, nbytes, "|u1", writable=True)
+        memory = np.asarray(_Memory(file))
         columns: dict[str, ViewColumn] = {}
         for column in self._columns:
             if isinstance(column, _Fixed):
@@ -121,28 +121,9 @@ class _Ragged(NamedTuple):
 
 
 class _Memory:
-    """NumPy's array interface over memory that `owner` keeps."""
+    """NumPy's array interface over the bytes of a writable file mapping, which the array keeps."""
 
-    def __init__(self, owner: object, interface: Mapping[str, Any]) -> None:
-        self._owner = owner
-        self.__array_interface__ = interface
-
-
-def as_array(
-    owner: object,
-    address: int,
-    count: int,
-    typestr: str,
-    strides: tuple[int] | None = None,
-    *,
-    writable: bool = False,
-) -> NDArray[Any]:
-    """An array of `count` items at an address, which `owner` keeps valid for as long as the array lives."""
-    interface = {
-        "version": 3,
-        "shape": (count,),
-        "typestr": typestr,
-        "data": (address, not writable),
-        "strides": strides,
-    }
-    return np.asarray(_Memory(owner, interface))
+    def __init__(self, file: FileMapping) -> None:
+        self._file = file
+        shape, data = (file.nbytes,), (file.address, False)
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": "|u1", "data": data}

@@ -38,12 +38,11 @@ def _mmap(
     protection: int,
     flags: int,
     fd: int = -1,
-    start: int = 0,
     *,
     keep_gil: bool = True,
 ) -> int:
     try:
-        return linux.map_memory(address, nbytes, protection, flags, fd, start, keep_gil=keep_gil)
+        return linux.map_memory(address, nbytes, protection, flags, fd, keep_gil=keep_gil)
     except OSError as error:
         raise OSError(error.errno, f"mmap of {nbytes} bytes: {explained(error).strerror}") from None
 
@@ -134,13 +133,13 @@ class AddressRange:
         self._unmap = weakref.finalize(self, _munmap, start, reserved, os.getpid())
         self._unmap.atexit = False
 
-    def map_file(self, fd: int, offset: int, nbytes: int, start: int = 0) -> None:
-        """Map `nbytes` of an open file, from its page at byte `start` on, at `offset` of the range.
+    def map_file(self, fd: int, offset: int, nbytes: int) -> None:
+        """Map the first `nbytes` of an open file at `offset` of the range.
 
         Raises: OSError: it cannot be mapped.
         """
         address = self.address + offset
-        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | linux.MAP_FIXED, fd, start)
+        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | linux.MAP_FIXED, fd)
         linux.advise(address, nbytes, mmap.MADV_DONTFORK)
 
     def unmap(self, offset: int, nbytes: int) -> None:

@@ -121,7 +121,6 @@ sys.exit(pytest.main(sys.argv[2:]))
 def test_the_unit_tests_touch_no_memory_but_their_own(tmp_path):
     environment = package_with({}, tmp_path)
     options = ["-o", "addopts=", "-p", "no:cacheprovider", "--import-mode=importlib", "-q", "-m", "not slow"]
-    options += ["-k", "not fork_in_the_middle"]  # twenty forks, each of all of the sanitizer's memory: 10 s
     code, output = run(sys.executable, "-c", PYTEST, tmp_path, *options, UNIT_TESTS, **environment)
     assert code == 0, output
     passed = re.search(r"^(\d+) passed", output, re.MULTILINE)

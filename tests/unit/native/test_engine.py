@@ -214,6 +214,7 @@ def native_threads() -> int:
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
+@pytest.mark.slow
 def test_a_fork_in_the_middle_leaves_parent_and_child_working():
     files, ids = big()
     checked(files, ids, is_warm=True)

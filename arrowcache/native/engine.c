@@ -25,6 +25,7 @@ enum {
     LINE = 64, LINES = 4,
     ASKED_BYTES = 128 << 10,
     MOST_THREADS = 64,
+    LOOK_NANOSECONDS = 50000, /* two chunks take less; to sleep and be woken costs as much */
     CANCELLED = -1, /* as `damaged`: or refused */
 };
 
@@ -216,6 +217,18 @@ PUBLIC void engine_ask(const engine_job *job)
                 madvise((void *)start, (size_t)least((int64_t)(end - start), ASKED_BYTES), MADV_WILLNEED);
         }
     }
+}
+
+PUBLIC int64_t engine_is_warm(const engine_job *job)
+{
+    if (outside(job->rows, job->ids, job->count) >= 0)
+        return 0;
+    for (int64_t i = 0; i < job->count; i++) {
+        const uint8_t *warm = segment_of(job->rows, job->ids[i])->warm;
+        if (!warm || !*warm)
+            return 0;
+    }
+    return 1;
 }
 
 /* Jobs. */
@@ -469,6 +482,25 @@ PUBLIC int64_t engine_take(engine *self, engine_job *job, int64_t nanoseconds)
         if (syscall(SYS_futex, &job->left, FUTEX_WAIT_PRIVATE, left, &limit, NULL, 0) && errno == EINTR)
             return 1;
     }
+    finish(job);
+    return 0;
+}
+
+PUBLIC int64_t engine_help(engine *self, engine_job *job, int64_t chunks)
+{
+    for (; chunks; chunks--) {
+        pthread_mutex_lock(&self->lock);
+        int64_t chunk = begin_chunk(self, job);
+        pthread_mutex_unlock(&self->lock);
+        if (chunk < 0)
+            break;
+        run_chunk(job, chunk);
+        end_chunk(job);
+    }
+    int64_t end = chunks ? now() + LOOK_NANOSECONDS : 0;
+    while (__atomic_load_n(&job->left, __ATOMIC_ACQUIRE))
+        if (!end || now() >= end)
+            return 1;
     finish(job);
     return 0;
 }

@@ -31,6 +31,7 @@ typedef struct {
     int64_t nbytes;      /* of the file */
     const int64_t *at;   /* where each buffer begins: bytes from base; files alike may share it */
     int64_t first;       /* the number of its first row */
+    const uint8_t *warm; /* not 0: its pages are in memory, as far as is known; NULL: they may not be */
 } engine_segment;
 
 /* Rows of segments, numbered one after another. */
@@ -100,6 +101,13 @@ int64_t engine_copy(engine_job *);
 
 /* Help with a job, then wait for it. Returns: 0: it has ended; 1: not within `nanoseconds`, or a signal came. */
 int64_t engine_take(engine *, engine_job *, int64_t nanoseconds);
+
+/* Copy at most `chunks` chunks of a job that no thread has begun; if all are begun then, look for its end for some
+   microseconds. Never sleeps. Returns: 0: it has ended, as of engine_take; 1: not yet. */
+int64_t engine_help(engine *, engine_job *, int64_t chunks);
+
+/* Whether the pages of all rows of a job are in memory, as far as is known. Returns: 1 or 0; 0 for a bad id. */
+int64_t engine_is_warm(const engine_job *);
 
 /* Have no thread begin another chunk of a job, and wait for those that were begun, whatever signals come: its end. */
 void engine_cancel(engine *, engine_job *);

@@ -21,6 +21,7 @@ import ctypes
 import os
 import threading
 import warnings
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,20 +35,14 @@ _FIXED, _LENGTHS, _VALUES = range(3)
 _DONE = -1  # no number was out of range
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
 _STOP_NANOSECONDS = 5_000_000_000
-_INLINE_BYTES = 128 << 10  # less is not worth waking a thread
-_HELD_GIL_BYTES = 1 << 20  # copied in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
-_SEGMENT_WORDS = 4
+_INLINE_BYTES = 64 << 10  # less is not worth waking a thread
+_HELD_GIL_CHUNKS = 4  # 1 MiB, copied in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
+_COLUMN_WORDS, _SEGMENT_WORDS = 3, 5
+_UNUSED = 0, 0
+_BEGUN = (0,) * 8  # of `engine_job`, which the engine fills in
+_DAMAGED, _FAULTS = 13, 14
 _FIRST = 3  # of `engine_rows`
 _BLOCKS_A_SEGMENT = 4
-
-
-class _Job(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kind", "rows", "ids", "count", "columns", "column_count")),
-        *((name, ctypes.c_int64) for name in ("from_", "to", "following", "unit", "parts", "chunks")),
-        *((name, ctypes.c_int64) for name in ("begun", "damaged", "faults")),
-        ("left", ctypes.c_uint32),
-    )
 
 
 class Column(NamedTuple):
@@ -56,24 +51,12 @@ class Column(NamedTuple):
     Args:
         buffer: which of a segment's buffers it is.
         row_bytes: of a row.
-        out: C-contiguous memory for all rows.
+        out: address of memory for all rows, one after another.
     """
 
     buffer: int
     row_bytes: int
-    out: NDArray[Any]
-
-
-class Found(NamedTuple):
-    """Where the values of some rows are, and where they go.
-
-    `source` (n,) are addresses; `offsets` (n + 1,) count bytes. `damaged` is the index of a row whose offsets
-    point out of its file, or -1.
-    """
-
-    source: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    damaged: int
+    out: int
 
 
 class Rows:
@@ -83,9 +66,10 @@ class Rows:
         bases: (n,) int64 addresses of the segments' files; 0: a segment is not mapped.
         nbytes: (n,) int64 lengths of the files.
         layouts: (n,) int64 addresses of int64 arrays that say where each buffer begins, in bytes of the file.
+        warm: (n,) int64 addresses of bytes that say whether a segment's pages are in memory.
         starts: (n + 1,) int64 numbers of the segments' first rows, and how many rows there are.
         first: the lowest number that may be asked for.
-        keep: what keeps the layouts where they are.
+        keep: what keeps the layouts, and those bytes, where they are.
     """
 
     def __init__(
@@ -93,6 +77,7 @@ class Rows:
         bases: NDArray[np.int64],
         nbytes: NDArray[np.int64],
         layouts: NDArray[np.int64],
+        warm: NDArray[np.int64],
         starts: NDArray[np.int64],
         *,
         first: int = 0,
@@ -102,6 +87,7 @@ class Rows:
         table = np.zeros((count + 1, _SEGMENT_WORDS), np.int64)
         table[:count, 0], table[:count, 1], table[:count, 2] = bases, nbytes, layouts
         table[:, 3] = starts
+        table[:count, 4] = warm
         each = np.diff(starts)
         alike = count > 0 and bool((each[:-1] == each[0]).all()) and each[-1] <= each[0]
         rows_each, shift, blocks = int(each[0]) if alike else 0, 0, np.zeros(0, np.int64)
@@ -126,84 +112,42 @@ class Rows:
         return segments if bad == _DONE else int(bad)
 
 
-def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], *, is_warm: bool) -> int:
-    """Copy columns of fixed width of some rows.
+def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None) -> Copy:
+    """Have the threads copy columns of fixed width of some rows; returns at once.
 
     Args:
         ids: (n,) int64 numbers of rows.
-        is_warm: their pages are in memory, as far as is known: then a small copy keeps the GIL.
-    Returns: -1, or the index of a number that is out of range or whose segment is not mapped; nothing was
-        copied then.
-    Blocks: while pages come from the disk.
+        columns: of a width above 0.
+        keep: what keeps their memory where it is.
     """
-    ids = np.ascontiguousarray(ids, np.int64)
-    job, _table = _job_of_rows(rows, ids, columns)  # what a job points to lives as long as this call
-    nbytes = sum(column.out.nbytes for column in columns)
-    return _engine.run(job, nbytes, is_warm=is_warm)
+    ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
+    nbytes = len(ids) * sum(table[1::_COLUMN_WORDS])
+    return Copy(_job_of_rows(rows, ids, table), nbytes, (rows, ids, table, keep))
 
 
-def begin_copy(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], *, is_warm: bool) -> Copy:
-    """Have the threads copy columns of fixed width of some rows; returns at once.
+def find_values(rows: Rows, ids: NDArray[np.int64], buffer: int, element_bytes: int) -> Found:
+    """Have the values of a variable-length column of some rows found; returns at once.
 
-    Args: as of `copy_rows`; all of them stay as they are until the copy has ended. What is small and warm is
-        copied by whoever takes it, who keeps the GIL.
+    Args:
+        ids: as of `copy_rows`.
+        buffer: which of a segment's buffers has the offsets; the one after it has the values.
+        element_bytes: of what the offsets count.
     """
-    ids = np.ascontiguousarray(ids, np.int64)
-    job, table = _job_of_rows(rows, ids, columns)
-    is_late = is_warm and sum(column.out.nbytes for column in columns) <= _HELD_GIL_BYTES
-    return Copy(job, (rows, ids, table, columns), is_late=is_late)
+    ids, table = np.ascontiguousarray(ids, np.int64), _table([Column(buffer, element_bytes, 0)])
+    return Found(rows, ids, table)
 
 
-class Copy:
-    """Rows on their way. Whoever has it calls `take` until that is True, or `cancel`; one thread at a time.
+def copy_values(found: Found, out: NDArray[np.uint8]) -> Copy:
+    """Have the values copied that were found; returns at once.
 
-    `refused`: -1, or the index of a number, as of `copy_rows`; then nothing is on its way. It holds what it
-    touches, and ends before it lets go of that.
+    Args:
+        found: it has ended; its rows are still mapped.
+        out: (found.offsets[-1],) bytes.
     """
-
-    refused = _DONE
-
-    def __init__(self, job: _Job, keep: object, *, is_late: bool = False) -> None:
-        self._job, self._keep, self._address = job, keep, ctypes.addressof(job)
-        self._handle, self._is_late = _engine.handle, is_late
-        if not is_late:
-            self.refused = _engine.submit(self._handle, self._address)
-
-    def take(self, seconds: float) -> bool:
-        """Help, then wait. Returns: whether it has ended.
-
-        Blocks: so long, and as long as one chunk takes; Ctrl-C is seen at its end.
-        Raises: RuntimeError: this process was forked from the one that copies.
-        """
-        if _engine.handle != self._handle:
-            raise RuntimeError("the process that forked this one copies these rows: ask again")
-        if self._is_late:
-            self._is_late, self.refused = False, int(_quick.engine_copy(self._address))
-        return not (self._job.left and _library.engine_take(self._handle, self._address, int(seconds * 1e9)))
-
-    def wait(self) -> None:
-        """Wait for its end. Blocks, raises: as `take`; Ctrl-C ends it."""
-        try:
-            while not self.take(_STEP_SECONDS):
-                pass
-        finally:
-            self.cancel()
-
-    def cancel(self) -> None:
-        """End it. Blocks: for what was begun. Idempotent; no Ctrl-C keeps it from its end."""
-        while self._job.left and _engine.handle == self._handle:
-            try:
-                _library.engine_cancel(self._handle, self._address)
-            except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
-                pass
-
-    @property
-    def was_on_disk(self) -> bool:
-        """Once it has ended: whether a thread had to wait for the disk."""
-        return bool(self._job.faults > 0)
-
-    def __del__(self) -> None:
-        self.cancel()
+    table = _table([Column(0, 0, _address(out))])
+    words = _VALUES, 0, 0, len(found.source), table.buffer_info()[0], 1
+    job = array("q", (*words, _address(found.source), _address(found.offsets), *_BEGUN))
+    return Copy(job, out.nbytes, (found, table, out), is_warm=found.is_warm)
 
 
 def ask_for_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]) -> None:
@@ -212,53 +156,125 @@ def ask_for_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]) 
     Args: as of `copy_rows`; a number that is out of range is left out.
     Blocks: while the disk's queue is full.
     """
-    if columns:
-        ids = np.ascontiguousarray(ids, np.int64)
-        job, _table = _job_of_rows(rows, ids, columns)
-        _library.engine_ask(ctypes.addressof(job))
+    ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
+    job = _job_of_rows(rows, ids, table)
+    _library.engine_ask(job.buffer_info()[0])
+
+
+class Copy:
+    """Rows on their way. Whoever has it calls `take` until that is True, or `cancel`; one thread at a time.
+
+    `refused`: once it has ended, -1, or the index of a number that is out of range or whose segment is not
+    mapped; nothing was copied then. It holds what it touches, and ends before it lets go of that.
+
+    Args:
+        job: an `engine_job`.
+        nbytes: to be copied, about.
+        keep: what it points to.
+        is_warm: its pages are in memory, as far as is known; None: the segments tell. What is warm is copied
+            by whoever takes it, too, who keeps the GIL; what is small as well, by nobody else.
+    """
+
+    refused = _DONE
+
+    def __init__(self, job: array[int], nbytes: int, keep: object, *, is_warm: bool | None = None) -> None:
+        self._job, self._keep, self._address = job, keep, job.buffer_info()[0]
+        self._handle = _engine.handle
+        self.is_warm = bool(_quick.engine_is_warm(self._address)) if is_warm is None else is_warm
+        self._is_late = self.is_warm and nbytes <= _INLINE_BYTES
+        self._has_ended = False
+        if not self._is_late:
+            self.refused = _engine.submit(self._handle, self._address)
+            self._has_ended = self.refused != _DONE
+
+    def take(self, seconds: float) -> bool:
+        """Help, then wait. Returns: whether it has ended.
+
+        Blocks: so long, and as long as one chunk takes; Ctrl-C is seen at its end.
+        Raises: RuntimeError: this process was forked from the one that copies.
+        """
+        if self._has_ended:
+            return True
+        if _engine.handle != self._handle:
+            raise RuntimeError("the process that forked this one copies these rows: ask again")
+        if self._is_late:
+            self.refused, self._has_ended = _quick.engine_copy(self._address), True
+            return True
+        is_under_way = _quick.engine_help(self._handle, self._address, self.is_warm and _HELD_GIL_CHUNKS)
+        if is_under_way and seconds > 0:
+            is_under_way = _library.engine_take(self._handle, self._address, int(seconds * 1e9))
+        self._has_ended = not is_under_way
+        return self._has_ended
+
+    def wait(self) -> Copy:
+        """Wait for its end. Returns: itself. Blocks, raises: as `take`; Ctrl-C ends it."""
+        try:
+            while not self.take(_STEP_SECONDS):
+                pass
+        finally:
+            self.cancel()
+        return self
+
+    def cancel(self) -> None:
+        """End it. Blocks: for what was begun. Idempotent; no Ctrl-C keeps it from its end."""
+        while not self._has_ended:
+            try:
+                if _engine.handle == self._handle and not self._is_late:
+                    _library.engine_cancel(self._handle, self._address)
+                self._has_ended = True
+            except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
+                pass
+
+    def has_ended(self) -> bool:
+        """Whether it has, by now and by others."""
+        if not self._has_ended and not self._is_late:
+            self._has_ended = not _quick.engine_help(self._handle, self._address, 0)
+        return self._has_ended
+
+    @property
+    def was_on_disk(self) -> bool:
+        """Once it has ended: whether a thread had to wait for the disk."""
+        return self._job[_FAULTS] > 0
+
+    def __del__(self) -> None:
+        if not getattr(self, "_has_ended", True):
+            self.cancel()
+
+
+class Found(Copy):
+    """Where the values of some rows are, and where they go; once it has ended.
+
+    `source` (n,) are addresses; `offsets` (n + 1,) count bytes. `damaged` is the index of a row whose offsets
+    point out of its file, or -1.
+    """
+
+    def __init__(self, rows: Rows, ids: NDArray[np.int64], table: array[int]) -> None:
+        self.source, self.offsets = np.empty(len(ids), np.int64), np.zeros(len(ids) + 1, np.int64)
+        places = _address(self.source), _address(self.offsets)
+        job = _job_of_rows(rows, ids, table, _LENGTHS, places)
+        super().__init__(job, self.source.nbytes, (rows, ids, table))
+        if self._is_late:
+            self.take(0)  # the values can be on their way the sooner
+
+    @property
+    def damaged(self) -> int:
+        return self._job[_DAMAGED] - 1
+
+
+def _table(columns: Sequence[Column]) -> array[int]:
+    return array("q", [word for column in columns for word in column])
 
 
 def _job_of_rows(
-    rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]
-) -> tuple[_Job, NDArray[np.int64]]:
-    table = np.array([(c.buffer, c.row_bytes, _address(c.out)) for c in columns], np.int64)
-    return _Job(_FIXED, rows.address, _address(ids), len(ids), _address(table), len(columns)), table
-
-
-def find_values(
-    rows: Rows, ids: NDArray[np.int64], buffer: int, element_bytes: int, *, is_warm: bool
-) -> Found | int:
-    """Find the values of a variable-length column of some rows.
-
-    Args:
-        buffer: which of a segment's buffers has the offsets; the one after it has the values.
-        element_bytes: of what the offsets count.
-        ids, is_warm: as of `copy_rows`.
-    Returns: or the index of a number, as of `copy_rows`.
-    Blocks: as `copy_rows`.
-    """
-    ids = np.ascontiguousarray(ids, np.int64)
-    source, offsets = np.empty(len(ids), np.int64), np.zeros(len(ids) + 1, np.int64)
-    table = np.array([(buffer, element_bytes, 0)], np.int64)
-    addresses = _address(source), _address(offsets)
-    job = _Job(_LENGTHS, rows.address, _address(ids), len(ids), _address(table), 1, *addresses)
-    bad = _engine.run(job, source.nbytes, is_warm=is_warm)
-    return bad if bad != _DONE else Found(source, offsets, job.damaged - 1)
-
-
-def copy_values(found: Found, out: NDArray[np.uint8], *, is_warm: bool) -> None:
-    """Copy the values that were found.
-
-    Args:
-        found: of rows that are still mapped.
-        out: (found.offsets[-1],) bytes.
-        is_warm: as of `copy_rows`.
-    Blocks: as `copy_rows`.
-    """
-    table = np.array([(0, 0, _address(out))], np.int64)
-    addresses = _address(found.source), _address(found.offsets)
-    job = _Job(_VALUES, 0, 0, len(found.source), _address(table), 1, *addresses)
-    _engine.run(job, out.nbytes, is_warm=is_warm)
+    rows: Rows,
+    ids: NDArray[np.int64],
+    table: array[int],
+    kind: int = _FIXED,
+    places: tuple[int, int] = _UNUSED,
+) -> array[int]:
+    """An `engine_job`; what it points to is the caller's to keep."""
+    columns = table.buffer_info()[0], len(table) // _COLUMN_WORDS
+    return array("q", (kind, rows.address, _address(ids), len(ids), *columns, *places, *_BEGUN))
 
 
 def limit_threads(count: int) -> None:
@@ -276,14 +292,6 @@ class _Engine:
         self._lock = threading.RLock()  # a signal handler may copy rows, too
         self._has_threads = self._is_closed = False
         self.most_threads = _thread_count()
-
-    def run(self, job: _Job, nbytes: int, *, is_warm: bool) -> int:
-        """Have a job done; the caller keeps what it points to. Returns: as `copy_rows`."""
-        if nbytes <= (_HELD_GIL_BYTES if is_warm else _INLINE_BYTES):
-            return int((_quick if is_warm else _library).engine_copy(ctypes.addressof(job)))
-        copy = Copy(job, None)
-        copy.wait()
-        return copy.refused
 
     def submit(self, handle: int, address: int) -> int:
         """Queue a job. Returns: as `engine_submit`."""
@@ -337,14 +345,15 @@ def _load(path: Path, kind: type[ctypes.CDLL]) -> Any:
         raise ImportError(
             f"arrowcache's engine cannot be loaded ({error}): install arrowcache with pip, which compiles it"
         ) from None
-    for name in ("version", "new", "start", "stop", "submit", "copy", "take", "segments"):
+    for name in ("version", "new", "start", "stop", "submit", "copy", "take", "help", "is_warm", "segments"):
         function = getattr(library, f"engine_{name}")
         function.restype = ctypes.c_void_p if name == "new" else ctypes.c_int64
     words = ctypes.c_void_p, ctypes.c_int64
     library.engine_start.argtypes = library.engine_stop.argtypes = words
     library.engine_submit.argtypes = library.engine_cancel.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    library.engine_copy.argtypes = library.engine_ask.argtypes = (ctypes.c_void_p,)
-    library.engine_take.argtypes = (ctypes.c_void_p, *words)
+    library.engine_copy.argtypes = library.engine_is_warm.argtypes = (ctypes.c_void_p,)
+    library.engine_ask.argtypes = (ctypes.c_void_p,)
+    library.engine_take.argtypes = library.engine_help.argtypes = (ctypes.c_void_p, *words)
     library.engine_segments.argtypes = (ctypes.c_void_p, *words, ctypes.c_void_p)
     library.engine_cancel.restype = library.engine_ask.restype = None
     if library.engine_version() != VERSION:

@@ -223,8 +223,9 @@ class Arena:
             raise MemoryError("no address space is left to map a segment: raise ulimit -v")
         known = np.maximum(cells, 0)
         bases = np.where(cells < 0, 0, self._range.address + self._file_at[known])
-        keep = self._range, list(self._layouts.values())
-        rows = Rows(bases, self._nbytes[known], self._layout_at[known], starts, first=first, keep=keep)
+        keep = self._range, list(self._layouts.values()), self._warm
+        warm = self._warm.ctypes.data + known
+        rows = Rows(bases, self._nbytes[known], self._layout_at[known], warm, starts, first=first, keep=keep)
         return Placement(self._schema, rows)
 
     @contextmanager
@@ -261,12 +262,11 @@ class Arena:
             return 0, 0
         return self._range.address + int(self._file_at[number]), segment.nbytes
 
-    def are_warm(self, cells: NDArray[np.int64]) -> bool:
-        """Whether the pages of all these cells were brought to memory. The kernel may take some back."""
-        return bool(self._warm[cells].all())
-
     def note_warm(self, segment: SegmentInfo, *, is_warm: bool) -> None:
-        """A mapped segment's pages were brought to memory, or were read for the last time."""
+        """A mapped segment's pages were brought to memory, or were read for the last time.
+
+        The kernel may take some back.
+        """
         number = self._cells.get(segment.seq)
         if number is not None:
             self._warm[number] = is_warm

@@ -2,7 +2,7 @@
 
 It cuts an epoch into jobs, in step order; the pipeline decides when they run. A batch that is one run of
 rows of one segment is a zero-copy view, where the order has such runs; every other is gathered into the
-ring by the engine's threads, a job each. Where there is a transform, threads of a crew gather and transform.
+slots by the engine's threads, a job each. Where there is a transform, threads of a crew gather and transform.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.gather import Gather
+from arrowcache.reading.output import page_aligned
 from arrowcache.reading.pieces import pieces
 from arrowcache.reading.pipeline import Done, Elsewhere, Job, Made
-from arrowcache.reading.ring import Group, Ring
-from arrowcache.reading.snapshot import Gathering, Snapshot
+from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import Column, Values, column_bytes
 from arrowcache.reading.view import Viewer
@@ -29,11 +31,13 @@ from arrowcache.storage.store import Store
 
 Batch = dict[str, Any]
 
-_VIEWS = 8  # a group of batches that take no memory
-_AGE_ROWS = 64  # of each batch, whose age is looked up
+_VIEWS = 8  # batches over one mapping
+_AGE_ROWS = 64  # of those that are drawn at once, whose age is looked up
 _DRAWN_ROWS = 4096  # of the order, at once
 _WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
 _MOST_UNDER_WAY = 8
+_MOST_GROUPED = 256
+_GROUP_BYTES = 64 << 10  # small batches share a slot and a job, which cost as much as copying so much
 
 
 class Assembly:
@@ -45,8 +49,8 @@ class Assembly:
         transform: called with each batch; None: none.
         with_ids: add `_seq`, `_row` and `_age_seconds`.
         views: whether batches may be zero-copy views.
-        workers: threads that run the jobs; 0: the one that asks for them.
-        prefetch: batches that are kept ready.
+        workers: threads that run a transform; 0: one.
+        prefetch: batches that are begun ahead; None: as many as the processor's cache holds.
     """
 
     def __init__(
@@ -70,51 +74,55 @@ class Assembly:
         self._batch_size = batch_size
         self._transform = transform
         self._with_ids = with_ids
-        self._workers = workers
         self._meter = meter
         self._views_required = False
-        columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
         self._crew = None if transform is None else Crew(max(1, workers))
-        batch_bytes = max(1, self._row_bytes * batch_size)
-        usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // batch_bytes))
-        self.wanted = (usual if prefetch is None else prefetch) + workers
-        self._new_ring = partial(Ring, columns, batch_size, self.wanted, group_bytes=0)
-        self.ring = self._new_ring()
-        self._group = 1 if self._viewer is None else _VIEWS  # batches of a job
+        self._batch_bytes = max(1, self._row_bytes * batch_size)  # of the last one that was made
+        self._prefetch, self._workers = prefetch, workers
+        self._columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
+        self.gather_into(page_aligned)
 
     def gather_into(
-        self, allocate: Callable[[int], NDArray[np.uint8]], group_bytes: int = 0, most: int = 1
+        self, allocate: Callable[[int], NDArray[np.uint8]], group_bytes: int = _GROUP_BYTES
     ) -> None:
-        """Have batches gathered into memory that this gives, as of `Ring`, before any is made.
+        """Have batches gathered into memory that this gives, before any is made.
 
         Args:
-            group_bytes: of batches that lie side by side, a job.
-            most: of them.
+            allocate: as of `Slots`.
+            group_bytes: of batches that lie side by side.
         """
-        self._new_ring = partial(self._new_ring, allocate=allocate, group_bytes=group_bytes)
-        self.ring = self._new_ring()
-        if self._viewer is None:
-            self._group = max(1, min(self.ring.largest_group, most))
+        grouped = 1  # batches of a job that lie side by side
+        if self._transform is None and len(self._fixed) == len(self._names):
+            grouped = max(1, min(_MOST_GROUPED, group_bytes // self._batch_bytes))
+        self._group = grouped if self._viewer is None else _VIEWS if self._transform is None else 1
+        rows = self._batch_size * (grouped if self._viewer is None else 1)
+        self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
+        self.slots = self._new_slots()
+
+    def wanted(self) -> int:
+        """How many batches are to be under way or ready."""
+        usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
+        return (usual if self._prefetch is None else self._prefetch) + self._workers
 
     def after_fork(self) -> None:
-        """In a child: another thread may have been at the ring, and will never be done."""
-        self.ring = self._new_ring()
+        """In a child: another thread may have been at the slots, and will never be done."""
+        self.slots = self._new_slots()
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
-        step, steps = 0, epoch.order.steps
-        ids, drawn_from, drawn_to = np.empty(0, np.int64), 0, 0  # of several jobs at once
-        while step < steps:
-            size = 1 if (awaited and not step) or self.ring.is_hoarded else self._group
-            if step == drawn_to:
-                drawn = size if not step else max(size, _DRAWN_ROWS // self._batch_size)
-                drawn_from, drawn_to = step, min(step + drawn, steps)
-                ids = epoch.order.batches(drawn_from, drawn_to)
-            last = min(step + size, drawn_to)
-            first_row = (step - drawn_from) * self._batch_size
-            yield self._job(epoch, step, ids[first_row : (last - drawn_from) * self._batch_size], last - step)
-            step = last
+        step, steps, size = 0, epoch.order.steps, 1 if awaited else self._group
+        while step < steps:  # the first job alone, then many batches' ids at once
+            batches = size if not step else max(size, _DRAWN_ROWS // self._batch_size)
+            end = min(step + batches, steps)
+            drawn = epoch.order.batches(step, end)
+            published = mean_published(epoch, drawn)
+            for first in range(0, len(drawn), size * self._batch_size):
+                ids = drawn[first : first + size * self._batch_size]
+                batches = min(size, end - step)
+                yield self._job(epoch, step, ids, batches, published)
+                step += batches
+            size = self._group
 
     def end(self, epoch: Epoch) -> None:
         """Nothing more is made of an epoch; call it before its snapshot is closed."""
@@ -133,134 +141,116 @@ class Assembly:
 
     def ring_stats(self) -> tuple[int, int]:
         """Bytes of memory for batches, and how often some was added."""
-        return self.ring.allocated_bytes, self.ring.growths
+        return self.slots.allocated_bytes, self.slots.growths
 
     def in_progress(self) -> list[tuple[str, float]]:
         """What other processes are at: the stage, and since when."""
         return []
 
-    def _job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int) -> Job:
+    def _job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int, published: float) -> Job:
         if self._transform is not None:
-            return Job(step, batches, partial(self._begin_crew, epoch, ids, batches), _of_crew)
+            make = partial(self._transformed, self._transform, epoch, ids, published)
+            return Job(step, batches, partial(self._begin_crew, make), _of_crew)
         if self._viewer is not None:
-            return Job(step, batches, Done, lambda _: self._plain(epoch, ids, batches))
+            return Job(step, batches, Done, lambda _: self._made_here(epoch, ids, published))
         return Job(
-            step, batches, partial(self._begin, epoch, ids), partial(self._finish, epoch, ids, batches)
+            step, batches, partial(self._begin, epoch, ids), partial(self._finish, epoch, ids, published)
         )
 
     def _begin(self, epoch: Epoch, ids: NDArray[np.int64]) -> Gathered:
-        memory = self.ring.take(len(ids))
-        return Gathered(memory, epoch.snapshot.begin_gather(ids, memory.arrays()), self._meter)
+        slot = self.slots.lend(len(ids))
+        return Gathered(slot, epoch.snapshot.begin_gather(ids, self._names, slot), self._meter)
 
     def _finish(
-        self, epoch: Epoch, ids: NDArray[np.int64], batches: int, gathered: Gathered
-    ) -> Iterator[list[Made]]:
-        self._note(epoch, was_on_disk=gathered.was_on_disk)
-        yield self._hand_out(epoch, ids, batches, gathered.memory, mean_published(epoch, ids))
+        self, epoch: Epoch, ids: NDArray[np.int64], published: float, gathered: Gathered
+    ) -> Iterator[Made]:
+        self._note(epoch, was_on_disk=gathered.gather.was_on_disk)
+        columns: dict[str, Any] = gathered.slot.arrays()
+        if len(columns) < len(self._names):
+            found = columns | gathered.gather.values()
+            columns = {name: found[name] for name in self._names}
+        if len(ids) <= self._batch_size:
+            return iter((self._complete(epoch, ids, columns, published, copied=True),))
+        return self._cut(epoch, ids, columns, published, copied=True)
 
-    def _begin_crew(self, epoch: Epoch, ids: NDArray[np.int64], batches: int) -> Elsewhere:
-        transform, crew = self._transform, self._crew
-        assert transform is not None
-        assert crew is not None
+    def _begin_crew(self, make: Callable[[], Made]) -> Elsewhere:
+        assert self._crew is not None
+        return Elsewhere(self._crew.submit(make))
 
-        def make() -> list[Made]:
-            made = next(self._plain(epoch, ids, batches))
-            with self._meter.stage("transform"):
-                return [plain._replace(batch=transform(plain.batch)) for plain in made]
+    def _transformed(
+        self, transform: Callable[[Batch], Batch], epoch: Epoch, ids: NDArray[np.int64], published: float
+    ) -> Made:
+        (made,) = self._made_here(epoch, ids, published)
+        with self._meter.stage("transform"):
+            return made._replace(batch=transform(made.batch))
 
-        return Elsewhere(crew.submit(make))
+    def _made_here(self, epoch: Epoch, ids: NDArray[np.int64], published: float) -> Iterator[Made]:
+        """Batches without a transform, made by this thread; those before one that fails come first."""
+        if self._viewer is None:
+            yield self._copied(epoch, ids, published)
+            return
+        for some in self._runs(ids):
+            yield from self._viewed(self._viewer, epoch, some, published)
 
-    def _plain(self, epoch: Epoch, ids: NDArray[np.int64], batches: int) -> Iterator[list[Made]]:
-        """Batches without a transform, made here and now; those before one that fails come first."""
-        made: list[Made] = []
-        failure: BaseException | None = None
-        published = mean_published(epoch, ids)
+    @contextmanager
+    def _reading(self, epoch: Epoch) -> Iterator[None]:
         with self._meter.reading() as reading:
-            try:
-                if self._viewer is not None:
-                    self._views(self._viewer, epoch, ids, published, made)
-                else:
-                    memory = self.ring.take(len(ids))
-                    self._gather(epoch.snapshot, ids, memory)
-                    made += self._hand_out(epoch, ids, batches, memory, published)
-            except BaseException as error:  # noqa: BLE001
-                failure = error
+            yield
         self._note(epoch, was_on_disk=reading.was_on_disk)
-        try:
-            if made:
-                yield [made.pop(0) for _ in range(len(made))]
-            if failure is not None:
-                raise failure
-        finally:
-            failure = None  # its traceback has this frame
 
     def _note(self, epoch: Epoch, *, was_on_disk: bool) -> None:
         epoch.snapshot.asks_ahead = was_on_disk
         epoch.is_cold |= was_on_disk
 
-    def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64], memory: Group) -> None:
-        """Copy the fixed-width columns of some rows."""
-        snapshot.gather_into(ids, self._fixed, memory.arrays())
+    def _copied(self, epoch: Epoch, ids: NDArray[np.int64], published: float) -> Made:
+        arrays = self.slots.lend(len(ids)).arrays()
+        with self._reading(epoch):
+            columns = epoch.snapshot.gather_into(ids, self._names, arrays)
+            return self._complete(epoch, ids, columns, published, copied=True)
 
-    def _hand_out(
-        self, epoch: Epoch, ids: NDArray[np.int64], batches: int, memory: Group, published: float
-    ) -> list[Made]:
-        made = []
-        for number in range(batches):
-            arrays = memory.hand_out(number)
-            chosen = ids[self._rows_of(number)]
-            made.append(self._complete(epoch, chosen, arrays, published, copied=True))
-        memory.close()
-        return made
-
-    def _views(
-        self, viewer: Viewer, epoch: Epoch, ids: NDArray[np.int64], published: float, made: list[Made]
-    ) -> None:
-        """Views of the batches that are one run of rows, one mapping for as many as are; copies of others."""
+    def _runs(self, ids: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """Rows of some batches, as long as they follow one another; then those of one batch that do not."""
         size, breaks, first = self._batch_size, _breaks(ids), 0
         while first < len(ids):
             following = bisect_right(breaks, first)
             end = breaks[following] if following < len(breaks) else len(ids)
             stop = end if end == len(ids) else end - (end - first) % size
-            if stop > first:
-                self._view_run(viewer, epoch, ids[first:stop], published, made)
-            else:
+            if stop == first:
                 stop = min(first + size, len(ids))
-                made += self._gather_one(epoch, ids[first:stop], published)
+            yield ids[first:stop]
             first = stop
 
-    def _view_run(
-        self, viewer: Viewer, epoch: Epoch, ids: NDArray[np.int64], published: float, made: list[Made]
-    ) -> None:
-        """Views of batches that are one run of rows together, though perhaps of several segments."""
-        size = self._batch_size
-        view = epoch.snapshot.view(int(ids[0]), len(ids), viewer)
-        if view is None and len(ids) > size:
+    def _viewed(
+        self, viewer: Viewer, epoch: Epoch, ids: NDArray[np.int64], published: float
+    ) -> Iterator[Made]:
+        """Batches of some rows: views of them, if they are one run of a segment's rows, else copies."""
+        size, view = self._batch_size, None
+        if int(ids[-1]) - int(ids[0]) == len(ids) - 1:
+            with self._reading(epoch):
+                view = epoch.snapshot.view(int(ids[0]), len(ids), viewer)
+        if view is not None:
+            yield from self._cut(epoch, ids, view, published, copied=False)
+        elif len(ids) > size:
             middle = -(-len(ids) // size) // 2 * size
-            self._view_run(viewer, epoch, ids[:middle], published, made)
-            self._view_run(viewer, epoch, ids[middle:], published, made)
-        elif view is None:
-            made += self._gather_one(epoch, ids, published)
-        elif len(ids) <= size:
-            made.append(self._complete(epoch, ids, view, published, copied=False))
-        else:
-            for start in range(0, len(ids), size):
-                rows = slice(start, start + size)
-                columns = {name: _rows_of(column, rows) for name, column in view.items()}
-                made.append(self._complete(epoch, ids[rows], columns, published, copied=False))
-
-    def _gather_one(self, epoch: Epoch, ids: NDArray[np.int64], published: float) -> list[Made]:
-        if self._views_required:
+            yield from self._viewed(viewer, epoch, ids[:middle], published)
+            yield from self._viewed(viewer, epoch, ids[middle:], published)
+        elif self._views_required:
             raise ValueError(
                 "assert_zero_copy() was called, and this batch needs a copy: its rows lie in several "
                 "segments, or too many views are alive; choose batch_size to divide the segments' rows"
             )
-        memory = self.ring.take(len(ids))
-        self._gather(epoch.snapshot, ids, memory)
-        return self._hand_out(epoch, ids, 1, memory, published)
+        else:
+            yield self._copied(epoch, ids, published)
 
-    def _rows_of(self, batch: int) -> slice:
-        return slice(batch * self._batch_size, (batch + 1) * self._batch_size)
+    def _cut(
+        self, epoch: Epoch, ids: NDArray[np.int64], whole: dict[str, Any], published: float, *, copied: bool
+    ) -> Iterator[Made]:
+        """Batches that lie side by side."""
+        size = self._batch_size
+        for start in range(0, len(ids), size):
+            rows = slice(start, start + size)
+            columns = {name: _rows_of(column, rows) for name, column in whole.items()}
+            yield self._complete(epoch, ids[rows], columns, published, copied=copied)
 
     def _complete(
         self,
@@ -271,9 +261,12 @@ class Assembly:
         *,
         copied: bool,
     ) -> Made:
-        """Add the columns that are gathered batch by batch, and where rows come from."""
+        """Add the columns that cannot be views, and where rows come from."""
         batch: Batch = columns
-        nbytes = sum(map(column_bytes, columns.values()))
+        if len(self._fixed) == len(self._names):
+            nbytes = len(ids) * self._row_bytes
+        else:
+            nbytes = sum(map(column_bytes, columns.values()))
         copied_bytes = nbytes if copied else 0
         if len(columns) < len(self._names):
             others = tuple(name for name in self._names if name not in columns)
@@ -281,40 +274,42 @@ class Assembly:
             more = sum(map(column_bytes, values.values()))
             nbytes, copied_bytes = nbytes + more, copied_bytes + more
             batch = {name: columns[name] if name in columns else values[name] for name in self._names}
+        self._batch_bytes = max(1, nbytes)
         if self._with_ids:
             batch |= epoch.snapshot.locate(ids)
         return Made(batch, len(ids), nbytes, copied_bytes, published, epoch)
 
 
 class Gathered:
-    """Rows on their way into a group, as of `Pending`; waiting for them counts as "gather" or "store"."""
+    """Rows on their way into a slot, as of `Pending`; waiting for them counts as "gather" or "store"."""
 
-    def __init__(self, memory: Group, gathering: Gathering, meter: Meter) -> None:
-        self.memory, self._gathering, self._meter = memory, gathering, meter
+    def __init__(self, slot: Slot, gather: Gather, meter: Meter) -> None:
+        self.slot, self.gather, self._meter = slot, gather, meter
         self._seconds = 0.0
 
     def take(self, seconds: float) -> bool:
-        started = self._meter.enter("gather")
-        has_ended = False
-        try:
-            has_ended = self._gathering.take(seconds)
-        finally:
-            self._seconds += time.perf_counter() - started
-            self._meter.leave({"store" if self.was_on_disk else "gather": self._seconds} if has_ended else {})
+        started = time.perf_counter()
+        has_ended = self.gather.take(0)
+        if not has_ended:
+            self._meter.enter("gather")  # it takes long enough to be seen
+            try:
+                has_ended = self.gather.take(seconds)
+            finally:
+                self._meter.leave({})
+        self._seconds += time.perf_counter() - started
+        if has_ended:
+            self._meter.add("store" if self.gather.was_on_disk else "gather", self._seconds)
         return has_ended
 
     def cancel(self) -> None:
-        self._gathering.cancel()
-        self.memory.close()
+        self.gather.cancel()
 
-    @property
-    def was_on_disk(self) -> bool:
-        return self._gathering.was_on_disk
+    def go_on(self) -> None:
+        self.gather.go_on()
 
 
-def _of_crew(done: Elsewhere) -> Iterator[list[Made]]:
-    made = done.future.result()
-    yield [made.pop(0) for _ in range(len(made))]
+def _of_crew(done: Elsewhere) -> Iterator[Made]:
+    return iter((done.future.result(),))
 
 
 def _breaks(ids: NDArray[np.int64]) -> list[int]:

@@ -89,7 +89,7 @@ class Feed:
                     self._readahead.soon(partial(self._begin_ahead, ahead))
             yield job if job.step else job._replace(finish=partial(self._finish_first, job, epoch))
 
-    def _finish_first(self, job: Job, epoch: Epoch, pending: Pending) -> Iterator[list[Made]]:
+    def _finish_first(self, job: Job, epoch: Epoch, pending: Pending) -> Iterator[Made]:
         """Its batches, and what is not to be done beside an epoch's first one, for which somebody waits."""
         self._readahead.soon(partial(self._epochs.prepare, epoch.plan.epoch + 1, epoch.snapshot.segments))
         if not epoch.plan.is_in_order:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -49,6 +48,9 @@ class Pending(Protocol):
     def take(self, seconds: float) -> bool:
         """Wait so long. Returns: whether it has ended."""
 
+    def go_on(self) -> None:
+        """Begin what could not be begun before a first part of it had ended; returns at once."""
+
     def cancel(self) -> None:
         """Have it touch nothing any more. Idempotent."""
 
@@ -58,6 +60,9 @@ class Done:
 
     def take(self, seconds: float) -> bool:  # noqa: ARG002
         return True
+
+    def go_on(self) -> None:
+        pass
 
     def cancel(self) -> None:
         pass
@@ -77,6 +82,9 @@ class Elsewhere:
                 return False
         return True
 
+    def go_on(self) -> None:
+        pass
+
     def cancel(self) -> None:
         self.future.cancel()
 
@@ -84,14 +92,13 @@ class Elsewhere:
 class Job(NamedTuple):
     """Some batches to be made, in step order: `step` is the first of them.
 
-    `begin` returns at once, with what is under way; once that has ended, `finish` gives the batches in
-    lists, each delivered at once.
+    `begin` returns at once, with what is under way; once that has ended, `finish` gives the batches.
     """
 
     step: int
     batches: int
     begin: Callable[[], Pending]
-    finish: Callable[[Any], Iterator[list[Made]]]
+    finish: Callable[[Any], Iterator[Made]]
 
 
 #: Has every batch before it delivered before the stream asks for another job.
@@ -122,19 +129,22 @@ class Pipeline:
     """Consumes streams. Thread-safe: one thread at a time takes batches of a stream, any may end it.
 
     Args:
-        wanted: jobs are begun while fewer batches are under way or ready.
+        wanted: jobs are begun while fewer batches than it says are under way or ready.
         while_waiting: called now and then by who waits for a batch.
     """
 
-    def __init__(self, wanted: int, while_waiting: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, wanted: Callable[[], int], while_waiting: Callable[[], None] = lambda: None) -> None:
         self._wanted, self._while_waiting = wanted, while_waiting
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a stream anywhere
         self._pid = os.getpid()
 
     def begin(self, stream: Stream) -> None:
         """Begin the first jobs: the consumer will ask for their batches."""
-        with self._consuming(stream):
+        self._enter(stream)
+        try:
             self._begin_jobs(stream)
+        finally:
+            self._leave(stream)
 
     def next(self, stream: Stream, timeout_seconds: float | None) -> Made | None:
         """The next batch; None at the end.
@@ -146,32 +156,20 @@ class Pipeline:
             raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
         patience = math.inf if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
         deadline = time.monotonic() + patience
-        error: BaseException | None = None
-        with self._consuming(stream):
+        self._enter(stream)
+        try:
             while not stream.ended:
                 self._begin_jobs(stream)
                 if stream.ready:
                     return stream.ready.popleft()
                 if not stream.begun:
-                    error, stream.error = stream.error, None
-                    if error is None:
-                        return None
                     break
-                pending, job = stream.begun.popleft()
-                try:
-                    while not pending.take(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
-                        if stream.ended:
-                            return None
-                        if time.monotonic() >= deadline:
-                            raise too_late(timeout_seconds)
-                        self._while_waiting()
-                    stream.under_way -= job.batches
-                    for batches in job.finish(pending):
-                        stream.ready.extend(batches)
-                        del batches
-                finally:
-                    pending.cancel()
-                    del pending, job
+                if not self._wait(stream, deadline):
+                    raise too_late(timeout_seconds)
+                self._finish(stream)
+        finally:
+            self._leave(stream)
+        error, stream.error = stream.error, None
         try:
             if error is not None:
                 raise error
@@ -179,24 +177,24 @@ class Pipeline:
         finally:
             del error  # its traceback has this frame
 
-    @contextmanager
-    def _consuming(self, stream: Stream) -> Iterator[None]:
-        """Whoever ends the stream meanwhile leaves its jobs to this thread."""
+    def _enter(self, stream: Stream) -> None:
+        """Whoever ends the stream from now on leaves its jobs to this thread."""
         stream.consumer = threading.get_ident()
-        try:
-            yield
-        finally:
-            with self._lock:
-                stream.consumer = 0
-                is_over = stream.ended
-            if is_over:
-                _cancel(stream)
+
+    def _leave(self, stream: Stream) -> None:
+        with self._lock:
+            stream.consumer = 0
+            is_over = stream.ended
+        if is_over:
+            _cancel(stream)
 
     def _begin_jobs(self, stream: Stream) -> None:
         """Have enough under way."""
         if stream.running is None:
             stream.running = stream.jobs()
-        while not stream.exhausted and stream.under_way + len(stream.ready) < self._wanted:
+        for pending, _ in stream.begun:
+            pending.go_on()
+        while not stream.exhausted and stream.under_way + len(stream.ready) < self._wanted():
             if stream.at_barrier and (stream.begun or stream.ready):
                 return
             stream.at_barrier = False
@@ -209,10 +207,35 @@ class Pipeline:
                 else:
                     stream.begun.append((job.begin(), job))
                     stream.under_way += job.batches
-            except BaseException as error:  # it arrives after the jobs before it
-                if not isinstance(error, Exception):
-                    raise
+            except Exception as error:  # noqa: BLE001  # it arrives after the jobs before it
                 stream.exhausted, stream.error = True, error
+
+    def _wait(self, stream: Stream, deadline: float) -> bool:
+        """For the oldest job. Returns: False: it took too long."""
+        pending = stream.begun[0][0]
+        while not pending.take(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if stream.ended:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            self._while_waiting()
+        return True
+
+    def _finish(self, stream: Stream) -> None:
+        """Have the batches of the oldest job, which has ended, ready."""
+        if stream.ended:
+            return
+        pending, job = stream.begun.popleft()
+        stream.under_way -= job.batches
+        try:
+            for made in job.finish(pending):
+                stream.ready.append(made)
+                del made
+        except Exception as error:  # noqa: BLE001  # it arrives after the batches before it
+            _cancel(stream, keeps_ready=True)
+            stream.exhausted, stream.error = True, error
+        finally:
+            del pending, job
 
     def end(self, stream: Stream) -> None:
         """Begin no more jobs of a stream, drop the batches that nobody took, let go of what it reads.
@@ -251,8 +274,9 @@ def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
     )
 
 
-def _cancel(stream: Stream) -> None:
-    stream.ready.clear()
+def _cancel(stream: Stream, *, keeps_ready: bool = False) -> None:
+    if not keeps_ready:
+        stream.ready.clear()
     while stream.begun:
         pending, job = stream.begun.popleft()
         pending.cancel()

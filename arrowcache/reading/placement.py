@@ -1,6 +1,5 @@
 """Placement: the rows of some mapped segments, and how the engine copies their columns.
 
-Fixed-width columns go in one job. A variable-length one takes two: where its values are, and the values.
 Must never be asked for rows of a segment that its caller has not leased and mapped.
 """
 
@@ -12,12 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import Ragged, Schema, VariableType
-from arrowcache.arrow.segment import element_bytes
-from arrowcache.errors import CorruptSegmentError
+from arrowcache.arrow.schema import Schema
 from arrowcache.native import engine
-from arrowcache.reading.output import aligned
-from arrowcache.reading.values import Column, Values, to_column
+from arrowcache.reading.gather import Gather, OutsideError, ValuesGather
+from arrowcache.reading.values import Column
 
 _LEAST_ASKED_BYTES, _FEW_ROWS = 16 * 1024, 1024  # a disk reads pages, each for a microsecond of its own
 
@@ -34,6 +31,7 @@ class Placement:
         self._schema, self._rows = schema, rows
         count = len(schema.fixed)
         self._buffer_of = {name: number for number, name in enumerate(schema.fixed)}
+        self._width_of = {name: kind.row_bytes for name, kind in schema.fixed.items()}
         self._buffer_of |= {name: count + 2 * number for number, name in enumerate(schema.variable)}
 
     def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -51,31 +49,41 @@ class Placement:
         self._rows.release(first)
 
     def begin(
-        self, ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]], *, is_warm: bool, ask_ahead: bool
-    ) -> engine.Copy | None:
-        """Begin to copy fixed-width columns of some rows; None: there is nothing to copy.
+        self,
+        ids: NDArray[np.int64],
+        names: Sequence[str],
+        out: Mapping[str, int],
+        keep: object,
+        *,
+        ask_ahead: bool,
+    ) -> Gather:
+        """Begin to copy columns of some rows.
 
         Args:
             ids: (n,) row numbers.
-            arrays: (n, *shape) for each column, C-contiguous, of its numpy_dtype: filled.
-            is_warm: their pages are in memory, as far as is known.
+            names: of the columns.
+            out: for each that has a fixed width, the address of (n, *shape) of its numpy_dtype, to be filled.
+            keep: what keeps that memory.
             ask_ahead: have the disk read what is not in memory side by side, and not row after row.
-        Raises: OutsideError: a row is out of range, or its segment not mapped; nothing was written.
+        Raises: OutsideError: a row is out of range, or its segment not mapped; nothing is written then. What
+            is small and in memory is checked when it is taken: see `engine.Copy`.
         """
         columns = [
-            engine.Column(self._buffer_of[name], self._schema.fixed[name].row_bytes, array)
-            for name, array in arrays.items()
-            if self._schema.fixed[name].row_bytes
+            engine.Column(self._buffer_of[name], width, address)
+            for name, address in out.items()
+            if (width := self._width_of[name])
         ]
-        if not columns:
-            return None
-        if ask_ahead and not is_warm:
+        if ask_ahead:
             asked = [c for c in columns if len(ids) <= _FEW_ROWS or c.row_bytes >= _LEAST_ASKED_BYTES]
             engine.ask_for_rows(self._rows, ids, asked)
-        copy = engine.begin_copy(self._rows, ids, columns, is_warm=is_warm)
-        if copy.refused >= 0:
-            raise OutsideError(copy.refused)
-        return copy
+        others = () if len(names) == len(out) else [name for name in names if name not in out]
+        if not columns and not others:
+            self.segments_of(ids)  # they are checked, whatever is asked of them
+        fixed = engine.copy_rows(self._rows, ids, columns, keep) if columns else None
+        return Gather(fixed, {name: self._begin_values(ids, name) for name in others})
+
+    def _begin_values(self, ids: NDArray[np.int64], name: str) -> ValuesGather:
+        return ValuesGather(self._rows, ids, self._buffer_of[name], self._schema.variable[name], name)
 
     def gather(
         self,
@@ -83,46 +91,17 @@ class Placement:
         names: Sequence[str],
         arrays: Mapping[str, NDArray[Any]],
         *,
-        is_warm: bool,
         ask_ahead: bool,
     ) -> dict[str, Column]:
         """Copy columns of some rows.
 
         Args:
-            names: of the columns.
-            ids, arrays, is_warm, ask_ahead: as of `begin`.
-        Raises: as `begin`; CorruptSegmentError: a file has changed since it was checked.
+            arrays: (n, *shape) for each that has a fixed width, C-contiguous, of its numpy_dtype: filled.
+            ids, names, ask_ahead: as of `begin`.
+        Blocks: while pages come from the disk.
+        Raises: as `Gather.take`.
         """
-        copy = self.begin(ids, arrays, is_warm=is_warm, ask_ahead=ask_ahead)
-        if copy is not None:
-            copy.wait()
-        return {
-            name: arrays[name] if name in arrays else self._gather_values(name, ids, is_warm=is_warm)
-            for name in names
-        }
-
-    def _gather_values(self, name: str, ids: NDArray[np.int64], *, is_warm: bool) -> Column:
-        kind: VariableType = self._schema.variable[name]
-        width, buffer = element_bytes(kind), self._buffer_of[name]
-        found = engine.find_values(self._rows, ids, buffer, width, is_warm=is_warm)
-        if isinstance(found, int):
-            raise OutsideError(found)
-        if found.damaged >= 0:
-            raise CorruptSegmentError(
-                f"the offsets of column {name!r} point out of their file, so its bytes were altered after it "
-                "was opened: run cache.verify()"
-            )
-        data = aligned(int(found.offsets[-1]))
-        engine.copy_values(found, data, is_warm=is_warm)
-        if not isinstance(kind, Ragged):
-            return to_column(kind, Values(data, found.offsets))
-        items = data.view(kind.numpy_dtype).reshape(-1, *kind.inner_shape)
-        return Values(items, found.offsets // kind.item_bytes)
-
-
-class OutsideError(Exception):
-    """A row is out of range: the index of its number among those that were given."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.index = index
+        out = {name: array.ctypes.data for name, array in arrays.items()}
+        gather = self.begin(ids, names, out, arrays, ask_ahead=ask_ahead)
+        values = gather.wait().values()
+        return {name: arrays[name] if name in arrays else values[name] for name in names}

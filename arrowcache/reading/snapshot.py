@@ -28,11 +28,11 @@ from arrowcache import html
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
 from arrowcache.errors import CorruptSegmentError
-from arrowcache.native.engine import Copy
 from arrowcache.reading.arena import NO_CELL, Arena, Claim
+from arrowcache.reading.gather import Gather, OutsideError
 from arrowcache.reading.output import output_arrays
-from arrowcache.reading.pieces import pieces
-from arrowcache.reading.placement import OutsideError, Placement
+from arrowcache.reading.placement import Placement
+from arrowcache.reading.slots import Slot
 from arrowcache.reading.values import Column, interleave
 from arrowcache.reading.view import Viewer, has_room
 from arrowcache.storage import timeline
@@ -198,37 +198,41 @@ class Snapshot:
         """
         self._begin_read()
         try:
-            found = self._find(ids)
-            if found is None:
+            placement = self._find(ids)
+            if placement is None:
                 return self._gather_spilled(ids, names, arrays)
-            placement, is_warm = found
-            return placement.gather(ids, names, arrays, is_warm=is_warm, ask_ahead=self.asks_ahead)
+            return placement.gather(ids, names, arrays, ask_ahead=self.asks_ahead)
         finally:
             self._end_read()
 
-    def begin_gather(self, ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]) -> Gathering:
-        """Begin `gather_into` of fixed-width columns; it reads this snapshot until it has ended."""
-        gathering = Gathering(self)
-        found = self._find(ids)
-        if found is None:
-            self._gather_spilled(ids, tuple(arrays), arrays)
-        else:
-            placement, is_warm = found
-            gathering.copy = placement.begin(ids, arrays, is_warm=is_warm, ask_ahead=self.asks_ahead)
-        return gathering
+    def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
+        """Begin `gather_into`, with the fixed-width columns in a slot; it reads this until it has ended."""
+        self._begin_read()
+        try:
+            placement = self._find(ids)
+            if placement is not None:
+                gather = placement.begin(ids, names, slot.addresses, slot, ask_ahead=self.asks_ahead)
+            else:
+                arrays = slot.arrays()
+                whole = self._gather_spilled(ids, names, arrays)
+                others = {name: column for name, column in whole.items() if name not in arrays}
+                gather = Gather(None, {}, others)
+        except BaseException:
+            self._end_read()
+            raise
+        gather.then = self._end_read
+        return gather
 
-    def _find(self, ids: NDArray[np.int64]) -> tuple[Placement, bool] | None:
-        """Where rows are, mapped now, and whether their pages are in memory; None: not all find a cell."""
+    def _find(self, ids: NDArray[np.int64]) -> Placement | None:
+        """Where rows are, mapped now; None: not all find a cell."""
         placed = self._placed or self._place()
+        if placed.complete:
+            return placed.placement
         segments = placed.placement.segments_of(ids)
-        if not placed.complete:
-            missing = segments[placed.cells[segments] == _NOT_MAPPED]
-            if len(missing):
-                placed = self._map_some(np.unique(missing).tolist())
-            if (placed.cells[segments] == NO_CELL).any():
-                return None
-        is_warm = all(self._arena.are_warm(placed.cells[segments[piece]]) for piece in pieces(len(ids)))
-        return placed.placement, is_warm
+        missing = segments[placed.cells[segments] == _NOT_MAPPED]
+        if len(missing):
+            placed = self._map_some(np.unique(missing).tolist())
+        return None if (placed.cells[segments] == NO_CELL).any() else placed.placement
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows as a pyarrow.Table over the mapped files, without a copy.
@@ -582,8 +586,7 @@ class Snapshot:
             rows = ids[places] - self._starts[index]
             some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
             with self._arena.alone(self._segments[index], self._store, check_bytes=False) as placement:
-                part = placement.gather(rows, names, some, is_warm=False, ask_ahead=False)
-                parts.append((places, part))
+                parts.append((places, placement.gather(rows, names, some, ask_ahead=False)))
             for name, array in arrays.items():
                 array[places] = some[name]
         return {
@@ -609,40 +612,6 @@ class Snapshot:
             del file  # unmaps it
             self._condemn(segment, error)
         return labelled(segment_file.open_batch(file, schema), schema)
-
-
-class Gathering:
-    """Rows on their way out of a snapshot, which stays as it is until they have come, or were cancelled."""
-
-    copy: Copy | None = None
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        snapshot._begin_read()
-        self._snapshot: Snapshot | None = snapshot
-
-    def take(self, seconds: float) -> bool:
-        """As `Copy.take`."""
-        if self.copy is not None and not self.copy.take(seconds):
-            return False
-        self.cancel()
-        return True
-
-    def cancel(self) -> None:
-        """End it. Idempotent. Blocks: as `Copy.cancel`."""
-        if self.copy is not None:
-            self.copy.cancel()
-        snapshot, self._snapshot = self._snapshot, None
-        if snapshot is not None:
-            snapshot._end_read()
-
-    @property
-    def was_on_disk(self) -> bool:
-        """Once it has ended: pages had to be read."""
-        return self.copy is not None and self.copy.was_on_disk
-
-    def __del__(self) -> None:
-        if getattr(self, "_snapshot", None) is not None:
-            self.cancel()
 
 
 def _nothing() -> None:

@@ -213,28 +213,36 @@ class Meter:
             for name, more in seconds.items():
                 self.seconds[name] += more
 
+    def add(self, stage: str, seconds: float) -> None:
+        """One of STAGES took so long."""
+        with self._lock:
+            self.seconds[stage] += seconds
+
     def reading(self) -> Reading:
         """Add the time that passes inside to "gather", or, as far as the disk was waited for, to "store"."""
         return Reading(self)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The consumer waits: for an `iter`, or in a step, whatever that gives."""
-        thread, started = threading.get_ident(), time.perf_counter()
+    def waiting(self) -> Waiting:
+        """The consumer waits inside: for an `iter`, or in a step, whatever that gives."""
+        return Waiting(self)
+
+    def begin_wait(self) -> float:
+        """This thread, the consumer's, begins to wait; returns when."""
+        started = time.perf_counter()
         with self._lock:
-            self._waits[thread] = started
+            self._waits[threading.get_ident()] = started
         if started > self._due:
             self.show()
-        try:
-            yield
-        finally:
-            waited = time.perf_counter() - started
-            with self._lock:
-                self._waits.pop(thread, None)
-                self.stall_seconds += waited
-                self.stalls += waited > _HAND_OVER_SECONDS
-            if self._shows_a_wait:
-                self.show()
+        return started
+
+    def end_wait(self, seconds: float) -> None:
+        """It has waited so long."""
+        with self._lock:
+            self._waits.pop(threading.get_ident(), None)
+            self.stall_seconds += seconds
+            self.stalls += seconds > _HAND_OVER_SECONDS
+        if self._shows_a_wait:
+            self.show()
 
     def deliver(self, made: Made) -> None:
         """A batch went to the consumer."""
@@ -346,6 +354,19 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class Waiting:
+    """A wait of the consumer: a context manager."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        self._started = self._meter.begin_wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._meter.end_wait(time.perf_counter() - self._started)
 
 
 class Reading:

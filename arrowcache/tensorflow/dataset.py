@@ -26,7 +26,6 @@ from arrowcache.units import parse_count
 
 _BACKENDS = ("auto", "arrow", "native")
 _MOST_PREFETCH = 1 << 16
-_MOST_BATCHES = 256  # of a frame
 _FRAME_BYTES = 32 << 20  # of the arrow backend: TensorFlow takes a millisecond for each frame
 
 
@@ -128,7 +127,7 @@ class _CopyingLoader(Loader):
     def gather_into(self, rooms: Rooms) -> None:
         """Have batches gathered into memory with room on both sides."""
         assert isinstance(self._assembly, Assembly)  # its workers are threads
-        self._assembly.gather_into(rooms.allocate, _FRAME_BYTES, _MOST_BATCHES)
+        self._assembly.gather_into(rooms.allocate, _FRAME_BYTES)
 
     @property
     def schema(self) -> Schema:

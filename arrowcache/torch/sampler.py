@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.loader import terms_of
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.ring import Ring
+from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
@@ -98,7 +98,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         if self._ranks.are_given:
             self._ranks.membership(self._terms)
         self._made: tuple[Ranks, Epochs] | None = None
-        self._rings: dict[tuple[str, ...], Ring] = {}
+        self._slots: dict[tuple[str, ...], Slots] = {}
         self._iterators = 0
         self._current: weakref.ref[EpochRows] | None = None  # the epoch that began last
 
@@ -260,7 +260,7 @@ class EpochRows(Iterator[list[int]]):
                 store,
                 epoch.snapshot,
                 sampler.batch_size,
-                sampler._rings,
+                sampler._slots,
                 epochs.settle,
                 partial(_end, epochs, epoch),
             )

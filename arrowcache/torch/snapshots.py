@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
-from arrowcache.reading.ring import Ring
+from arrowcache.reading.slots import Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import start
 from arrowcache.storage.layout import SegmentInfo
@@ -87,7 +87,7 @@ class Sending:
     Args:
         store, snapshot: what is read; the snapshot is closed by this.
         batch_size: rows of a batch, at most.
-        rings: memory for batches, by columns: kept by the caller for the epochs after this one.
+        slots: memory for batches, by columns: kept by the caller for the epochs after this one.
         on_release: called when the oldest segments were given up.
         on_close: called once, after the snapshot was closed, with how many batches had arrived.
     """
@@ -97,14 +97,14 @@ class Sending:
         store: Store,
         snapshot: Snapshot,
         batch_size: int,
-        rings: dict[tuple[str, ...], Ring],
+        slots: dict[tuple[str, ...], Slots],
         on_release: Callable[[], object],
         on_close: Callable[[int], object],
     ) -> None:
         self.name = SnapshotName.of(str(store.folder.path), snapshot.segments)
         self.pid = os.getpid()
         self.store, self._snapshot = store, snapshot
-        self._batch_size, self._rings = batch_size, rings
+        self._batch_size, self._slots = batch_size, slots
         self._on_release, self._on_close = on_release, on_close
         self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
         self._sent = 0
@@ -125,18 +125,13 @@ class Sending:
             self.close()
 
     def read(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> Columns:
-        """Gather rows into the ring: name -> array, which returns its memory when it dies."""
+        """Gather rows into a slot: name -> array, which returns its memory when it dies."""
         fixed = self.store.settings.schema.fixed
-        ring = self._rings.get(names)
-        if ring is None:
+        slots = self._slots.get(names)
+        if slots is None:
             columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
-            ring = self._rings.setdefault(names, Ring(columns, self._batch_size, group_bytes=0))
-        memory = ring.take(len(ids))
-        try:
-            columns_of_batch: Columns = dict(self._snapshot.gather(ids, names, out=memory.arrays()))
-            return columns_of_batch | memory.hand_out(0)
-        finally:
-            memory.close()
+            slots = self._slots.setdefault(names, Slots(columns, self._batch_size))
+        return dict(self._snapshot.gather(ids, names, out=slots.lend(len(ids)).arrays()))
 
     def delivered(self, step: int) -> None:
         """A batch has arrived, whatever came of it: let go of what no other one needs."""

@@ -23,7 +23,7 @@ import numpy.ma  # else it is looked for with the first batch, when no file may 
 from numpy.typing import NDArray
 
 from arrowcache.reading.assembly import Batch
-from arrowcache.reading.ring import Ring
+from arrowcache.reading.slots import Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import column_bytes
@@ -69,7 +69,7 @@ class Maker:
         self._transform: Callable[[Batch], object] | None = unpack_transform(transform) if transform else None
         self._viewer = Viewer(schema, self._names) if settings["views"] and self._transform else None
         self._columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
-        self._scratch = Ring(self._columns, settings["batch_size"])
+        self._scratch = Slots(self._columns, settings["batch_size"])
         self._meter = Meter()
         self._failure: Exception | None = None  # to begin the epoch
         self._snapshot: Snapshot | None = None
@@ -225,16 +225,7 @@ class Maker:
             if len(place) == 1 and place[0][1] >= nbytes > 0 and not self._transform_keeps:
                 arrays[name] = self._bench.lend(place[0][0], dtype, (len(ids), *row_shape))
         if len(arrays) < len(self._columns):
-            memory = self._scratch.take(len(ids))
-            try:
-                whole = memory.arrays()
-                missing = [name for name in self._columns if name not in arrays]
-                snapshot.gather_into(ids, missing, {name: whole[name] for name in missing})
-                snapshot.gather_into(ids, list(arrays), arrays)
-                del whole
-                elsewhere = memory.hand_out(0)
-                return {name: arrays[name] if name in arrays else elsewhere[name] for name in self._columns}
-            finally:
-                memory.close()
+            elsewhere = self._scratch.lend(len(ids)).arrays()
+            arrays = {name: arrays[name] if name in arrays else elsewhere[name] for name in self._columns}
         snapshot.gather_into(ids, self._fixed, arrays)
         return arrays

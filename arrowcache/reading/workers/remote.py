@@ -66,8 +66,12 @@ class RemoteAssembly:
         can_group = transform is None and all(name in schema.fixed for name in names)
         usual = max(1, _USUAL_GROUP_BYTES // max(1, row_bytes * batch_size)) if can_group else 1
         self._group = usual
-        self.wanted = prefetch + self.crew.in_flight * usual
+        self._wanted = prefetch + self.crew.in_flight * usual
         self._epoch: tuple[Epoch, int] | None = None  # and its number for the crew
+
+    def wanted(self) -> int:
+        """How many batches are to be under way or ready."""
+        return self._wanted
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
@@ -129,17 +133,15 @@ class RemoteAssembly:
 
     def _finish(
         self, epoch: Epoch, rows: int, batches: int, published: float, done: Elsewhere
-    ) -> Iterator[list[Made]]:
+    ) -> Iterator[Made]:
         finished: Finished = done.future.result()
         self._meter.leave(finished.seconds)
         epoch.is_cold |= finished.is_cold
-        made = []
         for number in range(batches):
             of_batch = slice(number * self._batch_size, min(rows, (number + 1) * self._batch_size))
             count = of_batch.stop - of_batch.start
             nbytes = finished.nbytes * count // rows
             batch = finished.batch(of_batch if batches > 1 else slice(None))
-            made.append(Made(batch, count, nbytes, nbytes, published, epoch))
+            yield Made(batch, count, nbytes, nbytes, published, epoch)
+            del batch
         finished.close()
-        del finished, batch
-        yield [made.pop(0) for _ in range(len(made))]

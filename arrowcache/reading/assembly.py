@@ -108,6 +108,8 @@ class Assembly:
     def after_fork(self) -> None:
         """In a child: another thread may have been at the slots, and will never be done."""
         self.slots = self._new_slots()
+        if self._crew is not None:
+            self._crew = Crew(max(1, self._workers))
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
@@ -133,7 +135,7 @@ class Assembly:
     def close(self) -> None:
         """End the threads of a transform."""
         if self._crew is not None:
-            self._crew.stop()
+            self._crew.close()
 
     def require_views(self) -> None:
         """Have a batch that cannot be a view raise ValueError."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from arrowcache.shortage import start
+
+_JOIN_SECONDS = 5.0
 
 
 class Crew:
@@ -26,23 +29,28 @@ class Crew:
     def __init__(self, size: int) -> None:
         self._size = size
         self._todo: queue.SimpleQueue[tuple[Future[Any], Callable[[], object]] | None] = queue.SimpleQueue()
-        self.threads: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[[], object]) -> Future[Any]:
         """Have a function run. Raises: WorkerError: a thread cannot be started."""
-        while len(self.threads) < self._size:
-            name = f"arrowcache-worker-{len(self.threads)}"
+        while len(self._threads) < self._size:
+            name = f"arrowcache-worker-{len(self._threads)}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self.threads.append(thread)
             start(thread)
+            self._threads.append(thread)
         future: Future[Any] = Future()
         self._todo.put((future, function))
         return future
 
-    def stop(self) -> None:
-        """Have each thread end after its current function."""
-        for _ in self.threads:
+    def close(self) -> None:
+        """Have each thread end after its current function, and wait for that, at most 5 s. Idempotent."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
             self._todo.put(None)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         _wait_for_a_processor()

@@ -59,8 +59,14 @@ class Feed:
             ahead: Future[None] = Future()
             yield from self._jobs_of(self._epoch, awaited, ahead)
             awaited = False
+            if not self._endless:
+                return
             yield BARRIER
-            if not self._endless or not self._go_on(ahead):
+            if not ahead.running() and self._upcoming is None and self.stream.ready:
+                self._begin_ahead(ahead)
+            while self.stream.ready and self._upcoming is None:
+                yield BARRIER  # first they are delivered: the next epoch may have to wait
+            if not self._go_on(ahead):
                 return
 
     def _jobs_of(self, epoch: Epoch, awaited: bool, ahead: Future[None]) -> Iterator[Job]:
@@ -97,7 +103,7 @@ class Feed:
         return job.finish(pending)  # not a generator: an error's traceback would keep all of this
 
     def _begin_ahead(self, done: Future[None]) -> None:
-        """Begin the next epoch, if there are rows enough: in the read-ahead's thread.
+        """Begin the next epoch, if there are rows enough: in the read-ahead's thread, if there is time.
 
         Beside a consumer that never lets go of the GIL, listing a folder takes far longer than the
         batches last that are ready by then.
@@ -111,7 +117,8 @@ class Feed:
                 elif epoch.plan.is_in_order:  # it begins where this one gave up what it read
                     self._readahead.soon(partial(self._warm_first, epoch))
         finally:
-            done.set_result(None)
+            if not done.done():
+                done.set_result(None)
 
     def _warm_first(self, epoch: Epoch) -> None:
         for index in epoch.order.segments_span(0):

@@ -101,7 +101,7 @@ class Job(NamedTuple):
     finish: Callable[[Any], Iterator[Made]]
 
 
-#: Has every batch before it delivered before the stream asks for another job.
+#: No job: the next one is asked for in a later step, once all before it have ended.
 BARRIER = Job(0, 0, Done, lambda _: iter(()))
 
 
@@ -195,7 +195,7 @@ class Pipeline:
         for pending, _ in stream.begun:
             pending.go_on()
         while not stream.exhausted and stream.under_way + len(stream.ready) < self._wanted():
-            if stream.at_barrier and (stream.begun or stream.ready):
+            if stream.at_barrier and not self._has_passed(stream):
                 return
             stream.at_barrier = False
             try:
@@ -204,11 +204,19 @@ class Pipeline:
                     stream.exhausted = True
                 elif job is BARRIER:
                     stream.at_barrier = True
+                    if stream.begun or stream.ready:
+                        return
                 else:
                     stream.begun.append((job.begin(), job))
                     stream.under_way += job.batches
             except Exception as error:  # noqa: BLE001  # it arrives after the jobs before it
                 stream.exhausted, stream.error = True, error
+
+    def _has_passed(self, stream: Stream) -> bool:
+        """Whether all jobs have ended; their batches are ready then."""
+        while stream.begun and stream.begun[0][0].take(0):
+            self._finish(stream)
+        return not stream.begun
 
     def _wait(self, stream: Stream, deadline: float) -> bool:
         """For the oldest job. Returns: False: it took too long."""

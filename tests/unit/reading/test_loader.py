@@ -31,7 +31,6 @@ from helpers import sample as row
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.reading.arena import Arena
-from arrowcache.reading.pipeline import Pipeline
 from arrowcache.reading.readahead import ReadAhead
 from arrowcache.storage.lease import Lease
 
@@ -61,7 +60,7 @@ def ids(batches) -> list[int]:
 
 
 def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "arrowcache-loader"]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("arrowcache-worker")]
 
 
 def fill(cache: ac.Cache, on_full: str) -> None:
@@ -283,7 +282,7 @@ def test_a_consumer_that_waits_learns_that_its_epoch_was_cut_short_but_not_that_
         assert in_transform.wait(DEADLINE_SECONDS)
         consumer = threading.Thread(target=consume)
         consumer.start()
-        wait_until(lambda: older._pipeline._changed._waiters, "the consumer to wait")
+        wait_until(lambda: older._stream.consumer, "the consumer to wait")
         if how == "iter":
             newer = iter(loader)
         elif how == "load":
@@ -388,7 +387,7 @@ def test_an_idle_loader_gives_its_lease_up_to_evict_and_resize_of_the_same_proce
 
 def test_a_loader_that_is_dropped_under_the_cache_s_lock_ends_its_threads_after_it(cache):
     """They may wait for that lock, and every process with them."""
-    loader = Loader(cache, 16)
+    loader = Loader(cache, 16, transform=lambda batch: batch)
     ids(loader)
     with cache.store.locked():
         del loader  # as the garbage collector may
@@ -610,7 +609,7 @@ def test_timeout_none_waits_for_the_batch(cache):
 
 
 def test_close_is_idempotent_joins_the_thread_and_leases_nothing(cache):
-    loader = Loader(cache, 16)
+    loader = Loader(cache, 16, transform=lambda batch: batch)
     epoch = iter(loader)
     check(next(epoch))
     assert loader_threads()
@@ -655,19 +654,18 @@ def test_an_error_in_the_first_step_arrives_although_nothing_is_ready_before_it(
 
 
 def test_values_of_no_fixed_width_count_in_how_much_is_prefetched(tmp_path, monkeypatch):
-    monkeypatch.setattr("arrowcache.reading.assembly.USUAL_GROUP_BYTES", 1 << 20, raising=False)
+    monkeypatch.setattr("arrowcache.reading.assembly._WARM_BYTES", 1 << 20)
     schema = ac.Schema({"label": ac.Tensor("int64"), "jpeg": ac.Binary()})
     cache = make_cache(tmp_path / "cache", schema, capacity="64MiB", segment_bytes="4MiB", segment_rows=64)
     with cache.writer() as writer:
         for number in range(1024):
             writer.append(label=number, jpeg=bytes(20_000))
-    with Loader(cache, 16, prefetch=2) as loader:
-        most = 0
+    with Loader(cache, 16) as loader:
+        under_way = []
         for _ in loader:
             stream = loader._delivering()._stream
-            wait_until(lambda s=stream: s.exhausted or len(s.ready) >= s.wanted, "the producer to rest")
-            most = max(most, len(stream.ready))
-        assert most <= 2 * 4, "two groups of 1 MiB, not of the 128 bytes that labels take"
+            under_way.append(stream.under_way + len(stream.ready))
+        assert max(under_way[8:]) == 3 - 1, "1 MiB of 320 kB each, not of the 128 bytes that labels take"
 
 
 def test_a_signal_handler_may_ask_for_stats_and_close_while_its_thread_is_counting(cache):
@@ -922,8 +920,7 @@ def test_ctrl_c_anywhere_in_close_is_made_good_by_the_next(cache, monkeypatch, o
     wait_until(lambda: not loader_threads(), "the loader's thread to end")
 
 
-@pytest.mark.parametrize("owner", [Pipeline, ReadAhead])
-def test_ctrl_c_while_the_first_epoch_begins_leaves_no_thread(cache, monkeypatch, owner):
+def test_ctrl_c_while_the_first_epoch_begins_leaves_no_thread(cache, monkeypatch):
     def interrupted(self):
         monkeypatch.undo()
         self.start()
@@ -931,7 +928,7 @@ def test_ctrl_c_while_the_first_epoch_begins_leaves_no_thread(cache, monkeypatch
 
     before = set(threading.enumerate())
     with Loader(cache, 16) as loader:
-        monkeypatch.setattr(owner, "start", interrupted)
+        monkeypatch.setattr(ReadAhead, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             iter(loader)
         assert len(ids(loader)) == 160, "a second try finds what there is"
@@ -945,7 +942,7 @@ def test_a_forked_child_reads_on_whatever_its_parents_threads_were_doing(cache):
 
     with Loader(cache, 16) as loader:
         assert len(ids(loader)) == 160
-        with loader._assembly.ring._lock, in_child(child):  # as a thread that was just taking memory
+        with loader._assembly.slots._lock, in_child(child):  # as a thread that was just taking memory
             pass
 
 

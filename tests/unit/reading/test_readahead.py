@@ -29,8 +29,8 @@ import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.reading import readahead
 from arrowcache.reading.arena import Arena
+from arrowcache.reading.gather import Gather
 from arrowcache.reading.readahead import ReadAhead
-from arrowcache.reading.stats import Reading
 
 
 @pytest.fixture
@@ -210,33 +210,28 @@ def test_what_an_epochs_end_cut_short_is_warmed_in_the_next(cache, monkeypatch):
         is_first = False
         epoch = iter(loader)
         next(epoch)
-        cells = np.arange(10)
-        wait_until(lambda: Arena.of(cache.store).are_warm(cells), "all segments to be warm")
+        wait_until(lambda: Arena.of(cache.store)._warm[:10].all(), "all segments to be warm")
         epoch.close()
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_an_epoch_asks_ahead_until_its_rows_are_found_in_memory(cache, monkeypatch, is_on_disk):
-    asked, gather_into, leave = [], Snapshot.gather_into, Reading.__exit__
+    asked, begin_gather = [], Snapshot.begin_gather
 
     def gathering(self, *arguments):
         asked.append(self.asks_ahead)
-        return gather_into(self, *arguments)
+        return begin_gather(self, *arguments)
 
-    def leaving(self, *arguments):
-        leave(self, *arguments)
-        self.was_on_disk = is_on_disk
-
-    monkeypatch.setattr(Snapshot, "gather_into", gathering)
-    monkeypatch.setattr(Reading, "__exit__", leaving)
-    with Loader(cache, 16, shuffle="rows") as loader:
+    monkeypatch.setattr(Snapshot, "begin_gather", gathering)
+    monkeypatch.setattr(Gather, "was_on_disk", is_on_disk)
+    monkeypatch.setattr("arrowcache.reading.assembly._GROUP_BYTES", 1)
+    with Loader(cache, 16, shuffle="rows", prefetch=1) as loader:
         ids_of(loader)
     assert len(asked) > 1
     assert asked[0]
     assert set(asked[1:]) == {is_on_disk}
     with cache.snapshot() as mine:
-        mine.gather([0])
-    assert not asked[-1], "nobody reads on"
+        assert not mine.asks_ahead, "nobody reads on"
 
 
 @pytest.mark.slow

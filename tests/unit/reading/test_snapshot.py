@@ -252,8 +252,7 @@ def test_what_was_warmed_is_known_to_be_warm_for_as_long_as_it_is_mapped(tmp_pat
 
     def warm(snapshot):
         snapshot.map_all()
-        arena, cells = Arena.of(cache.store), snapshot._cells
-        return [arena.are_warm(cells[index : index + 1]) for index in range(len(cells))]
+        return Arena.of(cache.store)._warm[snapshot._cells].tolist()
 
     with cache.snapshot() as first:
         assert warm(first) == [False, False, False]

@@ -252,3 +252,8 @@ def nearly_full(path: Path, headroom: float = 0.1) -> ac.Cache:
         writer.extend(id=np.arange(5000), data=np.zeros((5000, 480), np.uint8))
     assert cache.stats().rows == 5000
     return cache
+
+
+def are_made(epoch: Any) -> bool:
+    """Whether all that was begun ahead for an iterator of a loader has been made."""
+    return all(pending.take(0) for pending, _ in epoch._stream.begun)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.pipeline import BARRIER, Job, Made, Pending, Pipeline, Stream
+from arrowcache.reading.pipeline import BARRIER, LATER, Job, Made, Pending, Pipeline, Stream
 from arrowcache.reading.readahead import ReadAhead
 from arrowcache.reading.stats import Meter
 
@@ -65,7 +65,7 @@ class Feed:
             if not ahead.running() and self._upcoming is None and self.stream.ready:
                 self._begin_ahead(ahead)
             while self.stream.ready and self._upcoming is None:
-                yield BARRIER  # first they are delivered: the next epoch may have to wait
+                yield LATER  # first they are delivered: the next epoch may have to wait
             if not self._go_on(ahead):
                 return
 

@@ -24,7 +24,7 @@ _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
 class Gather:
     """Columns of some rows on their way. Whoever has it calls `take` until that is True, or `cancel`."""
 
-    then: Callable[[], None] | None = None  # called once it has ended, in whatever way
+    then: Callable[[], None] | None = None  # called once it has ended, in whatever way; idempotent
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Gather:
         self._end()
 
     def _end(self) -> None:
-        then, self.then = self.then, None
-        if then is not None:
-            then()
+        if self.then is not None:
+            self.then()
+            self.then = None  # last: where Ctrl-C comes in between, it is called again
 
     def __del__(self) -> None:
         if self.then is not None:

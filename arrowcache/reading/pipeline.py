@@ -101,8 +101,11 @@ class Job(NamedTuple):
     finish: Callable[[Any], Iterator[Made]]
 
 
-#: No job: the next one is asked for in a later step, once all before it have ended.
+#: No job: the next one is asked for once all before it have ended.
 BARRIER = Job(0, 0, Done, lambda _: iter(()))
+
+#: No job: the next one is asked for in a later step.
+LATER = Job(0, 0, Done, lambda _: iter(()))
 
 
 @dataclass(slots=True, eq=False)
@@ -204,8 +207,8 @@ class Pipeline:
                     stream.exhausted = True
                 elif job is BARRIER:
                     stream.at_barrier = True
-                    if stream.begun or stream.ready:
-                        return
+                elif job is LATER:
+                    return
                 else:
                     stream.begun.append((job.begin(), job))
                     stream.under_way += job.batches
@@ -286,9 +289,8 @@ def _cancel(stream: Stream, *, keeps_ready: bool = False) -> None:
     if not keeps_ready:
         stream.ready.clear()
     while stream.begun:
-        pending, job = stream.begun.popleft()
-        pending.cancel()
-        del pending, job
+        stream.begun[0][0].cancel()  # before it is taken from there: Ctrl-C loses none
+        stream.begun.popleft()
     stream.under_way, stream.running = 0, None
 
 

@@ -196,18 +196,15 @@ class Snapshot:
 
         Raises: OutsideError: a row is outside the snapshot.
         """
-        self._begin_read()
-        try:
+        with _Reader(self):
             placement = self._find(ids)
             if placement is None:
                 return self._gather_spilled(ids, names, arrays)
             return placement.gather(ids, names, arrays, ask_ahead=self.asks_ahead)
-        finally:
-            self._end_read()
 
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
         """Begin `gather_into`, with the fixed-width columns in a slot; it reads this until it has ended."""
-        self._begin_read()
+        reader = _Reader(self)
         try:
             placement = self._find(ids)
             if placement is not None:
@@ -218,9 +215,9 @@ class Snapshot:
                 others = {name: column for name, column in whole.items() if name not in arrays}
                 gather = Gather(None, {}, others)
         except BaseException:
-            self._end_read()
+            reader.end()
             raise
-        gather.then = self._end_read
+        gather.then = reader.end
         return gather
 
     def _find(self, ids: NDArray[np.int64]) -> Placement | None:
@@ -242,11 +239,8 @@ class Snapshot:
         after this snapshot is closed.
         """
         names = self._store.settings.schema.select(columns)
-        self._begin_read()
-        try:
+        with _Reader(self):
             batches = [self._batch(segment).select(names) for segment in self._segments]
-        finally:
-            self._end_read()
         if batches:
             return pa.Table.from_batches(batches)
         schema = self._store.settings.schema
@@ -262,16 +256,12 @@ class Snapshot:
         disk otherwise than page by page.
         """
         names = self._store.settings.schema.select(columns)
-        self._begin_read()  # says so if it is closed
-        self._end_read()
+        _Reader(self).end()  # says so if it is closed
         return (self._read_batch(segment, names) for segment in self._segments)
 
     def _read_batch(self, segment: SegmentInfo, names: tuple[str, ...]) -> pa.RecordBatch:
-        self._begin_read()
-        try:
+        with _Reader(self):
             return self._batch(segment, sparse=True).select(names)
-        finally:
-            self._end_read()
 
     def locate(self, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Where rows come from: `_seq`, `_row` (int64) and `_age_seconds` (float64) of each."""
@@ -296,8 +286,7 @@ class Snapshot:
         lease = self._lease
         if lease is None or first + count > self._starts[index + 1] or not has_room():
             return None
-        self._begin_read()
-        try:
+        with _Reader(self):
             if self._cells[index] == _NOT_MAPPED:
                 self._map_some([index])
             segment = self._segments[index]
@@ -310,8 +299,6 @@ class Snapshot:
             except OSError:  # no address space or file descriptor is left
                 end_lease()
                 return None
-        finally:
-            self._end_read()
 
     def _read_columns_of(self, segment: SegmentInfo) -> tuple[list[int], list[list[int]]]:
         """As `Arena.columns_of`, of a segment that found no cell, and was checked."""
@@ -342,8 +329,7 @@ class Snapshot:
         if copied := [name for name in names if name not in viewer.names]:
             raise ValueError(f"columns {copied} are made of Python objects, which are copies: leave them out")
         size = None if batch_rows is None else parse_count(batch_rows, "batch_rows")
-        self._begin_read()  # says so if it is closed
-        self._end_read()
+        _Reader(self).end()  # says so if it is closed
         return self._views(size, viewer)
 
     def _views(self, batch_rows: int | None, viewer: Viewer) -> Iterator[dict[str, Column]]:
@@ -402,8 +388,7 @@ class Snapshot:
 
         Returns: how many rows remain.
         """
-        self._begin_read()
-        try:
+        with _Reader(self):
             damaged: list[int] = []
             self._map_some(range(len(self._segments)), damaged)
             if damaged:
@@ -414,24 +399,18 @@ class Snapshot:
                 before, self._claim = self._claim, Claim(self._segments)
                 self._arena.acquire(self._claim)
                 self._arena.release(before, len(before.segments))
-        finally:
-            self._end_read()  # last: it lets go of the claim, where a writer has closed this meanwhile
         return len(self)
 
     def map_ahead(self) -> None:
         """Map what can be, so that the folder is not needed any more; the rest tells when it is asked for."""
-        self._begin_read()
-        try:
-            with self._mapping:
-                for index in np.flatnonzero(self._cells == _NOT_MAPPED).tolist():
-                    segment = self._segments[index]
-                    with suppress(CorruptSegmentError, OSError):
-                        check = segment.seq < self._suspect_below
-                        cell = self._arena.map(segment, self._store, check_bytes=check)
-                        self._cells[index] = _NOT_MAPPED if cell == NO_CELL else cell
-                self._publish_placement()
-        finally:
-            self._end_read()
+        with _Reader(self), self._mapping:
+            for index in np.flatnonzero(self._cells == _NOT_MAPPED).tolist():
+                segment = self._segments[index]
+                with suppress(CorruptSegmentError, OSError):
+                    check = segment.seq < self._suspect_below
+                    cell = self._arena.map(segment, self._store, check_bytes=check)
+                    self._cells[index] = _NOT_MAPPED if cell == NO_CELL else cell
+            self._publish_placement()
 
     def close(self) -> None:
         """Unmap and unlease. Idempotent; a gather in another thread ends first, undisturbed."""
@@ -502,9 +481,10 @@ class Snapshot:
                 raise ValueError("the snapshot is closed: take a new one with cache.snapshot()")
             self._readers += 1
 
-    def _end_read(self) -> None:
+    def _end_read(self, reader: _Reader) -> None:
         with self._lock:
-            self._readers -= 1
+            self._readers -= not reader.has_ended
+            reader.has_ended = True
             last = self._closed and not self._readers
         if last:
             self._let_go()
@@ -612,6 +592,35 @@ class Snapshot:
             del file  # unmaps it
             self._condemn(segment, error)
         return labelled(segment_file.open_batch(file, schema), schema)
+
+
+class _Reader:
+    """Who reads a snapshot, which stays as it is until that has ended: a context manager.
+
+    Ended by being dropped, too, where Ctrl-C came into its end.
+    Raises: ValueError: the snapshot is closed, or another process'.
+    """
+
+    has_ended = True
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        snapshot._begin_read()
+        self.has_ended = False
+
+    def end(self) -> None:
+        """Idempotent, and where it is interrupted, to be called again."""
+        self._snapshot._end_read(self)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def __del__(self) -> None:
+        if not self.has_ended:
+            self.end()
 
 
 def _nothing() -> None:

@@ -31,7 +31,10 @@ from helpers import sample as row
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.reading.arena import Arena
+from arrowcache.reading.crew import Crew
+from arrowcache.reading.pipeline import Pipeline
 from arrowcache.reading.readahead import ReadAhead
+from arrowcache.reading.snapshot import _Reader
 from arrowcache.storage.lease import Lease
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
@@ -414,12 +417,12 @@ def test_a_writer_waits_for_what_an_ended_epoch_of_the_same_process_still_gather
         epoch = iter(loader)
         check(next(epoch))
         snapshot = loader._epochs.progress.snapshot
-        snapshot._begin_read()  # as the loader's thread, for which the end of an epoch does not wait
+        reader = _Reader(snapshot)  # as the loader's thread, for which the end of an epoch does not wait
         epoch.close()
         writing = threading.Thread(target=append_rows, args=(cache, range(160, 160 + 16 * 150)))
         writing.start()
         wait_until(lambda: cache.stats().waiting_writers or not writing.is_alive(), "the writer to wait")
-        snapshot._end_read()
+        reader.end()
         writing.join()
     assert seqs(cache)[-1] == 159
 
@@ -896,7 +899,7 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
         (Snapshot, "_let_go"),
         (ReadAhead, "drop"),
         (Pipeline, "end"),
-        (Pipeline, "close"),
+        (Crew, "close"),
     ],
 )
 def test_ctrl_c_anywhere_in_close_is_made_good_by_the_next(cache, monkeypatch, owner, name, shuffle):
@@ -909,7 +912,7 @@ def test_ctrl_c_anywhere_in_close_is_made_good_by_the_next(cache, monkeypatch, o
             raise KeyboardInterrupt
         return original(*arguments)
 
-    loader = Loader(cache, 16, shuffle=shuffle)
+    loader = Loader(cache, 16, shuffle=shuffle, transform=lambda batch: batch)
     iterator = iter(loader)
     check(next(iterator))
     monkeypatch.setattr(owner, name, once)

@@ -10,7 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, append_rows, held_rank_files, ids_of, make_cache, publish, wait_until
+from helpers import (
+    DEADLINE_SECONDS,
+    append_rows,
+    are_made,
+    held_rank_files,
+    ids_of,
+    make_cache,
+    publish,
+    wait_until,
+)
 from processes import Child
 
 from arrowcache import Loader
@@ -186,8 +195,10 @@ def test_after_a_break_of_repeat_the_ranks_agree_although_one_has_worked_further
     ahead = rank_of(cache, 0, 2, 32, transform=transform, prefetch=8, workers=workers)
     behind = rank_of(cache, 1, 2, 32, prefetch=1)
     first, second = ahead.repeat(), behind.repeat()
-    next(first)
-    wait_until(lambda: len(made) >= 6, "three epochs of two steps to be made")
+    for number in range(2):
+        wait_until(lambda: are_made(first), "an epoch of two steps to be made")
+        next(first)
+        wait_until(lambda n=number: len(made) > 2 * (n + 1), "the next one to be begun")
     next(second)
     first.close()
     second.close()

@@ -1,38 +1,75 @@
+"""The pipeline: batches in step order, begun ahead by their consumer, however jobs and streams end."""
+
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
-from helpers import DEADLINE_SECONDS, wait_until
+from helpers import DEADLINE_SECONDS, in_child, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
 
 from arrowcache.errors import LoaderTimeoutError
-from arrowcache.reading.pipeline import BARRIER, Job, Made, Pipeline, Stream
+from arrowcache.reading.crew import Crew
+from arrowcache.reading.pipeline import BARRIER, LATER, Done, Elsewhere, Job, Made, Pipeline, Stream
+
+
+class Batch(dict):
+    """One that can be referred to weakly."""
+
+
+class Kept:
+    pass
 
 
 def made(number: int) -> Made:
-    return Made({"number": number}, 1, 1, 1, 0.0, None)
+    return Made(Batch(number=number), 1, 1, 1, 0.0, None)
 
 
-def job(batches: list[Made]) -> Job:
-    return Job(0, [], lambda: iter([[batches.pop(0) for _ in range(len(batches))]]))
+class Manual:
+    """Under way until a test says that it is not; notes all that is done to it."""
+
+    def __init__(self, *, is_done: bool = True, looks: int | None = None) -> None:
+        self.is_done, self.calls, self.cancelled = threading.Event(), [], 0
+        self._looks = looks  # it is done at the last of so many
+        if is_done:
+            self.is_done.set()
+
+    def take(self, seconds: float) -> bool:
+        self.calls.append("take")
+        if self._looks is not None:
+            self._looks -= 1
+            return self._looks <= 0
+        return self.is_done.wait(seconds)
+
+    def go_on(self) -> None:
+        self.calls.append("go_on")
+
+    def cancel(self) -> None:
+        self.cancelled += 1
 
 
-def stream_of(
-    produce: Callable[[], Iterator[list[Made]]], let_go: Callable[[], None] = lambda: None
-) -> Stream:
-    return Stream(lambda: map(job, produce()), let_go)
+def job(step: int, batches: int = 1, begin: Callable[[], Any] = Done) -> Job:
+    return Job(step, batches, begin, lambda _: iter([made(step + number) for number in range(batches)]))
 
 
-def counting(numbers: range, group: int = 1) -> Stream:
-    def produce():
-        for first in numbers[::group]:
-            yield [made(number) for number in range(first, min(first + group, numbers.stop))]
+def counting(count: int, group: int = 1, begin: Callable[[], Any] = Done) -> Stream:
+    def jobs() -> Iterator[Job]:
+        for first in range(0, count, group):
+            yield job(first, min(group, count - first), begin)
 
-    return stream_of(produce)
+    return Stream(jobs)
+
+
+def taken(pipeline: Pipeline, stream: Stream) -> int:
+    batch = pipeline.next(stream, DEADLINE_SECONDS)
+    assert batch is not None
+    return batch.batch["number"]
 
 
 def numbers(pipeline: Pipeline, stream: Stream) -> list[int]:
@@ -42,186 +79,533 @@ def numbers(pipeline: Pipeline, stream: Stream) -> list[int]:
     return found
 
 
-def threads_named(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+def in_another_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
 
 
-@pytest.fixture(params=[0, 1, 3], ids=lambda workers: f"workers={workers}")
+@pytest.fixture(params=[1, 3], ids=lambda wanted: f"wanted={wanted}")
 def pipeline(request):
-    pipeline = Pipeline(prefetch=3, workers=request.param)
-    pipeline.start()
-    yield pipeline
-    pipeline.close()
+    return Pipeline(lambda: request.param)
 
 
 @pytest.fixture
-def alone():
-    """One thread begins jobs and runs them."""
-    pipeline = Pipeline(prefetch=3)
-    pipeline.start()
-    yield pipeline
-    pipeline.close()
+def three():
+    """Has three batches under way or ready."""
+    return Pipeline(lambda: 3)
 
 
 @pytest.fixture
 def crew():
-    """With three threads."""
-    pipeline = Pipeline(prefetch=1, workers=3)
-    pipeline.start()
-    yield pipeline
-    pipeline.close()
+    crew = Crew(3)
+    yield crew
+    crew.close()
+
+
+# order
 
 
 @pytest.mark.parametrize("group", [1, 2, 7, 100])
 def test_batches_arrive_in_step_order_then_none(pipeline, group):
     for _ in range(3):
-        stream = counting(range(50), group)
+        stream = counting(50, group)
         pipeline.begin(stream)
         assert numbers(pipeline, stream) == list(range(50))
         assert pipeline.next(stream, 1) is None
         pipeline.end(stream)
 
 
-def test_the_producer_works_ahead_until_prefetch_batches_are_ready(alone):
-    started: list[int] = []
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2, 5])), st.sampled_from([BARRIER, LATER])
+        ),
+        max_size=20,
+    ),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_any_jobs_give_all_their_batches_in_order(plan, wanted, is_begun):
+    """A job is done at once, or at some look; one that asks for a later step comes with a batch to take."""
+    count = 0
 
-    def produce():
-        for number in range(20):
-            started.append(number)
-            yield [made(number)]
+    def jobs() -> Iterator[Job]:
+        nonlocal count
+        for each in plan:
+            if each is BARRIER or (each is LATER and stream.ready):
+                yield each
+            elif each is not LATER:
+                batches, looks = each
+                count += batches
+                begin = Done if looks is None else lambda looks=looks: Manual(looks=looks)
+                yield job(count - batches, batches, begin)
 
-    stream = stream_of(produce)
-    alone.begin(stream)
-    wait_until(lambda: len(stream.ready) == 3, "three ready batches")
-    for taken in range(1, 18):
-        assert alone.next(stream, DEADLINE_SECONDS).batch["number"] == taken - 1
-        wait_until(lambda: len(stream.ready) == 3, "a batch in place of the one taken")
-        assert len(started) == taken + 3
+    stream, pipeline = Stream(jobs), Pipeline(lambda: wanted)
+    if is_begun:
+        pipeline.begin(stream)
+    assert numbers(pipeline, stream) == list(range(count))
+    assert (stream.under_way, len(stream.begun)) == (0, 0)
 
 
-def test_nothing_is_made_before_the_epoch_began_nor_after_it_ended(alone):
-    started: list[int] = []
-    in_call, go_on = threading.Event(), threading.Event()
+def test_jobs_of_a_crew_run_side_by_side_and_arrive_in_step_order(three, crew):
+    together, order = threading.Barrier(3), []
 
-    def produce():
-        started.append(0)
-        yield [made(0)]
-        started.append(1)
-        in_call.set()
-        assert go_on.wait(DEADLINE_SECONDS)
-        yield [made(1)]
-        started.append(2)
+    def make(step: int) -> Made:
+        together.wait(DEADLINE_SECONDS)  # ends only if three run at a time
+        order.append(step)
+        return made(step)
 
-    stream = stream_of(produce)
-    assert started == []
-    alone.begin(stream)
-    assert in_call.wait(DEADLINE_SECONDS)
-    alone.end(stream)
-    go_on.set()
-    after = counting(range(3))
-    alone.begin(after)  # one thread makes both: it is done with the first now
-    assert numbers(alone, after) == [0, 1, 2]
-    assert started == [0, 1]
+    def jobs() -> Iterator[Job]:
+        for step in range(9):
+            begin = lambda step=step: Elsewhere(crew.submit(lambda: make(step)))  # noqa: E731
+            yield Job(step, 1, begin, lambda done: iter([done.future.result()]))
+
+    stream = Stream(jobs)
+    three.begin(stream)
+    assert numbers(three, stream) == list(range(9))
+    assert sorted(order) == list(range(9))
+
+
+def test_what_ended_first_waits_for_what_was_begun_before_it(three):
+    first, second = Manual(is_done=False), Manual()
+    stream = Stream(lambda: iter([job(0, 1, lambda: first), job(1, 1, lambda: second)]))
+    with pytest.raises(LoaderTimeoutError):
+        three.next(stream, 0)
+    first.is_done.set()
+    assert numbers(three, stream) == [0, 1]
+
+
+# how far ahead
+
+
+def test_jobs_are_begun_until_enough_batches_are_under_way_or_ready(three):
+    begun: list[int] = []
+
+    def jobs() -> Iterator[Job]:
+        for step in range(20):
+            yield job(step, 1, lambda step=step: begun.append(step) or Done())
+
+    stream = Stream(jobs)
+    three.begin(stream)
+    assert begun == [0, 1, 2]
+    for number in range(20):
+        assert taken(three, stream) == number
+        assert begun == list(range(min(20, number + 3)))
+
+
+def test_a_job_of_many_batches_counts_as_so_many(three):
+    begun: list[int] = []
+
+    def jobs() -> Iterator[Job]:
+        for step in range(0, 20, 2):
+            yield job(step, 2, lambda step=step: begun.append(step) or Done())
+
+    stream = Stream(jobs)
+    three.begin(stream)
+    assert begun == [0, 2]
+    assert taken(three, stream) == 0
+    assert begun == [0, 2]
+    assert taken(three, stream) == 1
+    assert begun == [0, 2], "as many as are wanted were under way when it was asked"
+    assert taken(three, stream) == 2
+    assert begun == [0, 2, 4]
+    three.end(stream)
+
+
+def test_how_many_are_wanted_may_change():
+    wanted, begun = 1, []
+
+    def jobs() -> Iterator[Job]:
+        for step in range(20):
+            yield job(step, 1, lambda step=step: begun.append(step) or Done())
+
+    pipeline, stream = Pipeline(lambda: wanted), Stream(jobs)
+    taken(pipeline, stream)
+    assert len(begun) == 1
+    wanted = 5
+    taken(pipeline, stream)
+    assert len(begun) == 6
+    wanted = 1
+    for _ in range(4):
+        taken(pipeline, stream)
+    assert len(begun) == 6
+    pipeline.end(stream)
+
+
+def test_nothing_is_made_before_the_epoch_began_nor_after_it_ended(three):
+    asked: list[int] = []
+
+    def jobs() -> Iterator[Job]:
+        for step in range(9):
+            asked.append(step)
+            yield job(step)
+
+    stream = Stream(jobs)
+    assert asked == []
+    three.begin(stream)
+    three.end(stream)
+    assert asked == [0, 1, 2]
+    assert three.next(stream, 0) is None
+    three.begin(stream)
+    assert asked == [0, 1, 2]
     assert not stream.ready
 
 
-def test_an_error_arrives_after_the_batches_before_it_with_its_own_traceback(pipeline):
-    def produce():
-        yield [made(0), made(1)]
-        raise LookupError("nothing there")
+def test_a_job_that_was_asked_for_while_the_stream_ended_is_not_begun(three):
+    begun = []
 
-    stream = stream_of(produce)
+    def jobs() -> Iterator[Job]:
+        yield job(0)
+        in_another_thread(lambda: three.end(stream))
+        yield job(1, 1, lambda: begun.append(1) or Done())
+
+    stream = Stream(jobs)
+    three.begin(stream)
+    assert three.next(stream, 0) is None
+    assert begun == []
+    assert not stream.begun
+
+
+def test_what_is_under_way_goes_on_at_each_step(three):
+    pending = [Manual() for _ in range(3)]
+    stream = Stream(lambda: iter([job(step, 1, lambda step=step: pending[step]) for step in range(3)]))
+    three.begin(stream)
+    assert [each.calls for each in pending] == [[], [], []]
+    taken(three, stream)
+    assert [each.calls for each in pending] == [["go_on", "take"], ["go_on"], ["go_on"]]
+    taken(three, stream)
+    assert pending[2].calls == ["go_on", "go_on"]
+    three.end(stream)
+
+
+# barriers
+
+
+def test_past_a_barrier_nothing_is_asked_for_before_all_before_it_have_ended(three):
+    pending, asked = [Manual(is_done=False) for _ in range(2)], []
+
+    def jobs() -> Iterator[Job]:
+        for step in range(2):
+            yield job(step, 1, lambda step=step: pending[step])
+        yield BARRIER
+        asked.append([each.is_done.is_set() for each in pending])
+        yield job(2)
+
+    stream = Stream(jobs)
+    three.begin(stream)
+    for each in pending:
+        with pytest.raises(LoaderTimeoutError):
+            three.next(stream, 0)
+        assert asked == []
+        each.is_done.set()
+    assert taken(three, stream) == 0
+    assert asked == [[True, True]], "its batches may be undelivered"
+    assert numbers(three, stream) == [1, 2]
+
+
+def test_at_a_barrier_all_before_it_is_finished_in_step_order(pipeline):
+    finished, seen = [], []
+
+    def jobs() -> Iterator[Job]:
+        for step in range(5):
+
+            def finish(_: Any, step: int = step) -> Iterator[Made]:
+                finished.append(step)
+                yield made(step)
+
+            yield Job(step, 1, Done, finish)
+        yield BARRIER
+        yield BARRIER
+        seen.extend(finished)
+
+    stream = Stream(jobs)
     pipeline.begin(stream)
-    assert [pipeline.next(stream, DEADLINE_SECONDS).batch["number"] for _ in range(2)] == [0, 1]
-    with pytest.raises(LookupError, match="nothing there") as caught:
-        pipeline.next(stream, DEADLINE_SECONDS)
-    assert "produce" in [entry.name for entry in caught.traceback]
+    assert numbers(pipeline, stream) == list(range(5))
+    assert seen == list(range(5))
+
+
+def test_at_a_barrier_the_batches_ahead_stay_as_many_as_are_wanted():
+    asked = []
+
+    def jobs() -> Iterator[Job]:
+        yield job(0)
+        yield job(1)
+        yield BARRIER
+        for step in range(2, 6):
+            asked.append(step)
+            yield job(step)
+
+    pipeline, stream = Pipeline(lambda: 2), Stream(jobs)
+    pipeline.begin(stream)
+    assert asked == []
+    assert numbers(pipeline, stream) == list(range(6))
+
+
+def test_what_comes_later_is_asked_for_in_a_later_step(three):
+    asked = []
+
+    def jobs() -> Iterator[Job]:
+        yield job(0, 3)
+        yield BARRIER
+        while stream.ready:
+            asked.append(len(stream.ready))
+            yield LATER
+        asked.append(0)
+        yield job(3)
+
+    stream = Stream(jobs)
+    three.begin(stream)
+    assert numbers(three, stream) == [0, 1, 2, 3]
+    assert asked == [2, 1, 0] or asked == [3, 2, 1, 0]
+
+
+# errors
+
+
+class FailingError(Exception):
+    pass
+
+
+def fail(kind: type[BaseException]) -> Any:
+    raise kind("nothing there")
+
+
+class FailingTake(Manual):
+    def __init__(self, kind: type[BaseException]) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def take(self, seconds: float) -> bool:  # noqa: ARG002
+        return fail(self._kind)
+
+
+def failing(kind: type[BaseException], where: str, *after: Job) -> Stream:
+    """Three batches, then an error."""
+
+    def finish(_: Any) -> Iterator[Made]:
+        yield made(2)
+        fail(kind)
+
+    def jobs() -> Iterator[Job]:
+        yield job(0)
+        yield job(1) if where == "finish" else job(1, 2)
+        if where == "jobs":
+            fail(kind)
+        elif where == "begin":
+            yield job(3, 1, lambda: fail(kind))
+        elif where == "take":
+            yield job(3, 1, lambda: FailingTake(kind))
+        elif where == "finish":
+            yield Job(2, 2, Done, finish)
+        elif where == "future":
+            (future := Future()).set_exception(kind("nothing there"))
+            yield Job(3, 1, lambda: Elsewhere(future), lambda done: iter([done.future.result()]))
+        yield from after
+
+    return Stream(jobs)
+
+
+PLACES = pytest.mark.parametrize("where", ["jobs", "begin", "take", "finish", "future"])
+
+
+@PLACES
+@pytest.mark.parametrize("is_at_barrier", [False, True], ids=["", "before a barrier"])
+@pytest.mark.parametrize("wanted", [1, 3, 9])
+def test_an_error_arrives_after_the_batches_before_it(where, is_at_barrier, wanted):
+    begun, last = [], job(9, 1, lambda: begun.append(9) or Manual())
+    pipeline = Pipeline(lambda: wanted)
+    stream = failing(FailingError, where, *([BARRIER] if is_at_barrier else []), last)
+    pipeline.begin(stream)
+    found = []
+    with pytest.raises(FailingError, match="nothing there") as caught:
+        while True:
+            found.append(taken(pipeline, stream))
+    assert found == [0, 1, 2]
+    if where != "future":
+        assert "fail" in [entry.name for entry in caught.traceback], "with its own traceback"
     pipeline.end(stream)
-    after = counting(range(3))
+    assert begun == [] or not is_at_barrier
+    after = counting(3)
     pipeline.begin(after)
     assert numbers(pipeline, after) == [0, 1, 2]
 
 
-def test_even_an_error_that_is_no_exception_arrives_and_the_thread_goes_on(pipeline):
-    def produce():
-        yield [made(0)]
-        raise SystemExit(3)
-
-    stream = stream_of(produce)
-    pipeline.begin(stream)
+@PLACES
+def test_even_an_error_that_is_no_exception_arrives_and_the_pipeline_goes_on(where):
+    pipeline = Pipeline(lambda: 1)
+    stream = failing(SystemExit, where)
     with pytest.raises(SystemExit):
         numbers(pipeline, stream)
-    after = counting(range(3))
-    pipeline.begin(after)
-    assert numbers(pipeline, after) == [0, 1, 2]
+    pipeline.end(stream)
+    assert numbers(pipeline, counting(3)) == [0, 1, 2]
+
+
+def test_nothing_is_delivered_after_an_error_and_what_was_begun_is_cancelled(three):
+    pending = Manual()
+    stream = failing(FailingError, "future", job(4, 1, lambda: pending))
+    with pytest.raises(FailingError):
+        numbers(three, stream)
+    assert pending.cancelled == 1
+    assert three.next(stream, 0) is None
+
+
+@pytest.mark.parametrize("where", ["jobs", "begin", "finish", "future"])
+def test_an_error_and_its_frames_are_let_go_with_the_stream(where, three):
+    stream, kept = failing(FailingError, where), Kept()
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(FailingError) as caught:
+            numbers(three, stream)
+        caught.value.kept, alive = kept, weakref.ref(kept)
+        three.end(stream)
+        del caught, kept, stream
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_of_what_was_let_go_meanwhile_is_not_shown(three):
+    """The consumer is told that its epoch has ended, and why, by who ended it."""
+
+    def begin() -> Any:
+        in_another_thread(lambda: three.end(stream))
+        fail(FailingError)
+
+    stream = Stream(lambda: iter([job(0, 1, begin)]))
+    assert three.next(stream, DEADLINE_SECONDS) is None
+
+
+def test_what_fails_after_its_stream_has_ended_keeps_nothing(three):
+    alive = []
+
+    def begin() -> Any:
+        alive.append(weakref.ref(kept := Kept()))
+        in_another_thread(lambda: three.end(stream))
+        raise FailingError(kept)
+
+    stream = Stream(lambda: iter([job(0, 1, begin)]))
+    gc.disable()
+    try:
+        three.begin(stream)
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+# waiting
 
 
 def test_a_wait_for_a_batch_has_a_deadline(pipeline):
-    go_on = threading.Event()
-
-    def produce():
-        assert go_on.wait(DEADLINE_SECONDS)
-        yield [made(0)]
-
-    stream = stream_of(produce)
+    pending = Manual(is_done=False)
+    stream = counting(1, 1, lambda: pending)
     pipeline.begin(stream)
     with pytest.raises(LoaderTimeoutError, match=r"no batch came in 0\.05 s"):
         pipeline.next(stream, 0.05)
-    go_on.set()
+    pending.is_done.set()
     assert numbers(pipeline, stream) == [0]
 
 
 def test_who_waits_for_a_batch_calls_now_and_then_without_the_lock():
-    calls = threading.Semaphore(0)
-    go_on = threading.Event()
+    calls = []
 
     def while_waiting() -> None:
-        assert not pipeline._changed._is_owned(), "who waits for the lock may hold what this needs"
-        calls.release()
+        is_free = []
 
-    def produce():
-        assert go_on.wait(DEADLINE_SECONDS)
-        yield [made(7)]
+        def try_it() -> None:
+            if pipeline._lock.acquire(blocking=False):
+                is_free.append(1)
+                pipeline._lock.release()
 
-    pipeline = Pipeline(prefetch=1, while_waiting=while_waiting)
-    pipeline.start()
-    stream = stream_of(produce)
-    pipeline.begin(stream)
-    found = []
-    consumer = threading.Thread(target=lambda: found.append(pipeline.next(stream, None)))
-    consumer.start()
-    for _ in range(2):
-        assert calls.acquire(timeout=DEADLINE_SECONDS)
-    go_on.set()
-    consumer.join(DEADLINE_SECONDS)
-    assert [batch.batch["number"] for batch in found] == [7]
+        in_another_thread(try_it)
+        assert is_free, "who waits for the lock may hold what this needs"
+        calls.append(1)
+        if len(calls) == 3:
+            pending.is_done.set()
+
+    pending = Manual(is_done=False)
+    pipeline = Pipeline(lambda: 1, while_waiting)
+    assert numbers(pipeline, counting(1, 1, lambda: pending)) == [0]
+    assert len(calls) == 3
+
+
+def test_what_a_wait_calls_may_fail():
+    pending = Manual(is_done=False)
+    pipeline = Pipeline(lambda: 1, lambda: fail(FailingError))
+    stream = counting(1, 1, lambda: pending)
+    with pytest.raises(FailingError):
+        pipeline.next(stream, None)
     pipeline.end(stream)
-    pipeline.close()
+    assert pending.cancelled == 1
 
 
-def test_a_consumer_that_waits_is_woken_when_its_epoch_is_ended_elsewhere(pipeline):
-    go_on, results = threading.Event(), []
-
-    def produce():
-        assert go_on.wait(DEADLINE_SECONDS)
-        yield [made(0)]
-
-    stream = stream_of(produce)
-    pipeline.begin(stream)
+def test_a_consumer_that_waits_is_told_when_its_epoch_is_ended_elsewhere(pipeline):
+    pending, results = Manual(is_done=False), []
+    stream = counting(1, 1, lambda: pending)
     consumer = threading.Thread(target=lambda: results.append(pipeline.next(stream, None)))
     consumer.start()
+    wait_until(lambda: "take" in pending.calls, "it to wait")
     pipeline.end(stream)
     consumer.join(DEADLINE_SECONDS)
     assert results == [None]
+    assert pending.cancelled == 1, "by its consumer, who was at it"
+    assert not stream.begun
+
+
+def test_a_stream_that_ends_while_its_consumer_waits_is_not_touched_by_who_ends_it():
+    in_take, go_on, touched = threading.Event(), threading.Event(), []
+
+    class Slow(Manual):
+        def take(self, seconds: float) -> bool:  # noqa: ARG002
+            in_take.set()
+            assert go_on.wait(DEADLINE_SECONDS)
+            return False
+
+        def cancel(self) -> None:
+            touched.append(threading.current_thread())
+
+    pipeline, slow = Pipeline(lambda: 1), Slow()
+    stream = counting(1, 1, lambda: slow)
+    consumer = threading.Thread(target=lambda: pipeline.next(stream, None))
+    consumer.start()
+    assert in_take.wait(DEADLINE_SECONDS)
+    pipeline.end(stream)
+    assert touched == []
     go_on.set()
+    consumer.join(DEADLINE_SECONDS)
+    assert touched == [consumer]
+
+
+def test_a_consumer_may_end_its_stream_while_it_waits():
+    """As a handler of a signal does, which closes the loader."""
+    looks: list[bool] = []
+
+    class Looked(Manual):
+        def take(self, seconds: float) -> bool:  # noqa: ARG002
+            looks.append(self.cancelled > 0)
+            return False
+
+    pending = Looked()
+    stream = counting(1, 1, lambda: pending)
+    pipeline = Pipeline(lambda: 1, lambda: pipeline.end(stream))
+    assert pipeline.next(stream, None) is None
+    assert pending.cancelled == 1
+    assert True not in looks, "what was cancelled is not taken"
+
+
+# the end
 
 
 def test_what_a_stream_reads_is_let_go_once_when_it_ends(pipeline):
     let_go = []
-    stream = stream_of(lambda: iter([[made(0)]]), lambda: let_go.append(1))
+    stream = Stream(lambda: iter([job(0)]), lambda: let_go.append(1))
     pipeline.begin(stream)
     assert numbers(pipeline, stream) == [0]
     assert let_go == [], "a consumer that is not told ends nothing"
+    assert pipeline.unless_ended(stream, lambda: let_go.append(0))
+    assert let_go.pop() == 0
     pipeline.end(stream)
     pipeline.end(stream)
     assert let_go == [1]
@@ -229,253 +613,209 @@ def test_what_a_stream_reads_is_let_go_once_when_it_ends(pipeline):
     assert let_go == [1]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_close_joins_the_thread_in_the_middle_of_an_epoch(workers):
-    pipeline = Pipeline(prefetch=1, workers=workers)
-    pipeline.start()
-    busy = counting(range(1000))
-    pipeline.begin(busy)
-    assert pipeline.next(busy, DEADLINE_SECONDS).batch["number"] == 0
-    pipeline.close()
-    pipeline.close()
-    assert not pipeline._thread.is_alive()
-    wait_until(
-        lambda: not [t for t in threading.enumerate() if "arrowcache-worker" in t.name], "the crew to end"
+def test_a_stream_may_be_ended_where_another_may_not_end(three):
+    """As the garbage collector does, anywhere."""
+    stream, other = counting(5), counting(5)
+    three.begin(other)
+    assert three.unless_ended(stream, lambda: three.end(other))
+    assert three.next(other, 0) is None
+
+
+def test_what_was_begun_is_cancelled_before_anything_is_let_go(three):
+    pending, order = [Manual() for _ in range(3)], []
+    stream = Stream(
+        lambda: iter([job(step, 1, lambda step=step: pending[step]) for step in range(3)]),
+        lambda: order.append([each.cancelled for each in pending]),
     )
+    three.begin(stream)
+    assert [each.cancelled for each in pending] == [0, 0, 0]
+    three.end(stream)
+    three.end(stream)
+    assert order == [[1, 1, 1]]
+    assert [each.cancelled for each in pending] == [1, 1, 1]
 
 
-def test_close_from_the_pipelines_own_thread_does_not_wait_for_itself():
-    pipeline = Pipeline(prefetch=1)
-    pipeline.start()
+def test_a_stream_ends_at_once_although_a_job_of_it_does_not(three, crew):
+    started, go_on = threading.Semaphore(0), threading.Event()
+    futures = []
 
-    def produce():
-        pipeline.close()
-        yield [made(0)]
+    def wait() -> None:
+        started.release()
+        assert go_on.wait(DEADLINE_SECONDS)
 
-    stream = stream_of(produce)
-    pipeline.begin(stream)
-    pipeline._thread.join(DEADLINE_SECONDS)
-    assert not pipeline._thread.is_alive()
-    assert stream.error is None
+    def begin() -> Elsewhere:
+        futures.append(crew.submit(wait))
+        return Elsewhere(futures[-1])
 
-
-@pytest.mark.slow
-def test_the_threads_keep_no_batch_and_no_stream_that_is_over(pipeline):
-    class Batch(dict):
-        pass
-
-    alive = []
-
-    def jobs():
-        for number in range(4):
-            result = []
-
-            def make(number=number, result=result):
-                result.append(Made(Batch(number=number), 1, 1, 1, 0.0, None))
-                alive.append(weakref.ref(result[0].batch))
-
-            yield Job(number, [make], lambda result=result: iter([[result.pop()]]))
-            del result, make
-
-    stream = Stream(jobs)
-    pipeline.begin(stream)
-    assert numbers(pipeline, stream) == [0, 1, 2, 3]
-    wait_until(lambda: not any(ref() for ref in alive), "the batches to die")
-    ended = weakref.ref(stream.jobs)
-    pipeline.end(stream)
-    del stream, jobs
-    wait_until(lambda: gc.collect() >= 0 and ended() is None, "the stream to die")
-
-
-# several threads
-
-
-def test_jobs_run_side_by_side_and_arrive_in_step_order(crew):
-    together = threading.Barrier(3)
-    order = []
-
-    def jobs():
-        for step in range(9):
-            result = []
-
-            def make(step=step, result=result):
-                together.wait(DEADLINE_SECONDS)  # ends only if three run at a time
-                order.append(step)
-                result.append(made(step))
-
-            yield Job(step, [make], lambda result=result: iter([result]))
-
-    stream = Stream(jobs)
-    crew.begin(stream)
-    assert numbers(crew, stream) == list(range(9))
-    assert sorted(order) == list(range(9))
-
-
-def test_the_parts_of_one_job_run_side_by_side_before_it_is_finished(crew):
-    together, ran = threading.Barrier(3), []
-
-    def part():
-        together.wait(DEADLINE_SECONDS)
-        ran.append(threading.current_thread().name)
-
-    stream = Stream(lambda: iter([Job(0, [part] * 3, lambda: iter([[made(len(ran))]]))]))
-    crew.begin(stream)
-    assert numbers(crew, stream) == [3]
-    assert len(set(ran)) == 3
-
-
-def test_a_job_that_fails_lets_those_before_it_arrive_and_none_after_it(crew):
-    slow = threading.Event()
-
-    def jobs():
-        for step in range(6):
-
-            def make(step=step):
-                if step == 1:
-                    assert slow.wait(DEADLINE_SECONDS)
-                if step == 2:
-                    slow.set()
-                    raise LookupError("step 2")
-
-            yield Job(step, [make], lambda step=step: iter([[made(step)]]))
-
-    stream = Stream(jobs)
-    crew.begin(stream)
-    assert [crew.next(stream, DEADLINE_SECONDS).batch["number"] for _ in range(2)] == [0, 1]
-    with pytest.raises(LookupError, match="step 2"):
-        crew.next(stream, DEADLINE_SECONDS)
-    crew.end(stream)
-    after = counting(range(3))
-    crew.begin(after)
-    assert numbers(crew, after) == [0, 1, 2]
-
-
-def test_a_stream_ends_at_once_although_a_job_of_it_does_not(crew):
-    go_on = threading.Event()
-    endless = Stream(lambda: iter([Job(0, [lambda: go_on.wait(DEADLINE_SECONDS)], lambda: iter([]))]))
-    crew.begin(endless)
-    crew.end(endless)
-    after = counting(range(3))
-    crew.begin(after)
-    assert numbers(crew, after) == [0, 1, 2]
-    assert not go_on.is_set()
+    endless = counting(100, 1, begin)
+    pipeline = Pipeline(lambda: 5)
+    pipeline.begin(endless)
+    for _ in range(3):
+        assert started.acquire(timeout=DEADLINE_SECONDS)
+    pipeline.end(endless)
+    assert [future.cancelled() for future in futures] == [False] * 3 + [True] * 2
+    assert numbers(three, counting(3)) == [0, 1, 2]
     go_on.set()
 
 
-def test_a_barrier_has_every_job_before_it_finished(crew):
-    finished, seen = [], []
-
-    def jobs():
-        for step in range(5):
-
-            def finish(step=step):
-                finished.append(step)
-                yield [made(step)]
-
-            yield Job(step, [lambda: None], finish)
-        yield BARRIER
-        seen.extend(finished)
-
-    stream = Stream(jobs)
-    crew.begin(stream)
-    assert numbers(crew, stream) == list(range(5))
-    assert seen == list(range(5))
-
-
-def test_jobs_that_were_not_begun_when_the_stream_ended_never_are(crew):
-    began, go_on = [], threading.Event()
-
-    def jobs():
-        for step in range(100):
-
-            def make(step=step):
-                began.append(step)
-                assert go_on.wait(DEADLINE_SECONDS)
-
-            yield Job(step, [make], lambda: iter([]))
-
-    stream = Stream(jobs)
-    crew.begin(stream)
-    wait_until(lambda: len(began) == 3, "each thread to be busy")
-    crew.end(stream)
-    after = counting(range(2))
-    crew.begin(after)
-    assert numbers(crew, after) == [0, 1]
-    go_on.set()
-    crew.close()
-    assert len(began) == 3
-
-
-def test_an_end_that_was_interrupted_is_finished_by_the_next(alone):
+def test_an_end_that_was_interrupted_is_finished_by_the_next(three):
     calls = []
 
-    def let_go():
+    def let_go() -> None:
         calls.append(len(calls))
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    stream = stream_of(lambda: iter([[made(0)]]), let_go)
-    alone.begin(stream)
+    stream = Stream(lambda: iter([job(0)]), let_go)
+    three.begin(stream)
     with pytest.raises(KeyboardInterrupt):
-        alone.end(stream)
+        three.end(stream)
     for _ in range(2):
-        alone.end(stream)
+        three.end(stream)
     assert calls == [0, 1]
 
 
-def test_what_fails_after_its_stream_has_ended_keeps_nothing(alone):
-    inside, go_on, local = threading.Event(), threading.Event(), []
+def test_an_end_that_was_interrupted_between_two_jobs_is_finished_by_the_next(three):
+    class Interrupted(Manual):
+        def cancel(self) -> None:
+            super().cancel()
+            if self.cancelled == 1:
+                raise KeyboardInterrupt
 
-    def fail():
-        kept = Kept()
-        local.append(weakref.ref(kept))
-        inside.set()
-        assert go_on.wait(DEADLINE_SECONDS)
-        raise LookupError(kept)
+    pending, let_go = [Interrupted(), Manual(), Manual()], []
+    stream = Stream(
+        lambda: iter([job(step, 1, lambda step=step: pending[step]) for step in range(3)]),
+        lambda: let_go.append(1),
+    )
+    three.begin(stream)
+    with pytest.raises(KeyboardInterrupt):
+        three.end(stream)
+    assert let_go == [], "what is let go may be read still"
+    for _ in range(2):
+        three.end(stream)
+    assert all(each.cancelled for each in pending)
+    assert let_go == [1]
+    assert three.next(stream, 0) is None
 
-    stream = Stream(lambda: iter([Job(0, [fail], lambda: iter(()))]))
-    alone.begin(stream)
-    assert inside.wait(DEADLINE_SECONDS)
-    alone.end(stream)
+
+@pytest.mark.parametrize("where", ["jobs", "begin", "take", "go_on", "finish"])
+def test_ctrl_c_anywhere_leaves_a_stream_that_can_be_ended(where, three):
+    class Pressed(Manual):
+        def take(self, seconds: float) -> bool:
+            return fail(KeyboardInterrupt) if where == "take" else super().take(seconds)
+
+        def go_on(self) -> None:
+            if where == "go_on":
+                fail(KeyboardInterrupt)
+
+    pending, let_go = [Pressed(), Manual()], []
+
+    def jobs() -> Iterator[Job]:
+        finish = (lambda _: fail(KeyboardInterrupt)) if where == "finish" else (lambda _: iter([made(0)]))
+        yield Job(0, 1, lambda: pending[0], finish)
+        yield job(1, 1, lambda: pending[1])
+        if where == "jobs":
+            fail(KeyboardInterrupt)
+        yield job(2, 1, lambda: fail(KeyboardInterrupt) if where == "begin" else Done())
+
+    stream = Stream(jobs, lambda: let_go.append([each.cancelled for each in pending]))
+    with pytest.raises(KeyboardInterrupt):
+        numbers(three, stream)
+    in_another_thread(lambda: three.end(stream))
+    assert let_go == [[0 if where == "finish" else 1, 1]]
+    assert not stream.begun
+
+
+def test_who_was_interrupted_while_it_waited_may_wait_on(three):
+    class Pressed(Manual):
+        def take(self, seconds: float) -> bool:
+            if not self.calls.count("take"):
+                self.calls.append("take")
+                raise KeyboardInterrupt
+            return super().take(seconds)
+
+    stream = counting(4, 2, Pressed)
+    with pytest.raises(KeyboardInterrupt):
+        three.next(stream, None)
+    found = []
+    while len(found) < 4:
+        try:
+            found.append(taken(three, stream))
+        except KeyboardInterrupt:
+            pass
+    assert found == [0, 1, 2, 3]
+
+
+def test_a_child_does_not_take_the_batches_of_who_forked_it(three):
+    let_go = []
+    stream = Stream(lambda: iter([job(0)]), lambda: let_go.append(1))
+    three.begin(stream)
+
+    def body() -> None:
+        with pytest.raises(ValueError, match="belongs to the process that forked this one"):
+            three.next(stream, 0)
+        three.end(stream)
+        assert stream.ended
+        assert let_go == [], "it is the parent's"
+
+    with in_child(body):
+        pass
+    assert numbers(three, stream) == [0]
+    three.end(stream)
+    assert let_go == [1]
+
+
+# what is kept
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(pipeline, crew, is_finished):
+    alive: list[weakref.ref[Any]] = []
+
+    def jobs() -> Iterator[Job]:
+        for step in range(4):
+
+            def make(step: int = step) -> Made:
+                one = made(step)
+                alive.append(weakref.ref(one.batch))
+                return one
+
+            yield Job(
+                step,
+                1,
+                lambda make=make: Elsewhere(crew.submit(make)),
+                lambda done: iter((done.future.result(),)),
+            )
+            del make
+
+    stream = Stream(jobs)
+    gc.collect()
     gc.disable()
     try:
-        go_on.set()
-        wait_until(lambda: local[0]() is None, "the failure's frame to be let go")
+        pipeline.begin(stream)
+        for _ in range(4 if is_finished else 2):
+            taken(pipeline, stream)
+        if is_finished:
+            assert pipeline.next(stream, 0) is None
+        ended, itself = weakref.ref(stream.jobs), weakref.ref(Kept())
+        pipeline.end(stream)
+        del jobs
+        wait_until(lambda: not any(ref() for ref in alive), "the batches to die")
+        assert ended() is None
+        assert itself() is None
     finally:
         gc.enable()
 
 
-class Kept:
-    pass
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_its_threads_do_not_take_the_processor_of_who_wakes_them(workers):
-    def produce():
-        found.append(os.sched_getscheduler(0))
-
-    found: list[int] = []
-    pipeline = Pipeline(prefetch=3, workers=workers)
-    pipeline.start()
-    stream = Stream(lambda: iter([Job(0, [produce], lambda: iter([[made(0)]]))]))
-    pipeline.begin(stream)
-    assert numbers(pipeline, stream) == [0]
-    pipeline.close()
-    assert found == [os.SCHED_BATCH]
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-
-
-def test_where_threads_may_not_be_patient_they_work_as_ever(monkeypatch):
-    def refuse(*_: object) -> None:
-        refused.append(threading.current_thread().name)
-        raise PermissionError(1, "a sandbox forbids it")
-
-    refused: list[str] = []
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    pipeline = Pipeline(prefetch=3)
-    pipeline.start()
-    stream = counting(range(5))
-    pipeline.begin(stream)
-    assert numbers(pipeline, stream) == list(range(5))
-    pipeline.close()
-    assert refused == ["arrowcache-loader"]
+def test_what_was_under_way_is_let_go_at_the_end(three):
+    pending = [Manual() for _ in range(3)]
+    alive = [weakref.ref(each) for each in pending]
+    stream = Stream(lambda: iter([job(step, 1, pending.pop) for step in range(3)]))
+    three.begin(stream)
+    assert pending == []
+    gc.disable()
+    try:
+        three.end(stream)
+        assert not any(ref() for ref in alive)
+    finally:
+        gc.enable()

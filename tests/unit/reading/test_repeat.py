@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from helpers import DEADLINE_SECONDS, append_rows, ids_of, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, append_rows, are_made, ids_of, make_cache, publish, wait_until
 
 import arrowcache as ac
 from arrowcache import Loader
@@ -111,10 +111,11 @@ def test_steps_stats_and_state_follow_what_was_delivered_not_what_was_made(cache
     with loader_of(cache, 16, transform=seen, prefetch=12, workers=workers) as loader:
         endless = loader.repeat()
         publish(cache, 1, first=100)
-        wait_until(lambda: len(seen.batches) >= 12, "four epochs of three or four steps to be made")
+        wait_until(lambda: are_made(endless), "an epoch of three steps to be made")
         assert (loader.steps, loader.stats().epochs, loader.state_dict()["epoch"]) == (3, 1, 0)
         for step in range(1, 4):
             next(endless)
+            wait_until(lambda: len(seen.batches) > 3, "the next one to be begun")
             state = loader.state_dict()
             assert (loader.steps, loader.stats().epochs, loader.stats().batches) == (3, 1, step)
             assert (state["epoch"], state["position"]) == (0, 16 * step)
@@ -131,8 +132,9 @@ def test_the_epoch_after_it_is_the_one_after_that_which_was_delivered(cache, wor
     seen = Seen()
     with loader_of(cache, 16, transform=seen, prefetch=12, workers=workers) as loader:
         endless = loader.repeat()
+        wait_until(lambda: are_made(endless), "an epoch to be made")
         next(endless)
-        wait_until(lambda: len(seen.batches) >= 12, "four epochs to be made")
+        wait_until(lambda: len(seen.batches) > 3, "the next one to be begun")
         endless.close()
         assert ids_of(loader) == epochs[1], "those that nobody saw were never begun"
         endless = loader.repeat()
@@ -147,7 +149,7 @@ def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache, monkeypat
         state = loader.state_dict()
         rest = ids_of(epoch)
         whole = first + rest
-        in_begin, go_on = threading.Event(), threading.Event()
+        in_begin, go_on, ended = threading.Event(), threading.Event(), []
         plan_of = Epochs._plan
 
         def slow(*args):
@@ -159,12 +161,19 @@ def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache, monkeypat
 
         monkeypatch.setattr(Epochs, "_plan", slow)
         endless = loader.repeat()
-        for _ in range(3):
-            next(endless)
+
+        def consume():
+            with pytest.raises(RuntimeError, match="a state was loaded") as error:
+                list(endless)
+            ended.append(error)
+
+        consumer = threading.Thread(target=consume)
+        consumer.start()
         assert in_begin.wait(DEADLINE_SECONDS)
         loader.load_state_dict(state)
         go_on.set()
-        wait_until(lambda: endless._stream.exhausted, "the thread that began it to end it")
+        consumer.join()
+        assert ended
         assert loader.state_dict() == state
         assert first + ids_of(loader) == whole
         assert loader.state_dict()["epoch"] == 1
@@ -248,13 +257,13 @@ def test_with_too_few_rows_it_waits_without_a_lease_and_goes_on_when_they_come(c
         endless = loader.repeat()
         where.on = False
         assert len(take_epoch(endless, loader)) == 56
+        found: list[int] = []
+        consumer = threading.Thread(target=lambda: found.extend(ids_of([next(endless)])))
+        consumer.start()
         wait_until(lambda: cache.stats().leased_bytes == 0, "the finished epoch to be let go")
         while cache.evict(1):
             pass
         assert cache.stats().segments == 0, "nothing was leased"
-        found: list[int] = []
-        consumer = threading.Thread(target=lambda: found.extend(ids_of([next(endless)])))
-        consumer.start()
         where.on = True
         publish(cache, 2, first=200)
         consumer.join(DEADLINE_SECONDS)
@@ -289,12 +298,11 @@ def test_close_while_it_waits_for_rows_ends_it_and_wakes_the_consumer(cache, wor
     endless = loader.repeat()
     where.on = False
     assert len(take_epoch(endless, loader)) == 56
-    wait_until(lambda: cache.stats().leased_bytes == 0, "it to wait for rows")
     results: list[Any] = []
     consumer = threading.Thread(target=lambda: results.append(next(endless, "the end")))
     consumer.start()
+    wait_until(lambda: cache.stats().leased_bytes == 0, "it to wait for rows")
     loader.close()
-    assert "arrowcache-loader" not in threads()[before:]
     consumer.join(DEADLINE_SECONDS)
     assert results == ["the end"]
     wait_until(lambda: len(threads()) == before, "all threads to end")

@@ -36,6 +36,7 @@ from arrowcache.arrow.schema import DTYPES
 from arrowcache.reading import arena as arena_module
 from arrowcache.reading import placement as placement_module
 from arrowcache.reading.arena import Arena
+from arrowcache.reading.snapshot import _Reader
 from arrowcache.storage import mapping
 
 FIXED = {
@@ -541,7 +542,7 @@ def test_a_lease_that_only_a_view_keeps_is_not_ending_whoever_ends_last(tmp_path
     snapshot = cache.snapshot()
     view = snapshot.table()
     lease, lock = snapshot._lease, snapshot._lock
-    snapshot._begin_read()  # a gather in another thread
+    reader = _Reader(snapshot)  # a gather in another thread
 
     class EndsTheGather:
         """The lock, as the other thread takes it next."""
@@ -552,7 +553,7 @@ def test_a_lease_that_only_a_view_keeps_is_not_ending_whoever_ends_last(tmp_path
         def __exit__(self, *_):
             lock.release()
             snapshot._lock = lock
-            in_thread(snapshot._end_read)
+            in_thread(reader.end)
 
     snapshot._lock = EndsTheGather()
     snapshot.close()

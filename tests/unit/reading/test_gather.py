@@ -1,0 +1,259 @@
+"""A gather: columns of any width of some rows, in one or two copies of the engine's; and however it ends."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import numpy as np
+import pytest
+from helpers import wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arrowcache import Binary, Ragged, String
+from arrowcache.errors import CorruptSegmentError
+from arrowcache.native import engine
+from arrowcache.native.engine import Column, Rows, copy_rows
+from arrowcache.reading.gather import Gather, OutsideError, ValuesGather
+
+TEXTS = ["", "a", "été", "longer than the others, by far", "ß", "five", "six" * 50, "7"]
+WIDTH = 3
+BIG_ROWS, BIG_WIDTH = 64, 64 << 10
+
+
+class Segment:
+    """One segment in memory: a column of fixed width, then texts; or another variable-length column."""
+
+    def __init__(self, *, is_warm=True, values=None, item_bytes=1, width=WIDTH, rows=None):
+        self.values = [text.encode() for text in TEXTS] if values is None else values
+        self.rows = len(self.values) if rows is None else rows
+        self.fixed = np.random.default_rng(0).integers(0, 256, (self.rows, width), np.uint8)
+        ends = np.cumsum([0, *(len(value) // item_bytes for value in self.values)]).astype(np.int32)
+        parts = [self.fixed.tobytes(), ends.tobytes(), b"".join(self.values)]
+        self.file = np.frombuffer(b"".join(parts), np.uint8).copy()
+        places = itertools.accumulate(map(len, parts[:2]), initial=0)
+        self.layout = np.array(list(places), np.int64)
+        self.ends = self.file[self.layout[1] : self.layout[2]].view(np.uint8)
+        self.warm = np.full(1, is_warm, np.bool_)
+
+    def table(self):
+        words = self.file.ctypes.data, self.file.nbytes, self.layout.ctypes.data, self.warm.ctypes.data
+        return Rows(*(np.array([word]) for word in words), np.array([0, self.rows]), keep=self)
+
+    def set_offset(self, number, value):
+        self.ends[4 * number : 4 * number + 4] = np.array([value], np.int32).view(np.uint8)
+
+
+def fixed_of(segment, ids, width=WIDTH):
+    """A copy of the fixed column, and where it goes."""
+    out = np.zeros((len(ids), width), np.uint8)
+    return copy_rows(segment.table(), np.asarray(ids), [Column(0, width, out.ctypes.data)], out), out
+
+
+def texts_of(segment, ids, kind=String()):  # noqa: B008
+    return ValuesGather(segment.table(), np.asarray(ids), 1, kind, "text")
+
+
+@pytest.fixture
+def no_threads():
+    """Nothing is copied but by who takes it."""
+    most = engine._engine.most_threads
+    assert engine._engine.stop()
+    engine.limit_threads(0)
+    yield
+    engine.limit_threads(most)
+    assert engine._engine.stop()
+
+
+@pytest.fixture(params=[False, True], ids=["cold", "warm"])
+def segment(request):
+    return Segment(is_warm=request.param)
+
+
+@given(st.lists(st.integers(0, len(TEXTS) - 1), max_size=40), st.booleans())
+def test_all_columns_of_any_rows_are_gathered(ids, is_warm):
+    segment, ids = Segment(is_warm=is_warm), np.array(ids, np.int64)
+    copy, out = fixed_of(segment, ids)
+    gather = Gather(copy, {"text": texts_of(segment, ids)})
+    assert gather.wait() is gather
+    assert gather.values() == {"text": [TEXTS[number] for number in ids]}
+    assert np.array_equal(out, segment.fixed[ids])
+    assert not gather.was_on_disk
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_each_type_of_variable_length_is_shown_as_its_own(is_warm):
+    values = [bytes(range(8 * count)) for count in (2, 0, 5, 1)]
+    segment, ids = Segment(is_warm=is_warm, values=values, item_bytes=4), [3, 0, 1, 2, 2]
+    ragged, binary = Ragged("float32", (2,)), Segment(is_warm=is_warm, values=values)
+    gather = Gather(None, {"boxes": texts_of(segment, ids, ragged), "data": texts_of(binary, ids, Binary())})
+    found = gather.wait().values()
+    assert found["data"] == [values[number] for number in ids]
+    boxes = found["boxes"]
+    assert boxes.data.shape == (13, 2)
+    assert boxes.data.tobytes() == b"".join(values[number] for number in ids)
+    assert boxes.offsets.tolist() == [0, 1, 3, 3, 8, 13]
+
+
+def test_a_gather_of_what_is_gathered_has_ended():
+    gather = Gather(None, {}, {"text": ["a"]})
+    assert gather.take(0)
+    assert gather.values() == {"text": ["a"]}
+    assert not gather.was_on_disk
+    gather.cancel()
+
+
+def test_values_that_were_found_are_copied_without_a_take(segment):
+    """Else nobody would begin to read them before somebody waits for them."""
+    gather = texts_of(segment, range(8))
+    gather._found.wait()
+    gather.go_on()
+    assert gather._copy is not None
+    before = gather._copy
+    gather.go_on()
+    assert gather._copy is before, "once"
+    if not before.is_warm:
+        wait_until(before.has_ended, "the threads to have copied them")
+    assert gather.take(0)
+    assert gather.column() == TEXTS
+
+
+def test_what_was_not_found_yet_is_not_copied(no_threads):
+    values = texts_of(Segment(is_warm=False), range(8))
+    gather = Gather(None, {"text": values})
+    gather.go_on()
+    assert values._copy is None
+    assert not gather.take(0)
+    assert gather.wait().values() == {"text": TEXTS}
+
+
+@pytest.mark.parametrize("wrong", [-1, len(TEXTS)])
+def test_a_row_out_of_range_is_named_at_once(wrong, segment):
+    ids = [0, 1, wrong]
+    with pytest.raises(OutsideError) as caught:
+        Gather(fixed_of(segment, ids)[0], {})
+    assert caught.value.index == 2
+    with pytest.raises(OutsideError) as caught:
+        texts_of(segment, ids)
+    assert caught.value.index == 2
+
+
+def test_rows_that_were_released_meanwhile_are_refused_when_they_are_taken():
+    segment, out = Segment(is_warm=True), np.zeros((1, WIDTH), np.uint8)
+    rows = segment.table()
+    gather = Gather(copy_rows(rows, np.array([0]), [Column(0, WIDTH, out.ctypes.data)], out), {})
+    rows.release(1)
+    for _ in range(2):
+        with pytest.raises(OutsideError):
+            gather.take(0)
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    ("number", "value"), [(3, -1), (3, 10_000), (2, 100)], ids=["negative", "beyond", "falling"]
+)
+def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value, segment, monkeypatch):
+    copies = []
+    monkeypatch.setattr(engine, "copy_values", lambda *arguments: copies.append(arguments))
+    segment.set_offset(number, value)
+    values = texts_of(segment, range(8))
+    values._found.wait()
+    values.go_on()  # it says nothing: whoever takes it is told
+    gather = Gather(None, {"text": values})
+    for _ in range(2):
+        with pytest.raises(CorruptSegmentError, match="offsets of column 'text' point out of their file"):
+            gather.take(0)
+    gather.cancel()
+    assert copies == []
+
+
+def test_a_text_that_is_none_is_found():
+    gather = Gather(None, {"text": texts_of(Segment(values=[b"good", b"\xff\xfe"]), [0, 1])})
+    with pytest.raises(CorruptSegmentError, match="a text is not valid UTF-8"):
+        gather.wait().values()
+
+
+def test_its_end_is_told_once():
+    ended = []
+    for end in (Gather.wait, lambda gather: gather.take(0), Gather.cancel):
+        gather = Gather(fixed_of(Segment(), [1])[0], {})
+        gather.then = lambda: ended.append(1)
+        end(gather)
+        assert ended == [1]
+        gather.cancel()
+        del gather
+        assert ended == [1]
+        ended.clear()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_its_end_is_told_where_it_is_dropped(is_damaged):
+    ended, segment = [], Segment()
+    if is_damaged:
+        segment.set_offset(3, -1)
+    gather = Gather(fixed_of(segment, [1])[0], {"text": texts_of(segment, range(8))})
+    gather.then = lambda: ended.append(1)
+    if is_damaged:
+        with pytest.raises(CorruptSegmentError):
+            gather.take(0)
+        assert ended == [], "whoever has it cancels it"
+    del gather
+    assert ended == [1]
+
+
+def test_wait_ends_it_also_where_it_fails():
+    ended, segment = [], Segment()
+    segment.set_offset(3, -1)
+    gather = Gather(None, {"text": texts_of(segment, range(8))})
+    gather.then = lambda: ended.append(1)
+    with pytest.raises(CorruptSegmentError):
+        gather.wait()
+    assert ended == [1]
+
+
+def big(is_warm):
+    """4 MiB of a fixed column, on their way."""
+    segment = Segment(is_warm=is_warm, values=[], width=BIG_WIDTH, rows=BIG_ROWS)
+    return segment, *fixed_of(segment, range(BIG_ROWS), BIG_WIDTH)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_gather_that_is_cancelled_in_the_middle_touches_nothing_any_more(no_threads, is_warm):
+    segment, copy, out = big(is_warm)
+    ended, gather = [], Gather(copy, {})
+    gather.then = lambda: ended.append(out.copy())
+    assert not gather.take(0)
+    gather.cancel()
+    gather.cancel()
+    assert len(ended) == 1
+    assert not np.array_equal(out, segment.fixed)
+    assert np.array_equal(out, ended[0])
+    segment.file[:] = 0  # as if it were unmapped
+    assert np.array_equal(out, ended[0])
+
+
+def test_memory_is_kept_until_it_has_ended_and_no_longer(no_threads):
+    segment, copy, out = big(is_warm=False)
+    gather, kept = Gather(copy, {}), weakref.ref(segment)
+    del segment, copy
+    assert not gather.take(0)
+    assert kept() is not None
+    gather.cancel()
+    del gather
+    assert kept() is None
+    assert not out.any()
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["not found", "found"])
+def test_after_it_was_cancelled_no_values_are_copied(no_threads, monkeypatch, is_taken):
+    """Their addresses may be of what is unmapped by then, or be none at all."""
+    copies = []
+    monkeypatch.setattr(engine, "copy_values", lambda *arguments: copies.append(arguments))
+    values = texts_of(Segment(is_warm=False), range(8))
+    if is_taken:
+        values._found.wait()
+    gather = Gather(None, {"text": values})
+    gather.cancel()
+    gather.go_on()
+    assert copies == []

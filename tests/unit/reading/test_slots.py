@@ -1,0 +1,334 @@
+"""Slots: nothing that is kept is overwritten, and what is let go is used again."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from helpers import DEADLINE_SECONDS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arrowcache.reading.slots import Slots
+
+COLUMNS = {"image": ((64,), np.dtype("float32")), "label": ((), np.dtype("int64"))}
+IMAGE_BYTES, LABEL_BYTES = 4 * 64 * 4, 4 * 8
+BATCH_BYTES = IMAGE_BYTES + LABEL_BYTES
+
+
+def make(columns=COLUMNS, **options):
+    """Slots for batches of 4."""
+    return Slots(columns, 4, **options)
+
+
+def fill(slots, value, rows=4):
+    """A batch, every element `value`; its slot is dropped."""
+    batch = slots.lend(rows).arrays()
+    for array in batch.values():
+        array[...] = value
+    return batch
+
+
+def test_batches_have_the_columns_shapes_and_dtypes():
+    batch = fill(make(), 3)
+    assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
+        "image": ((4, 64), "float32"),
+        "label": ((4,), "int64"),
+    }
+    assert all(array.flags.c_contiguous and array.flags.writeable for array in batch.values())
+    assert (batch["image"] == 3).all()
+
+
+def test_a_batch_has_only_its_rows():
+    slots = make()
+    for rows in (4, 2, 1, 0, 4):
+        batch = fill(slots, 1, rows)
+        assert batch["image"].shape == (rows, 64)
+        assert batch["label"].shape == (rows,)
+
+
+def test_a_slots_addresses_are_those_of_its_arrays():
+    slot = make().lend(3)
+    first, second = slot.arrays(), slot.arrays()
+    assert list(slot.addresses) == list(COLUMNS)
+    assert slot.addresses == {name: array.ctypes.data for name, array in first.items()}
+    first["label"][1] = 7
+    assert second["label"][1] == 7, "new arrays over the same memory"
+    assert first["label"] is not second["label"]
+
+
+def test_more_rows_than_a_batch_has_find_memory_too():
+    slots = make()
+    fill(slots, 0)
+    many = fill(slots, 5, rows=400)
+    assert (many["image"] == 5).all()
+    assert slots.allocated_bytes == 100 * BATCH_BYTES, "what was too small is given up"
+    del many
+    few = slots.lend(4)
+    assert slots.allocated_bytes == 100 * BATCH_BYTES, "what is large enough is not"
+    del few
+
+
+def test_nothing_that_is_kept_is_overwritten():
+    slots, kept = make(), {}
+    for number in range(150):
+        batch = fill(slots, number)
+        if number % 3:
+            continue
+        kept[number] = {"image": batch["image"][1:, ::2], "label": batch["label"]}
+    assert len({array.ctypes.data for batch in kept.values() for array in batch.values()}) == 100
+    for number, batch in kept.items():
+        assert (batch["image"] == number).all()
+        assert (batch["label"] == number).all()
+
+
+def test_a_slot_alone_keeps_its_memory():
+    slots = make()
+    kept = [slots.lend(4) for _ in range(20)]
+    assert len({slot.addresses["image"] for slot in kept}) == 20
+    for number, slot in enumerate(kept):
+        slot.arrays()["label"][...] = number
+    assert [slot.arrays()["label"].tolist() for slot in kept] == [[number] * 4 for number in range(20)]
+
+
+def test_what_is_let_go_is_used_again():
+    slots = make()
+    for number in range(100):
+        fill(slots, number)
+    assert slots.growths == len(COLUMNS)
+    assert slots.allocated_bytes == BATCH_BYTES
+
+
+def test_a_slot_that_nobody_made_arrays_of_is_used_again():
+    slots = make()
+    addresses = {slots.lend(4).addresses["image"] for _ in range(20)}
+    assert len(addresses) == 1
+    assert slots.growths == len(COLUMNS)
+
+
+def test_what_came_back_last_is_lent_first():
+    slots = make()
+    lent = [slots.lend(4) for _ in range(3)]
+    places = [slot.addresses["image"] for slot in lent]
+    for number in (1, 0, 2):
+        lent[number] = None
+    assert slots.lend(4).addresses["image"] == places[2]
+    held = [slots.lend(4) for _ in range(3)]
+    assert [slot.addresses["image"] for slot in held] == [places[2], places[0], places[1]]
+
+
+def test_a_consumer_that_keeps_everything_makes_the_slots_grow_and_letting_go_shrinks_them():
+    slots = make()
+    kept = [fill(slots, number) for number in range(40)]
+    assert slots.allocated_bytes == 40 * BATCH_BYTES
+    kept.clear()
+    fill(slots, 0)
+    assert slots.allocated_bytes <= 4 * BATCH_BYTES
+
+
+def test_as_many_batches_as_an_epoch_has_at_a_time_come_back_to_the_next_without_new_memory():
+    slots = make(in_flight=4)
+
+    def epoch():
+        kept = deque(maxlen=8)  # being filled, ready, and in hand
+        for _ in range(20):
+            kept.append(fill(slots, 0))
+
+    epoch()
+    growths = slots.growths
+    for _ in range(5):
+        epoch()
+    assert slots.growths == growths
+
+
+def test_keeping_every_label_keeps_no_image():
+    slots = make()
+    labels = [fill(slots, number)["label"] for number in range(60)]
+    assert [label[0] for label in labels] == list(range(60))
+    assert slots.allocated_bytes <= 60 * LABEL_BYTES + 3 * IMAGE_BYTES
+
+
+def test_any_view_keeps_the_memory_whatever_it_was_made_through():
+    import torch
+
+    slots = make()
+    makers = [
+        lambda a: a[2:3],
+        lambda a: a.reshape(-1).view(np.uint8),
+        lambda a: memoryview(a),
+        lambda a: torch.from_numpy(a)[1],
+        lambda a: np.asarray(torch.from_numpy(a).view(-1)),
+        lambda a: np.frombuffer(a.data, np.float32),
+    ]
+    kept = [maker(fill(slots, 7)["image"]) for maker in makers]
+    for number in range(30):
+        fill(slots, 100 + number)
+    for view in kept:
+        raw = np.asarray(view).reshape(-1)
+        assert (raw.view(np.float32) == 7).all()
+
+
+def test_a_batch_in_a_reference_cycle_comes_back_with_the_garbage_collector():
+    slots = make()
+    for number in range(30):
+        batch = fill(slots, number)
+        cycle = {"batch": batch}
+        cycle["self"] = cycle
+    del batch, cycle
+    gc.collect()
+    fill(slots, 0)
+    assert slots.allocated_bytes <= 4 * BATCH_BYTES
+
+
+def test_the_garbage_collector_may_give_slots_back_while_one_is_lent():
+    """Else a thread would wait for a lock that it has itself."""
+
+    def allocate(nbytes):
+        gc.collect()
+        return np.empty(nbytes, np.uint8)
+
+    slots = make(allocate=allocate)
+    kept = []
+    for number in range(20):
+        batch = fill(slots, number)
+        cycle = {"batch": batch}
+        cycle["self"] = cycle
+        del batch, cycle
+        kept.append(slots.lend(4))  # more than there were: some are allocated
+    assert len({slot.addresses["image"] for slot in kept}) == 20
+
+
+def test_batches_may_be_let_go_in_other_threads():
+    slots = make()
+    kept = [fill(slots, number) for number in range(40)]
+    halves = [kept[::2], kept[1::2]]
+    del kept
+
+    def drop(half):
+        while half:
+            half.pop()
+
+    threads = [threading.Thread(target=drop, args=(half,)) for half in halves]
+    for thread in threads:
+        thread.start()
+    for number in range(40):
+        fill(slots, number)
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    fill(slots, 0)
+    assert slots.allocated_bytes <= 4 * BATCH_BYTES
+
+
+def test_several_threads_never_have_the_same_memory():
+    slots = make()
+    together = threading.Barrier(4)
+
+    def work(thread):
+        kept, rng = deque(maxlen=5), np.random.default_rng(thread)
+        together.wait(DEADLINE_SECONDS)
+        for number in range(300):
+            value = thread * 1000 + number
+            kept.append((value, fill(slots, value, int(rng.integers(0, 6)))))
+            for wanted, batch in kept:
+                assert (batch["image"] == wanted).all()
+                assert (batch["label"] == wanted).all()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 30)), max_size=80))
+def test_memory_is_that_which_was_allocated_and_no_two_that_live_share_it(steps):
+    allocated = []
+
+    def allocate(nbytes):
+        allocated.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    slots, kept = make(allocate=allocate), []
+    for is_dropped, rows, which in steps:
+        if is_dropped and kept:
+            kept.pop(which % len(kept))
+            continue
+        kept.append(slots.lend(rows))
+        ranges = sorted(
+            (slot.addresses["label"], slot.addresses["label"] + array.nbytes)
+            for slot in kept
+            if (array := slot.arrays()["label"]).nbytes
+        )
+        assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert slots.growths == len(allocated)
+        assert sum(array.nbytes for slot in kept for array in slot.arrays().values()) <= slots.allocated_bytes
+        assert slots.allocated_bytes <= sum(allocated)
+
+
+def test_where_no_memory_is_left_nothing_is_lost():
+    def allocate(nbytes):
+        if refuses and nbytes == LABEL_BYTES:
+            raise MemoryError
+        return np.empty(nbytes, np.uint8)
+
+    refuses = True
+    slots = make(allocate=allocate)
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            slots.lend(4)
+    assert slots.allocated_bytes == IMAGE_BYTES, "the image's was given back each time"
+    refuses = False
+    fill(slots, 1)
+    assert slots.allocated_bytes == BATCH_BYTES
+
+
+def test_memory_is_that_which_the_caller_gives():
+    memory = []
+
+    def allocate(nbytes):
+        memory.append(np.zeros(nbytes, np.uint8))
+        return memory[-1]
+
+    slots = make(allocate=allocate)
+    batch = fill(slots, 1)
+    assert memory[0].any()
+    assert all(any(np.shares_memory(array, each) for each in memory) for array in batch.values())
+
+
+def test_a_column_of_no_width_is_lent_as_any_other():
+    slots = make({"nothing": ((0, 3), np.dtype("float32")), "label": ((), np.dtype("int64"))})
+    for rows in (4, 2, 0, 9):
+        batch = fill(slots, 2, rows)
+        assert batch["nothing"].shape == (rows, 0, 3)
+        assert (batch["label"] == 2).all()
+
+
+def test_slots_without_columns_are_harmless():
+    slots = make({})
+    slot = slots.lend(4)
+    assert (slot.arrays(), slot.addresses) == ({}, {})
+    assert slots.allocated_bytes == 0
+
+
+def test_a_batch_outlives_the_slots():
+    slots = make()
+    batch = fill(slots, 4)
+    del slots
+    gc.collect()
+    assert (batch["image"] == 4).all()
+
+
+def test_a_batch_that_dies_runs_no_python_in_which_ctrl_c_would_be_lost():
+    slots = make()
+    batch = fill(slots, 1)
+    called = []
+    sys.setprofile(lambda _, event, __: event == "call" and called.append(event))
+    try:
+        batch.clear()
+    finally:
+        sys.setprofile(None)
+    assert called == []
+    assert np.all(fill(slots, 2)["label"] == 2)
+    assert slots.growths == len(COLUMNS), "its memory came back"

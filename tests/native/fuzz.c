@@ -21,6 +21,19 @@ static void end(engine *by, request *made, state *now, int64_t nanoseconds)
     *now = ENDED;
 }
 
+/* With these few chunks it copies as many by itself, if no thread is there to begin them. */
+static void help(engine *by, request *made, state *now, int64_t chunks, int64_t threads)
+{
+    int64_t begun = made->job.begun, wanted = begun + chunks < made->job.chunks ? begun + chunks : made->job.chunks;
+    int64_t is_under_way = engine_help(by, &made->job, chunks);
+    CHECK(is_under_way == 0 || is_under_way == 1);
+    CHECK(threads || (made->job.begun == wanted && is_under_way == (wanted < made->job.chunks)));
+    if (is_under_way)
+        return;
+    check_ended(made, &sum);
+    *now = ENDED;
+}
+
 static void cancel(engine *by, request *made, state *now)
 {
     engine_cancel(by, &made->job);
@@ -50,6 +63,7 @@ static void begin(engine *by, const table *of, request *made, state *now, bytes 
     } else if (!check_begun(made, engine_submit(by, &made->job), &sum)) {
         made->is_cancelled = true; /* refused: it is done, and nothing was copied */
         CHECK(engine_take(by, &made->job, 0) == 0);
+        CHECK(engine_help(by, &made->job, draw(from, 2)) == 0);
         *now = ENDED;
     }
 }
@@ -70,7 +84,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     for (int64_t turn = 0; turn < TURNS && from.next < from.end; turn++) {
         int64_t number = draw(&from, JOBS);
         request *made = jobs + number;
-        switch (draw(&from, 8)) {
+        switch (draw(&from, 9)) {
         case 0: case 1: case 2:
             begin(by, &of, made, states + number, &from);
             break;
@@ -86,13 +100,19 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             break;
         case 6:
             if (states[number] != NONE && made->job.kind != ENGINE_VALUES)
-                look_up(made);
+                look_up(made, &sum);
+            break;
+        case 7:
+            if (states[number] == BEGUN)
+                help(by, made, states + number, draw(&from, 8), threads);
             break;
         default:
             if (draw(&from, 2))
-                engine_start(by, draw(&from, 4));
-            else
+                threads = engine_start(by, draw(&from, 4));
+            else {
                 CHECK(engine_stop(by, 100 * SECOND) == 0);
+                threads = 0;
+            }
         }
     }
     for (int64_t i = 0; i < JOBS; i++) {

@@ -38,13 +38,13 @@ static const int64_t ELEMENTS[] = {1, 2, 4, 8, 12};
 
 /* What was done, to see that a run tests something. */
 typedef struct {
-    int64_t done, refused, cancelled, damaged, nbytes;
+    int64_t done, refused, cancelled, damaged, warm, nbytes;
 } counts;
 
 static void print_counts(const counts *sum)
 {
-    printf("done %ld refused %ld cancelled %ld damaged %ld bytes %ld\n", (long)sum->done, (long)sum->refused,
-           (long)sum->cancelled, (long)sum->damaged, (long)sum->nbytes);
+    printf("done %ld refused %ld cancelled %ld damaged %ld warm %ld bytes %ld\n", (long)sum->done, (long)sum->refused,
+           (long)sum->cancelled, (long)sum->damaged, (long)sum->warm, (long)sum->nbytes);
 }
 
 /* Bytes to decide by. */
@@ -90,6 +90,7 @@ typedef struct {
     int64_t *at[SEGMENTS];
     uint8_t *file[SEGMENTS]; /* NULL: not mapped */
     int64_t file_bytes[SEGMENTS];
+    uint8_t *warm[SEGMENTS]; /* NULL: not known */
 } table;
 
 static void fill_noise(uint8_t *to, int64_t nbytes, uint64_t seed)
@@ -177,7 +178,11 @@ static table make_table(bytes *from)
         made.count[i] = !each ? draw(from, most + 1) : i < count - 1 ? each : draw(from, each + 1);
         if (!are_some_unmapped || draw(from, 2))
             make_file(&made, i, from);
-        made.segments[i] = (engine_segment){made.file[i], made.file_bytes[i], made.at[i], rows};
+        if (!one_in(from, 8)) {
+            made.warm[i] = memory(1);
+            *made.warm[i] = !one_in(from, 8);
+        }
+        made.segments[i] = (engine_segment){made.file[i], made.file_bytes[i], made.at[i], rows, made.warm[i]};
         rows += made.count[i];
     }
     made.segments[count] = (engine_segment){.first = rows};
@@ -199,6 +204,7 @@ static void free_table(table *of)
     for (int64_t i = 0; i < SEGMENTS; i++) {
         free(of->at[i]);
         free(of->file[i]);
+        free(of->warm[i]);
     }
 }
 
@@ -374,6 +380,7 @@ static void check_ended(const request *made, counts *sum)
     sum->done++;
     sum->cancelled += made->is_cancelled;
     sum->damaged += made->job.damaged > 0;
+    CHECK(made->job.faults >= 0);
     for (int64_t i = 0; i < made->job.column_count && made->job.kind == ENGINE_FIXED; i++)
         sum->nbytes += made->job.count * made->columns[i].row_bytes;
     sum->nbytes += made->job.kind == ENGINE_VALUES && made->job.count ? made->to[made->job.count] : 0;
@@ -394,15 +401,20 @@ static bool follow(request *made)
     return true;
 }
 
-/* What needs no end: the segments of a job's rows, and asking the disk for them. */
-static void look_up(const request *made)
+/* What needs no end: the segments of a job's rows, whether they are in memory, and asking the disk for them. */
+static void look_up(const request *made, counts *sum)
 {
     int64_t count = made->job.count, row, *segments = memory(count * 8);
     int64_t bad = engine_segments(&made->of->rows, made->ids, count, segments);
+    bool is_warm = bad < 0;
     CHECK(bad < 0 || (bad < count && is_bad(made->of, made->ids[bad])));
-    for (int64_t i = 0; i < count && bad < 0; i++)
+    for (int64_t i = 0; i < count && bad < 0; i++) {
         CHECK(segments[i] == find(made->of, made->ids[i], &row));
+        is_warm &= made->of->warm[segments[i]] && *made->of->warm[segments[i]];
+    }
     free(segments);
+    CHECK(engine_is_warm(&made->job) == is_warm);
+    sum->warm += is_warm;
     if (made->job.kind == ENGINE_FIXED)
         engine_ask(&made->job);
 }

@@ -29,7 +29,7 @@ static bytes random_bytes(uint64_t *state, uint8_t *data, size_t nbytes)
     return (bytes){data, data + nbytes};
 }
 
-/* Take a queued job; or cancel it, perhaps on the way. */
+/* Help with a queued job, take it, or cancel it, perhaps on the way. */
 static void end(request *made, bytes *from, counts *sum)
 {
     int64_t cancel_at = one_in(from, 4) ? draw(from, 3) : -1;
@@ -39,7 +39,10 @@ static void end(request *made, bytes *from, counts *sum)
             made->is_cancelled = true;
             break;
         }
-        if (!engine_take(shared, &made->job, turn < 3 ? draw(from, 20000) : SECOND))
+        if (draw(from, 2)) {
+            if (!engine_help(shared, &made->job, draw(from, 4)))
+                break;
+        } else if (!engine_take(shared, &made->job, turn < 3 ? draw(from, 20000) : SECOND))
             break;
     }
     check_ended(made, sum);
@@ -76,7 +79,7 @@ static void *work(void *argument)
         }
         *made = make_request(&tables[draw(&from, TABLES)], &from);
         if (one_in(&from, 4))
-            look_up(made);
+            look_up(made, &self->sum);
         if (one_in(&from, 16))
             engine_start(shared, 2);
         if (one_in(&from, 8))
@@ -84,6 +87,7 @@ static void *work(void *argument)
         else {
             is_queued[number] = check_begun(made, engine_submit(shared, &made->job), &self->sum);
             CHECK(is_queued[number] || engine_take(shared, &made->job, 0) == 0);
+            CHECK(is_queued[number] || engine_help(shared, &made->job, draw(&from, 2)) == 0);
         }
         if (!is_queued[number])
             free_request(made);
@@ -139,7 +143,7 @@ int main(int argc, char **argv)
         counts own = workers[i].sum;
         sum = (counts){
             sum.done + own.done, sum.refused + own.refused, sum.cancelled + own.cancelled,
-            sum.damaged + own.damaged, sum.nbytes + own.nbytes,
+            sum.damaged + own.damaged, sum.warm + own.warm, sum.nbytes + own.nbytes,
         };
     }
     pthread_join(starter, NULL);

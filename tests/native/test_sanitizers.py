@@ -20,7 +20,9 @@ TESTS = FOLDER.parent
 UNIT_TESTS = TESTS / "unit" / "native" / "test_engine.py"
 RACE_SECONDS = 3
 DEADLINE_SECONDS = 120
-COUNTS = re.compile(r"^done (\d+) refused (\d+) cancelled (\d+) damaged (\d+) bytes (\d+)$", re.MULTILINE)
+COUNTS = re.compile(
+    r"^done (\d+) refused (\d+) cancelled (\d+) damaged (\d+) warm (\d+) bytes (\d+)$", re.MULTILINE
+)
 # Of a kernel that lays memory out as an old sanitizer does not expect it.
 _NO_ROOM = ("unexpected memory mapping", "Shadow memory range interleaves", "ReserveShadowMemoryRange failed")
 
@@ -33,12 +35,19 @@ A_READ_OUT_OF_LINE = {
         ends[0] = read[0], ends[1] = read[1];
 """
 }
-WITHOUT_A_LOCK = {
-    """        pthread_mutex_lock(&self->lock);
+_LOCKED = """        pthread_mutex_lock(&self->lock);
         int64_t chunk = begin_chunk(self, job);
         pthread_mutex_unlock(&self->lock);
-""": "        int64_t chunk = begin_chunk(self, job);\n"
-}
+        if (chunk < 0)
+            break;
+        run_chunk(job, chunk);
+        end_chunk(job);
+"""
+_UNLOCKED = _LOCKED.replace("        pthread_mutex_lock(&self->lock);\n", "").replace(
+    "        pthread_mutex_unlock(&self->lock);\n", ""
+)
+TAKEN_WITHOUT_A_LOCK = {f"{_LOCKED}        if (now() >= end": f"{_UNLOCKED}        if (now() >= end"}
+HELPED_WITHOUT_A_LOCK = {f"{_LOCKED}    }}\n    int64_t end": f"{_UNLOCKED}    }}\n    int64_t end"}
 WITHOUT_AN_ORDER = {
     "__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL)": "__atomic_sub_fetch(left, 1, __ATOMIC_RELAXED)"
 }
@@ -131,10 +140,10 @@ def test_the_unit_tests_touch_no_memory_but_their_own(tmp_path):
 OUTSIDE = """
 import numpy as np
 from arrowcache.native.engine import Column, Rows, copy_rows
-data, layout = np.arange(64, dtype=np.uint8), np.zeros(1, np.int64)
+data, layout, out = np.arange(64, dtype=np.uint8), np.zeros(1, np.int64), np.zeros((1, 8), np.uint8)
 one = lambda value: np.array([value], np.int64)
-rows = Rows(one(data.ctypes.data), one(64), one(layout.ctypes.data), np.array([0, 8]))
-print(copy_rows(rows, one(800), [Column(0, 8, np.zeros((1, 8), np.uint8))], is_warm=True))
+rows = Rows(one(data.ctypes.data), one(64), one(layout.ctypes.data), one(0), np.array([0, 8]))
+print(copy_rows(rows, one(800), [Column(0, 8, out.ctypes.data)], out).wait().refused)
 """
 
 
@@ -219,7 +228,9 @@ def test_threads_that_queue_take_cancel_start_and_stop_do_not_race(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "defect", [WITHOUT_A_LOCK, WITHOUT_AN_ORDER], ids=["without a lock", "without an order"]
+    "defect",
+    [TAKEN_WITHOUT_A_LOCK, HELPED_WITHOUT_A_LOCK, WITHOUT_AN_ORDER],
+    ids=["taken without a lock", "helped without a lock", "without an order"],
 )
 def test_a_race_is_found(defect, tmp_path):
     code, output = race_with(defect, tmp_path)

@@ -7,19 +7,26 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import wait_until
+from helpers import in_child, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_cache import drop_from_memory, resident_bytes
 
 from arrowcache.native import engine
-from arrowcache.native.engine import Column, Rows, ask_for_rows, copy_rows, copy_values, find_values
+from arrowcache.native.engine import Column, Copy, Rows, ask_for_rows, copy_rows, copy_values, find_values
 from arrowcache.storage.mapping import FileMapping
+
+SMALL = 4  # rows: their copy is late where they are in memory
+CHUNK_BYTES, HELPED_CHUNKS = 256 << 10, engine._HELD_GIL_CHUNKS
+BEGUN_CHUNKS = 12  # of `engine_job`
 
 
 class Files:
@@ -58,47 +65,89 @@ class Files:
         layout.append(position + gap)
         return position + gap + len(data)
 
-    def table(self, *, first: int = 0, without: tuple[int, ...] = ()) -> Rows:
+    def table(
+        self,
+        *,
+        first: int = 0,
+        without: tuple[int, ...] = (),
+        warm: bool | Sequence[bool | None] = False,
+    ) -> Rows:
+        """Args: warm: whether each segment is in memory, or all are; None: that is not known."""
         bases = self.bases.copy()
         bases[list(without)] = 0
         nbytes = np.array([len(file) for file in self.files], np.int64)
         layouts = np.array([layout.ctypes.data for layout in self.layouts], np.int64)
-        return Rows(bases, nbytes, layouts, self.starts, first=first, keep=self)
+        each = [warm] * len(self.files) if isinstance(warm, bool) else list(warm)
+        self.warm = np.array([bool(is_warm) for is_warm in each], np.bool_)
+        places = [self.warm.ctypes.data + n if is_warm is not None else 0 for n, is_warm in enumerate(each)]
+        keep = self, self.warm
+        return Rows(bases, nbytes, layouts, np.array(places, np.int64), self.starts, first=first, keep=keep)
 
     def column(self, number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return np.concatenate(self.fixed[number])[ids]
 
-    def outputs(self, count: int) -> list[Column]:
-        return [Column(n, width, np.zeros((count, width), np.uint8)) for n, width in enumerate(self.widths)]
+    def outputs(self, count: int) -> list[np.ndarray[Any, Any]]:
+        return [np.zeros((count, width), np.uint8) for width in self.widths]
 
 
-def checked(files: Files, ids: np.ndarray[Any, Any], *, is_warm: bool) -> None:
+def columns_of(arrays: Sequence[np.ndarray[Any, Any]]) -> list[Column]:
+    return [Column(number, array.shape[1], array.ctypes.data) for number, array in enumerate(arrays)]
+
+
+def begun(rows: Rows, ids: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> Copy:
+    return copy_rows(rows, ids, columns_of(arrays), arrays)
+
+
+def checked(files: Files, ids: np.ndarray[Any, Any], *, warm: bool | Sequence[bool | None]) -> None:
     """Copy all columns of these rows, and compare them."""
-    rows, columns = files.table(), files.outputs(len(ids))
-    ask_for_rows(rows, ids, columns)
-    assert copy_rows(rows, ids, columns, is_warm=is_warm) == -1
-    for number, column in enumerate(columns):
-        assert np.array_equal(column.out, files.column(number, ids))
-    found = find_values(rows, ids, len(files.widths), files.element_bytes, is_warm=is_warm)
-    assert not isinstance(found, int)
+    rows, arrays = files.table(warm=warm), files.outputs(len(ids))
+    ask_for_rows(rows, ids, columns_of(arrays))
+    copy, found = begun(rows, ids, arrays), find_values(rows, ids, len(files.widths), files.element_bytes)
+    each = [warm] * len(files.files) if isinstance(warm, bool) else warm
+    segments = np.searchsorted(files.starts, ids, side="right") - 1
+    assert copy.is_warm == found.is_warm == all(each[segment] for segment in segments.tolist())
+    assert copy.wait().refused == -1
+    for number, array in enumerate(arrays):
+        assert np.array_equal(array, files.column(number, ids))
+    assert found.wait().refused == -1
     assert found.damaged == -1
     wanted = [files.values[row] for row in ids.tolist()]
     assert np.diff(found.offsets).tolist() == [len(value) for value in wanted]
     out = np.zeros(int(found.offsets[-1]), np.uint8)
-    copy_values(found, out, is_warm=is_warm)
+    values = copy_values(found, out)
+    assert values.is_warm == found.is_warm
+    assert values.wait().refused == -1
     assert out.tobytes() == b"".join(wanted)
+    for each_copy in (copy, found, values):
+        assert each_copy.take(0)
+        assert each_copy.has_ended()
+        each_copy.cancel()
+        assert not each_copy.was_on_disk
+
+
+@pytest.fixture
+def no_threads():
+    """Nothing is copied but by who takes it."""
+    most = engine._engine.most_threads
+    assert engine._engine.stop()
+    engine.limit_threads(0)
+    yield
+    engine.limit_threads(most)
+    assert engine._engine.stop()
 
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 WIDTHS = st.lists(st.sampled_from([1, 2, 3, 4, 8, 16, 63, 64, 65, 700, 5000]), min_size=1, max_size=5)
 
 
-@given(LENGTHS, WIDTHS, st.sampled_from([1, 2, 4, 8, 12]), st.integers(0, 2**32), st.booleans(), st.data())
+@given(LENGTHS, WIDTHS, st.sampled_from([1, 2, 4, 8, 12]), st.integers(0, 2**32), st.data())
 @settings(max_examples=150)
-def test_any_rows_of_any_segments_are_copied(lengths, widths, element_bytes, seed, is_warm, data):
+def test_any_rows_of_any_segments_are_copied(lengths, widths, element_bytes, seed, data):
     files = Files(lengths, widths, element_bytes, seed)
     ids = data.draw(st.lists(st.integers(0, sum(lengths) - 1), max_size=200))
-    checked(files, np.array(ids, np.int64), is_warm=is_warm)
+    known = st.lists(st.sampled_from([None, False, True]), min_size=len(lengths), max_size=len(lengths))
+    warm = data.draw(st.one_of(st.just([True] * len(lengths)), known))
+    checked(files, np.array(ids, np.int64), warm=warm)
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
@@ -115,49 +164,73 @@ def test_any_rows_of_any_segments_are_copied(lengths, widths, element_bytes, see
 )
 def test_large_jobs_are_copied_by_all_threads_together(lengths, widths, count, is_warm):
     files = Files(lengths, widths)
-    checked(files, np.random.default_rng(1).integers(0, sum(lengths), count), is_warm=is_warm)
+    checked(files, np.random.default_rng(1).integers(0, sum(lengths), count), warm=is_warm)
 
 
 @pytest.mark.parametrize("count", [3, 50_000])
 @pytest.mark.parametrize("wrong", [-1, 96, 2**62, -(2**63)])
 @pytest.mark.parametrize("lengths", [[32] * 3, [1, 90, 5]])
-def test_a_number_out_of_range_is_named_and_nothing_is_copied(lengths, wrong, count):
+def test_a_number_out_of_range_is_named_at_once_and_nothing_is_copied(lengths, wrong, count):
     files = Files(lengths, [8])
     ids = np.zeros(count, np.int64)
     ids[count - 2] = wrong
-    columns = files.outputs(count)
-    rows = files.table()
-    ask_for_rows(rows, ids, columns)
+    arrays = files.outputs(count)
     for is_warm in (False, True):
-        assert copy_rows(rows, ids, columns, is_warm=is_warm) == count - 2
-        assert find_values(rows, ids, 1, 1, is_warm=is_warm) == count - 2
-    assert rows.segments_of(ids) == count - 2
-    assert not columns[0].out.any()
+        rows = files.table(warm=is_warm)
+        ask_for_rows(rows, ids, columns_of(arrays))
+        for copy in (begun(rows, ids, arrays), find_values(rows, ids, 1, 1)):
+            assert copy.refused == count - 2
+            assert not copy.is_warm
+            assert copy.has_ended()
+            assert copy.take(0)
+            assert copy.wait() is copy
+            assert copy.refused == count - 2
+        assert rows.segments_of(ids) == count - 2
+    assert not arrays[0].any()
 
 
-def test_a_row_of_a_segment_that_is_not_mapped_is_refused():
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_row_of_a_segment_that_is_not_mapped_is_refused(is_warm):
     files = Files([10, 10, 10], [8])
-    rows = files.table(without=(1,))
-    assert copy_rows(rows, np.array([0, 29, 15]), files.outputs(3), is_warm=True) == 2
-    assert copy_rows(rows, np.array([0, 29, 9]), files.outputs(3), is_warm=True) == -1
-    ask_for_rows(rows, np.array([15]), files.outputs(1))
+    rows = files.table(without=(1,), warm=is_warm)
+    arrays = files.outputs(3)
+    copy = begun(rows, np.array([0, 29, 15]), arrays)
+    assert copy.refused == (-1 if is_warm else 2), "what is small and in memory is checked when it is taken"
+    assert copy.wait().refused == 2
+    assert find_values(rows, np.array([0, 29, 15]), 1, 1).wait().refused == 2
+    assert not arrays[0].any()
+    assert begun(rows, np.array([0, 29, 9]), arrays).wait().refused == -1
+    ask_for_rows(rows, np.array([15]), columns_of(files.outputs(1)))
 
 
-def test_rows_that_were_released_are_refused():
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_rows_that_were_released_are_refused(is_warm):
     files = Files([10, 10, 10], [8])
-    rows = files.table(first=10)
-    assert copy_rows(rows, np.array([10, 9]), files.outputs(2), is_warm=True) == 1
+    rows = files.table(first=10, warm=is_warm)
+    assert begun(rows, np.array([10, 9]), files.outputs(2)).wait().refused == 1
     rows.release(20)
-    assert copy_rows(rows, np.array([20, 19]), files.outputs(2), is_warm=True) == 1
-    assert copy_rows(rows, np.array([20, 29]), files.outputs(2), is_warm=True) == -1
+    assert begun(rows, np.array([20, 19]), files.outputs(2)).wait().refused == 1
+    assert begun(rows, np.array([20, 29]), files.outputs(2)).wait().refused == -1
+
+
+def test_rows_that_are_released_before_their_copy_is_taken_are_refused_if_it_is_late():
+    files = Files([10, 10, 10], [8])
+    rows, arrays = files.table(warm=True), files.outputs(SMALL)
+    copy = begun(rows, np.array([25, 12, 3, 28]), arrays)
+    rows.release(10)
+    assert copy.refused == -1
+    assert copy.take(0)
+    assert copy.refused == 2
+    assert not arrays[0].any()
 
 
 def test_no_rows_are_copied_from_no_segments():
     nothing = np.zeros(0, np.int64)
-    rows = Rows(nothing, nothing, nothing, np.zeros(1, np.int64))
+    rows = Rows(nothing, nothing, nothing, nothing, np.zeros(1, np.int64))
     out = np.zeros((1, 8), np.uint8)
-    assert copy_rows(rows, nothing, [Column(0, 8, out[:0])], is_warm=False) == -1
-    assert copy_rows(rows, np.array([0]), [Column(0, 8, out)], is_warm=False) == 0
+    assert begun(rows, nothing, [out[:0]]).wait().refused == -1
+    assert begun(rows, np.array([0]), [out]).refused == 0
+    assert find_values(rows, nothing, 0, 1).wait().offsets.tolist() == [0]
     assert rows.segments_of(np.array([0])) == 0
 
 
@@ -165,34 +238,326 @@ def test_no_rows_are_copied_from_no_segments():
 def test_the_segment_of_each_row_is_known(lengths):
     starts = np.concatenate(([0], np.cumsum(lengths)))
     some = np.ones(len(lengths), np.int64)
-    rows = Rows(some, some, some, starts)
+    rows = Rows(some, some, some, np.zeros_like(some), starts)
     ids = np.arange(starts[-1])
     assert np.array_equal(rows.segments_of(ids), np.repeat(np.arange(len(lengths)), lengths))
+
+
+def rows_of_a_file(path: Path, count: int, width: int) -> Rows:
+    file, layout = FileMapping(path, sparse=True), np.zeros(1, np.int64)
+    some = (np.array([value]) for value in (file.address, file.nbytes, layout.ctypes.data, 0))
+    return Rows(*some, np.array([0, count]), keep=(file, layout))
 
 
 def test_rows_are_asked_of_the_disk_all_at_once(tmp_path):
     path, count, width = tmp_path / "file", 1500, 5000
     path.write_bytes(bytes(2 * count * width))
     drop_from_memory(path)
-    file, layout = FileMapping(path, sparse=True), np.zeros(1, np.int64)
-    some = (np.array([value]) for value in (file.address, file.nbytes, layout.ctypes.data))
-    rows = Rows(*some, np.array([0, 2 * count]), keep=layout)
+    rows = rows_of_a_file(path, 2 * count, width)
     before = resident_bytes(path)
-    ask_for_rows(rows, np.arange(0, 2 * count, 2), [Column(0, width, np.zeros((count, width), np.uint8))])
+    ask_for_rows(rows, np.arange(0, 2 * count, 2), [Column(0, width, 0)])
     wait_until(lambda: resident_bytes(path) >= count * width, "them to be read")
     assert before < count * width
+
+
+def test_a_copy_knows_whether_it_waited_for_the_disk(tmp_path):
+    path, count, width = tmp_path / "file", 500, 5000
+    path.write_bytes(bytes(range(250)) * 20 * count)
+    drop_from_memory(path)
+    rows, out = rows_of_a_file(path, count, width), np.zeros((count, width), np.uint8)
+    assert begun(rows, np.arange(count), [out]).wait().was_on_disk
+    assert out.tobytes() == path.read_bytes()
+    assert not begun(rows, np.arange(count), [out]).wait().was_on_disk, "it is in memory now"
+
+
+def test_what_is_in_memory_by_nature_is_on_no_disk():
+    path, count, width = Path(f"/dev/shm/arrowcache-test-{os.getpid()}"), 500, 5000
+    try:
+        path.write_bytes(bytes(count * width))
+        rows, out = rows_of_a_file(path, count, width), np.ones((count, width), np.uint8)
+        assert not begun(rows, np.arange(count), [out]).wait().was_on_disk
+        assert not out.any()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_values_that_are_on_the_disk_are_known(tmp_path):
+    path, count, item_bytes = tmp_path / "file", 300, 5000
+    ends, layout = np.arange(0, (count + 1) * item_bytes, item_bytes, dtype=np.int32), np.array([0, 4096])
+    path.write_bytes(ends.tobytes().ljust(4096, b"-") + bytes(range(250)) * 20 * count)
+    drop_from_memory(path)
+    file = FileMapping(path, sparse=True)
+    some = (np.array([value]) for value in (file.address, file.nbytes, layout.ctypes.data, 0))
+    found = find_values(Rows(*some, np.array([0, count]), keep=(file, layout)), np.arange(count), 0, 1).wait()
+    assert found.was_on_disk
+    out = np.zeros(int(found.offsets[-1]), np.uint8)
+    assert copy_values(found, out).wait().was_on_disk
+    assert out.tobytes() == path.read_bytes()[4096:]
 
 
 @pytest.mark.parametrize(
     "ends", [(5, 3), (-1, 4), (0, 10_000)], ids=["falling", "negative", "beyond the file"]
 )
-def test_offsets_that_leave_their_file_are_found(ends):
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("count", [3, 20_000])
+def test_offsets_that_leave_their_file_are_found(ends, is_warm, count):
     files = Files([4, 4], [1])
     place = files.layouts[1][1] + 2 * 4
     files.files[1][place : place + 8].view(np.int32)[:] = ends
-    found = find_values(files.table(), np.array([0, 6, 1]), 1, 1, is_warm=False)
-    assert not isinstance(found, int)
-    assert found.damaged == 1
+    ids = np.resize([0, 3, 2], count)
+    ids[count // 2] = 6
+    found = find_values(files.table(warm=is_warm), ids, 1, 1).wait()
+    assert found.refused == -1
+    assert found.damaged == count // 2
+    assert (np.diff(found.offsets) >= 0).all(), "they can be allocated and copied, whatever they say"
+    out = np.zeros(int(found.offsets[-1]), np.uint8)
+    copy_values(found, out).wait()
+    wanted = (b"" if row == 6 else files.values[row] for row in ids.tolist())
+    assert out.tobytes() == b"".join(wanted)
+
+
+# What is in memory, or small.
+
+
+def test_what_is_small_and_in_memory_is_copied_when_it_is_taken():
+    files = Files([50], [100])
+    arrays, ids = files.outputs(SMALL), np.arange(SMALL)
+    copy = begun(files.table(warm=True), ids, arrays)
+    assert copy.is_warm
+    assert not copy.has_ended()
+    assert not arrays[0].any(), "nobody else copies it"
+    assert copy.take(0)
+    assert copy.has_ended()
+    assert np.array_equal(arrays[0], files.column(0, ids))
+
+
+def test_what_is_late_may_be_cancelled_or_dropped_before():
+    files = Files([50], [100])
+    for end in (Copy.cancel, lambda _: None):
+        arrays = files.outputs(SMALL)
+        copy, kept = begun(files.table(warm=True), np.arange(SMALL), arrays), weakref.ref(files)
+        end(copy)
+        del copy
+        assert not arrays[0].any()
+    del files
+    assert kept() is None
+
+
+def test_what_is_late_and_was_cancelled_is_not_copied_any_more():
+    files = Files([50], [100])
+    arrays = files.outputs(SMALL)
+    copy = begun(files.table(warm=True), np.arange(SMALL), arrays)
+    copy.cancel()
+    assert copy.has_ended()
+    assert copy.take(0)
+    assert not arrays[0].any()
+
+
+def test_values_that_are_late_are_found_at_once():
+    files = Files([50], [])
+    found = find_values(files.table(warm=True), np.arange(50), 0, 1)
+    assert found.has_ended()
+    assert found.offsets[-1] == sum(map(len, files.values))
+
+
+def test_values_that_are_late_and_not_mapped_are_refused_at_once():
+    files = Files([10, 10], [])
+    found = find_values(files.table(without=(1,), warm=True), np.array([1, 11]), 0, 1)
+    assert found.refused == 1
+    assert found.damaged < 0
+
+
+class Recorded:
+    """A library, and which of its functions were called."""
+
+    def __init__(self, library: Any, calls: list[str]) -> None:
+        self._library, self._calls = library, calls
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls.append(name)
+        return getattr(self._library, name)
+
+
+@pytest.fixture
+def held(monkeypatch) -> list[str]:
+    """The functions that kept the GIL."""
+    calls: list[str] = []
+    monkeypatch.setattr(engine, "_quick", Recorded(engine._quick, calls))
+    return calls
+
+
+@pytest.fixture
+def released(monkeypatch) -> list[str]:
+    """Those that did not."""
+    calls: list[str] = []
+    monkeypatch.setattr(engine, "_library", Recorded(engine._library, calls))
+    return calls
+
+
+def test_what_is_small_and_in_memory_keeps_the_gil(held, released):
+    files = Files([50], [100])
+    begun(files.table(warm=True), np.arange(SMALL), files.outputs(SMALL)).wait()
+    assert held == ["engine_is_warm", "engine_copy"]
+    assert released == []
+
+
+def test_what_may_be_on_the_disk_is_not_copied_with_the_gil(no_threads, held):
+    files = Files([50], [100])
+    for warm in (False, [None]):
+        arrays = files.outputs(SMALL)
+        copy = begun(files.table(warm=warm), np.arange(SMALL), arrays)
+        assert not copy.take(0)
+        assert not copy.has_ended()
+        assert not arrays[0].any()
+        assert "engine_copy" not in held
+        copy.wait()
+        assert np.array_equal(arrays[0], files.column(0, np.arange(SMALL)))
+
+
+def test_it_is_known_once_a_segment_is_in_memory_and_when_it_is_no_longer():
+    files = Files([10, 10], [8])
+    rows, arrays = files.table(warm=[False, True]), files.outputs(2)
+    assert not begun(rows, np.array([3, 15]), arrays).wait().is_warm
+    assert begun(rows, np.array([13, 15]), arrays).wait().is_warm
+    files.warm[:] = True, False
+    assert begun(rows, np.array([3, 5]), arrays).wait().is_warm
+    assert not begun(rows, np.array([3, 15]), arrays).wait().is_warm
+
+
+# In the middle.
+
+
+def chunks_of(count: int, *, is_warm: bool) -> tuple[Files, np.ndarray[Any, Any], Copy]:
+    """A copy of so many chunks, of a row each."""
+    files = Files([count], [CHUNK_BYTES])
+    (out,) = arrays = files.outputs(count)
+    return files, out, begun(files.table(warm=is_warm), np.arange(count), arrays)
+
+
+def test_who_takes_what_is_in_memory_copies_a_part_of_it_without_a_wait(no_threads):
+    count = 2 * HELPED_CHUNKS + 1
+    files, out, copy = chunks_of(count, is_warm=True)
+    for number in (1, 2):
+        assert not copy.take(0)
+        assert not copy.has_ended()
+        done = number * HELPED_CHUNKS
+        assert np.array_equal(out[:done], files.fixed[0][0][:done])
+        assert not out[done:].any()
+    assert copy.take(0)
+    assert copy.has_ended()
+    assert np.array_equal(out, files.fixed[0][0])
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_copy_that_is_cancelled_in_the_middle_writes_no_more(no_threads, is_warm):
+    count = 2 * HELPED_CHUNKS
+    files, out, copy = chunks_of(count, is_warm=is_warm)
+    assert not copy.take(1e-9), "as much as that needs a chunk at least"
+    before = out.copy()
+    assert before.any()
+    assert not before.all(1).all()
+    copy.cancel()
+    copy.cancel()
+    assert copy.has_ended()
+    assert copy.take(1)
+    assert np.array_equal(out, before)
+    checked(files, np.arange(count), warm=is_warm)
+
+
+def test_a_copy_that_is_cancelled_while_threads_are_at_it_writes_no_more():
+    for _ in range(20):
+        _, out, copy = chunks_of(64, is_warm=False)
+        wait_until(lambda copy=copy: copy._job[BEGUN_CHUNKS], "a thread to begin it")
+        copy.cancel()
+        before = out.copy()
+        assert copy.take(1)
+        assert np.array_equal(out, before)
+
+
+def test_a_copy_ends_by_others():
+    files, out, copy = chunks_of(64, is_warm=False)
+    wait_until(copy.has_ended, "the threads to copy it all")
+    assert np.array_equal(out, files.fixed[0][0])
+    assert copy.refused == -1
+
+
+def test_a_copy_keeps_what_it_touches_until_it_has_ended(no_threads):
+    files, out, copy = chunks_of(8, is_warm=False)
+    kept = weakref.ref(files)
+    del files
+    assert kept() is not None
+    del copy
+    assert kept() is None
+    assert not out.any(), "it was cancelled"
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_ctrl_c_in_the_middle_of_a_wait_cancels(no_threads, monkeypatch, is_warm):
+    _, out, copy = chunks_of(2 * HELPED_CHUNKS, is_warm=is_warm)
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def engine_take(self, *_: Any) -> int:
+            raise KeyboardInterrupt
+
+    real = engine._library
+    monkeypatch.setattr(engine, "_library", Library())
+    with pytest.raises(KeyboardInterrupt):
+        copy.wait()
+    assert copy.has_ended()
+    before = out.copy()
+    assert copy.take(1)
+    assert np.array_equal(out, before)
+
+
+def test_several_copies_are_on_their_way_at_a_time_and_end_in_any_order():
+    files, rng = Files([50] * 20, [4096, 3]), np.random.default_rng(0)
+    rows, copies = files.table(), []
+    for count in rng.integers(1, 300, 40).tolist():
+        ids = rng.integers(0, 1000, count)
+        arrays = files.outputs(count)
+        copies.append((begun(rows, ids, arrays), ids, arrays))
+    for number in rng.permutation(len(copies)).tolist():
+        copy, ids, arrays = copies[number]
+        if number % 4 == 0:
+            copy.cancel()
+            continue
+        copy.wait()
+        assert all(np.array_equal(array, files.column(n, ids)) for n, array in enumerate(arrays))
+
+
+def test_found_values_that_were_taken_twice_are_what_they_were():
+    files = Files([300], [])
+    found = find_values(files.table(), np.arange(300), 0, 1).wait()
+    before = found.offsets.copy()
+    assert found.take(0)
+    assert found.has_ended()
+    found.wait()
+    assert np.array_equal(found.offsets, before)
+
+
+def test_values_that_were_found_twice_after_ctrl_c_are_what_they_were(no_threads, monkeypatch):
+    """It comes between the end of the copy and the note of it."""
+    files = Files([300], [])
+    found = find_values(files.table(), np.arange(300), 0, 1)
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def engine_take(self, *arguments: Any) -> int:
+            real.engine_take(*arguments)
+            raise KeyboardInterrupt
+
+    real = engine._library
+    monkeypatch.setattr(engine, "_library", Library())
+    with pytest.raises(KeyboardInterrupt):
+        found.take(1)
+    monkeypatch.undo()
+    found.wait()
+    assert np.diff(found.offsets).tolist() == list(map(len, files.values))
 
 
 def test_many_threads_copy_at_the_same_time():
@@ -200,7 +565,7 @@ def test_many_threads_copy_at_the_same_time():
     rng = np.random.default_rng(0)
 
     def copy(count: int) -> None:
-        checked(files, rng.integers(0, 1000, count), is_warm=bool(count % 2))
+        checked(files, rng.integers(0, 1000, count), warm=bool(count % 2))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(copy, rng.integers(1, 600, 200).tolist()))
@@ -217,12 +582,12 @@ def native_threads() -> int:
 @pytest.mark.slow
 def test_a_fork_in_the_middle_leaves_parent_and_child_working():
     files, ids = big()
-    checked(files, ids, is_warm=True)
+    checked(files, ids, warm=True)
     stop = threading.Event()
 
     def keep_copying() -> None:
         while not stop.is_set():
-            checked(files, ids, is_warm=True)
+            checked(files, ids, warm=True)
 
     other = threading.Thread(target=keep_copying)
     other.start()
@@ -232,7 +597,7 @@ def test_a_fork_in_the_middle_leaves_parent_and_child_working():
             if not pid:
                 status = 1
                 try:
-                    checked(files, ids, is_warm=True)
+                    checked(files, ids, warm=True)
                     status = 0
                 finally:
                     os._exit(status)
@@ -240,10 +605,34 @@ def test_a_fork_in_the_middle_leaves_parent_and_child_working():
     finally:
         stop.set()
         other.join()
-    checked(files, ids, is_warm=True)
+    checked(files, ids, warm=True)
 
 
-def test_a_copy_that_a_forked_child_inherits_raises_there(monkeypatch):
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_copy_that_a_forked_child_inherits_raises_there(is_warm):
+    files = Files([64] * 8, [64 << 10])
+    for count in (SMALL, 512):
+        arrays, ids = files.outputs(count), np.arange(count)
+        copy = begun(files.table(warm=is_warm), ids, arrays)
+        found = find_values(files.table(), ids, 1, 1)
+        found.wait()
+
+        def body(copy: Copy = copy, found: engine.Found = found, ids: Any = ids) -> None:
+            assert found.take(0), "what has ended has ended"
+            if not copy.has_ended():
+                with pytest.raises(RuntimeError, match="ask again"):
+                    copy.take(1)
+            copy.cancel()
+            assert copy.take(0)
+            checked(files, ids, warm=is_warm)
+
+        with in_child(body):
+            pass
+        copy.wait()
+        assert np.array_equal(arrays[0], files.column(0, ids)), "the parent went on"
+
+
+def test_a_child_that_a_signal_handler_forks_in_the_middle_of_a_copy_raises(monkeypatch):
     files, ids = big()
     take, children = engine._library.engine_take, []
 
@@ -261,37 +650,41 @@ def test_a_copy_that_a_forked_child_inherits_raises_there(monkeypatch):
     monkeypatch.setattr(engine, "_library", Library())
     status = 1
     try:
-        checked(files, ids, is_warm=True)
+        arrays = files.outputs(len(ids))
+        begun(files.table(), ids, arrays).wait()
     except RuntimeError as error:
         status = 0 if "ask again" in str(error) else 2
     if children and not children[0]:
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
     assert status == 1, "the parent went on"
+    assert np.array_equal(arrays[0], files.column(0, ids))
 
 
 def test_threads_end_before_a_fork_and_start_again():
     files, ids = big()
-    checked(files, ids, is_warm=True)
+    checked(files, ids, warm=True)
     assert native_threads() >= 1
     before = native_threads()
     assert engine._engine.stop()
     wait_until(lambda: native_threads() < before, "the kernel to have forgotten them")
-    checked(files, ids, is_warm=True)
+    checked(files, ids, warm=True)
     assert native_threads() == before
 
 
-def test_without_threads_the_caller_copies_by_itself():
-    files, ids = big()
+def test_what_is_small_and_in_memory_needs_no_threads():
+    files = Files([50], [100])
     assert engine._engine.stop()
-    most, before = engine._engine.most_threads, native_threads()
-    engine.limit_threads(0)
-    try:
-        checked(files, ids, is_warm=True)
-        assert native_threads() == before
-    finally:
-        engine.limit_threads(most)
-        assert engine._engine.stop()
+    checked(files, np.arange(SMALL), warm=True)
+    assert not engine._engine._has_threads
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_without_threads_the_caller_copies_by_itself(no_threads, is_warm):
+    files, ids = big()
+    before = native_threads()
+    checked(files, ids, warm=is_warm)
+    assert native_threads() == before
 
 
 @pytest.mark.parametrize(
@@ -318,11 +711,11 @@ from arrowcache.native.engine import Column, Rows, copy_rows
 files = [np.ones(64 << 20, np.uint8) for _ in range(4)]
 layout = np.zeros(1, np.int64)
 rows = Rows(np.array([f.ctypes.data for f in files]), np.full(4, 64 << 20), np.full(4, layout.ctypes.data),
-            np.arange(5) * 1024)
+            np.zeros(4, np.int64), np.arange(5) * 1024)
 ids = np.random.default_rng(0).integers(0, 4096, 4096)
 out = np.zeros((4096, 64 << 10), np.uint8)
 def copy():
-    assert copy_rows(rows, ids, [Column(0, 64 << 10, out)], is_warm=False) == -1
+    assert copy_rows(rows, ids, [Column(0, 64 << 10, out.ctypes.data)], out).wait().refused == -1
 """
 
 
@@ -373,11 +766,11 @@ def test_a_second_ctrl_c_does_not_leave_a_copy_behind(monkeypatch):
             if len(cancelled) == 1:
                 raise KeyboardInterrupt
             real.engine_cancel(handle, address)
-            assert engine._Job.from_address(address).left == 0
+            assert not real.engine_help(handle, address, 0)
 
     monkeypatch.setattr(engine, "_library", Library())
     with pytest.raises(KeyboardInterrupt):
-        copy_rows(files.table(), ids, files.outputs(len(ids)), is_warm=True)
+        begun(files.table(), ids, files.outputs(len(ids))).wait()
     assert len(cancelled) == 2
 
 

@@ -1,4 +1,4 @@
-"""The crew: functions run in their order and side by side; whoever waits for one gets what it gave or raised."""
+"""The crew: functions run in order and side by side; whoever waits gets what they gave or raised."""
 
 from __future__ import annotations
 

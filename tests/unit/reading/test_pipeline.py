@@ -274,35 +274,37 @@ def test_what_is_under_way_goes_on_at_each_step(three):
     three.begin(stream)
     assert [each.calls for each in pending] == [[], [], []]
     taken(three, stream)
-    assert [each.calls for each in pending] == [["go_on", "take"], ["go_on"], ["go_on"]]
+    before = pending[2].calls.count("go_on")
+    assert before
+    assert "take" not in pending[2].calls
     taken(three, stream)
-    assert pending[2].calls == ["go_on", "go_on"]
+    assert pending[2].calls.count("go_on") > before
     three.end(stream)
 
 
 # barriers
 
 
-def test_past_a_barrier_nothing_is_asked_for_before_all_before_it_have_ended(three):
+def test_past_a_barrier_nothing_is_asked_for_before_all_before_it_have_ended():
     pending, asked = [Manual(is_done=False) for _ in range(2)], []
 
     def jobs() -> Iterator[Job]:
-        for step in range(2):
-            yield job(step, 1, lambda step=step: pending[step])
+        yield job(0, 1, lambda: pending[0])
+        yield job(1, 2, lambda: pending[1])
         yield BARRIER
-        asked.append([each.is_done.is_set() for each in pending])
-        yield job(2)
+        asked.append(len(stream.ready))
+        yield job(3)
 
-    stream = Stream(jobs)
-    three.begin(stream)
-    for each in pending:
+    pipeline, stream = Pipeline(lambda: 5), Stream(jobs)
+    pipeline.begin(stream)
+    for number, each in enumerate(pending):
         with pytest.raises(LoaderTimeoutError):
-            three.next(stream, 0)
-        assert asked == []
+            pipeline.next(stream, 0)
         each.is_done.set()
-    assert taken(three, stream) == 0
-    assert asked == [[True, True]], "its batches may be undelivered"
-    assert numbers(three, stream) == [1, 2]
+        assert asked == []
+        assert taken(pipeline, stream) == number
+    assert asked == [2], "its batches may be undelivered"
+    assert numbers(pipeline, stream) == [2, 3]
 
 
 def test_at_a_barrier_all_before_it_is_finished_in_step_order(pipeline):
@@ -358,7 +360,7 @@ def test_what_comes_later_is_asked_for_in_a_later_step(three):
     stream = Stream(jobs)
     three.begin(stream)
     assert numbers(three, stream) == [0, 1, 2, 3]
-    assert asked == [2, 1, 0] or asked == [3, 2, 1, 0]
+    assert asked == [2, 1, 0]
 
 
 # errors
@@ -372,12 +374,21 @@ def fail(kind: type[BaseException]) -> Any:
     raise kind("nothing there")
 
 
+def result_of(done: Elsewhere) -> Iterator[Made]:
+    future = done.future
+    del done
+    try:
+        return iter([future.result()])
+    finally:
+        del future  # it has the error, whose traceback has this frame
+
+
 class FailingTake(Manual):
     def __init__(self, kind: type[BaseException]) -> None:
         super().__init__()
         self._kind = kind
 
-    def take(self, seconds: float) -> bool:  # noqa: ARG002
+    def take(self, seconds: float) -> bool:
         return fail(self._kind)
 
 
@@ -401,7 +412,7 @@ def failing(kind: type[BaseException], where: str, *after: Job) -> Stream:
             yield Job(2, 2, Done, finish)
         elif where == "future":
             (future := Future()).set_exception(kind("nothing there"))
-            yield Job(3, 1, lambda: Elsewhere(future), lambda done: iter([done.future.result()]))
+            yield Job(3, 1, lambda: Elsewhere(future), result_of)
         yield from after
 
     return Stream(jobs)
@@ -418,11 +429,9 @@ def test_an_error_arrives_after_the_batches_before_it(where, is_at_barrier, want
     pipeline = Pipeline(lambda: wanted)
     stream = failing(FailingError, where, *([BARRIER] if is_at_barrier else []), last)
     pipeline.begin(stream)
-    found = []
+    assert [taken(pipeline, stream) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(FailingError, match="nothing there") as caught:
-        while True:
-            found.append(taken(pipeline, stream))
-    assert found == [0, 1, 2]
+        pipeline.next(stream, DEADLINE_SECONDS)
     if where != "future":
         assert "fail" in [entry.name for entry in caught.traceback], "with its own traceback"
     pipeline.end(stream)
@@ -558,7 +567,7 @@ def test_a_stream_that_ends_while_its_consumer_waits_is_not_touched_by_who_ends_
     in_take, go_on, touched = threading.Event(), threading.Event(), []
 
     class Slow(Manual):
-        def take(self, seconds: float) -> bool:  # noqa: ARG002
+        def take(self, seconds: float) -> bool:
             in_take.set()
             assert go_on.wait(DEADLINE_SECONDS)
             return False
@@ -583,7 +592,7 @@ def test_a_consumer_may_end_its_stream_while_it_waits():
     looks: list[bool] = []
 
     class Looked(Manual):
-        def take(self, seconds: float) -> bool:  # noqa: ARG002
+        def take(self, seconds: float) -> bool:
             looks.append(self.cancelled > 0)
             return False
 
@@ -708,7 +717,7 @@ def test_ctrl_c_anywhere_leaves_a_stream_that_can_be_ended(where, three):
             if where == "go_on":
                 fail(KeyboardInterrupt)
 
-    pending, let_go = [Pressed(), Manual()], []
+    pending, let_go = [Pressed(), Pressed()], []
 
     def jobs() -> Iterator[Job]:
         finish = (lambda _: fail(KeyboardInterrupt)) if where == "finish" else (lambda _: iter([made(0)]))
@@ -722,7 +731,7 @@ def test_ctrl_c_anywhere_leaves_a_stream_that_can_be_ended(where, three):
     with pytest.raises(KeyboardInterrupt):
         numbers(three, stream)
     in_another_thread(lambda: three.end(stream))
-    assert let_go == [[0 if where == "finish" else 1, 1]]
+    assert let_go == [[0 if where in ("finish", "go_on") else 1, 1]]
     assert not stream.begun
 
 
@@ -797,12 +806,11 @@ def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(pipe
             taken(pipeline, stream)
         if is_finished:
             assert pipeline.next(stream, 0) is None
-        ended, itself = weakref.ref(stream.jobs), weakref.ref(Kept())
+        ended = weakref.ref(stream.jobs)
         pipeline.end(stream)
         del jobs
         wait_until(lambda: not any(ref() for ref in alive), "the batches to die")
         assert ended() is None
-        assert itself() is None
     finally:
         gc.enable()
 

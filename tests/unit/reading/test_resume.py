@@ -160,7 +160,7 @@ def test_batches_that_were_made_but_not_delivered_are_not_counted(cache, make):
         loader.load_state_dict(loader.state_dict() | {"epoch": 0})
         epoch = iter(loader)
         delivered = ids_of(next(epoch) for _ in range(3))
-        wait_until(lambda: len(made) >= 8, "five batches to be ready")
+        wait_until(lambda: len(made) >= 7, "four batches to be ready")
         state = loader.state_dict()
         assert state["position"] == 12
         loader.load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 from collections import deque
@@ -261,7 +262,7 @@ def test_memory_is_that_which_was_allocated_and_no_two_that_live_share_it(steps)
             for slot in kept
             if (array := slot.arrays()["label"]).nbytes
         )
-        assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
         assert slots.growths == len(allocated)
         assert sum(array.nbytes for slot in kept for array in slot.arrays().values()) <= slots.allocated_bytes
         assert slots.allocated_bytes <= sum(allocated)

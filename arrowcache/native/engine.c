@@ -294,11 +294,12 @@ static void run_chunk(engine_job *job, int64_t chunk)
         __atomic_fetch_add(&job->faults, faults, __ATOMIC_RELAXED);
 }
 
-/* What is done once, when all chunks are. */
+/* What is done once, when all chunks are: a waiter that was interrupted may come again. */
 static void finish(engine_job *job)
 {
-    if (job->kind != ENGINE_LENGTHS || job->damaged == CANCELLED)
+    if (job->kind != ENGINE_LENGTHS || job->damaged == CANCELLED || !job->unit)
         return;
+    job->unit = 0;
     job->to[0] = 0;
     for (int64_t i = 0; i < job->count; i++)
         job->to[i + 1] += job->to[i];

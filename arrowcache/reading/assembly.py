@@ -311,7 +311,7 @@ class Gathered:
 
 
 def _of_crew(done: Elsewhere) -> Iterator[Made]:
-    return iter((done.future.result(),))
+    return iter((done.result(),))
 
 
 def _breaks(ids: NDArray[np.int64]) -> list[int]:

@@ -99,6 +99,7 @@ class ValuesGather:
     """A column of variable length on its way: first where its values are, then the values."""
 
     _copy: engine.Copy | None = None
+    _is_over = False
 
     def __init__(
         self, rows: engine.Rows, ids: NDArray[np.int64], buffer: int, kind: VariableType, name: str
@@ -110,16 +111,21 @@ class ValuesGather:
 
     def go_on(self) -> None:
         found = self._found
-        if self._copy is None and found.has_ended() and found.refused < 0 and found.damaged < 0:
+        if (
+            self._copy is None
+            and not self._is_over
+            and found.has_ended()
+            and found.refused < 0
+            and found.damaged < 0
+        ):
             self._begin_copy()
 
     def take(self, seconds: float) -> bool:
-        if self._copy is None:
+        if self._copy is None and not self._is_over:
             if not self._found.take(seconds):
                 return False
             self._begin_copy()
-        assert self._copy is not None
-        return self._copy.take(seconds)
+        return self._copy is None or self._copy.take(seconds)
 
     def _begin_copy(self) -> None:
         accepted(self._found)
@@ -132,6 +138,7 @@ class ValuesGather:
         self._copy = engine.copy_values(self._found, self._data)
 
     def cancel(self) -> None:
+        self._is_over = True  # first: its offsets may be half found
         if self._copy is not None:
             self._copy.cancel()
         self._found.cancel()

@@ -85,8 +85,20 @@ class Elsewhere:
     def go_on(self) -> None:
         pass
 
+    def result(self) -> Any:
+        """Once it has ended: what was made. Raises: what its making raised."""
+        future, self.future = self.future, _NOTHING  # an error's traceback has this frame: a cycle
+        try:
+            return future.result()
+        finally:
+            del future
+
     def cancel(self) -> None:
         self.future.cancel()
+
+
+_NOTHING: Future[Any] = Future()
+_NOTHING.set_result(None)
 
 
 class Job(NamedTuple):
@@ -104,7 +116,7 @@ class Job(NamedTuple):
 #: No job: the next one is asked for once all before it have ended.
 BARRIER = Job(0, 0, Done, lambda _: iter(()))
 
-#: No job: the next one is asked for in a later step.
+#: No job: the next one is asked for in a later step. Some batch is ready, or under way.
 LATER = Job(0, 0, Done, lambda _: iter(()))
 
 
@@ -143,11 +155,11 @@ class Pipeline:
 
     def begin(self, stream: Stream) -> None:
         """Begin the first jobs: the consumer will ask for their batches."""
-        self._enter(stream)
-        try:
-            self._begin_jobs(stream)
-        finally:
-            self._leave(stream)
+        if self._enter(stream):
+            try:
+                self._begin_jobs(stream)
+            finally:
+                self._leave(stream)
 
     def next(self, stream: Stream, timeout_seconds: float | None) -> Made | None:
         """The next batch; None at the end.
@@ -159,7 +171,8 @@ class Pipeline:
             raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
         patience = math.inf if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
         deadline = time.monotonic() + patience
-        self._enter(stream)
+        if not self._enter(stream):
+            return None
         try:
             while not stream.ended:
                 self._begin_jobs(stream)
@@ -167,9 +180,10 @@ class Pipeline:
                     return stream.ready.popleft()
                 if not stream.begun:
                     break
-                if not self._wait(stream, deadline):
-                    raise too_late(timeout_seconds)
-                self._finish(stream)
+                if not self._take(stream, min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+                    if time.monotonic() >= deadline:
+                        raise too_late(timeout_seconds)
+                    self._while_waiting()
         finally:
             self._leave(stream)
         error, stream.error = stream.error, None
@@ -180,9 +194,12 @@ class Pipeline:
         finally:
             del error  # its traceback has this frame
 
-    def _enter(self, stream: Stream) -> None:
-        """Whoever ends the stream from now on leaves its jobs to this thread."""
-        stream.consumer = threading.get_ident()
+    def _enter(self, stream: Stream) -> bool:
+        """Whoever ends the stream from now on leaves its jobs to this thread. Returns: False: it has ended."""
+        with self._lock:
+            if not stream.ended:
+                stream.consumer = threading.get_ident()
+            return not stream.ended
 
     def _leave(self, stream: Stream) -> None:
         with self._lock:
@@ -193,15 +210,16 @@ class Pipeline:
 
     def _begin_jobs(self, stream: Stream) -> None:
         """Have enough under way."""
-        if stream.running is None:
-            stream.running = stream.jobs()
         for pending, _ in stream.begun:
             pending.go_on()
         while not stream.exhausted and stream.under_way + len(stream.ready) < self._wanted():
-            if stream.at_barrier and not self._has_passed(stream):
-                return
+            if stream.at_barrier and stream.begun:
+                if not self._take(stream, 0):
+                    return
+                continue
             stream.at_barrier = False
             try:
+                stream.running = stream.running or stream.jobs()
                 job = next(stream.running, None)
                 if job is None or stream.ended:
                     stream.exhausted = True
@@ -212,41 +230,30 @@ class Pipeline:
                 else:
                     stream.begun.append((job.begin(), job))
                     stream.under_way += job.batches
-            except Exception as error:  # noqa: BLE001  # it arrives after the jobs before it
-                stream.exhausted, stream.error = True, error
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001  # it arrives after the jobs before it
+                _fail(stream, error)
 
-    def _has_passed(self, stream: Stream) -> bool:
-        """Whether all jobs have ended; their batches are ready then."""
-        while stream.begun and stream.begun[0][0].take(0):
-            self._finish(stream)
-        return not stream.begun
-
-    def _wait(self, stream: Stream, deadline: float) -> bool:
-        """For the oldest job. Returns: False: it took too long."""
-        pending = stream.begun[0][0]
-        while not pending.take(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
-            if stream.ended:
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            self._while_waiting()
-        return True
-
-    def _finish(self, stream: Stream) -> None:
-        """Have the batches of the oldest job, which has ended, ready."""
-        if stream.ended:
-            return
-        pending, job = stream.begun.popleft()
-        stream.under_way -= job.batches
+    def _take(self, stream: Stream, seconds: float) -> bool:
+        """Have the batches of the oldest job ready. Returns: False: it has not ended so soon."""
+        pending, job = stream.begun[0]
         try:
+            if not pending.take(seconds) or stream.ended:
+                return False
+            stream.begun.popleft()
+            stream.under_way -= job.batches
             for made in job.finish(pending):
                 stream.ready.append(made)
                 del made
-        except Exception as error:  # noqa: BLE001  # it arrives after the batches before it
-            _cancel(stream, keeps_ready=True)
-            stream.exhausted, stream.error = True, error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  # it arrives after the batches before it
+            _cancel_begun(stream)
+            _fail(stream, error)
         finally:
             del pending, job
+        return True
 
     def end(self, stream: Stream) -> None:
         """Begin no more jobs of a stream, drop the batches that nobody took, let go of what it reads.
@@ -285,13 +292,23 @@ def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
     )
 
 
-def _cancel(stream: Stream, *, keeps_ready: bool = False) -> None:
-    if not keeps_ready:
-        stream.ready.clear()
+def _fail(stream: Stream, error: BaseException) -> None:
+    stream.exhausted = True
+    if not stream.ended:  # else nobody asks why
+        stream.error = error
+
+
+def _cancel(stream: Stream) -> None:
+    stream.ready.clear()
+    _cancel_begun(stream)
+    stream.running = stream.error = None
+
+
+def _cancel_begun(stream: Stream) -> None:
     while stream.begun:
         stream.begun[0][0].cancel()  # before it is taken from there: Ctrl-C loses none
         stream.begun.popleft()
-    stream.under_way, stream.running = 0, None
+    stream.under_way = 0
 
 
 def _nothing() -> None:

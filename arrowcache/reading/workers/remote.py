@@ -134,7 +134,7 @@ class RemoteAssembly:
     def _finish(
         self, epoch: Epoch, rows: int, batches: int, published: float, done: Elsewhere
     ) -> Iterator[Made]:
-        finished: Finished = done.future.result()
+        finished: Finished = done.result()
         self._meter.leave(finished.seconds)
         epoch.is_cold |= finished.is_cold
         for number in range(batches):

@@ -16,7 +16,7 @@ from processes import Script
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading import pipeline
+from arrowcache.reading import crew
 from arrowcache.torch import Loader as TorchLoader
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)

@@ -28,6 +28,7 @@ from arrowcache.reading.pacing import Pacing
 from arrowcache.reading.patience import Patience, refused, too_few
 from arrowcache.reading.plan import Order, Plan, Survivors
 from arrowcache.reading.ranks import Agreement
+from arrowcache.reading.shuffle import ORDER_VERSION
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
@@ -340,6 +341,7 @@ class Epochs:
             "drop_last": self._terms.drop_last,
             "window_bytes": self._terms.window_bytes,
             "position": position,
+            "order_version": ORDER_VERSION,  # 0.1.0 has none
         }
         try:
             snapshot = self._agreement.snapshot(number, terms, take, ahead=ahead)

@@ -9,6 +9,9 @@ when a pass begins, and no array of all rows is made. Several threads may ask at
 - `Permutation`: all rows, shuffled uniformly.
 - `Window`: sliding over the segments, oldest first, so that leases end as an epoch moves on.
 - `Blocks`: runs of contiguous rows in random order, which are read at the speed of memory.
+
+ORDER_VERSION is raised by whatever changes an order, as is the version of states in plan.py: an epoch is
+never finished in another order than it was begun in. Ranks agree on it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 
 from arrowcache.native.order import KEYS, Pass, Runs, Stage
 
+ORDER_VERSION = 2  # 1: permutations were drawn with NumPy, in 0.1.0
 _ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(seed)
 
 

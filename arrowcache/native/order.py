@@ -66,11 +66,12 @@ class Pass:
         table = (_Stage * len(stages))(
             *[_Stage(_address(stage.edges), len(stage.edges) - 1, _address(stage.keys)) for stage in stages]
         )
-        self._pass = _Pass(ctypes.addressof(table), len(stages))
+        made = _Pass(ctypes.addressof(table), len(stages))
         if runs is not None:
-            self._pass.run_rows, self._pass.steps = runs.run_rows, len(runs.starts)
-            self._pass.starts, self._pass.shifts = _address(runs.starts), _address(runs.shifts)
-        self._keep = table, stages, runs
+            made.run_rows, made.steps = runs.run_rows, len(runs.starts)
+            made.starts, made.shifts = _address(runs.starts), _address(runs.shifts)
+        self._keep = made, table, stages, runs
+        self._at = ctypes.addressof(made)
 
     def __call__(self, first: int, count: int, times: int = 1, apart: int = 0) -> NDArray[np.int64]:
         """The rows at `count` places from `first` on, then at those from `first + apart` on, and so on.
@@ -84,7 +85,7 @@ class Pass:
         total = times * count
         rows: Any = (ctypes.c_int64 * total)()  # its address costs less than that of an array
         library = _quick if total <= _HELD_GIL_ROWS else _library
-        library.order_rows(self._pass, first, count, times, apart, rows)
+        library.order_rows(self._at, first, count, times, apart, rows)
         return np.frombuffer(rows, np.int64)
 
 
@@ -95,5 +96,5 @@ def _address(array: NDArray[Any]) -> int:
 for _each in (_library, _quick):
     if not hasattr(_each, "order_rows"):
         raise ImportError("arrowcache's engine has no orders: install arrowcache again, which compiles it")
-    _each.order_rows.argtypes = ctypes.POINTER(_Pass), *[ctypes.c_int64] * 4, ctypes.c_void_p
+    _each.order_rows.argtypes = ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p
     _each.order_rows.restype = None

@@ -39,9 +39,9 @@ def excess(counts, expected):
 # What it is.
 
 
-@pytest.mark.parametrize("rows", range(1, 300))
-def test_any_few_rows_are_each_at_one_place(rows):
-    assert np.array_equal(np.sort(shuffled(rows)(0, rows)), np.arange(rows))
+def test_any_few_rows_are_each_at_one_place():
+    for rows in range(1, 300):
+        assert np.array_equal(np.sort(shuffled(rows)(0, rows)), np.arange(rows)), rows
 
 
 @settings(deadline=None, max_examples=30)

@@ -1,4 +1,4 @@
-"""Build: the engine's shared library, compiled when the package is built.
+"""Build: the shared library of engine and orders, compiled when the package is built.
 
 hatchling finds `EngineHook` here. The compiler is `$CC`, else cc, gcc or clang, else the one of the PyPI
 package ziglang, which pip then brings. A wheel's library is for the platform of its tag; that of an editable

@@ -80,7 +80,7 @@ class Pass:
         Raises: IndexError: a place outside the pass.
         """
         stop = first + (times - 1) * apart + count
-        if min(first, count, times - 1, apart) < 0 or stop > self.rows:
+        if first < 0 or count < 0 or times < 1 or apart < 0 or stop > self.rows:
             raise IndexError(f"places {first} to {stop} of {self.rows} rows")
         total = times * count
         rows: Any = (ctypes.c_int64 * total)()  # its address costs less than that of an array

@@ -12,8 +12,8 @@
  * lower bits need.
  *
  * Rounds, by measurement: of 5 rows, chi-square over all permutations sees 14 rounds in two million; of 12, over pairs
- * of rows, 10 in half a million; of 1,000, over the distances of neighbours, 6 in 60 million, and of a million 4. So few
- * rows get more rounds: 26 for 5 to 8, 12 for 1,000, 8 from 2**17 on. A round takes some 1.5 ns a row.
+ * of rows, 10 in half a million; of 1,000, over the distances of neighbours, 6 in 11 million, and of a million 4 in 250
+ * million. So few rows get more rounds: 26 for 5 to 8, 12 for 1,000, 8 from 2**17 on. A round takes some 1.5 ns a row.
  *
  * The caller's part: places lie in [0, the last edge). What a structure points to stays where it is during a call.
  */

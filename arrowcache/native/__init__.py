@@ -1,1 +1,1 @@
-"""Native: the engine, one library in C, how it is compiled, and its face."""
+"""Native: the engine and orders, one library in C, how it is compiled, and its faces."""

@@ -1,4 +1,4 @@
-"""Build: the engine's shared library, compiled when the package is built.
+"""Build: the shared library of engine and orders, compiled when the package is built.
 
 hatchling finds `EngineHook` here. The compiler is `$CC`, else cc, gcc or clang, else the one of the PyPI
 package ziglang, which pip then brings. A wheel's library is for the platform of its tag; that of an editable
@@ -23,7 +23,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path(__file__).parent
 LIBRARY = "libengine.so"
-SOURCES = (FOLDER / "engine.c", FOLDER / "engine.h")
+SOURCES = tuple(FOLDER / name for name in ("engine.c", "order.c"))
+HEADERS = tuple(path.with_suffix(".h") for path in SOURCES)
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 PLATFORM_VARIABLE = "ARROWCACHE_WHEEL_PLATFORM"  # a wheel's platform tag, for releases
 _COMPILERS = ("cc", "gcc", "clang")
@@ -62,7 +63,7 @@ def compile_engine(library: Path) -> None:
     """
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".engine-") as folder:
         made = Path(folder) / library.name
-        command = [*compiler(), *FLAGS, os.fspath(SOURCES[0]), "-o", os.fspath(made)]
+        command = [*compiler(), *FLAGS, *map(os.fspath, SOURCES), "-o", os.fspath(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
@@ -72,7 +73,9 @@ def compile_engine(library: Path) -> None:
 def refresh() -> None:
     """Compile the library beside the source, if the source is newer."""
     library = FOLDER / LIBRARY
-    if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in SOURCES):
+    if not library.exists() or library.stat().st_mtime < max(
+        path.stat().st_mtime for path in SOURCES + HEADERS
+    ):
         compile_engine(library)
 
 

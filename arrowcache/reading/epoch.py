@@ -23,11 +23,12 @@ from arrowcache.errors import (
 )
 from arrowcache.reading.headroom import Headroom
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.order import Share, prepare_epoch
+from arrowcache.reading.order import Share
 from arrowcache.reading.pacing import Pacing
 from arrowcache.reading.patience import Patience, refused, too_few
 from arrowcache.reading.plan import Order, Plan, Survivors
 from arrowcache.reading.ranks import Agreement
+from arrowcache.reading.shuffle import ORDER_VERSION
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
@@ -174,13 +175,6 @@ class Epochs:
             return False
         self.next, self._resumed, self.progress = plan.epoch + 1, None, None
         return True
-
-    def prepare(self, number: int, segments: Sequence[SegmentInfo]) -> None:
-        """Work ahead for an epoch, which will have segments like these: what needs no snapshot."""
-        rows = [segment.rows for segment in segments]
-        window_rows = self._window_rows(sum(rows), sum(segment.nbytes for segment in segments))
-        terms = self._terms
-        prepare_epoch(rows, shuffle=terms.shuffle, seed=terms.seed, epoch=number, window_rows=window_rows)
 
     def begin(
         self,
@@ -347,6 +341,7 @@ class Epochs:
             "drop_last": self._terms.drop_last,
             "window_bytes": self._terms.window_bytes,
             "position": position,
+            "order_version": ORDER_VERSION,  # 0.1.0 has none
         }
         try:
             snapshot = self._agreement.snapshot(number, terms, take, ahead=ahead)

@@ -97,7 +97,6 @@ class Feed:
 
     def _finish_first(self, job: Job, epoch: Epoch, pending: Pending) -> Iterator[Made]:
         """Its batches, and what is not to be done beside an epoch's first one, for which somebody waits."""
-        self._readahead.soon(partial(self._epochs.prepare, epoch.plan.epoch + 1, epoch.snapshot.segments))
         if not epoch.plan.is_in_order:
             self._readahead.reach_everything()
         return job.finish(pending)  # not a generator: an error's traceback would keep all of this

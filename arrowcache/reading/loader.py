@@ -175,7 +175,6 @@ class Loader:
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
         self._stream: Stream | None = None  # of that one
         self._closed = False
-        self._epochs.prepare(0, self._store.segments())
 
     def __iter__(self) -> Batches:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.

@@ -10,15 +10,14 @@ may be others after a resume.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.reading.pieces import pieces
-from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window, prepare
+from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
 
 SHUFFLES = ("rows", "window", "blocks", None)
 
@@ -87,7 +86,7 @@ class EpochOrder:
         whole, rest = divmod(self.epoch_rows - start, self._step_rows)
         self.steps = whole if drop_last else whole + (rest > 0)
 
-        def row_order(number: int) -> RowOrder:  # without self: a cycle would keep its tables for longer
+        def row_order(number: int) -> RowOrder:  # without self: a cycle would keep it for longer
             key = (epoch, number)
             if shuffle == "rows":
                 return Permutation(int(segments.sum()), seed, key, len(segments))
@@ -105,13 +104,22 @@ class EpochOrder:
 
         Returns: ((last - first) * batch_size,), less if the epoch's very last batch is short.
         """
-        count = max(0, min(last, self.steps) - first) * self.batch_size
-        if self._share.world_size == 1:
-            count = max(0, min(count, self.epoch_rows - self.position_after(first)))
-        ids = np.empty(count, np.int64)
-        for piece in pieces(count):
-            ids[piece] = self._row_ids(self._positions(first, piece))
-        return ids
+        size, apart = self.batch_size, self._step_rows
+        steps = max(0, min(last, self.steps) - first)
+        if not steps:
+            return np.empty(0, np.int64)
+        start = self._start + first * apart + self._share.rank * size
+        stop = start + (steps - 1) * apart + size
+        number, place = divmod(start, self.rows)
+        if stop <= min((number + 1) * self.rows, self.epoch_rows):
+            return self._pass(number)(place, size, steps, apart)
+        positions = range(start, stop, apart)
+        ids = [
+            self._pass(number)(place, count)
+            for each in positions
+            for number, place, count in self._parts(each)
+        ]
+        return np.concatenate(ids)
 
     def position_after(self, steps_done: int) -> int:
         """The stream's position after so many steps of all ranks: the `start` of a resume."""
@@ -134,49 +142,14 @@ class EpochOrder:
         order, before = self._pass(number), number * self.rows
         return self._segments[order.span(first - before).start : order.span(last - before).stop]
 
-    def _positions(self, first: int, piece: slice) -> NDArray[np.int64]:
-        """Where in the epoch's stream the rows of a piece of step `first` and those after it are."""
-        world, rank, size = self._share.world_size, self._share.rank, self.batch_size
-        rows = np.arange(piece.start, piece.stop, dtype=np.int64)
-        start = self._start + (first * world + rank) * size
-        if world == 1:
-            return rows + start
-        positions: NDArray[np.int64] = rows + rows // size * ((world - 1) * size) + start
-        if positions[-1] >= self.epoch_rows:
-            positions %= self.epoch_rows
-        return positions
-
-    def _row_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self.epoch_rows <= self.rows:
-            return self._pass(0)(positions)
-        first, last = int(positions.min()) // self.rows, int(positions.max()) // self.rows
-        if first == last:
-            return self._pass(first)(positions - first * self.rows)
-        ids = np.empty_like(positions)
-        for number in range(first, last + 1):
-            places = positions - number * self.rows
-            chosen = (places >= 0) & (places < self.rows)
-            ids[chosen] = self._pass(number)(places[chosen])
-        return ids
-
-
-def prepare_epoch(
-    segment_rows: Sequence[int] | NDArray[np.int64],
-    *,
-    shuffle: str | None,
-    seed: int,
-    epoch: int,
-    window_rows: int,
-) -> None:
-    """Compute ahead, on any thread, what the first batch of an epoch waits for.
-
-    Args:
-        segment_rows: that the epoch may have: others in between the same powers of two will do.
-    """
-    segments = np.asarray(segment_rows, np.int64)
-    if not len(segments):
-        return
-    if shuffle == "rows":
-        prepare(int(segments.sum()), seed, (epoch, 0))
-    elif shuffle == "window":
-        Window(segments, window_rows, seed, (epoch, 0)).prepare()
+    def _parts(self, position: int) -> Iterator[tuple[int, int, int]]:
+        """(pass, place in it, how many) of a batch, which several ranks wrap around at the epoch's end."""
+        left = self.batch_size
+        if self._share.world_size == 1:
+            left = min(left, self.epoch_rows - position)
+        while left:
+            position %= self.epoch_rows
+            number, place = divmod(position, self.rows)
+            count = min(left, self.rows - place, self.epoch_rows - position)
+            yield number, place, count
+            position, left = position + count, left - count

@@ -21,7 +21,8 @@ from arrowcache.reading.order import SHUFFLES, EpochOrder, Share
 from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
 from arrowcache.units import MOST_COUNTED, parse_count
 
-_FORMAT, _VERSION = "arrowcache.loader", 1
+_FORMAT, _VERSION = "arrowcache.loader", 2
+_OTHER_ORDER = 1  # the version of states, as of 0.1.0, whose shuffles gave another order
 _MOST_SEGMENTS = 1 << 20  # what is read from a state is bounded before memory is taken for it
 _CHUNK_STEPS_ROWS = 8192  # of the planned order, walked at once
 
@@ -126,11 +127,12 @@ class Plan:
 
         Args:
             most_rows: of a segment of the cache that is read: whoever resumes walks what rows are planned.
-        Raises: ValueError: it is no such state, or one of another version or cache; says what is wrong.
+        Raises: ValueError: it is no such state, or one of another version or cache; or rows are left of an
+            epoch that was begun in an order of 0.1.0. Says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
-        if state.get("version") != _VERSION:
+        if state.get("version") not in (_OTHER_ORDER, _VERSION):
             raise ValueError(
                 f"the state has version {state.get('version')!r}, this arrowcache reads {_VERSION}: "
                 "use the arrowcache that made it, or begin without it"
@@ -168,6 +170,15 @@ class Plan:
             raise ValueError(
                 f"the state is of another cache: it has segments of {plan.rows.max()} rows, "
                 f"this one has {most_rows} at most"
+            )
+        is_begun = len(plan.seqs) > 0 and plan.position < plan.stream_rows
+        if state["version"] == _OTHER_ORDER and plan.shuffle is not None and is_begun:
+            raise ValueError(
+                f"the state is of epoch {plan.epoch}, of which {plan.stream_rows - plan.position} of "
+                f"{plan.stream_rows} rows are left in an order of arrowcache 0.1.0, and shuffle="
+                f"{plan.shuffle!r} gives another one now: finish that epoch with the arrowcache that made "
+                f"the state, or begin the next one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, "
+                "'segments': []}"
             )
         if plan.position > plan.stream_rows:
             raise ValueError(

@@ -21,17 +21,17 @@ SMALL_CHUNKS = {
 """Changes of the source with which a small job has many chunks."""
 
 
-def engine_source(folder: Path, changes: Mapping[str, str]) -> Path:
-    """The engine's source with some of its text changed, in this folder.
+def engine_source(folder: Path, changes: Mapping[str, str], name: str = "engine.c") -> Path:
+    """A source of the engine's library with some of its text changed, in this folder.
 
     Raises: LookupError: the source has a text not once; the test that changes it has to follow.
     """
-    source = (ENGINE / "engine.c").read_text()
+    source = (ENGINE / name).read_text()
     for old, new in changes.items():
         if source.count(old) != 1:
-            raise LookupError(f"engine.c has {old!r} {source.count(old)} times, and not once")
+            raise LookupError(f"{name} has {old!r} {source.count(old)} times, and not once")
         source = source.replace(old, new)
-    path = folder / "engine.c"
+    path = folder / name
     path.write_text(source)
     return path
 

@@ -1,4 +1,4 @@
-"""The engine's C: no compiler warns, and the sanitizers of memory and of threads find nothing.
+"""The C of the engine and of orders: no compiler warns, and sanitizers of memory and of threads find nothing.
 
 Each sanitizer is shown to see a defect that is put into the source on purpose.
 """
@@ -17,7 +17,7 @@ import pytest
 from native.builds import ENGINE, FOLDER, MEMORY, SMALL_CHUNKS, THREADS, compile_c, engine_source
 
 TESTS = FOLDER.parent
-UNIT_TESTS = TESTS / "unit" / "native" / "test_engine.py"
+UNIT_TESTS = TESTS / "unit" / "native"
 RACE_SECONDS = 3
 DEADLINE_SECONDS = 120
 COUNTS = re.compile(
@@ -51,6 +51,10 @@ HELPED_WITHOUT_A_LOCK = {f"{_LOCKED}    }}\n    int64_t end": f"{_UNLOCKED}    }
 WITHOUT_AN_ORDER = {
     "__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL)": "__atomic_sub_fetch(left, 1, __ATOMIC_RELAXED)"
 }
+
+A_LANE_TOO_MANY = {"for (; lanes < LANES && next": "for (; lanes <= LANES && next"}
+A_KEY_TOO_MANY = {"rounds < ORDER_KEYS ? rounds : ORDER_KEYS": "ORDER_KEYS + 2"}
+NO_LEFT_HALF = {"half = bits > 1 ? bits / 2 : 1": "half = 0"}
 
 
 def has(name: str) -> str:
@@ -92,13 +96,13 @@ def run(*command: object, **environment: str) -> tuple[int, str]:
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_no_compiler_has_a_warning(compiler, tmp_path):
     flags = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-O1", "-fPIC", "-shared"]
-    compile_c([has(compiler)], tmp_path / "engine.so", [ENGINE / "engine.c"], flags)
+    compile_c([has(compiler)], tmp_path / "engine.so", [ENGINE / "engine.c", ENGINE / "order.c"], flags)
     source = engine_source(tmp_path, {"(size_t)nbytes)": "nbytes)"})
     with pytest.raises(RuntimeError, match="sign-conversion"):
         compile_c([compiler], tmp_path / "engine.so", [source], flags)
 
 
-def package_with(engine: Mapping[str, str], folder: Path) -> dict[str, str]:
+def package_with(engine: Mapping[str, str], folder: Path, order: Mapping[str, str] = {}) -> dict[str, str]:
     """A copy of the package with a sanitized engine. Returns: the environment that uses it."""
     compiler = compiler_with("libasan.so")
     shutil.copytree(
@@ -108,7 +112,8 @@ def package_with(engine: Mapping[str, str], folder: Path) -> dict[str, str]:
     )
     library = folder / "arrowcache" / "native" / "libengine.so"
     flags = ("-O1", "-fPIC", "-shared", "-fvisibility=hidden", *MEMORY)
-    compile_c(compiler, library, [engine_source(folder, engine)], flags)
+    sources = engine_source(folder, engine), engine_source(folder, order, "order.c")
+    compile_c(compiler, library, sources, flags)
     return {
         "ASAN_OPTIONS": "detect_leaks=0",
         "LD_PRELOAD": os.fspath(runtime_of("gcc", "libasan.so")),
@@ -134,7 +139,7 @@ def test_the_unit_tests_touch_no_memory_but_their_own(tmp_path):
     assert code == 0, output
     passed = re.search(r"^(\d+) passed", output, re.MULTILINE)
     assert passed
-    assert int(passed[1]) >= 30
+    assert int(passed[1]) >= 50
 
 
 OUTSIDE = """
@@ -152,6 +157,29 @@ def test_a_row_out_of_range_that_the_engine_does_not_see_is_found(tmp_path):
     code, output = run(sys.executable, "-c", OUTSIDE, **package_with(WITHOUT_A_CHECK, tmp_path))
     assert code
     assert "ERROR: AddressSanitizer" in output, output
+
+
+ONE_ORDER = """
+import numpy as np
+from arrowcache.native.order import KEYS, Pass, Stage
+print(Pass(1000, Stage(np.array([0, 1000]), np.arange(KEYS, dtype=np.uint64)))(0, 1000))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("defect", "words"),
+    [
+        (A_LANE_TOO_MANY, "runtime error: index 8 out of bounds|AddressSanitizer: stack-buffer-overflow"),
+        (A_KEY_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
+        (NO_LEFT_HALF, "runtime error: shift exponent 64 is too large"),
+    ],
+    ids=["a lane too many", "a key too many", "no left half"],
+)
+def test_a_defect_of_the_order_is_found(defect, words, tmp_path):
+    code, output = run(sys.executable, "-c", ONE_ORDER, **package_with({}, tmp_path, defect))
+    assert code
+    assert re.search(words, output), output
 
 
 def counts(output: str) -> list[int]:

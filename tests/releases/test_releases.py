@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import arrowcache as ac
 from arrowcache.storage.layout import FORMAT_VERSION, TOP_NAMES
 
 HERE = Path(__file__).parent
@@ -89,6 +90,49 @@ def test_a_cache_that_this_release_makes_is_one_to_0_1_0(tmp_path, old):
     assert without_release(old("read", cache)) == without_release(made)
     assert old("append", cache)["ids"] == list(range(30))
     assert new("read", cache)["problems"] == []
+
+
+@pytest.mark.slow
+def test_an_epoch_that_0_1_0_began_is_never_finished_in_another_order(tmp_path, old):
+    cache = tmp_path / "cache"
+    old("make", cache)
+    states = old("states", cache)
+    for shuffle in ("rows", "window", "blocks", None):
+        delivered, within, after = states[str(shuffle)]
+        with ac.Loader(cache, 4, shuffle=shuffle, drop_last=False, paced=False) as loader:
+            loader.load_state_dict(after)
+            assert loader.state_dict()["epoch"] == 1
+            if shuffle is None:
+                loader.load_state_dict(within)
+                rest = [number for batch in loader for number in batch["id"].tolist()]
+                assert delivered + rest == list(range(20))
+            else:
+                with pytest.raises(ValueError, match="15 of 20 rows are left in an order of arrowcache"):
+                    loader.load_state_dict(within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old_is_first", [True, False])
+def test_ranks_of_0_1_0_and_of_this_release_do_not_agree(tmp_path, old, old_is_first):
+    cache = tmp_path / "cache"
+    release = str(Path(old("make", cache)["release"]).parent)
+    environments = [os.environ | {"PYTHONPATH": release}, dict(os.environ)]
+    if not old_is_first:
+        environments.reverse()
+    pipe = subprocess.PIPE
+    command = [sys.executable, str(HERE / "use.py")]
+    with subprocess.Popen(
+        [*command, "rank0", str(cache)], stdin=pipe, stdout=pipe, env=environments[0], text=True
+    ) as first:
+        assert first.stdin is not None
+        assert first.stdout is not None
+        assert json.loads(first.stdout.readline()) == {"steps": 2}
+        done = subprocess.run(
+            [*command, "rank1", str(cache)], input="", stdout=pipe, env=environments[1], text=True, check=True
+        )
+        first.stdin.close()
+    here, there = ("2", "None") if old_is_first else ("None", "2")
+    assert f"order_version is {here} here and {there} there" in json.loads(done.stdout)["error"]
 
 
 @pytest.mark.slow

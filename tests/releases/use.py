@@ -2,6 +2,8 @@
 
 `python use.py VERB CACHE`: "make" a cache, "append" to one, "read" one; each prints a line of JSON: the
 release's folder, how many rows there are, what `verify` found, and a digest of all that is read.
+"states" prints the release's folder and, of each shuffle, a loader's state within an epoch and after it.
+"rank0" and "rank1" print an error, or how many steps their epoch has, which ends with the input.
 """
 
 from __future__ import annotations
@@ -74,6 +76,27 @@ def seen(path: str) -> dict[str, Any]:
         }  # fmt: skip
 
 
+def states(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"release": ac.__file__.rpartition("/")[0]}
+    for shuffle in ("rows", "window", "blocks", None):
+        with ac.Loader(path, 5, shuffle=shuffle) as loader:
+            epoch = iter(loader)
+            delivered = next(epoch)["id"].tolist()
+            within = loader.state_dict()
+            for _ in epoch:
+                pass
+            found[str(shuffle)] = [delivered, within, loader.state_dict()]
+    return found
+
+
+def begin(path: str, rank: int) -> None:
+    with ac.Loader(path, 5, rank=rank, world_size=2, run_id="job") as loader:
+        epoch = iter(loader)
+        print(json.dumps({"steps": loader.steps}), flush=True)
+        sys.stdin.read()
+        del epoch
+
+
 def next_task(cache: ac.Cache, count: int = 0) -> int:
     """The next task of the pool "default.0", as a pool claims them."""
     with cache.store.locked():
@@ -82,6 +105,15 @@ def next_task(cache: ac.Cache, count: int = 0) -> int:
 
 
 def main(verb: str, path: str) -> None:
+    if verb.startswith("rank"):
+        try:
+            begin(path, int(verb[-1]))
+        except ValueError as error:
+            print(json.dumps({"error": str(error)}))
+        return
+    if verb == "states":
+        print(json.dumps(states(path)))
+        return
     if verb == "make":
         ac.Cache.create(path, SCHEMA, "4MiB", "64KiB", ROWS, 0.1, durable=True, pace=PACE).close()
         with ac.Cache.open(path) as cache:

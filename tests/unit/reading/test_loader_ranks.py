@@ -23,6 +23,7 @@ from helpers import (
 from processes import Child
 
 from arrowcache import Loader
+from arrowcache.reading import epoch as epoch_module
 from arrowcache.torch import Loader as TorchLoader
 
 SHUFFLES = ["rows", "window", "blocks", None]
@@ -107,6 +108,16 @@ def test_epoch_rows_are_of_all_ranks_together(cache, epoch_rows):
     assert len(stream) == epoch_rows
     first_pass = stream[:ROWS]
     assert len(set(first_pass)) == len(first_pass)
+    close(loaders)
+
+
+def test_ranks_whose_releases_have_different_orders_do_not_agree(cache, monkeypatch):
+    loaders = ranks_of(cache, 2)
+    first = iter(loaders[0])
+    monkeypatch.setattr(epoch_module, "ORDER_VERSION", 99)
+    with pytest.raises(ValueError, match=r"order_version is 99 here and \d+ there"):
+        iter(loaders[1])
+    del first
     close(loaders)
 
 

@@ -1,0 +1,100 @@
+"""Order: rows at places of a pass, in an order that is computed as it is asked for. The face of order.h."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.native.engine import _library, _quick
+
+KEYS = 32  # ORDER_KEYS of the header
+_HELD_GIL_ROWS = 8192  # found in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
+
+
+class _Stage(ctypes.Structure):
+    _fields_ = (("edges", ctypes.c_void_p), ("blocks", ctypes.c_int64), ("keys", ctypes.c_void_p))
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        ("stages", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("stage_count", "run_rows", "steps")),
+        *((name, ctypes.c_void_p) for name in ("starts", "shifts")),
+    )
+
+
+class Stage(NamedTuple):
+    """Blocks of places, each shuffled by itself.
+
+    Args:
+        edges: (n + 1,) int64, ascending from 0: where each block begins, and where the last one ends.
+        keys: (KEYS,) uint64 that select the shuffle.
+    """
+
+    edges: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+
+
+class Runs(NamedTuple):
+    """Runs of places that stages shuffle in place of single ones, and where their rows are.
+
+    Args:
+        run_rows: of each.
+        starts: (n,) int64, ascending from 0: places.
+        shifts: (n,) int64: from each start on, the row is the place plus this.
+    """
+
+    run_rows: int
+    starts: NDArray[np.int64]
+    shifts: NDArray[np.int64]
+
+
+class Pass:
+    """All rows in some order: their numbers at any places. Several threads may ask at once.
+
+    Args:
+        rows: how many, at most 2**62.
+        stages: shuffle the places, one after another; none: row i is at place i.
+        runs: then the places of the stages are those of whole runs, rows // runs.run_rows.
+    """
+
+    def __init__(self, rows: int, *stages: Stage, runs: Runs | None = None) -> None:
+        self.rows = rows
+        table = (_Stage * len(stages))(
+            *[_Stage(_address(stage.edges), len(stage.edges) - 1, _address(stage.keys)) for stage in stages]
+        )
+        made = _Pass(ctypes.addressof(table), len(stages))
+        if runs is not None:
+            made.run_rows, made.steps = runs.run_rows, len(runs.starts)
+            made.starts, made.shifts = _address(runs.starts), _address(runs.shifts)
+        self._keep = made, table, stages, runs
+        self._at = ctypes.addressof(made)
+
+    def __call__(self, first: int, count: int, times: int = 1, apart: int = 0) -> NDArray[np.int64]:
+        """The rows at `count` places from `first` on, then at those from `first + apart` on, and so on.
+
+        Returns: (times * count,).
+        Raises: IndexError: a place outside the pass.
+        """
+        stop = first + (times - 1) * apart + count
+        if first < 0 or count < 0 or times < 1 or apart < 0 or stop > self.rows:
+            raise IndexError(f"places {first} to {stop} of {self.rows} rows")
+        total = times * count
+        rows: Any = (ctypes.c_int64 * total)()  # its address costs less than that of an array
+        library = _quick if total <= _HELD_GIL_ROWS else _library
+        library.order_rows(self._at, first, count, times, apart, rows)
+        return np.frombuffer(rows, np.int64)
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+for _each in (_library, _quick):
+    if not hasattr(_each, "order_rows"):
+        raise ImportError("arrowcache's engine has no orders: install arrowcache again, which compiles it")
+    _each.order_rows.argtypes = ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p
+    _each.order_rows.restype = None

@@ -195,7 +195,7 @@ class Pipeline:
             del error  # its traceback has this frame
 
     def _enter(self, stream: Stream) -> bool:
-        """Whoever ends the stream from now on leaves its jobs to this thread. Returns: False: it has ended."""
+        """Whoever ends the stream from now on leaves its jobs to this thread. Returns: False: it is over."""
         with self._lock:
             if not stream.ended:
                 stream.consumer = threading.get_ident()

@@ -21,7 +21,6 @@ from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
 from arrowcache.reading.output import page_aligned
-from arrowcache.reading.pieces import pieces
 from arrowcache.reading.pipeline import Done, Elsewhere, Job, Made
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
@@ -37,6 +36,7 @@ _DRAWN_ROWS = 4096  # of the order, at once
 _WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
 _MOST_UNDER_WAY = 8
 _MOST_GROUPED = 256
+_ELEMENTS_UNDER_GIL = 500
 _GROUP_BYTES = 64 << 10  # small batches share a slot and a job, which cost as much as copying so much
 
 
@@ -191,8 +191,11 @@ class Assembly:
         if self._viewer is None:
             yield self._copied(epoch, ids, published)
             return
-        for some in self._runs(ids):
-            yield from self._viewed(self._viewer, epoch, some, published)
+        for some, is_run in self._runs(ids):
+            if is_run:
+                yield from self._viewed(self._viewer, epoch, some, published)
+            else:
+                yield self._copied(epoch, some, published)
 
     @contextmanager
     def _reading(self, epoch: Epoch) -> Iterator[None]:
@@ -205,42 +208,42 @@ class Assembly:
         epoch.is_cold |= was_on_disk
 
     def _copied(self, epoch: Epoch, ids: NDArray[np.int64], published: float) -> Made:
+        if self._views_required:
+            raise ValueError(
+                "assert_zero_copy() was called, and this batch needs a copy: its rows lie in several "
+                "segments, or too many views are alive; choose batch_size to divide the segments' rows"
+            )
         arrays = self.slots.lend(len(ids)).arrays()
         with self._reading(epoch):
             columns = epoch.snapshot.gather_into(ids, self._names, arrays)
             return self._complete(epoch, ids, columns, published, copied=True)
 
-    def _runs(self, ids: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Rows of some batches, as long as they follow one another; then those of one batch that do not."""
+    def _runs(self, ids: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
+        """Rows of some batches that follow one another, all together; or of one batch that do not."""
         size, breaks, first = self._batch_size, _breaks(ids), 0
         while first < len(ids):
             following = bisect_right(breaks, first)
             end = breaks[following] if following < len(breaks) else len(ids)
             stop = end if end == len(ids) else end - (end - first) % size
-            if stop == first:
+            is_run = stop > first
+            if not is_run:
                 stop = min(first + size, len(ids))
-            yield ids[first:stop]
+            yield ids[first:stop], is_run
             first = stop
 
     def _viewed(
         self, viewer: Viewer, epoch: Epoch, ids: NDArray[np.int64], published: float
     ) -> Iterator[Made]:
-        """Batches of some rows: views of them, if they are one run of a segment's rows, else copies."""
-        size, view = self._batch_size, None
-        if int(ids[-1]) - int(ids[0]) == len(ids) - 1:
-            with self._reading(epoch):
-                view = epoch.snapshot.view(int(ids[0]), len(ids), viewer)
+        """Batches of one run of rows: views of them, as far as they are of one segment, else copies."""
+        size = self._batch_size
+        with self._reading(epoch):
+            view = epoch.snapshot.view(int(ids[0]), len(ids), viewer)
         if view is not None:
             yield from self._cut(epoch, ids, view, published, copied=False)
         elif len(ids) > size:
             middle = -(-len(ids) // size) // 2 * size
             yield from self._viewed(viewer, epoch, ids[:middle], published)
             yield from self._viewed(viewer, epoch, ids[middle:], published)
-        elif self._views_required:
-            raise ValueError(
-                "assert_zero_copy() was called, and this batch needs a copy: its rows lie in several "
-                "segments, or too many views are alive; choose batch_size to divide the segments' rows"
-            )
         else:
             yield self._copied(epoch, ids, published)
 
@@ -315,11 +318,15 @@ def _of_crew(done: Elsewhere) -> Iterator[Made]:
 
 
 def _breaks(ids: NDArray[np.int64]) -> list[int]:
-    """Where a row does not follow the one before it."""
+    """Where a row does not follow the one before it.
+
+    In pieces: NumPy hands the GIL over in work on more elements, and beside a busy thread it takes 5 ms to
+    come back.
+    """
     breaks: list[int] = []
-    for piece in pieces(len(ids) - 1):
-        steps = ids[piece.start + 1 : piece.stop + 1] - ids[piece]
-        breaks += ((steps != 1).nonzero()[0] + piece.start + 1).tolist()
+    for start in range(0, len(ids) - 1, _ELEMENTS_UNDER_GIL):
+        piece = ids[start : start + _ELEMENTS_UNDER_GIL + 1]
+        breaks += ((piece[1:] - piece[:-1] != 1).nonzero()[0] + start + 1).tolist()
     return breaks
 
 

@@ -372,12 +372,10 @@ class Waiting:
 class Reading:
     """What reading rows took one thread: a context manager.
 
-    `was_on_disk`: pages had to be read. `has_waited`: for the GIL or the disk it had to wait, for longer
-    than it worked. A thread that others keep from its CPU is not waiting: that is no reason to do more
-    at a time.
+    `was_on_disk`: pages had to be read.
     """
 
-    has_waited = was_on_disk = False
+    was_on_disk = False
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -391,8 +389,6 @@ class Reading:
         wall_seconds = time.perf_counter() - self._started
         before, now = self._before, resource.getrusage(resource.RUSAGE_THREAD)
         cpu_seconds = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
-        waits, preemptions = now.ru_nvcsw - before.ru_nvcsw, now.ru_nivcsw - before.ru_nivcsw
-        self.has_waited = wall_seconds > 1.5 * cpu_seconds and waits > preemptions
         self.was_on_disk = (now.ru_majflt, now.ru_inblock) > (before.ru_majflt, before.ru_inblock)
         on_disk = max(0.0, wall_seconds - cpu_seconds) if self.was_on_disk else 0.0
         self._meter.leave({"store": on_disk, "gather": wall_seconds - on_disk})

@@ -8,7 +8,6 @@ snapshot stays leased until the last batch has arrived, or the iterator is dropp
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import weakref
@@ -17,7 +16,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Sampler
 
 from arrowcache.reading.epoch import Epoch, Epochs
@@ -31,8 +29,6 @@ from arrowcache.torch.descriptor import Rows
 from arrowcache.torch.distributed import Ranks
 from arrowcache.torch.snapshots import Sending
 from arrowcache.units import parse_count, parse_seconds, require_function
-
-_DRAWN_ROWS = 4096  # row ids are computed for so many at once
 
 
 class EpochBatchSampler(Sampler[list[int]]):
@@ -269,7 +265,7 @@ class EpochRows(Iterator[list[int]]):
             epochs.ended(epoch)
             epochs.give_back(epoch)
             raise
-        self._epoch, self._rows = epoch, _rows_of(self._sending, epoch, sampler.batch_size)
+        self._epoch, self._rows = epoch, _rows_of(self._sending, epoch)
         self._told_before.update(epoch.plan.to_state())
         sampler._current = weakref.ref(self)
 
@@ -295,13 +291,8 @@ def _refuse_shard(caller: FrameType) -> None:
         )
 
 
-def _rows_of(sending: Sending, epoch: Epoch, batch_size: int) -> Iterator[Rows]:
+def _rows_of(sending: Sending, epoch: Epoch) -> Iterator[Rows]:
     order, in_order = epoch.order, epoch.plan.is_in_order
-    size = max(1, _DRAWN_ROWS // batch_size)
-    for first in range(0, order.steps, size):
-        last = min(first + size, order.steps)
-        drawn = order.batches(first, last)
-        parts = np.array_split(drawn, range(batch_size, batch_size * (last - first), batch_size))
-        for step, ids in zip(itertools.count(first), parts, strict=False):
-            oldest = order.segments_span(step).start if in_order else 0
-            yield Rows(sending.name, step, ids, oldest, order.steps - step - 1)
+    for step in range(order.steps):
+        oldest = order.segments_span(step).start if in_order else 0
+        yield Rows(sending.name, step, order.batches(step, step + 1), oldest, order.steps - step - 1)

@@ -25,7 +25,6 @@ from arrowcache.reading.workers.request import Finished
 from arrowcache.storage.store import Store
 
 _PREFETCHED = 4
-_DRAWN_ROWS = 4096  # of the order, at once
 _USUAL_GROUP_BYTES = 32 << 20  # each group is a few hand-overs between three threads of this process
 
 
@@ -78,17 +77,9 @@ class RemoteAssembly:
         number = self.crew.begin(epoch.snapshot.segments)
         self._epoch = epoch, number
         step, size = 0, 1 if awaited else self._group
-        ids, drawn_from, drawn_to, draw = np.empty(0, np.int64), 0, 0, 1  # of several jobs at once
         while step < epoch.order.steps:
-            size = 1 if self.crew.is_hoarded else size
-            if step == drawn_to:
-                drawn_from, drawn_to = step, min(step + max(size, draw), epoch.order.steps)
-                ids = epoch.order.batches(drawn_from, drawn_to)
-                draw = min(2 * draw, max(1, _DRAWN_ROWS // self._batch_size))
-            last = min(step + size, drawn_to)
-            first_row = (step - drawn_from) * self._batch_size
-            of_job = ids[first_row : (last - drawn_from) * self._batch_size]
-            yield self._job(epoch, number, step, of_job, last - step)
+            last = min(step + (1 if self.crew.is_hoarded else size), epoch.order.steps)
+            yield self._job(epoch, number, step, epoch.order.batches(step, last), last - step)
             step, size = last, min(2 * size, self._group)
 
     def end(self, epoch: Epoch) -> None:

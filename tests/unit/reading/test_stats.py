@@ -42,7 +42,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wall = self.cpu = 1000.0
-        self.disk_faults = self.disk_blocks = self.waits = self.preemptions = 0
+        self.disk_faults = self.disk_blocks = 0
         clocks = SimpleNamespace(perf_counter=lambda: self.wall, time=lambda: self.wall)
         monkeypatch.setattr(stats_module, "time", clocks)
         usage = SimpleNamespace(RUSAGE_THREAD=1, getrusage=self.usage)
@@ -52,7 +52,7 @@ class Clock:
         assert who == 1, "of this thread alone"
         return SimpleNamespace(
             ru_utime=self.cpu / 4, ru_stime=self.cpu * 3 / 4, ru_majflt=self.disk_faults,
-            ru_inblock=self.disk_blocks, ru_nvcsw=self.waits, ru_nivcsw=self.preemptions,
+            ru_inblock=self.disk_blocks,
         )  # fmt: skip
 
 
@@ -109,21 +109,6 @@ def test_reading_counts_as_store_what_it_waited_for_the_disk_and_as_gather_the_r
         clock.disk_faults += disk_faults
         clock.disk_blocks += disk_blocks
     assert (meter.seconds["store"], meter.seconds["gather"]) == (store, gather)
-
-
-@pytest.mark.parametrize(
-    ("cpu", "waits", "preemptions", "has_waited"),
-    [(4.0, 9, 0, False), (2.0, 9, 0, True), (2.0, 9, 9, False), (2.0, 0, 9, False), (2.0, 5, 4, True)],
-)
-def test_a_thread_has_waited_if_it_was_idle_for_long_and_not_by_preemption(
-    clock, cpu, waits, preemptions, has_waited
-):
-    with Meter().reading() as reading:
-        clock.wall += 5
-        clock.cpu += cpu
-        clock.waits += waits
-        clock.preemptions += preemptions
-    assert reading.has_waited == has_waited
 
 
 def test_a_clock_of_the_thread_that_is_coarser_than_the_wall_makes_no_time_negative(clock):

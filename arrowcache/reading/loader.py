@@ -1,10 +1,10 @@
 """Loader: epochs over a cache, as batches of NumPy arrays.
 
-`iter` takes the snapshot, so whatever was published before it is in the epoch; background threads
-make batches ahead of the consumer. One epoch is delivered at a time. This module is the face: what
-users say and get. iterator.py hands batches over, epoch.py decides what an epoch is, plan.py and
-order.py which rows it has, assembly.py how its batches are made, pipeline.py when, ring.py and view.py
-in which memory, readahead.py what is warm by then.
+`iter` takes the snapshot, so whatever was published before it is in the epoch. `next` begins batches ahead,
+which native threads copy, and hands out the oldest: no Python thread lies on their way. One epoch is
+delivered at a time. This module is the face: what users say and get. iterator.py hands batches over, epoch.py
+decides what an epoch is, plan.py and order.py which rows it has, assembly.py how its batches are made,
+pipeline.py when, slots.py and view.py in which memory, readahead.py what is warm by then.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ class Loader:
         columns: which; None for all.
         drop_last: leave out an incomplete last batch; else it is short, or with several ranks padded
             with the epoch's first rows.
-        transform: called with each batch, in a background thread or worker; what it returns is yielded.
-        workers: threads or processes that make batches, at most 256; 0: one background thread.
+        transform: called with each batch, in a thread or worker, ahead; what it returns is yielded.
+        workers: threads or processes that run the transform, at most 256; 0: one thread does.
         worker_type: "process" (transforms that hold the GIL; they must be picklable by cloudpickle, and
             return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes, which have the same
             dtypes and row shapes in every batch) or "thread" (transforms that release it, small rows).
-        prefetch: batches kept ready, at least; at most 65536.
+        prefetch: batches that are begun ahead, beside one for each worker; at most 65536. None: two to eight,
+            as many as the processor's cache holds.
         where: SegmentInfo -> bool, which segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank, world_size: this process' part of each step, and of how many; None: it is alone. Each step

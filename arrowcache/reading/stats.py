@@ -1,6 +1,6 @@
 """Stats: what a loader delivered, what that took, and what to do about it.
 
-`Meter` is what the loader's threads add to; `LoaderStats` is the frozen answer to the user. Adding
+`Meter` is what the consumer and workers add to; `LoaderStats` is the frozen answer to the user. Adding
 is a few additions under a lock that nobody holds for longer, so it is always on; what must ask the
 kernel (memory) is asked when the user asks. What is in progress is noted when it begins, one entry
 a thread, and counts up to the moment of the question: a transform that hangs is seen while it does.
@@ -57,14 +57,13 @@ class LoaderStats:
     "samplers" (too few rows), "pace" (the cache's: see `Pace`), "store" (the disk, and cache.lock),
     "gather" (memory; of views, mapping them), "transform" or "start" (of worker processes, once a
     loader); "none" before a batch was delivered or waited for. `advice` says it in words. The seconds
-    behind it are those that the loader's threads and processes, all together, spent on each; of "start",
-    while no process was ready.
+    behind it are those that the consumer, in `next`, and workers, all together, spent on each; of "start", while no process was ready.
 
-    `age_seconds` is how old delivered rows were on average, since they were published (of at most
-    64 rows of each batch). `ring_bytes` is the memory for batches, `ring_growths` how often a
-    buffer was added to it: it goes on growing while the consumer keeps batches. `private_bytes` and
-    `file_bytes` are the whole process' resident memory: its own, and pages of mapped files, which
-    the kernel takes back when it needs them. `workers` and `shuffle` are the loader's.
+    `age_seconds` is how old delivered rows were on average, since they were published (of some 64 of every
+    4,096 rows). `ring_bytes` is the memory for batches, `ring_growths` how often a buffer was added to it: it
+    goes on growing while the consumer keeps batches. `private_bytes` and `file_bytes` are the whole process'
+    resident memory: its own, and pages of mapped files, which the kernel takes back when it needs them.
+    `workers` and `shuffle` are the loader's.
 
     `left_out_rows` is how many of the oldest rows the epoch that began last leaves to samplers: 0, but
     where the cache is nearly full and somebody writes to it (see `headroom` of `Cache.create`); 0 also
@@ -111,7 +110,6 @@ class LoaderStats:
         )
 
     def _own_advice(self) -> str:
-        more = f"more than {self.workers} workers" if self.workers else "workers=2, worker_type='thread'"
         match self.bottleneck:
             case "store":
                 in_order = "" if self.shuffle in ("window", None) else "shuffle='window', "
@@ -119,8 +117,9 @@ class LoaderStats:
             case "gather" if self.bytes and not self.copied_bytes:
                 return "mapping and reading small views is the limit, nothing is copied: a larger batch_size"
             case "gather":
-                return f"copying is the limit: {more}, or fewer columns"
+                return "copying is the limit: fewer columns, or a faster memory"
             case "transform":
+                more = f"more than {self.workers} workers" if self.workers else "workers=2"
                 return f"the transform is the limit: {more}, or have it do less, and let go of the GIL"
         return _ADVICE[self.bottleneck]
 

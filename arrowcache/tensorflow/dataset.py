@@ -1,6 +1,6 @@
 """dataset: a cache as a `tf.data.Dataset`, each iteration of which is an epoch over a new snapshot.
 
-`arrowcache.Loader` chooses, leases and gathers the rows, in a thread of its own, ahead of TensorFlow; a
+`arrowcache.Loader` chooses, leases and gathers the rows; one of TensorFlow's threads drives it, ahead. A
 backend (native.py, arrow.py) brings its batches into TensorFlow. The loader lives as long as the dataset
 and what is made of it.
 """

@@ -24,7 +24,7 @@ class Loader(NumpyLoader):
     begins, rank and world_size are its, unless given. Tensors are (batch_size, *shape).
 
     Args:
-        device: None: tensors are on the CPU and share memory with the ring's buffers. Else such as "cuda":
+        device: None: tensors are on the CPU and share memory with the loader's slots. Else such as "cuda":
             a thread copies the next two batches there while this one trains, as `DevicePrefetcher` does;
             a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it. Rows are
             gathered into pinned memory, from which the device copies them itself; what is made

@@ -261,7 +261,7 @@ def test_a_forked_child_does_not_count_what_the_parents_threads_had_in_progress(
         ("consumer", "training step"),
         ("samplers", "sampler workers"),
         ("store", "shuffle='window'"),
-        ("gather", "worker_type='thread'"),
+        ("gather", "fewer columns"),
         ("transform", "workers=2"),
         ("start", "worker processes"),
     ],

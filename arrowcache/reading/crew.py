@@ -35,9 +35,10 @@ class Crew:
         """Have a function run. Raises: WorkerError: a thread cannot be started."""
         while len(self._threads) < self._size:
             name = f"arrowcache-worker-{len(self._threads)}"
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
-            start(thread)
-            self._threads.append(thread)
+            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+        for thread in self._threads:  # Ctrl-C, or a refusal, leaves one that is started the next time
+            if thread.ident is None:
+                start(thread)
         future: Future[Any] = Future()
         self._todo.put((future, function))
         return future

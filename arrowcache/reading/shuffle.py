@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from typing import Protocol
 
 import numpy as np
+from numpy.random import SeedSequence  # here: NumPy loads it late, and the first batch would wait
 from numpy.typing import NDArray
 
 from arrowcache.native.order import KEYS, Pass, Runs, Stage
@@ -166,9 +167,9 @@ def _starts(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(rows)))
 
 
-def _sequence(seed: int, key: tuple[int, ...]) -> np.random.SeedSequence:
-    return np.random.SeedSequence(seed, spawn_key=(_ORDER_KEY, *key))
+def _sequence(seed: int, key: tuple[int, ...]) -> SeedSequence:
+    return SeedSequence(seed, spawn_key=(_ORDER_KEY, *key))
 
 
-def _stage(edges: list[int], sequence: np.random.SeedSequence) -> Stage:
+def _stage(edges: list[int], sequence: SeedSequence) -> Stage:
     return Stage(np.array(edges, np.int64), np.asarray(sequence.generate_state(KEYS, np.uint64), np.uint64))

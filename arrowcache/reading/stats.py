@@ -57,7 +57,8 @@ class LoaderStats:
     "samplers" (too few rows), "pace" (the cache's: see `Pace`), "store" (the disk, and cache.lock),
     "gather" (memory; of views, mapping them), "transform" or "start" (of worker processes, once a
     loader); "none" before a batch was delivered or waited for. `advice` says it in words. The seconds
-    behind it are those that the consumer, in `next`, and workers, all together, spent on each; of "start", while no process was ready.
+    behind it are those that the consumer, in `next`, and workers, all together, spent on each; of "start",
+    while no process was ready.
 
     `age_seconds` is how old delivered rows were on average, since they were published (of some 64 of every
     4,096 rows). `ring_bytes` is the memory for batches, `ring_growths` how often a buffer was added to it: it

@@ -168,7 +168,7 @@ LACKED = (
 )  # fmt: skip
 """How names begin that a Python may lack which was built against an old C library."""
 C_LIBRARIES = ("CDLL", "PyDLL", "LoadLibrary", "cdll", "pythonapi")
-OWNERS = {"arrowcache.reading.ring", "arrowcache.reading.workers.bench", "arrowcache.reading.workers.shared"}
+OWNERS = {"arrowcache.reading.slots", "arrowcache.reading.workers.bench", "arrowcache.reading.workers.shared"}
 """Where ctypes arrays are: objects under NumPy arrays, which tell by their death that nobody uses these."""
 
 

@@ -45,11 +45,9 @@ class Crew:
 
     def close(self) -> None:
         """Have each thread end after its current function, and wait for that, at most 5 s. Idempotent."""
-        threads, self._threads = self._threads, []
-        for _ in threads:
-            self._todo.put(None)
+        self._todo.put(None)  # which each hands on to the next
         deadline = time.monotonic() + _JOIN_SECONDS
-        for thread in threads:
+        for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -66,6 +64,7 @@ class Crew:
                     future.set_result(result)
                     del result
             del todo, future, function  # or an idle thread would keep a batch's memory
+        self._todo.put(None)
 
 
 def _wait_for_a_processor() -> None:

@@ -142,8 +142,8 @@ def test_whoever_first_lists_a_folder_that_vanished_says_so(cache, tmp_path):
     loader = ac.Loader(cache, 16, shuffle=None)
     cache.path.rename(tmp_path / "elsewhere")
     for call in (
-        lambda: ac.Loader(cache, 16),
-        lambda: ac.Loader(cache, 16, rank=0, world_size=1, run_id="job"),
+        lambda: iter(ac.Loader(cache, 16)),
+        lambda: iter(ac.Loader(cache, 16, rank=0, world_size=1, run_id="job")),
         loader.assert_zero_copy,
         cache.verify,
     ):

@@ -175,20 +175,20 @@ def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, monkeypatch):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_is_warmed_before_the_first_batch_of_an_epoch_is_made(cache, monkeypatch, workers):
     """Its rows would wait for the disk behind all others."""
-    order, gather_into, warm = [], Snapshot.gather_into, Snapshot.warm
+    order, take, warm = [], Gather.take, Snapshot.warm
 
-    def gathering(self, *arguments):
+    def taking(self, *arguments):
         deadline = time.monotonic() + 0.5
         while not order and time.monotonic() < deadline:
             time.sleep(0.01)  # for a read-ahead that has begun already
         order.append("gather")
-        return gather_into(self, *arguments)
+        return take(self, *arguments)
 
     def warming(self, *arguments):
         order.append("warm")
         return warm(self, *arguments)
 
-    monkeypatch.setattr(Snapshot, "gather_into", gathering)
+    monkeypatch.setattr(Gather, "take", taking)
     monkeypatch.setattr(Snapshot, "warm", warming)
     with Loader(cache, 16, workers=workers, worker_type="thread") as loader:
         epoch = iter(loader)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -265,8 +266,8 @@ class Pipeline:
             return
         with self._lock:
             stream.ended, stream.error = True, None
-            mine = stream.consumer in (0, threading.get_ident())
-        if mine:  # else its consumer does, within _LOOK_SECONDS
+            is_idle = not stream.consumer
+        if is_idle:  # else its consumer does, within _LOOK_SECONDS
             _cancel(stream)
         stream.let_go()
         stream.let_go, stream.jobs = _nothing, _no_jobs  # they know the stream: a cycle
@@ -305,9 +306,11 @@ def _cancel(stream: Stream) -> None:
 
 
 def _cancel_begun(stream: Stream) -> None:
-    while stream.begun:
-        stream.begun[0][0].cancel()  # before it is taken from there: Ctrl-C loses none
-        stream.begun.popleft()
+    while (begun := next(iter(stream.begun), None)) is not None:
+        begun[0].cancel()  # before it is taken from there: Ctrl-C loses none
+        with suppress(ValueError):  # a signal handler that ends the stream, too, was faster
+            stream.begun.remove(begun)
+        del begun
     stream.under_way = 0
 
 

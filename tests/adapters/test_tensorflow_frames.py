@@ -13,7 +13,7 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import pyarrow as pa
 
 import arrowcache as ac
-from arrowcache.reading.ring import Ring
+from arrowcache.reading.slots import Slots
 from arrowcache.tensorflow.columns import columns_of
 from arrowcache.tensorflow.frames import Frames, Rooms
 
@@ -32,19 +32,19 @@ def frames(rooms):
 
 
 @pytest.fixture
-def ring(rooms):
+def slots(rooms):
     columns = {name: (kind.shape, kind.numpy_dtype) for name, kind in SCHEMA.fixed.items()}
-    return Ring(columns, ROWS, allocate=rooms.allocate)
+    return Slots(columns, 2 * ROWS, allocate=rooms.allocate)
 
 
-def gathered(ring, first, rows=2 * ROWS):
-    """Batches of one group, as a loader makes them."""
-    group = ring.take(rows)
-    ids = np.arange(first, first + rows)
-    group.arrays()["y"][:] = ids
-    group.arrays()["x"][:] = ids[:, None, None]
-    batches = [group.hand_out(number) for number in range(-(-rows // ROWS))]
-    group.close()
+def gathered(slots, first, rows=2 * ROWS):
+    """Batches of one slot, as a loader makes them."""
+    whole, ids = slots.lend(rows).arrays(), np.arange(first, first + rows)
+    whole["y"][:] = ids
+    whole["x"][:] = ids[:, None, None]
+    batches = [
+        {name: array[start : start + ROWS] for name, array in whole.items()} for start in range(0, rows, ROWS)
+    ]
     for batch in batches:
         batch["name"] = [str(number) for number in batch["y"]]
     return batches
@@ -60,8 +60,8 @@ def ids(frame):
     return [number for batch in read(frame)[1][0].to_pylist() for number in batch]
 
 
-def test_batches_gathered_side_by_side_become_files_where_they_lie(frames, ring):
-    batches = gathered(ring, 100)
+def test_batches_gathered_side_by_side_become_files_where_they_lie(frames, slots):
+    batches = gathered(slots, 100)
     first = {name: batches[0][name].ctypes.data for name in ("x", "y")}
     (x,), (y,), (text, ends) = read(frames.write(batches))
     assert [len(batch) for batch in x.to_pylist()] == [ROWS * 15] * 2
@@ -73,14 +73,14 @@ def test_batches_gathered_side_by_side_become_files_where_they_lie(frames, ring)
         assert column.chunk(0).values.buffers()[1].address == first[name]
 
 
-def test_a_last_batch_of_fewer_rows_fits(frames, ring):
-    assert ids(frames.write(gathered(ring, 0, ROWS + 1))) == list(range(ROWS + 1))
-    assert ids(frames.write(gathered(ring, 0, ROWS + 3))) == list(range(ROWS + 3))
+def test_a_last_batch_of_fewer_rows_fits(frames, slots):
+    assert ids(frames.write(gathered(slots, 0, ROWS + 1))) == list(range(ROWS + 1))
+    assert ids(frames.write(gathered(slots, 0, ROWS + 3))) == list(range(ROWS + 3))
 
 
-def test_what_lies_elsewhere_is_copied_and_its_surroundings_stay(frames, ring):
+def test_what_lies_elsewhere_is_copied_and_its_surroundings_stay(frames, slots):
     memory = np.full(1000, 7, np.int64)
-    batches = gathered(ring, 50)
+    batches = gathered(slots, 50)
     for number, batch in enumerate(batches):
         values = memory[500 + 100 * number :][:ROWS]
         values[:] = batch["y"]
@@ -90,9 +90,9 @@ def test_what_lies_elsewhere_is_copied_and_its_surroundings_stay(frames, ring):
     assert np.array_equal(memory, before)
 
 
-def test_the_middle_of_a_group_is_copied(frames, ring):
+def test_the_middle_of_a_group_is_copied(frames, slots):
     """Its headers would lie in the batch before it."""
-    first, second = gathered(ring, 0)
+    first, second = gathered(slots, 0)
     assert ids(frames.write([second])) == list(range(4, 8))
     assert first["y"].tolist() == list(range(4))
 
@@ -105,10 +105,10 @@ def test_a_room_that_died_is_none(rooms):
     assert rooms.around(start) is None
 
 
-def test_a_frame_stays_while_the_next_is_made(frames, ring):
-    older = frames.write(gathered(ring, 0))
+def test_a_frame_stays_while_the_next_is_made(frames, slots):
+    older = frames.write(gathered(slots, 0))
     for first in range(10, 100, 10):
-        newer = frames.write(gathered(ring, first))
+        newer = frames.write(gathered(slots, first))
         assert ids(older) == list(range(first - 10, first - 2))
         assert [*read(older)[2][0].to_pylist()] == [
             "".join(map(str, range(start, start + 4))) for start in (first - 10, first - 6)
@@ -116,8 +116,8 @@ def test_a_frame_stays_while_the_next_is_made(frames, ring):
         older = newer
 
 
-def test_an_epochs_frames_are_its_groups(frames, ring):
-    batches = [*gathered(ring, 0), *gathered(ring, 10), *gathered(ring, 20, 1)]
+def test_an_epochs_frames_are_its_groups(frames, slots):
+    batches = [*gathered(slots, 0), *gathered(slots, 10), *gathered(slots, 20, 1)]
     assert [ids(frame) for frame in frames.of_epoch(iter(batches))] == [
         list(range(8)),
         list(range(10, 18)),
@@ -125,9 +125,9 @@ def test_an_epochs_frames_are_its_groups(frames, ring):
     ]
 
 
-def test_batches_before_an_error_are_delivered_first(frames, ring):
+def test_batches_before_an_error_are_delivered_first(frames, slots):
     def failing():
-        yield from gathered(ring, 0)
+        yield from gathered(slots, 0)
         raise OSError("gone")
 
     epoch = frames.of_epoch(failing())
@@ -136,13 +136,13 @@ def test_batches_before_an_error_are_delivered_first(frames, ring):
         next(epoch)
 
 
-def test_frames_give_back_what_was_gathered_for_those_before(frames, ring):
+def test_frames_give_back_what_was_gathered_for_those_before(frames, slots):
     for first in range(0, 50, 10):
-        frames.write(gathered(ring, first))
-    growths = ring.growths
+        frames.write(gathered(slots, first))
+    growths = slots.growths
     for first in range(50, 500, 10):
-        frames.write(gathered(ring, first))
-    assert ring.growths == growths
+        frames.write(gathered(slots, first))
+    assert slots.growths == growths
 
 
 def test_batches_without_a_column_of_fixed_width_are_a_frame_each(rooms):

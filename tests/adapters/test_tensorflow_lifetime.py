@@ -85,14 +85,14 @@ from arrowcache.reading.pipeline import Pipeline
 
 apart = {"asked": threading.Event()}  # a function of this module would keep the iterator for ever
 exec('''
-def make_nothing(self, stream):
+def take_nothing(self, stream, seconds):
     asked.set()
-    with self._changed:
-        self._changed.wait_for(lambda: self._is_over(stream))
+    asked.__class__().wait(seconds)
+    return False
 ''', apart)
 iterator = iter(dataset(cache, 16, epoch_rows=64, backend=backend, prefetch=2).repeat())
 next(iterator)
-Pipeline._produce = apart["make_nothing"]
+Pipeline._take = apart["take_nothing"]
 for _ in range(3):
     next(iterator)
 apart["asked"].wait()
@@ -206,14 +206,13 @@ for _ in range(150):
 print("read", flush=True)
 sys.stdin.readline()
 
-at_once = Pipeline._produce
+at_once = Pipeline._take
 go_on = threading.Event()
 
-def late(self, stream):
-    go_on.wait()
-    return at_once(self, stream)
+def late(self, stream, seconds):
+    return go_on.wait(seconds) and at_once(self, stream, seconds)
 
-Pipeline._produce = late  # batches are late from now on
+Pipeline._take = late  # batches are late from now on
 threading.Thread(target=lambda: (sys.stdin.readline(), go_on.set()), daemon=True).start()
 for _ in range(1000):
     next(iterator)

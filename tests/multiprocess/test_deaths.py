@@ -1,0 +1,122 @@
+"""Whatever dies first, while rows are on their way: the memory that they go to outlives them.
+
+DEATHS says how often each way is tried; the figures of benchmarks/RESULTS.md are of 80 and 200.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import make_cache, publish
+from processes import Script
+
+import arrowcache as ac
+
+DEATHS = int(os.environ.get("DEATHS", "10"))
+WAYS = ["end", "exit", "error", "break", "collected", "interrupt", "signal", "no more"]
+
+# A parent that has imported everything forks one child a death; each ends through the interpreter's own exit.
+DEATH = """
+    import gc, os, signal, sys
+    import arrowcache as ac
+    import arrowcache.reading.loader
+
+    path, way, deaths = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+    class Kept:
+        def __del__(self):  # an object that dies after most others have
+            kept = self.batches
+
+    def die(number):
+        kept = Kept()
+        loader = ac.Loader(path, 8, seed=number, prefetch=4)
+        batches = iter(loader)
+        kept.batches = [next(batches) for _ in range(number % 5)]
+        loader._meter.kept = kept
+        if way == "end":
+            globals().update(loader=loader, batches=batches, kept=kept)
+        elif way == "exit":
+            globals().update(batches=batches)
+            sys.exit(0)
+        elif way == "error":
+            try:
+                raise ValueError(batches)
+            except ValueError as error:
+                error.me = error, loader
+        elif way == "break":
+            for _ in batches:
+                break
+            loader.close()
+        elif way == "collected":
+            loader.me, batches.me = loader, (batches, loader)
+            del loader, batches, kept
+            gc.collect()
+        elif way == "interrupt":
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            try:  # more than once: what comes into a finalizer is lost
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 * (number % 9) + 0.0001, 0.05)
+                while True:
+                    for _ in loader:
+                        pass
+            except KeyboardInterrupt:
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        elif way == "signal":
+            signal.signal(signal.SIGALRM, lambda *_: loader.close())
+            signal.setitimer(signal.ITIMER_REAL, 0.0005 * (number % 9) + 0.0001)
+            try:
+                while True:
+                    for batch in loader:
+                        kept.batches.append(batch)
+            except ValueError as error:
+                assert "closed" in str(error), error
+        elif way == "no more":
+            os._exit(0)
+
+    for number in range(deaths):
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)
+            die(number)
+            break
+        _, status = os.waitpid(pid, 0)
+        assert status == 0, (number, status)
+    else:
+        print("all are dead")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, way):
+    schema = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("uint8", (65536,)), "text": ac.String()})
+    cache = make_cache(tmp_path / "cache", schema, capacity="64MiB", segment_bytes="4MiB", segment_rows=32)
+    with cache.writer() as writer:
+        for number in range(256):
+            writer.append(id=number, image=np.full(65536, number, np.uint8), text=str(number))
+    with Script(DEATH, cache.path, way, DEATHS) as script:
+        assert script.line() == "all are dead"
+        assert script.end()[0] == 0
+    assert cache.stats().leased_bytes == 0
+    assert cache.verify() == []
+
+
+def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+
+    def now() -> tuple[int, int, int]:
+        maps = Path("/proc/self/maps").read_text().count(str(cache.path))
+        return len(os.listdir("/proc/self/task")), maps, len(os.listdir("/proc/self/fd"))
+
+    def come_and_go() -> None:
+        with cache.snapshot() as snapshot:
+            snapshot.gather([1, 33])
+
+    come_and_go()
+    before = now()
+    for _ in range(2000):
+        come_and_go()
+    assert now() == before

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -43,7 +44,8 @@ def own(errors):
 
 
 @every_backend
-def test_leases_are_released_as_the_pass_moves_on(cache, backend):
+def test_leases_are_released_as_the_pass_moves_on(cache, backend, monkeypatch):
+    monkeypatch.setattr(sys.modules["arrowcache.tensorflow.dataset"], "_FRAME_BYTES", 10_000)  # some 8 batches
     iterator = iter(dataset(cache, 16, shuffle="window", window_bytes="16KiB", backend=backend, prefetch=0))
     next(iterator)
     most = cache.stats().leased_bytes

@@ -211,7 +211,7 @@ class Pipeline:
 
     def _begin_jobs(self, stream: Stream) -> None:
         """Have enough under way."""
-        for pending, _ in stream.begun:
+        for pending, _ in list(stream.begun):  # a handler of this thread may end the stream
             pending.go_on()
         while not stream.exhausted and stream.under_way + len(stream.ready) < self._wanted():
             if stream.at_barrier and stream.begun:
@@ -266,8 +266,8 @@ class Pipeline:
             return
         with self._lock:
             stream.ended, stream.error = True, None
-            is_idle = not stream.consumer
-        if is_idle:  # else its consumer does, within _LOOK_SECONDS
+            mine = stream.consumer in (0, threading.get_ident())
+        if mine:  # else its consumer does, within _LOOK_SECONDS
             _cancel(stream)
         stream.let_go()
         stream.let_go, stream.jobs = _nothing, _no_jobs  # they know the stream: a cycle
@@ -306,11 +306,10 @@ def _cancel(stream: Stream) -> None:
 
 
 def _cancel_begun(stream: Stream) -> None:
-    while (begun := next(iter(stream.begun), None)) is not None:
-        begun[0].cancel()  # before it is taken from there: Ctrl-C loses none
-        with suppress(ValueError):  # a signal handler that ends the stream, too, was faster
-            stream.begun.remove(begun)
-        del begun
+    with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
+        while stream.begun:
+            stream.begun[0][0].cancel()  # before it is taken from there: Ctrl-C loses none
+            stream.begun.popleft()
     stream.under_way = 0
 
 

@@ -561,11 +561,11 @@ def test_values_that_were_found_twice_after_ctrl_c_are_what_they_were(no_threads
 
 
 def test_many_threads_copy_at_the_same_time():
-    files = Files([50] * 20, [4096, 3])
+    files = [Files([50] * 20, [4096, 3]) for _ in range(2)]  # that are not in memory, and that are
     rng = np.random.default_rng(0)
 
     def copy(count: int) -> None:
-        checked(files, rng.integers(0, 1000, count), warm=bool(count % 2))
+        checked(files[count % 2], rng.integers(0, 1000, count), warm=bool(count % 2))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(copy, rng.integers(1, 600, 200).tolist()))

@@ -37,7 +37,7 @@ _WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
 _MOST_UNDER_WAY = 8
 _MOST_GROUPED = 256
 _ELEMENTS_UNDER_GIL = 500
-_GROUP_BYTES = 64 << 10  # small batches share a slot and a job, which cost as much as copying so much
+_GROUP_BYTES = 512 << 10  # small batches share a slot and a job, which cost as much as copying so much
 
 
 class Assembly:

@@ -114,8 +114,8 @@ class Assembly:
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
         step, steps, size = 0, epoch.order.steps, 1 if awaited else self._group
-        while step < steps:  # the first job alone, then many batches' ids at once
-            batches = size if not step else max(size, _DRAWN_ROWS // self._batch_size)
+        while step < steps:  # small jobs first; then many batches' ids at once
+            batches = size if size < self._group else max(size, _DRAWN_ROWS // self._batch_size)
             end = min(step + batches, steps)
             drawn = epoch.order.batches(step, end)
             published = mean_published(epoch, drawn)
@@ -124,7 +124,7 @@ class Assembly:
                 batches = min(size, end - step)
                 yield self._job(epoch, step, ids, batches, published)
                 step += batches
-            size = self._group
+            size = min(2 * size, self._group)
 
     def end(self, epoch: Epoch) -> None:
         """Nothing more is made of an epoch; call it before its snapshot is closed."""

@@ -1,20 +1,28 @@
-/* The engine: a few threads of the operating system that copy rows of mapped files into given memory.
+/* The engine: a few threads of the operating system that bring rows of files into given memory.
  *
- * Owns: its threads, its queue. It knows no Python, allocates nothing for a job, opens and maps no file.
+ * Owns: its threads, its queue. It knows no Python, allocates nothing for a job, maps no file.
  *
- * Rows are numbered 0, 1, ... through a list of segments, each a mapped file. A job names rows by their numbers and
- * says where they go. Numbers are checked before a byte is copied. `engine_submit` queues a job, the threads copy it
- * chunk by chunk, and `engine_take` helps with what no thread has begun, then waits for what they have.
+ * Rows are numbered 0, 1, ... through a list of segments, each a file. A job names rows by their numbers and says
+ * where they go. Numbers are checked before a byte is copied. `engine_submit` queues a job, the threads do it chunk
+ * by chunk, and `engine_take` helps with what no thread has begun, then waits for what they have.
+ *
+ * Rows come in one of three ways
+ *   - ENGINE_COPY, from mapped files: for what is in memory. A page that is not is waited for, by itself.
+ *   - ENGINE_ASK, then ENGINE_READ, from the files: for what may be on the disk. An ask copies what is in memory and
+ *     has the disk begin to read the rest, without waiting; a read waits for that rest.
+ *   - ENGINE_FETCH has the disk begin to read rows that follow one another, and copies nothing.
  *
  * Guarantees
- *   - A job has ended once `engine_take` has returned 0, or `engine_cancel`: nothing touches its memory from then on.
- *   - Nobody waits for a thread that does not run: with no threads at all, `engine_take` copies everything itself.
+ *   - A job has ended once `engine_take` or `engine_cancel` has returned 0: nothing touches its memory from then on.
+ *   - Nobody waits for a thread that does not run: with no threads at all, `engine_take` does everything itself.
  *   - A waiter is woken by signals: `engine_take` returns, and is called again.
  *   - The threads block all signals, and end within `engine_stop`, but for one that the kernel holds.
+ *   - ENGINE_READ tells of a file that is shorter than it was, or cannot be read (`failed`).
  *
  * The caller's part
  *   - Everything that a job points to stays where it is until the job has ended; files stay mapped. A file that
- *     somebody truncates while it is mapped ends the process by SIGBUS.
+ *     somebody truncates while ENGINE_COPY reads it ends the process by SIGBUS.
+ *   - ENGINE_READ of rows begins after ENGINE_ASK of them has ended.
  *   - A child of fork() has no threads: it makes an engine of its own, and takes no job of its parent.
  *   - `engine_*` may be called from several threads; one job is taken and cancelled by one thread at a time.
  */
@@ -23,15 +31,17 @@
 
 #include <stdint.h>
 
-#define ENGINE_VERSION 2 /* of this header's structures: the caller compares it with `engine_version` */
+#define ENGINE_VERSION 3 /* of this header's structures: the caller compares it with `engine_version` */
 
-/* A mapped file and the rows in it. */
+/* A file and the rows in it. */
 typedef struct {
-    const uint8_t *base; /* of the file; NULL: it is not mapped, and none of its rows may be asked for */
+    const uint8_t *base; /* where it is mapped; NULL: it is not, and its rows are read from the file */
     int64_t nbytes;      /* of the file */
-    const int64_t *at;   /* where each buffer begins: bytes from base; files alike may share it */
+    const int64_t *at;   /* where each buffer begins: bytes of the file; files alike may share it. NULL: it is not
+                            known, and none of its rows may be asked for */
     int64_t first;       /* the number of its first row */
-    const uint8_t *warm; /* not 0: its pages are in memory, as far as is known; NULL: they may not be */
+    const char *path;    /* of the file; NULL: it is mapped, and is not read in another way */
+    int64_t device, inode; /* of the file: another one that has its path by now is not read */
 } engine_segment;
 
 /* Rows of segments, numbered one after another. */
@@ -53,29 +63,43 @@ typedef struct {
     uint8_t *out;      /* where its rows go, one after another */
 } engine_column;
 
+/* Kinds of jobs. */
 enum {
-    ENGINE_FIXED,   /* copy columns of fixed width */
-    ENGINE_LENGTHS, /* find a column's values: buffer `columns[0].buffer` has their offsets, int32, in elements of
-                       `columns[0].row_bytes` bytes; the buffer after it has the values */
-    ENGINE_VALUES   /* copy the values that a job of ENGINE_LENGTHS has found */
+    ENGINE_FIXED,   /* columns of fixed width */
+    ENGINE_LENGTHS, /* where a column's values are: buffer `columns[0].buffer` has their offsets, int32, in elements
+                       of `columns[0].row_bytes` bytes; the buffer after it has the values */
+    ENGINE_VALUES   /* the values that a job of ENGINE_LENGTHS has found */
 };
 
-/* What to copy. The caller fills all but the last part in, with zeros there. */
+/* Ways of rows; see above. There is no ENGINE_ASK of ENGINE_LENGTHS, and no ENGINE_FETCH of ENGINE_VALUES: that of
+   ENGINE_LENGTHS fetches the values. */
+enum { ENGINE_COPY, ENGINE_ASK, ENGINE_READ, ENGINE_FETCH };
+
+#define ENGINE_PIECE_BYTES (128 << 10) /* of a row's column, read by one call; a disk is asked for no more at a time */
+
+/* What to do. The caller fills all but the last part in, with zeros there. */
 typedef struct engine_job {
     int64_t kind;
-    const engine_rows *rows;      /* ENGINE_VALUES: unused */
-    const int64_t *ids;           /* the numbers of the rows; ENGINE_VALUES: unused */
+    int64_t way;
+    const engine_rows *rows;
+    const int64_t *ids;           /* (count) the numbers of the rows; ENGINE_FETCH: (2), the first, and one after the
+                                     last */
     int64_t count;                /* how many */
-    const engine_column *columns; /* ENGINE_VALUES: `columns[0].out` alone */
+    const engine_column *columns; /* ENGINE_VALUES: `columns[0].out` alone; ENGINE_FETCH: `out` is unused */
     int64_t column_count;
-    const uint8_t **from; /* (count): where each value is; ENGINE_FIXED: unused */
-    int64_t *to;          /* (count + 1): where each goes, in bytes from the first one, and where the last one ends */
+    int64_t *from; /* (count) where each value is, in bytes of its file; ENGINE_FIXED: unused */
+    int64_t *to;   /* (count + 1) where each goes, in bytes from the first one, and where the last one ends */
+    uint8_t *got;  /* of ENGINE_ASK, zeros at first, and the ENGINE_READ after it: not 0: is copied. ENGINE_VALUES:
+                      (count); ENGINE_FIXED: (count, pieces of ENGINE_PIECE_BYTES of each column). NULL: nothing is */
+    int64_t drops; /* ENGINE_READ: what it reads from the disk leaves the page cache again */
 
     struct engine_job *following;
-    int64_t unit, parts, chunks, begun; /* a chunk is `unit` rows, or one of `parts` of a row, or bytes of values */
+    int64_t unit, parts, chunks, begun; /* a chunk is `unit` rows, or one of `parts` of a row, or pieces, or bytes */
     int64_t damaged;                    /* after its end: 1 + the index of a row whose offsets are out of its file */
-    int64_t faults;                     /* after its end: times that a thread had to wait for a page from the disk */
-    uint32_t left;                      /* chunks whose end was not seen yet */
+    int64_t failed;                     /* after its end: 1 + the index of a row that could not be read */
+    int64_t error;                      /* then: errno; 0: the file ends before it */
+    int64_t missed; /* after its end: what was not in memory: pages of ENGINE_COPY, pieces or values of ENGINE_ASK */
+    uint32_t left;  /* chunks whose end was not seen yet */
 } engine_job;
 
 typedef struct engine engine;
@@ -93,27 +117,25 @@ int64_t engine_start(engine *, int64_t count);
 /* End the threads; jobs that they have not begun stay queued. Returns: how many still ran after `nanoseconds`. */
 int64_t engine_stop(engine *, int64_t nanoseconds);
 
-/* Check a job and queue it. Returns: -1: it is queued; else the index of an id that is out of range or not mapped. */
-int64_t engine_submit(engine *, engine_job *);
+/* Check a job and queue it; `first`: before all that are queued. Returns: -1: it is queued; else the index of an id
+   that is out of range or whose file is not known. */
+int64_t engine_submit(engine *, engine_job *, int64_t first);
 
-/* Check a job and copy it, here and now. Returns: as engine_submit. */
+/* Check a job of ENGINE_COPY and do it, here and now. Returns: as engine_submit; -2: some file is not mapped: nothing
+   was done. */
 int64_t engine_copy(engine_job *);
 
-/* Help with a job, then wait for it. Returns: 0: it has ended; 1: not within `nanoseconds`, or a signal came. */
+/* Help with a job, if it is one of ENGINE_COPY or there are no threads, then wait for it. Returns: 0: it has ended;
+   1: not within `nanoseconds`, or a signal came. */
 int64_t engine_take(engine *, engine_job *, int64_t nanoseconds);
 
-/* Copy at most `chunks` chunks of a job that no thread has begun; if all are begun then, look for its end for some
+/* Do at most `chunks` chunks of a job that no thread has begun; if all are begun then, look for its end for some
    microseconds. Never sleeps. Returns: 0: it has ended, as of engine_take; 1: not yet. */
 int64_t engine_help(engine *, engine_job *, int64_t chunks);
 
-/* Whether the pages of all rows of a job are in memory, as far as is known. Returns: 1 or 0; 0 for a bad id. */
-int64_t engine_is_warm(const engine_job *);
-
-/* Have no thread begin another chunk of a job, and wait for those that were begun, whatever signals come: its end. */
-void engine_cancel(engine *, engine_job *);
-
-/* Have the disk begin to read the rows of a job of ENGINE_FIXED; returns before it has. What is out of range is left. */
-void engine_ask(const engine_job *);
+/* Have no thread begin another chunk of a job, and wait for those that were begun, whatever signals come. Returns: 0:
+   it has ended; 1: the kernel still holds a thread after `nanoseconds`. */
+int64_t engine_cancel(engine *, engine_job *, int64_t nanoseconds);
 
 /* The segment of each of some rows. Returns: -1, or the index of an id that is out of range. */
 int64_t engine_segments(const engine_rows *, const int64_t *ids, int64_t count, int64_t *segments);

@@ -1,15 +1,18 @@
-"""Engine: this process' native threads, which copy rows of mapped segments into arrays. The face of engine.h.
+"""Engine: this process' native threads, which bring rows of segments into arrays. The face of engine.h.
 
-Rows of segments are numbered one after another (`Rows`). A call names rows by their numbers and says where
-they go: `copy_rows` for columns of fixed width, `find_values` and then `copy_values` for those of variable
-width. The calling thread helps the threads, so it needs none of them.
+A call begins a job and returns: rows are named by their numbers (`Rows`). What is in memory is copied from
+mapped files (`copy_rows`); what may be on the disk is asked for, then read (`read_rows`). Columns of variable
+width take two jobs: `find_values`, then `copy_values` or `read_values`. `fetch_rows` and `fetch_values` have
+the disk begin to read rows that follow one another. The thread that waits for a copy helps, so it needs no
+other.
 
-Owns: the engine of this process and its threads. They are started by the first call with work for more than
-one, end before a fork and at exit, and are started again by the next call.
+Owns: the engine of this process and its threads. They are started by the first job with work for more than
+one, end before a fork and at exit, and are started again by the next job.
 
-Guarantees: numbers are checked before a byte is copied. Once a call has ended, in whatever way, nothing
-touches what it was given. Ctrl-C ends a call within milliseconds, or with the page that comes from a slow
-disk. A forked child has an engine of its own; a call that a child inherits in the middle raises there.
+Guarantees: numbers are checked before a byte is copied. Once a job has ended, in whatever way, nothing
+touches what it was given. Ctrl-C ends a wait within milliseconds. A job that the kernel holds for more than
+5 s, as on a dead disk, is left behind with all that it touches, and a ResourceWarning. A forked child has an
+engine of its own; a job that a child inherits raises there.
 
 Must never: be asked to copy from a segment that is not mapped any more.
 """
@@ -22,27 +25,26 @@ import os
 import threading
 import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 2  # ENGINE_VERSION of the header that this face is for
+from arrowcache.native.library import address_of, declare, library, quick
+from arrowcache.native.rows import Rows
+
+PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
 _FIXED, _LENGTHS, _VALUES = range(3)
+_COPY, _ASK, _READ, _FETCH = range(4)
 _DONE = -1  # no number was out of range
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
 _STOP_NANOSECONDS = 5_000_000_000
 _INLINE_BYTES = 64 << 10  # less is not worth waking a thread
 _HELD_GIL_CHUNKS = 4  # 1 MiB, copied in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
-_COLUMN_WORDS, _SEGMENT_WORDS = 3, 5
-_UNUSED = 0, 0
-_BEGUN = (0,) * 8  # of `engine_job`, which the engine fills in
-_DAMAGED, _FAULTS = 13, 14
-_FIRST = 3  # of `engine_rows`
-_BLOCKS_A_SEGMENT = 4
+_BEGUN = (0,) * 10  # of `engine_job`, which the engine fills in
+_DAMAGED, _FAILED, _ERROR, _MISSED = range(16, 20)
 
 
 class Column(NamedTuple):
@@ -50,145 +52,71 @@ class Column(NamedTuple):
 
     Args:
         buffer: which of a segment's buffers it is.
-        row_bytes: of a row.
+        row_bytes: of a row, at least 1.
         out: address of memory for all rows, one after another.
     """
 
     buffer: int
     row_bytes: int
-    out: int
+    out: int = 0
 
 
-class Rows:
-    """Rows of mapped segments, numbered one after another, as the engine reads them.
+class Failure(NamedTuple):
+    """A row that could not be read: its index among those of the job, and errno; 0: its file ends before it."""
 
-    Args:
-        bases: (n,) int64 addresses of the segments' files; 0: a segment is not mapped.
-        nbytes: (n,) int64 lengths of the files.
-        layouts: (n,) int64 addresses of int64 arrays that say where each buffer begins, in bytes of the file.
-        warm: (n,) int64 addresses of bytes that say whether a segment's pages are in memory.
-        starts: (n + 1,) int64 numbers of the segments' first rows, and how many rows there are.
-        first: the lowest number that may be asked for.
-        keep: what keeps the layouts, and those bytes, where they are.
-    """
-
-    def __init__(
-        self,
-        bases: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        layouts: NDArray[np.int64],
-        warm: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        *,
-        first: int = 0,
-        keep: object = None,
-    ) -> None:
-        count, rows = len(bases), int(starts[-1])
-        table = np.zeros((count + 1, _SEGMENT_WORDS), np.int64)
-        table[:count, 0], table[:count, 1], table[:count, 2] = bases, nbytes, layouts
-        table[:, 3] = starts
-        table[:count, 4] = warm
-        each = np.diff(starts)
-        alike = count > 0 and bool((each[:-1] == each[0]).all()) and each[-1] <= each[0]
-        rows_each, shift, blocks = int(each[0]) if alike else 0, 0, np.zeros(0, np.int64)
-        if count and not alike:
-            shift = max(0, (rows // (_BLOCKS_A_SEGMENT * count)).bit_length() - 1)
-            firsts = np.arange(0, rows + (1 << shift), 1 << shift)
-            blocks = starts.searchsorted(np.minimum(firsts, rows - 1), side="right") - 1
-        self._keep = table, blocks, keep
-        words = (_address(table), _address(blocks), count, first, rows, rows_each, shift)
-        self._words = np.array(words, np.int64)
-        self.address = _address(self._words)
-
-    def release(self, first: int) -> None:
-        """Refuse rows before this one from now on."""
-        self._words[_FIRST] = first
-
-    def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64] | int:
-        """The segment of each row (n,); or the index of a number that is out of range."""
-        segments = np.empty(len(ids), np.int64)
-        ids = np.ascontiguousarray(ids, np.int64)
-        bad = _quick.engine_segments(self.address, _address(ids), len(ids), _address(segments))
-        return segments if bad == _DONE else int(bad)
+    index: int
+    error: int
 
 
-def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None) -> Copy:
-    """Have the threads copy columns of fixed width of some rows; returns at once.
-
-    Args:
-        ids: (n,) int64 numbers of rows.
-        columns: of a width above 0.
-        keep: what keeps their memory where it is.
-    """
-    ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
-    nbytes = len(ids) * sum(table[1::_COLUMN_WORDS])
-    return Copy(_job_of_rows(rows, ids, table), nbytes, (rows, ids, table, keep))
-
-
-def find_values(rows: Rows, ids: NDArray[np.int64], buffer: int, element_bytes: int) -> Found:
-    """Have the values of a variable-length column of some rows found; returns at once.
-
-    Args:
-        ids: as of `copy_rows`.
-        buffer: which of a segment's buffers has the offsets; the one after it has the values.
-        element_bytes: of what the offsets count.
-    """
-    ids, table = np.ascontiguousarray(ids, np.int64), _table([Column(buffer, element_bytes, 0)])
-    return Found(rows, ids, table)
-
-
-def copy_values(found: Found, out: NDArray[np.uint8]) -> Copy:
-    """Have the values copied that were found; returns at once.
-
-    Args:
-        found: it has ended; its rows are still mapped.
-        out: (found.offsets[-1],) bytes.
-    """
-    table = _table([Column(0, 0, _address(out))])
-    words = _VALUES, 0, 0, len(found.source), table.buffer_info()[0], 1
-    job = array("q", (*words, _address(found.source), _address(found.offsets), *_BEGUN))
-    return Copy(job, out.nbytes, (found, table, out), is_warm=found.is_warm)
-
-
-def ask_for_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column]) -> None:
-    """Have the disk begin to read these rows, side by side.
-
-    Args: as of `copy_rows`; a number that is out of range is left out.
-    Blocks: while the disk's queue is full.
-    """
-    ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
-    job = _job_of_rows(rows, ids, table)
-    _library.engine_ask(job.buffer_info()[0])
-
-
-class Copy:
+class Job:
     """Rows on their way. Whoever has it calls `take` until that is True, or `cancel`; one thread at a time.
 
-    `refused`: once it has ended, -1, or the index of a number that is out of range or whose segment is not
-    mapped; nothing was copied then. It holds what it touches, and ends before it lets go of that.
+    It holds what it touches, and ends before it lets go of that.
 
-    Args:
-        job: an `engine_job`.
-        nbytes: to be copied, about.
-        keep: what it points to.
-        is_warm: its pages are in memory, as far as is known; None: the segments tell. What is warm is copied
-            by whoever takes it, too, who keeps the GIL; what is small as well, by nobody else.
+    `refused`: once it has ended, -1, or the index of a number that is out of range or whose segment is not
+    known; nothing was copied then.
     """
 
     refused = _DONE
+    _nbytes = 0  # to be copied, about
 
-    def __init__(self, job: array[int], nbytes: int, keep: object, *, is_warm: bool | None = None) -> None:
-        self._job, self._keep, self._address = job, keep, job.buffer_info()[0]
+    def __init__(
+        self,
+        kind: int,
+        way: int,
+        rows: Rows,
+        ids: NDArray[np.int64],
+        columns: array[int],
+        *,
+        values: tuple[int, int] = (0, 0),
+        got: NDArray[np.uint8] | None = None,
+        drops: bool = False,
+        nbytes: int = 0,
+        keep: object = None,
+    ) -> None:
+        table, words = columns.buffer_info()
+        self._job = array(
+            "q",
+            (
+                *(kind, way, rows.address, address_of(ids), len(ids), table, words // 3, *values),
+                *(0 if got is None else address_of(got), drops, *_BEGUN),
+            ),
+        )
+        self._keep, self._address = (rows, ids, columns, got, keep), self._job.buffer_info()[0]
         self._handle = _engine.handle
-        self.is_warm = bool(_quick.engine_is_warm(self._address)) if is_warm is None else is_warm
-        self._is_late = self.is_warm and nbytes <= _INLINE_BYTES
+        self._held_chunks = _HELD_GIL_CHUNKS if way == _COPY else 0
+        self._is_late = way == _COPY and nbytes <= _INLINE_BYTES
         self._has_ended = False
         if not self._is_late:
-            self.refused = _engine.submit(self._handle, self._address)
-            self._has_ended = self.refused != _DONE
+            self._submit(is_first=way in (_ASK, _FETCH) or kind == _LENGTHS)
+
+    def _submit(self, *, is_first: bool) -> None:
+        self._is_late = False
+        self.refused = _engine.submit(self._handle, self._address, is_first)
+        self._has_ended = self.refused != _DONE
 
     def take(self, seconds: float) -> bool:
-        """Help, then wait. Returns: whether it has ended.
+        """Help with a copy, then wait. Returns: whether it has ended.
 
         Blocks: so long, and as long as one chunk takes; Ctrl-C is seen at its end.
         Raises: RuntimeError: this process was forked from the one that copies.
@@ -198,61 +126,114 @@ class Copy:
         if _engine.handle != self._handle:
             raise RuntimeError("the process that forked this one copies these rows: ask again")
         if self._is_late:
-            self.refused, self._has_ended = _quick.engine_copy(self._address), True
-            return True
-        is_under_way = _quick.engine_help(self._handle, self._address, self.is_warm and _HELD_GIL_CHUNKS)
+            refused = quick.engine_copy(self._address)
+            if refused >= _DONE:
+                self.refused, self._has_ended = refused, True
+                return True
+            self._submit(is_first=False)  # they are not all mapped
+        is_under_way = quick.engine_help(self._handle, self._address, self._held_chunks)
         if is_under_way and seconds > 0:
-            is_under_way = _library.engine_take(self._handle, self._address, int(seconds * 1e9))
+            is_under_way = library.engine_take(self._handle, self._address, int(seconds * 1e9))
         self._has_ended = not is_under_way
         return self._has_ended
 
-    def wait(self) -> Copy:
-        """Wait for its end. Returns: itself. Blocks, raises: as `take`; Ctrl-C ends it."""
-        try:
-            while not self.take(_STEP_SECONDS):
-                pass
-        finally:
-            self.cancel()
-        return self
+    def go_on(self) -> None:
+        """Begin what had to wait for a first part: nothing here."""
 
-    def cancel(self) -> None:
-        """End it. Blocks: for what was begun. Idempotent; no Ctrl-C keeps it from its end."""
+    def cancel(self) -> bool:
+        """End it. Returns: False: the kernel holds a thread that copies, and what it touches must stay.
+
+        Blocks: for what was begun, at most 5 s. Idempotent; no Ctrl-C keeps it from its end.
+        """
         while not self._has_ended:
             try:
                 if _engine.handle == self._handle and not self._is_late:
-                    _library.engine_cancel(self._handle, self._address)
+                    if library.engine_cancel(self._handle, self._address, _STOP_NANOSECONDS):
+                        _leave_behind(self)
+                        return False
                 self._has_ended = True
             except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
                 pass
+        return True
 
     def has_ended(self) -> bool:
         """Whether it has, by now and by others."""
         if not self._has_ended and not self._is_late:
-            self._has_ended = not _quick.engine_help(self._handle, self._address, 0)
+            self._has_ended = not quick.engine_help(self._handle, self._address, 0)
         return self._has_ended
 
     @property
-    def was_on_disk(self) -> bool:
-        """Once it has ended: whether a thread had to wait for the disk."""
-        return self._job[_FAULTS] > 0
+    def missed(self) -> int:
+        """Once it has ended: how much was not in memory: pages of a copy; rows of what was asked for."""
+        return self._job[_MISSED]
+
+    @property
+    def failure(self) -> Failure | None:
+        """Once it has ended: a row that could not be read."""
+        index = self._job[_FAILED] - 1
+        return None if index < 0 else Failure(index, self._job[_ERROR])
 
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):
             self.cancel()
 
 
-class Found(Copy):
+class Read:
+    """Rows that may be on the disk: asked for, then read. As a `Job`, but for `go_on`."""
+
+    _read: Job | None = None
+    _is_over = False
+
+    def __init__(self, begin: Callable[[int], Job]) -> None:
+        self._begin = begin
+        self._ask = begin(_ASK)
+
+    def go_on(self) -> None:
+        """Begin to read what was not in memory, if all is asked for."""
+        if self._read is None and not self._is_over and self._ask.has_ended() and self._ask.missed:
+            self._read = self._begin(_READ)
+
+    def take(self, seconds: float) -> bool:
+        """As of a `Job`."""
+        if self._read is None and not self._is_over:
+            if not self._ask.take(seconds):
+                return False
+            self.go_on()
+        return self._read is None or self._read.take(seconds)
+
+    def cancel(self) -> bool:
+        """As of a `Job`."""
+        self._is_over = True
+        return self._ask.cancel() & (self._read is None or self._read.cancel())
+
+    @property
+    def refused(self) -> int:
+        """As of a `Job`."""
+        return self._ask.refused
+
+    @property
+    def missed(self) -> int:
+        """As of a `Job`."""
+        return self._ask.missed
+
+    @property
+    def failure(self) -> Failure | None:
+        """As of a `Job`."""
+        return None if self._read is None else self._read.failure
+
+
+class Found(Job):
     """Where the values of some rows are, and where they go; once it has ended.
 
-    `source` (n,) are addresses; `offsets` (n + 1,) count bytes. `damaged` is the index of a row whose offsets
-    point out of its file, or -1.
+    `source` (n,) are places in their files; `offsets` (n + 1,) count bytes. `damaged` is the index of a row
+    whose offsets point out of its file, or -1.
     """
 
-    def __init__(self, rows: Rows, ids: NDArray[np.int64], table: array[int]) -> None:
+    def __init__(self, rows: Rows, ids: NDArray[np.int64], table: array[int], way: int) -> None:
         self.source, self.offsets = np.empty(len(ids), np.int64), np.zeros(len(ids) + 1, np.int64)
-        places = _address(self.source), _address(self.offsets)
-        job = _job_of_rows(rows, ids, table, _LENGTHS, places)
-        super().__init__(job, self.source.nbytes, (rows, ids, table))
+        self.rows, self.ids = rows, ids
+        places = address_of(self.source), address_of(self.offsets)
+        super().__init__(_LENGTHS, way, rows, ids, table, values=places, nbytes=self.source.nbytes)
         if self._is_late:
             self.take(0)  # the values can be on their way the sooner
 
@@ -261,20 +242,108 @@ class Found(Copy):
         return self._job[_DAMAGED] - 1
 
 
+def copy_rows(
+    rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None
+) -> Job:
+    """Have columns of some rows copied from memory; returns at once.
+
+    Rows of segments that are not mapped are read from their files.
+
+    Args:
+        ids: (n,) int64 numbers of rows.
+        columns: of fixed width.
+        keep: what keeps their memory where it is.
+    """
+    ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
+    nbytes = len(ids) * sum(table[1::3])
+    return Job(_FIXED, _COPY, rows, ids, table, nbytes=nbytes, keep=keep)
+
+
+def read_rows(
+    rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None, *, drops: bool = False
+) -> Read:
+    """Have columns of some rows read from their files, side by side; returns at once.
+
+    Args:
+        rows, ids, columns, keep: as of `copy_rows`.
+        drops: what comes from the disk leaves the page cache again, so that what was there stays.
+    """
+    ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
+    got = np.zeros(len(ids) * sum(-(-width // PIECE_BYTES) for width in table[1::3]), np.uint8)
+    return Read(lambda way: Job(_FIXED, way, rows, ids, table, got=got, drops=drops, keep=keep))
+
+
+def find_values(
+    rows: Rows, ids: NDArray[np.int64], buffer: int, element_bytes: int, *, on_disk: bool = False
+) -> Found:
+    """Have the values of a variable-length column of some rows found; returns at once.
+
+    Args:
+        ids: as of `copy_rows`.
+        buffer: which of a segment's buffers has the offsets; the one after it has the values.
+        element_bytes: of what the offsets count.
+        on_disk: the offsets may be there.
+    """
+    ids, table = np.ascontiguousarray(ids, np.int64), _table([Column(buffer, element_bytes)])
+    return Found(rows, ids, table, _READ if on_disk else _COPY)
+
+
+def copy_values(found: Found, out: NDArray[np.uint8]) -> Job:
+    """Have the values copied that were found, from memory; returns at once.
+
+    Args:
+        found: it has ended; its rows are still mapped.
+        out: (found.offsets[-1],) bytes.
+    """
+    return _begin_values(found, out, _COPY)
+
+
+def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) -> Read:
+    """Have the values read that were found, from their files; returns at once.
+
+    Args: as of `copy_values` and `read_rows`.
+    """
+    got = np.zeros(len(found.ids), np.uint8)
+    return Read(lambda way: _begin_values(found, out, way, got, drops=drops))
+
+
+def _begin_values(
+    found: Found, out: NDArray[np.uint8], way: int, got: NDArray[np.uint8] | None = None, *, drops: bool = False
+) -> Job:
+    table = _table([Column(0, 1, address_of(out))])
+    places = address_of(found.source), address_of(found.offsets)
+    kept = found, out
+    return Job(
+        _VALUES,
+        way,
+        found.rows,
+        found.ids,
+        table,
+        values=places,
+        got=got,
+        drops=drops,
+        nbytes=out.nbytes,
+        keep=kept,
+    )
+
+
+def fetch_rows(rows: Rows, first: int, last: int, columns: Sequence[Column]) -> Job:
+    """Have the disk begin to read rows first..last-1; returns at once. What is out of range is left out.
+
+    Args:
+        columns: of fixed width; `out` is unused.
+    """
+    return Job(_FIXED, _FETCH, rows, np.array([first, last], np.int64), _table(columns))
+
+
+def fetch_values(rows: Rows, first: int, last: int, buffer: int, element_bytes: int) -> Job:
+    """As `fetch_rows`, the values of a variable-length column, which is named as in `find_values`."""
+    table = _table([Column(buffer, element_bytes)])
+    return Job(_LENGTHS, _FETCH, rows, np.array([first, last], np.int64), table)
+
+
 def _table(columns: Sequence[Column]) -> array[int]:
     return array("q", [word for column in columns for word in column])
-
-
-def _job_of_rows(
-    rows: Rows,
-    ids: NDArray[np.int64],
-    table: array[int],
-    kind: int = _FIXED,
-    places: tuple[int, int] = _UNUSED,
-) -> array[int]:
-    """An `engine_job`; what it points to is the caller's to keep."""
-    columns = table.buffer_info()[0], len(table) // _COLUMN_WORDS
-    return array("q", (kind, rows.address, _address(ids), len(ids), *columns, *places, *_BEGUN))
 
 
 def limit_threads(count: int) -> None:
@@ -286,23 +355,23 @@ class _Engine:
     """The process' engine and its threads."""
 
     def __init__(self) -> None:
-        self.handle = _library.engine_new()
+        self.handle = library.engine_new()
         if not self.handle:
             raise MemoryError("no memory is left for the engine")
         self._lock = threading.RLock()  # a signal handler may copy rows, too
         self._has_threads = self._is_closed = False
         self.most_threads = _thread_count()
 
-    def submit(self, handle: int, address: int) -> int:
+    def submit(self, handle: int, address: int, is_first: bool) -> int:
         """Queue a job. Returns: as `engine_submit`."""
         if not self._has_threads:
             self._start()
-        return int(_library.engine_submit(handle, address))
+        return int(library.engine_submit(handle, address, is_first))
 
     def _start(self) -> None:
         with self._lock:
             if not self._has_threads and not self._is_closed:
-                _library.engine_start(self.handle, self.most_threads)
+                library.engine_start(self.handle, self.most_threads)
                 self._has_threads = True
 
     def stop(self) -> bool:
@@ -310,7 +379,7 @@ class _Engine:
         if not self._has_threads:
             return True
         try:
-            return not _library.engine_stop(self.handle, _STOP_NANOSECONDS)
+            return not library.engine_stop(self.handle, _STOP_NANOSECONDS)
         finally:
             self._has_threads = False
 
@@ -318,16 +387,25 @@ class _Engine:
         """End the threads for good."""
         self._is_closed = True
         if not self.stop():
-            words = "a thread that copies rows waits for a disk, and is left behind"
-            warnings.warn(words, ResourceWarning, stacklevel=1)
+            _warn()
 
     def after_fork_in_child(self) -> None:
         """Anew: the lock may be another thread's, and the threads are the parent's."""
         self.__init__()  # type: ignore[misc]
 
 
-def _address(array: NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
+_left_behind: list[Job] = []
+
+
+def _leave_behind(job: Job) -> None:
+    job._has_ended = True  # nobody is to wait for it again
+    _left_behind.append(job)
+    _warn()
+
+
+def _warn() -> None:
+    words = "a thread that reads rows waits for a disk, and is left behind with what it touches"
+    warnings.warn(words, ResourceWarning, stacklevel=2)
 
 
 def _thread_count() -> int:
@@ -338,35 +416,15 @@ def _thread_count() -> int:
     return (max(1, len(os.sched_getaffinity(0)) // ranks).bit_length() + 1) // 2
 
 
-def _load(path: Path, kind: type[ctypes.CDLL]) -> Any:
-    try:
-        library = kind(os.fspath(path))
-    except OSError as error:
-        raise ImportError(
-            f"arrowcache's engine cannot be loaded ({error}): install arrowcache with pip, which compiles it"
-        ) from None
-    for name in ("version", "new", "start", "stop", "submit", "copy", "take", "help", "is_warm", "segments"):
-        function = getattr(library, f"engine_{name}")
-        function.restype = ctypes.c_void_p if name == "new" else ctypes.c_int64
-    words = ctypes.c_void_p, ctypes.c_int64
-    library.engine_start.argtypes = library.engine_stop.argtypes = words
-    library.engine_submit.argtypes = library.engine_cancel.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    library.engine_copy.argtypes = library.engine_is_warm.argtypes = (ctypes.c_void_p,)
-    library.engine_ask.argtypes = (ctypes.c_void_p,)
-    library.engine_take.argtypes = library.engine_help.argtypes = (ctypes.c_void_p, *words)
-    library.engine_segments.argtypes = (ctypes.c_void_p, *words, ctypes.c_void_p)
-    library.engine_cancel.restype = library.engine_ask.restype = None
-    if library.engine_version() != VERSION:
-        raise ImportError(
-            f"arrowcache's engine is of version {library.engine_version()}, and {VERSION} is needed: install "
-            "arrowcache again, which compiles it"
-        )
-    return library
-
-
-LIBRARY = Path(__file__).with_name("libengine.so")
-_library = _load(LIBRARY, ctypes.CDLL)
-_quick = _load(LIBRARY, ctypes.PyDLL)  # keeps the GIL
+_pointer, _word = ctypes.c_void_p, ctypes.c_int64
+declare("engine_new", _pointer)
+declare("engine_start", _word, _pointer, _word)
+declare("engine_stop", _word, _pointer, _word)
+declare("engine_submit", _word, _pointer, _pointer, _word)
+declare("engine_copy", _word, _pointer)
+declare("engine_take", _word, _pointer, _pointer, _word)
+declare("engine_help", _word, _pointer, _pointer, _word)
+declare("engine_cancel", _word, _pointer, _pointer, _word)
 _engine = _Engine()
 os.register_at_fork(before=_engine.stop, after_in_child=_engine.after_fork_in_child)
 atexit.register(_engine.close)

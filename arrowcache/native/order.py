@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.native.engine import _library, _quick
+from arrowcache.native.library import address_of, declare, library, quick
 
 KEYS = 32  # ORDER_KEYS of the header
 _HELD_GIL_ROWS = 8192  # found in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
@@ -64,12 +64,12 @@ class Pass:
     def __init__(self, rows: int, *stages: Stage, runs: Runs | None = None) -> None:
         self.rows = rows
         table = (_Stage * len(stages))(
-            *[_Stage(_address(stage.edges), len(stage.edges) - 1, _address(stage.keys)) for stage in stages]
+            *[_Stage(address_of(stage.edges), len(stage.edges) - 1, address_of(stage.keys)) for stage in stages]
         )
         made = _Pass(ctypes.addressof(table), len(stages))
         if runs is not None:
             made.run_rows, made.steps = runs.run_rows, len(runs.starts)
-            made.starts, made.shifts = _address(runs.starts), _address(runs.shifts)
+            made.starts, made.shifts = address_of(runs.starts), address_of(runs.shifts)
         self._keep = made, table, stages, runs
         self._at = ctypes.addressof(made)
 
@@ -84,17 +84,9 @@ class Pass:
             raise IndexError(f"places {first} to {stop} of {self.rows} rows")
         total = times * count
         rows: Any = (ctypes.c_int64 * total)()  # its address costs less than that of an array
-        library = _quick if total <= _HELD_GIL_ROWS else _library
-        library.order_rows(self._at, first, count, times, apart, rows)
+        one = quick if total <= _HELD_GIL_ROWS else library
+        one.order_rows(self._at, first, count, times, apart, rows)
         return np.frombuffer(rows, np.int64)
 
 
-def _address(array: NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-for _each in (_library, _quick):
-    if not hasattr(_each, "order_rows"):
-        raise ImportError("arrowcache's engine has no orders: install arrowcache again, which compiles it")
-    _each.order_rows.argtypes = ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p
-    _each.order_rows.restype = None
+declare("order_rows", None, ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p)

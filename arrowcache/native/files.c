@@ -1,0 +1,125 @@
+/* See files.h. */
+#define _GNU_SOURCE
+#include "files.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdbool.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { MOST_LOOKED_PAGES = 64 };
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t page_bytes(void)
+{
+    static int64_t known;
+    int64_t nbytes = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (!nbytes)
+        __atomic_store_n(&known, nbytes = sysconf(_SC_PAGESIZE), __ATOMIC_RELAXED);
+    return nbytes;
+}
+
+void file_end(reader *self)
+{
+    if (self->fd >= 0)
+        close(self->fd);
+    *self = NO_READER;
+}
+
+/* A segment's descriptor; -1: there is none, and errno says why. */
+static int file_of(reader *self, const engine_segment *segment)
+{
+    if (self->segment == segment)
+        return self->fd;
+    file_end(self);
+    self->segment = segment;
+    errno = ENOENT;
+    if (!segment->path)
+        return -1;
+    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+    int fd = open(segment->path, flags | O_NOATIME);
+    if (fd < 0 && errno == EPERM) /* it is another user's */
+        fd = open(segment->path, flags);
+    struct stat status;
+    if (fd >= 0 && (fstat(fd, &status) || (int64_t)status.st_dev != segment->device ||
+                    (int64_t)status.st_ino != segment->inode)) {
+        close(fd);
+        fd = -1;
+        errno = ESTALE;
+    }
+    if (fd >= 0)
+        posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* nothing around what is asked for */
+    return self->fd = fd;
+}
+
+/* Whether mapped pages are in memory: for file systems that can't be asked otherwise. */
+static bool is_resident(const engine_segment *segment, int64_t at, int64_t nbytes)
+{
+    int64_t page = page_bytes(), start = at - at % page;
+    unsigned char pages[MOST_LOOKED_PAGES];
+    if (!segment->base)
+        return false;
+    for (; start < at + nbytes; start += MOST_LOOKED_PAGES * page) {
+        int64_t count = least(MOST_LOOKED_PAGES, (at + nbytes - start + page - 1) / page);
+        if (mincore((void *)(segment->base + start), (size_t)(count * page), pages))
+            return false;
+        for (int64_t i = 0; i < count; i++)
+            if (!(pages[i] & 1))
+                return false;
+    }
+    return true;
+}
+
+int file_peek(reader *self, const engine_segment *segment, int64_t at, uint8_t *out, int64_t nbytes)
+{
+    int fd = file_of(self, segment);
+    if (fd < 0)
+        return 0;
+    struct iovec to = {out, (size_t)nbytes};
+    ssize_t done = preadv2(fd, &to, 1, at, RWF_NOWAIT);
+    if (done < 0 && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) && is_resident(segment, at, nbytes))
+        done = pread(fd, out, (size_t)nbytes, at);
+    return done == nbytes;
+}
+
+void file_ask(reader *self, const engine_segment *segment, int64_t at, int64_t nbytes)
+{
+    int fd = file_of(self, segment);
+    for (int64_t end = at + nbytes; fd >= 0 && at < end; at += ENGINE_PIECE_BYTES) /* more is cut short, in silence */
+        readahead(fd, at, (size_t)least(ENGINE_PIECE_BYTES, end - at));
+}
+
+int file_read(reader *self, const engine_segment *segment, int64_t at, uint8_t *out, int64_t nbytes)
+{
+    int fd = file_of(self, segment);
+    if (fd < 0 && segment->base) {
+        memcpy(out, segment->base + at, (size_t)nbytes);
+        return 0;
+    }
+    if (fd < 0)
+        return errno ? errno : ENOENT;
+    while (nbytes > 0) {
+        ssize_t done = pread(fd, out, (size_t)nbytes, at);
+        if (done < 0 && errno == EINTR)
+            continue;
+        if (done <= 0)
+            return done ? errno : -1;
+        out += done;
+        at += done;
+        nbytes -= done;
+    }
+    return 0;
+}
+
+void file_drop(reader *self, const engine_segment *segment, int64_t at, int64_t nbytes)
+{
+    int fd = file_of(self, segment);
+    int64_t page = page_bytes(), start = at - at % page, end = (at + nbytes + page - 1) / page * page;
+    if (fd >= 0)
+        posix_fadvise(fd, start, end - start, POSIX_FADV_DONTNEED);
+}

@@ -62,9 +62,14 @@ class Column(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A row that could not be read: its index among those of the job, and errno; 0: its file ends before it."""
+    """A row that could not be read.
 
-    index: int
+    Args:
+        position: of it among the rows of the job.
+        error: errno; 0: its file ends before it.
+    """
+
+    position: int
     error: int
 
 
@@ -147,10 +152,10 @@ class Job:
         """
         while not self._has_ended:
             try:
-                if _engine.handle == self._handle and not self._is_late:
-                    if library.engine_cancel(self._handle, self._address, _STOP_NANOSECONDS):
-                        _leave_behind(self)
-                        return False
+                is_queued = _engine.handle == self._handle and not self._is_late
+                if is_queued and library.engine_cancel(self._handle, self._address, _STOP_NANOSECONDS):
+                    _leave_behind(self)
+                    return False
                 self._has_ended = True
             except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
                 pass
@@ -170,8 +175,8 @@ class Job:
     @property
     def failure(self) -> Failure | None:
         """Once it has ended: a row that could not be read."""
-        index = self._job[_FAILED] - 1
-        return None if index < 0 else Failure(index, self._job[_ERROR])
+        position = self._job[_FAILED] - 1
+        return None if position < 0 else Failure(position, self._job[_ERROR])
 
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):
@@ -242,9 +247,7 @@ class Found(Job):
         return self._job[_DAMAGED] - 1
 
 
-def copy_rows(
-    rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None
-) -> Job:
+def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None) -> Job:
     """Have columns of some rows copied from memory; returns at once.
 
     Rows of segments that are not mapped are read from their files.
@@ -308,7 +311,12 @@ def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) ->
 
 
 def _begin_values(
-    found: Found, out: NDArray[np.uint8], way: int, got: NDArray[np.uint8] | None = None, *, drops: bool = False
+    found: Found,
+    out: NDArray[np.uint8],
+    way: int,
+    got: NDArray[np.uint8] | None = None,
+    *,
+    drops: bool = False,
 ) -> Job:
     table = _table([Column(0, 1, address_of(out))])
     places = address_of(found.source), address_of(found.offsets)

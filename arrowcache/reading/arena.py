@@ -115,7 +115,6 @@ class Arena:
         self._dirty: list[int] = []  # to be emptied before they are free
         self._unused = iter(range(cells))
         self._file_at = np.zeros(cells, np.int64)
-        self._warm = np.zeros(cells, np.bool_)  # all pages were brought to memory
         self._layout_at = np.zeros(cells, np.int64)  # the address of its array in `_layouts`
         self._layouts: dict[int, NDArray[np.int64]] = {}  # by cell: where its buffers begin in the file
         self._shared: dict[tuple[int, ...], NDArray[np.int64]] = {}
@@ -262,22 +261,6 @@ class Arena:
         at, count = self._layouts[number].tolist(), len(self._schema.fixed)
         return at[:count], [at[place : place + 2] for place in range(count, len(at), 2)]
 
-    def memory_of(self, segment: SegmentInfo) -> tuple[int, int]:
-        """(address, bytes) of a mapped segment's file, while it is mapped; (0, 0): it has no cell."""
-        number = self._cells.get(segment.seq)
-        if number is None or self._range is None:
-            return 0, 0
-        return self._range.address + int(self._file_at[number]), segment.nbytes
-
-    def note_warm(self, segment: SegmentInfo, *, is_warm: bool) -> None:
-        """A mapped segment's pages were brought to memory, or were read for the last time.
-
-        The kernel may take some back.
-        """
-        number = self._cells.get(segment.seq)
-        if number is not None:
-            self._warm[number] = is_warm
-
     def mapped(self) -> int:
         """How many segments are mapped."""
         return len(self._cells)
@@ -330,7 +313,7 @@ class Arena:
                 self._range.map_file(fd, start, nbytes)
         finally:
             os.close(fd)
-        self._file_at[number], self._nbytes[number], self._warm[number] = start, nbytes, False
+        self._file_at[number], self._nbytes[number] = start, nbytes
         self._layouts[number] = array = self._array_of(layout)
         self._layout_at[number] = array.ctypes.data
 

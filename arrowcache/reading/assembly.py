@@ -3,6 +3,9 @@
 It cuts an epoch into jobs, in step order; the pipeline decides when they run. A batch that is one run of
 rows of one segment is a zero-copy view, where the order has such runs; every other is gathered into the
 slots by the engine's threads, a job each. Where there is a transform, threads of a crew gather and transform.
+
+What may be on the disk is asked for long before it is needed: of rows in any order some hundred, of rows in
+order some megabytes.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.native import engine
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
@@ -24,6 +27,7 @@ from arrowcache.reading.output import page_aligned
 from arrowcache.reading.pipeline import Done, Elsewhere, Job, Made
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
+from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import Column, Values, column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.storage.store import Store
@@ -36,6 +40,9 @@ _DRAWN_ROWS = 4096  # of the order, at once
 _WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
 _MOST_UNDER_WAY = 8
 _MOST_GROUPED = 256
+_COLD_ROWS, _COLD_BYTES = 256, 64 << 20  # asked of the disk ahead, so that it can choose their order
+_FETCHED_BYTES = 8 << 20  # ahead, of rows in order
+_FETCHED_SHARE = 1.25  # of the rows of a job, while the window's next segments are fetched
 _ELEMENTS_UNDER_GIL = 500
 _GROUP_BYTES = 512 << 10  # small batches share a slot and a job, which cost as much as copying so much
 
@@ -80,6 +87,7 @@ class Assembly:
         self._crew = None if transform is None else Crew(max(1, workers))
         self._batch_bytes = max(1, self._row_bytes * batch_size)  # of the last one that was made
         self._prefetch, self._workers = prefetch, workers
+        self.temperature = Temperature()
         self._columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
         self.gather_into(page_aligned)
 
@@ -102,8 +110,13 @@ class Assembly:
 
     def wanted(self) -> int:
         """How many batches are to be under way or ready."""
-        usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
-        return (usual if self._prefetch is None else self._prefetch) + self._workers
+        if self._prefetch is not None:
+            return self._prefetch + self._workers
+        if self.temperature.is_cold:
+            usual = max(2, min(-(-_COLD_ROWS // self._batch_size), _COLD_BYTES // self._batch_bytes))
+        else:
+            usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
+        return usual + self._workers
 
     def after_fork(self) -> None:
         """In a child: another thread may have been at the slots, and will never be done."""
@@ -113,7 +126,9 @@ class Assembly:
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
+        epoch.snapshot.temperature = self.temperature
         step, steps, size = 0, epoch.order.steps, 1 if awaited else self._group
+        fetching = Fetching(epoch, self._names)
         while step < steps:  # small jobs first; then many batches' ids at once
             batches = size if size < self._group else max(size, _DRAWN_ROWS // self._batch_size)
             end = min(step + batches, steps)
@@ -122,7 +137,7 @@ class Assembly:
             for first in range(0, len(drawn), size * self._batch_size):
                 ids = drawn[first : first + size * self._batch_size]
                 batches = min(size, end - step)
-                yield self._job(epoch, step, ids, batches, published)
+                yield self._job(epoch, step, ids, batches, published, fetching.before(step, ids))
                 step += batches
             size = min(2 * size, self._group)
 
@@ -149,24 +164,41 @@ class Assembly:
         """What other processes are at: the stage, and since when."""
         return []
 
-    def _job(self, epoch: Epoch, step: int, ids: NDArray[np.int64], batches: int, published: float) -> Job:
+    def _job(
+        self,
+        epoch: Epoch,
+        step: int,
+        ids: NDArray[np.int64],
+        batches: int,
+        published: float,
+        fetched: Sequence[engine.Job],
+    ) -> Job:
         if self._transform is not None:
             make = partial(self._transformed, self._transform, epoch, ids, published)
-            return Job(step, batches, partial(self._begin_crew, make), _of_crew)
+            return Job(step, batches, partial(self._begin_crew, make, fetched), _of_crew)
         if self._viewer is not None:
-            return Job(step, batches, Done, lambda _: self._made_here(epoch, ids, published))
+            return Job(
+                step,
+                batches,
+                partial(Fetched, fetched),
+                lambda _: self._made_here(epoch, ids, published),
+            )
         return Job(
-            step, batches, partial(self._begin, epoch, ids), partial(self._finish, epoch, ids, published)
+            step,
+            batches,
+            partial(self._begin, epoch, ids, fetched),
+            partial(self._finish, epoch, ids, published),
         )
 
-    def _begin(self, epoch: Epoch, ids: NDArray[np.int64]) -> Gathered:
+    def _begin(self, epoch: Epoch, ids: NDArray[np.int64], fetched: Sequence[engine.Job]) -> Gathered:
         slot = self.slots.lend(len(ids))
-        return Gathered(slot, epoch.snapshot.begin_gather(ids, self._names, slot), self._meter)
+        gather = epoch.snapshot.begin_gather(ids, self._names, slot)
+        return Gathered(slot, gather, self._meter, fetched)
 
     def _finish(
         self, epoch: Epoch, ids: NDArray[np.int64], published: float, gathered: Gathered
     ) -> Iterator[Made]:
-        self._note(epoch, was_on_disk=gathered.gather.was_on_disk)
+        self.temperature.note(len(ids), gathered.gather.missed)
         columns: dict[str, Any] = gathered.slot.arrays()
         if len(columns) < len(self._names):
             found = columns | gathered.gather.values()
@@ -175,9 +207,9 @@ class Assembly:
             return iter((self._complete(epoch, ids, columns, published, copied=True),))
         return self._cut(epoch, ids, columns, published, copied=True)
 
-    def _begin_crew(self, make: Callable[[], Made]) -> Elsewhere:
+    def _begin_crew(self, make: Callable[[], Made], fetched: Sequence[engine.Job]) -> Elsewhere:
         assert self._crew is not None
-        return Elsewhere(self._crew.submit(make))
+        return Elsewhere(self._crew.submit(make), fetched)
 
     def _transformed(
         self, transform: Callable[[Batch], Batch], epoch: Epoch, ids: NDArray[np.int64], published: float
@@ -197,16 +229,6 @@ class Assembly:
             else:
                 yield self._copied(epoch, some, published)
 
-    @contextmanager
-    def _reading(self, epoch: Epoch) -> Iterator[None]:
-        with self._meter.reading() as reading:
-            yield
-        self._note(epoch, was_on_disk=reading.was_on_disk)
-
-    def _note(self, epoch: Epoch, *, was_on_disk: bool) -> None:
-        epoch.snapshot.asks_ahead = was_on_disk
-        epoch.is_cold |= was_on_disk
-
     def _copied(self, epoch: Epoch, ids: NDArray[np.int64], published: float) -> Made:
         if self._views_required:
             raise ValueError(
@@ -214,7 +236,7 @@ class Assembly:
                 "segments, or too many views are alive; choose batch_size to divide the segments' rows"
             )
         arrays = self.slots.lend(len(ids)).arrays()
-        with self._reading(epoch):
+        with self._meter.reading():
             columns = epoch.snapshot.gather_into(ids, self._names, arrays)
             return self._complete(epoch, ids, columns, published, copied=True)
 
@@ -236,7 +258,7 @@ class Assembly:
     ) -> Iterator[Made]:
         """Batches of one run of rows: views of them, as far as they are of one segment, else copies."""
         size = self._batch_size
-        with self._reading(epoch):
+        with self._meter.reading():
             view = epoch.snapshot.view(int(ids[0]), len(ids), viewer)
         if view is not None:
             yield from self._cut(epoch, ids, view, published, copied=False)
@@ -288,8 +310,8 @@ class Assembly:
 class Gathered:
     """Rows on their way into a slot, as of `Pending`; waiting for them counts as "gather" or "store"."""
 
-    def __init__(self, slot: Slot, gather: Gather, meter: Meter) -> None:
-        self.slot, self.gather, self._meter = slot, gather, meter
+    def __init__(self, slot: Slot, gather: Gather, meter: Meter, fetched: Sequence[engine.Job]) -> None:
+        self.slot, self.gather, self._meter, self._fetched = slot, gather, meter, fetched
         self._seconds = 0.0
 
     def take(self, seconds: float) -> bool:
@@ -303,7 +325,7 @@ class Gathered:
                 self._meter.leave({})
         self._seconds += time.perf_counter() - started
         if has_ended:
-            self._meter.add("store" if self.gather.was_on_disk else "gather", self._seconds)
+            self._meter.add("store" if self.gather.missed else "gather", self._seconds)
         return has_ended
 
     def cancel(self) -> None:
@@ -311,6 +333,61 @@ class Gathered:
 
     def go_on(self) -> None:
         self.gather.go_on()
+
+
+class Fetched(Done):
+    """Nothing is under way but what the disk was asked for."""
+
+    def __init__(self, fetched: Sequence[engine.Job]) -> None:
+        self._fetched = fetched
+
+
+class Fetching:
+    """Has the disk read ahead of an epoch in order, or of runs of rows.
+
+    Args:
+        names: of the columns.
+    """
+
+    def __init__(self, epoch: Epoch, names: Sequence[str]) -> None:
+        self._epoch, self._names = epoch, names
+        self._is_window = epoch.plan.shuffle == "window"
+        self._fetched_rows = 0  # of a window: all before are fetched, or passed
+        self._ahead_steps = 0
+        if self._is_window and epoch.order.steps:
+            rows_a_step = max(1, len(epoch.snapshot) // epoch.order.steps)
+            ahead_rows = epoch.plan.window_rows // 2 + _FETCHED_BYTES // epoch.snapshot.row_bytes
+            self._ahead_steps = -(-ahead_rows // rows_a_step)
+            self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
+
+    def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[engine.Job]:
+        """What is asked of the disk as a job of these rows is begun; it is to be kept as long as that."""
+        if self._is_window:
+            return self._fetch_window(step, len(ids))
+        if self._epoch.plan.shuffle == "rows" or not len(ids):
+            return ()
+        size = len(ids) if self._is_run(ids) else self._epoch.plan.block_rows
+        runs = [ids[start : start + size] for start in range(0, len(ids), size)]
+        fetch = self._epoch.snapshot.fetch
+        return [
+            job
+            for run in runs
+            if self._is_run(run)
+            for job in fetch(int(run[0]), int(run[-1]) + 1, self._names)
+        ]
+
+    def _is_run(self, ids: NDArray[np.int64]) -> bool:
+        return bool(int(ids[-1]) - int(ids[0]) == len(ids) - 1)
+
+    def _fetch_window(self, step: int, rows: int) -> Sequence[engine.Job]:
+        """All that the first step may read, then evenly, so that it is there when the window comes to it."""
+        order, snapshot = self._epoch.order, self._epoch.snapshot
+        first = self._fetched_rows
+        here = snapshot.rows_before(order.segments_span(step).stop)
+        last_step = min(step + self._ahead_steps, order.steps - 1)
+        stop = snapshot.rows_before(order.segments_span(last_step).stop)
+        self._fetched_rows = max(first, min(stop, max(here, first + int(rows * _FETCHED_SHARE))))
+        return snapshot.fetch(first, self._fetched_rows, self._names) if self._fetched_rows > first else ()
 
 
 def _of_crew(done: Elsewhere) -> Iterator[Made]:

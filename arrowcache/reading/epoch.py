@@ -60,7 +60,6 @@ class Epoch:
     snapshot: Snapshot
     order: Order
     delivered: int = 0  # steps, of those that are made here
-    is_cold: bool = False  # some of it had to be read from the disk
     was_resumed: bool = False
     claimed_rows: int = 0  # of this rank: the pace counts them as served
     began: float = field(default_factory=time.time)
@@ -73,6 +72,11 @@ class Epoch:
     @property
     def is_delivered(self) -> bool:
         return self.delivered >= self.order.steps
+
+    def give_up_passed(self) -> bool:
+        """Unlease segments whose rows were all delivered, if it is in order. Returns: whether it did."""
+        passed = self.order.segments_span(self.delivered).start if self.plan.is_in_order else 0
+        return passed > 0 and self.snapshot.release_oldest(passed)
 
 
 class Epochs:
@@ -277,7 +281,6 @@ class Epochs:
             rows -= max(0, order.steps * batch_size - (plan.stream_rows - plan.position))
         self._pacing.add_served(rows, undo)
         self.headroom.took(snapshot)
-        snapshot.asks_ahead = True  # until some of it was found in memory
         return Epoch(plan, snapshot, order, was_resumed=resumed is not None, claimed_rows=rows)
 
     def give_back(self, epoch: Epoch) -> None:
@@ -295,6 +298,12 @@ class Epochs:
             more = max(0.0, waited - epoch.held_up_seconds)  # a wait that goes on counts once
             epoch.held_up_seconds += more
             self._meter.hold_up(more)
+
+    def deliver(self, epoch: Epoch) -> None:
+        """The consumer gets a batch of an epoch: what was passed is let go."""
+        epoch.delivered += 1
+        if epoch.give_up_passed():
+            self.settle()
 
     def settle(self) -> bool:
         """An epoch gave up segments: so may the ranks' agreement on it, if all have joined.

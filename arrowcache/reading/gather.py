@@ -1,8 +1,9 @@
 """Gather: columns of some rows on their way out of segments.
 
-Fixed-width columns are one job of the engine, all together. A variable-length one takes two: where its values
-are, then the values. Rows are copied from mapped memory, or asked of the disk and read. Guarantees: nothing is
-touched any more once it has ended, in whatever way; what cannot be read is told with its segment's name.
+Fixed-width columns are one job of the engine, all together. A variable-length one takes two: where its
+values are, then the values. Rows are copied from mapped memory, or asked of the disk and read. Guarantees:
+nothing is touched any more once it has ended, in whatever way; what cannot be read is told with its segment's
+name.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ class Gatherer:
         return Gather(fixed, values, named)
 
     def fetch(self, first: int, last: int, names: Sequence[str]) -> list[engine.Job]:
-        """Have the disk begin to read columns of rows first..last-1; a hint, which goes as far as it is kept."""
+        """Have the disk begin to read columns of rows first..last-1.
+
+        Returns: what is under way; a hint, which ends where it is dropped.
+        """
         fixed = [self._column(n, 0) for n in names if n in self._schema.fixed and self._width_of(n)]
         jobs = [engine.fetch_rows(self._rows, first, last, fixed)] if fixed else []
         for name in names:
@@ -163,8 +167,8 @@ class Gather:
             if (failure := job.failure) is not None:
                 why = os.strerror(failure.error) if failure.error else "its file was truncated"
                 raise CorruptSegmentError(
-                    f"segment {self._named(failure.index)} can't be read any more ({why}): run cache.verify(), "
-                    "and look at the disk"
+                    f"segment {self._named(failure.position)} can't be read any more ({why}): "
+                    "run cache.verify(), and look at the disk"
                 )
 
     def go_on(self) -> None:

@@ -109,7 +109,7 @@ class EpochIterator:
             self.has_stopped = True
             self.close()
             raise StopIteration
-        made.epoch.delivered += 1
+        self._epochs.deliver(made.epoch)
         self._meter.deliver(made)
 
     def fail(self) -> None:

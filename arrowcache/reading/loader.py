@@ -25,9 +25,9 @@ from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import Membership, membership
 from arrowcache.reading.order import SHUFFLES
 from arrowcache.reading.panel import Panel
+from arrowcache.reading.parking import Parking
 from arrowcache.reading.pipeline import Pipeline, Stream
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.readahead import ReadAhead
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.layout import SegmentInfo, Settings
@@ -172,7 +172,7 @@ class Loader:
             prefetch=self._prefetch,
             meter=self._meter,
         )
-        self._threads: tuple[Pipeline, ReadAhead] | None = None
+        self._running: tuple[Pipeline, Parking] | None = None
         self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
         self._stream: Stream | None = None  # of that one
         self._closed = False
@@ -278,11 +278,11 @@ class Loader:
         """End the epoch and the background threads; leases nothing afterwards. Idempotent."""
         self._closed = True
         self._end_current()
-        if self._threads is not None:
-            _, readahead = self._threads
+        if self._running is not None:
+            _, parking = self._running
             self._assembly.close()
-            readahead.close()
-            self._threads = None
+            parking.close()
+            self._running = None
         self._epochs.close()
         self._meter.show_on(None)
 
@@ -347,32 +347,28 @@ class Loader:
     def _begin(self, *, endless: bool) -> Batches:
         if self._closed:
             raise ValueError(_CLOSED)
-        if self._threads is not None and self._threads[0].is_inherited():
-            self._threads = self._current = None  # they stayed in the process that forked this one
+        if self._running is not None and self._running[0].is_inherited():
+            self._running = self._current = None  # they stayed in the process that forked this one
             self._assembly.after_fork()
         self._end_current("a newer one began")
         self._join()
-        if self._threads is None:
+        if self._running is None:
             making = self._assembly
             panel = Panel.open(self._store.folder.path, self._workers, self._terms.shuffle)
             self._meter.show_on(panel, making.in_progress)
-            readahead = ReadAhead(self._store, self._where, self._epochs.settle, making.drop)
-            self._threads = (
-                Pipeline(making.wanted, self._meter.show),
-                readahead,
-            )
-        pipeline, readahead = self._threads
-        readahead.start()
+            parking = Parking(self._epochs.settle, making.drop)
+            self._running = Pipeline(making.wanted, self._meter.show), parking
+        pipeline, parking = self._running
+        parking.stay()
         run, epoch = object(), None
         try:
             self._meter.begin_run(run)
             with self._meter.waiting():
-                epoch = self._epochs.begin(lambda: self._closed, before_waiting=readahead.drop)
+                epoch = self._epochs.begin(lambda: self._closed, before_waiting=parking.drop)
             if epoch is None or self._closed:  # by another thread
                 raise ValueError(_CLOSED)
-            feed = Feed(
-                self._epochs, self._assembly, pipeline, readahead, self._meter, epoch, endless=endless
-            )
+            parking.drop()  # what both read stays mapped
+            feed = Feed(self._epochs, self._assembly, pipeline, parking, epoch, endless=endless)
             iterator = EpochIterator(
                 feed.stream, pipeline, self._epochs, epoch, self._meter, run, self._timeout, self._finish
             )
@@ -398,8 +394,8 @@ class Loader:
         iterator = self._delivering()
         if iterator is not None:
             iterator.end(because)
-        elif self._stream is not None and self._threads is not None:
-            self._threads[0].end(self._stream)  # where Ctrl-C came as its iterator was dropped
+        elif self._stream is not None and self._running is not None:
+            self._running[0].end(self._stream)  # where Ctrl-C came as its iterator was dropped
         self._stream = None
 
 

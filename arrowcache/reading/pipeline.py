@@ -70,10 +70,10 @@ class Done:
 
 
 class Elsewhere:
-    """What a thread or a process of our own makes."""
+    """What a thread or a process of our own makes; `keep` is kept until then."""
 
-    def __init__(self, future: Future[Any]) -> None:
-        self.future = future
+    def __init__(self, future: Future[Any], keep: object = None) -> None:
+        self.future, self._keep = future, keep
 
     def take(self, seconds: float) -> bool:
         if not self.future.done():

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -27,18 +28,21 @@ from numpy.typing import ArrayLike, NDArray
 from arrowcache import html
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
+from arrowcache.cgroup import memory_bytes
 from arrowcache.errors import CorruptSegmentError
+from arrowcache.native.engine import Job
 from arrowcache.reading.arena import NO_CELL, Arena, Claim
 from arrowcache.reading.gather import Gather, OutsideError
+from arrowcache.reading.gather import Gatherer as Placement
 from arrowcache.reading.output import output_arrays
-from arrowcache.reading.placement import Placement
 from arrowcache.reading.slots import Slot
+from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import Column, interleave
 from arrowcache.reading.view import Viewer, has_room
 from arrowcache.storage import timeline
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
-from arrowcache.storage.mapping import FileMapping, populate, will_need
+from arrowcache.storage.mapping import FileMapping
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 _NOT_MAPPED = -2
-_TOUCH_BYTES = 8 << 20  # between two looks whether it is still wanted
+_MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
 
 
 class _Placed(NamedTuple):
@@ -86,7 +90,7 @@ class Snapshot:
         self._readers = 0
         self._closed = True  # until there is something to be let go
         self._released = 0  # so many of the oldest segments were given up
-        self.asks_ahead = False  # of rows that may have to come from the disk; whoever reads on says so
+        self.temperature = Temperature()  # of its rows; a loader has one for all its epochs
         self._suspect_below = store.suspect_below()
         self._set_segments(segments)
         self._claim = Claim(self._segments)
@@ -196,29 +200,65 @@ class Snapshot:
 
         Raises: OutsideError: a row is outside the snapshot.
         """
-        with _Reader(self):
-            placement = self._find(ids)
-            if placement is None:
-                return self._gather_spilled(ids, names, arrays)
-            return placement.gather(ids, names, arrays, ask_ahead=self.asks_ahead)
+        out = {name: int(array.ctypes.data) for name, array in arrays.items()}
+        gather = self._begin(ids, names, out, arrays)
+        values = gather.wait().values()
+        self.temperature.note(len(ids), gather.missed)
+        return {name: arrays[name] if name in arrays else values[name] for name in names}
 
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
-        """Begin `gather_into`, with the fixed-width columns in a slot; it reads this until it has ended."""
+        """Begin `gather_into`, with the fixed-width columns in a slot; it reads this until it has ended.
+
+        Whoever has it tells `temperature` what it missed.
+        """
+        return self._begin(ids, names, slot.addresses, slot)
+
+    def _begin(
+        self, ids: NDArray[np.int64], names: Sequence[str], out: Mapping[str, int], keep: object
+    ) -> Gather:
         reader = _Reader(self)
         try:
             placement = self._find(ids)
             if placement is not None:
-                gather = placement.begin(ids, names, slot.addresses, slot, ask_ahead=self.asks_ahead)
+                gather = placement.begin(
+                    ids,
+                    names,
+                    out,
+                    keep,
+                    lambda index: self._name_of(int(ids[index])),
+                    is_cold=self.temperature.is_cold,
+                    drops=self._is_larger_than_memory,
+                )
             else:
-                arrays = slot.arrays()
+                arrays = keep.arrays() if isinstance(keep, Slot) else keep
                 whole = self._gather_spilled(ids, names, arrays)
                 others = {name: column for name, column in whole.items() if name not in arrays}
-                gather = Gather(None, {}, others)
+                gather = Gather(None, {}, gathered=others)
         except BaseException:
             reader.end()
             raise
         gather.then = reader.end
         return gather
+
+    def _name_of(self, row: int) -> str:
+        return self._segments[int(self._starts.searchsorted(row, side="right")) - 1].name
+
+    @cached_property
+    def _is_larger_than_memory(self) -> bool:
+        return self.nbytes > memory_bytes() * _MEMORY_SHARE
+
+    def fetch(self, first: int, last: int, names: Sequence[str]) -> list[Job]:
+        """Have the disk begin to read columns of rows first..last-1, which are to be asked for soon.
+
+        A hint: what is not mapped yet is left out. Returns: what is under way, for as long as it is kept.
+        """
+        with self._mapping:
+            placed = self._placed or self._publish_placement()
+        return placed.placement.fetch(first, last, names)
+
+    def rows_before(self, index: int) -> int:
+        """Rows of the segments before one."""
+        return int(self._starts[index])
 
     def _find(self, ids: NDArray[np.int64]) -> Placement | None:
         """Where rows are, mapped now; None: not all find a cell."""
@@ -346,42 +386,22 @@ class Snapshot:
                 )
             yield view
 
-    def warm(self, index: int, is_wanted: Callable[[], bool]) -> bool:
-        """Have a mapped segment's pages in memory and in the page tables, ahead of their use.
+    def release_oldest(self, count: int) -> bool:
+        """Unmap and unlease the first `count` segments, whose rows nobody may ask for any more.
 
-        Blocks: while the disk reads; ends early when `is_wanted` says no more, or the snapshot is closed.
-        Returns: whether it did not.
+        Returns: False: they were before, or the snapshot is closed.
         """
-        segment = self._segments[index]
-        address, nbytes = self._arena.memory_of(segment)
-        is_warm = True
-        for start in range(0, nbytes, _TOUCH_BYTES):
-            if not is_wanted() or self._closed or index < self._released:
-                return False
-            is_warm &= populate(address + start, min(_TOUCH_BYTES, nbytes - start))
-        self._arena.note_warm(segment, is_warm=is_warm)
-        return True
-
-    def announce(self, index: int) -> None:
-        """Have the disk begin to read a mapped segment."""
-        address, nbytes = self._arena.memory_of(self._segments[index])
-        if nbytes and index >= self._released:
-            will_need(address, nbytes)
-
-    def release_oldest(self, count: int) -> None:
-        """Unmap and unlease the first `count` segments, whose rows nobody may ask for any more."""
         with self._lock:
             if self._closed or count <= self._released:
-                return
-            passed, self._released = self._segments[self._released : count], count
+                return False
+            self._released = count
             if self._placed is not None:
                 self._placed.placement.release(int(self._starts[count]))
-        for segment in passed:  # the next epoch may have it mapped still, when the kernel took its pages back
-            self._arena.note_warm(segment, is_warm=False)
         assert self._lease is not None
         lease, last = self._lease, self._segments[-1].seq
         first = self._segments[count].seq if count < len(self._segments) else last + 1
         self._arena.release(self._claim, count, lambda: lease.narrow(first, last))
+        return True
 
     def map_all(self) -> int:
         """Map every segment now; damaged ones are quarantined and leave the snapshot.
@@ -566,7 +586,10 @@ class Snapshot:
             rows = ids[places] - self._starts[index]
             some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
             with self._arena.alone(self._segments[index], self._store, check_bytes=False) as placement:
-                parts.append((places, placement.gather(rows, names, some, ask_ahead=False)))
+                out = {name: int(array.ctypes.data) for name, array in some.items()}
+                gather = placement.begin(rows, names, out, some, self._name_of, is_cold=False)
+                values = gather.wait().values()
+                parts.append((places, {n: some[n] if n in some else values[n] for n in names}))
             for name, array in arrays.items():
                 array[places] = some[name]
         return {

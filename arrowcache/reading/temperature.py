@@ -26,7 +26,7 @@ class Temperature:
         self._missed = 0.0  # while it is warm, less what is tolerated
 
     def note(self, rows: int, missed: int) -> None:
-        """Rows were had, in the way that `is_cold` said, and so many of them, or of their pages, were missed."""
+        """Rows were had, in the way of `is_cold`; so many of them, or of their pages, were missed."""
         if self.is_cold:
             self._rows = 0 if missed else self._rows + rows
             if self._rows >= self._needed_rows:
@@ -35,6 +35,8 @@ class Temperature:
         self._rows += rows
         self._missed = max(0.0, self._missed + missed - rows * _TOLERATED_SHARE)
         if self._missed > 1:
-            was_short = self._rows < _LONG_LIFE * self._needed_rows
-            self._needed_rows = min(2 * self._needed_rows, _MOST_FOUND_ROWS) if was_short else _LEAST_FOUND_ROWS
+            if self._rows >= _LONG_LIFE * self._needed_rows:
+                self._needed_rows = _LEAST_FOUND_ROWS
+            else:
+                self._needed_rows = min(2 * self._needed_rows, _MOST_FOUND_ROWS)
             self.is_cold, self._rows = True, 0

@@ -123,7 +123,6 @@ class Maker:
             self._bench.tell("gather")
             with self._meter.reading() as reading:
                 batch, nbytes = self._gather(snapshot, ids, places)
-            snapshot.asks_ahead = reading.was_on_disk
             result: object = batch
             if self._transform is not None:
                 self._bench.tell("transform")
@@ -191,7 +190,7 @@ class Maker:
             lease.close()
             return
         before, self._snapshot = self._snapshot, Snapshot(self._store, segments, lease)
-        self._epoch, self._snapshot.asks_ahead = epoch, True
+        self._epoch = epoch
         if before is not None:
             before.close()  # after the new one has claimed what both read: that stays mapped
         with suppress(MemoryError):  # each batch says so

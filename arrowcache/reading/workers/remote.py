@@ -127,7 +127,6 @@ class RemoteAssembly:
     ) -> Iterator[Made]:
         finished: Finished = done.result()
         self._meter.leave(finished.seconds)
-        epoch.is_cold |= finished.is_cold
         for number in range(batches):
             of_batch = slice(number * self._batch_size, min(rows, (number + 1) * self._batch_size))
             count = of_batch.stop - of_batch.start

@@ -60,13 +60,13 @@ static int file_of(reader *self, const engine_segment *segment)
 /* Whether mapped pages are in memory: for file systems that can't be asked otherwise. */
 static bool is_resident(const engine_segment *segment, int64_t at, int64_t nbytes)
 {
-    int64_t page = page_bytes(), start = at - at % page;
+    int64_t page = page_bytes(), start = (int64_t)segment->base + at, end = start + nbytes;
     unsigned char pages[MOST_LOOKED_PAGES];
     if (!segment->base)
         return false;
-    for (; start < at + nbytes; start += MOST_LOOKED_PAGES * page) {
-        int64_t count = least(MOST_LOOKED_PAGES, (at + nbytes - start + page - 1) / page);
-        if (mincore((void *)(segment->base + start), (size_t)(count * page), pages))
+    for (start -= start % page; start < end; start += MOST_LOOKED_PAGES * page) {
+        int64_t count = least(MOST_LOOKED_PAGES, (end - start + page - 1) / page);
+        if (mincore((void *)start, (size_t)(count * page), pages))
             return false;
         for (int64_t i = 0; i < count; i++)
             if (!(pages[i] & 1))
@@ -78,13 +78,12 @@ static bool is_resident(const engine_segment *segment, int64_t at, int64_t nbyte
 int file_peek(reader *self, const engine_segment *segment, int64_t at, uint8_t *out, int64_t nbytes)
 {
     int fd = file_of(self, segment);
-    if (fd < 0)
-        return 0;
     struct iovec to = {out, (size_t)nbytes};
-    ssize_t done = preadv2(fd, &to, 1, at, RWF_NOWAIT);
-    if (done < 0 && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) && is_resident(segment, at, nbytes))
-        done = pread(fd, out, (size_t)nbytes, at);
-    return done == nbytes;
+    ssize_t done = fd < 0 ? -1 : preadv2(fd, &to, 1, at, RWF_NOWAIT);
+    if (done >= 0 || errno == EAGAIN || !is_resident(segment, at, nbytes))
+        return done == nbytes;
+    memcpy(out, segment->base + at, (size_t)nbytes); /* this file system can't be asked, or the file is gone */
+    return 1;
 }
 
 void file_ask(reader *self, const engine_segment *segment, int64_t at, int64_t nbytes)

@@ -301,7 +301,6 @@ def refuse_threads(monkeypatch, names: Sequence[str]) -> list[str]:
     ("name", "options"),
     [
         ("arrowcache-worker-0", {"transform": dict}),
-        ("arrowcache-readahead", {}),
         ("arrowcache-worker-1", {"workers": 2, "worker_type": "thread", "transform": dict}),
         ("arrowcache-crew", {"workers": 2, "transform": dict}),
     ],

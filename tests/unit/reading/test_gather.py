@@ -7,14 +7,15 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import wait_until
+from helpers import DEADLINE_SECONDS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arrowcache import Binary, Ragged, String
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
-from arrowcache.native.engine import Column, Rows, copy_rows
+from arrowcache.native.engine import Column, copy_rows, read_rows
+from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Gather, OutsideError, ValuesGather
 
 TEXTS = ["", "a", "été", "longer than the others, by far", "ß", "five", "six" * 50, "7"]
@@ -25,7 +26,7 @@ BIG_ROWS, BIG_WIDTH = 64, 64 << 10
 class Segment:
     """One segment in memory: a column of fixed width, then texts; or another variable-length column."""
 
-    def __init__(self, *, is_warm=True, values=None, item_bytes=1, width=WIDTH, rows=None):
+    def __init__(self, *, is_cold=False, values=None, item_bytes=1, width=WIDTH, rows=None):
         self.values = [text.encode() for text in TEXTS] if values is None else values
         self.rows = len(self.values) if rows is None else rows
         self.fixed = np.random.default_rng(0).integers(0, 256, (self.rows, width), np.uint8)
@@ -35,11 +36,9 @@ class Segment:
         places = itertools.accumulate(map(len, parts[:2]), initial=0)
         self.layout = np.array(list(places), np.int64)
         self.ends = self.file[self.layout[1] : self.layout[2]].view(np.uint8)
-        self.warm = np.full(1, is_warm, np.bool_)
-
-    def table(self):
-        words = self.file.ctypes.data, self.file.nbytes, self.layout.ctypes.data, self.warm.ctypes.data
-        return Rows(*(np.array([word]) for word in words), np.array([0, self.rows]), keep=self)
+        self.is_cold = is_cold
+        self.table = Rows(np.array([0, self.rows]))
+        self.table.put(0, self.file.ctypes.data, self.file.nbytes, self.layout.ctypes.data, 0, 0, 0)
 
     def set_offset(self, number, value):
         self.ends[4 * number : 4 * number + 4] = np.array([value], np.int32).view(np.uint8)
@@ -48,11 +47,12 @@ class Segment:
 def fixed_of(segment, ids, width=WIDTH):
     """A copy of the fixed column, and where it goes."""
     out = np.zeros((len(ids), width), np.uint8)
-    return copy_rows(segment.table(), np.asarray(ids), [Column(0, width, out.ctypes.data)], out), out
+    begin = read_rows if segment.is_cold else copy_rows
+    return begin(segment.table, np.asarray(ids), [Column(0, width, out.ctypes.data)], (segment, out)), out
 
 
 def texts_of(segment, ids, kind=String()):  # noqa: B008
-    return ValuesGather(segment.table(), np.asarray(ids), 1, kind, "text")
+    return ValuesGather(segment.table, np.asarray(ids), 1, kind, "text", segment.is_cold, False)
 
 
 @pytest.fixture
@@ -66,27 +66,27 @@ def no_threads():
     assert engine._engine.stop()
 
 
-@pytest.fixture(params=[False, True], ids=["cold", "warm"])
+@pytest.fixture(params=[True, False], ids=["cold", "warm"])
 def segment(request):
-    return Segment(is_warm=request.param)
+    return Segment(is_cold=request.param)
 
 
 @given(st.lists(st.integers(0, len(TEXTS) - 1), max_size=40), st.booleans())
-def test_all_columns_of_any_rows_are_gathered(ids, is_warm):
-    segment, ids = Segment(is_warm=is_warm), np.array(ids, np.int64)
+def test_all_columns_of_any_rows_are_gathered(ids, is_cold):
+    segment, ids = Segment(is_cold=is_cold), np.array(ids, np.int64)
     copy, out = fixed_of(segment, ids)
     gather = Gather(copy, {"text": texts_of(segment, ids)})
     assert gather.wait() is gather
     assert gather.values() == {"text": [TEXTS[number] for number in ids]}
     assert np.array_equal(out, segment.fixed[ids])
-    assert not gather.was_on_disk
+    assert gather.missed == 0
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_each_type_of_variable_length_is_shown_as_its_own(is_warm):
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_each_type_of_variable_length_is_shown_as_its_own(is_cold):
     values = [bytes(range(8 * count)) for count in (2, 0, 5, 1)]
-    segment, ids = Segment(is_warm=is_warm, values=values, item_bytes=4), [3, 0, 1, 2, 2]
-    ragged, binary = Ragged("float32", (2,)), Segment(is_warm=is_warm, values=values)
+    segment, ids = Segment(is_cold=is_cold, values=values, item_bytes=4), [3, 0, 1, 2, 2]
+    ragged, binary = Ragged("float32", (2,)), Segment(is_cold=is_cold, values=values)
     gather = Gather(None, {"boxes": texts_of(segment, ids, ragged), "data": texts_of(binary, ids, Binary())})
     found = gather.wait().values()
     assert found["data"] == [values[number] for number in ids]
@@ -97,30 +97,28 @@ def test_each_type_of_variable_length_is_shown_as_its_own(is_warm):
 
 
 def test_a_gather_of_what_is_gathered_has_ended():
-    gather = Gather(None, {}, {"text": ["a"]})
+    gather = Gather(None, {}, gathered={"text": ["a"]})
     assert gather.take(0)
     assert gather.values() == {"text": ["a"]}
-    assert not gather.was_on_disk
+    assert gather.missed == 0
     gather.cancel()
 
 
 def test_values_that_were_found_are_copied_without_a_take(segment):
     """Else nobody would begin to read them before somebody waits for them."""
     gather = texts_of(segment, range(8))
-    gather._found.wait()
+    gather._found.take(DEADLINE_SECONDS)
     gather.go_on()
     assert gather._copy is not None
     before = gather._copy
     gather.go_on()
     assert gather._copy is before, "once"
-    if not before.is_warm:
-        wait_until(before.has_ended, "the threads to have copied them")
-    assert gather.take(0)
+    assert gather.take(DEADLINE_SECONDS)
     assert gather.column() == TEXTS
 
 
 def test_what_was_not_found_yet_is_not_copied(no_threads):
-    values = texts_of(Segment(is_warm=False), range(8))
+    values = texts_of(Segment(is_cold=True), range(8))
     gather = Gather(None, {"text": values})
     gather.go_on()
     assert values._copy is None
@@ -129,10 +127,10 @@ def test_what_was_not_found_yet_is_not_copied(no_threads):
 
 
 @pytest.mark.parametrize("wrong", [-1, len(TEXTS)])
-def test_a_row_out_of_range_is_named_at_once(wrong, segment):
+def test_a_row_out_of_range_is_named(wrong, segment):
     ids = [0, 1, wrong]
     with pytest.raises(OutsideError) as caught:
-        Gather(fixed_of(segment, ids)[0], {})
+        Gather(fixed_of(segment, ids)[0], {}).take(DEADLINE_SECONDS)
     assert caught.value.index == 2
     with pytest.raises(OutsideError) as caught:
         texts_of(segment, ids)
@@ -140,8 +138,8 @@ def test_a_row_out_of_range_is_named_at_once(wrong, segment):
 
 
 def test_rows_that_were_released_meanwhile_are_refused_when_they_are_taken():
-    segment, out = Segment(is_warm=True), np.zeros((1, WIDTH), np.uint8)
-    rows = segment.table()
+    segment, out = Segment(is_cold=False), np.zeros((1, WIDTH), np.uint8)
+    rows = segment.table
     gather = Gather(copy_rows(rows, np.array([0]), [Column(0, WIDTH, out.ctypes.data)], out), {})
     rows.release(1)
     for _ in range(2):
@@ -158,7 +156,7 @@ def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value
     monkeypatch.setattr(engine, "copy_values", lambda *arguments: copies.append(arguments))
     segment.set_offset(number, value)
     values = texts_of(segment, range(8))
-    values._found.wait()
+    values._found.take(DEADLINE_SECONDS)
     values.go_on()  # it says nothing: whoever takes it is told
     gather = Gather(None, {"text": values})
     for _ in range(2):
@@ -212,15 +210,15 @@ def test_wait_ends_it_also_where_it_fails():
     assert ended == [1]
 
 
-def big(is_warm):
+def big(is_cold):
     """4 MiB of a fixed column, on their way."""
-    segment = Segment(is_warm=is_warm, values=[], width=BIG_WIDTH, rows=BIG_ROWS)
+    segment = Segment(is_cold=is_cold, values=[], width=BIG_WIDTH, rows=BIG_ROWS)
     return segment, *fixed_of(segment, range(BIG_ROWS), BIG_WIDTH)
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_a_gather_that_is_cancelled_in_the_middle_touches_nothing_any_more(no_threads, is_warm):
-    segment, copy, out = big(is_warm)
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_a_gather_that_is_cancelled_in_the_middle_touches_nothing_any_more(no_threads, is_cold):
+    segment, copy, out = big(is_cold)
     ended, gather = [], Gather(copy, {})
     gather.then = lambda: ended.append(out.copy())
     assert not gather.take(0)
@@ -234,7 +232,7 @@ def test_a_gather_that_is_cancelled_in_the_middle_touches_nothing_any_more(no_th
 
 
 def test_memory_is_kept_until_it_has_ended_and_no_longer(no_threads):
-    segment, copy, out = big(is_warm=False)
+    segment, copy, out = big(is_cold=True)
     gather, kept = Gather(copy, {}), weakref.ref(segment)
     del segment, copy
     assert not gather.take(0)
@@ -250,9 +248,9 @@ def test_after_it_was_cancelled_no_values_are_copied(no_threads, monkeypatch, is
     """Their addresses may be of what is unmapped by then, or be none at all."""
     copies = []
     monkeypatch.setattr(engine, "copy_values", lambda *arguments: copies.append(arguments))
-    values = texts_of(Segment(is_warm=False), range(8))
+    values = texts_of(Segment(is_cold=True), range(8))
     if is_taken:
-        values._found.wait()
+        values._found.take(DEADLINE_SECONDS)
     gather = Gather(None, {"text": values})
     gather.cancel()
     gather.go_on()

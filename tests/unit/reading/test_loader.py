@@ -32,8 +32,8 @@ import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.reading.arena import Arena
 from arrowcache.reading.crew import Crew
+from arrowcache.reading.parking import Parking
 from arrowcache.reading.pipeline import Pipeline
-from arrowcache.reading.readahead import ReadAhead
 from arrowcache.reading.snapshot import _Reader
 from arrowcache.storage.lease import Lease
 
@@ -880,7 +880,7 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
     with Loader(cache, 16) as loader:
         iterator = iter(loader)
         check(next(iterator))
-        monkeypatch.setattr(ReadAhead, "park", interrupted)
+        monkeypatch.setattr(Parking, "park", interrupted)
         with pytest.raises(KeyboardInterrupt):
             iterator.close()
     assert cache.stats().leased_bytes == 0
@@ -897,7 +897,7 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
         (Lease, "_settle"),
         (Lease, "_unlock_oldest"),
         (Snapshot, "_let_go"),
-        (ReadAhead, "drop"),
+        (Parking, "drop"),
         (Pipeline, "end"),
         (Crew, "close"),
     ],
@@ -921,22 +921,6 @@ def test_ctrl_c_anywhere_in_close_is_made_good_by_the_next(cache, monkeypatch, o
     loader.close()
     assert cache.stats().leased_bytes == 0
     wait_until(lambda: not loader_threads(), "the loader's thread to end")
-
-
-def test_ctrl_c_while_the_first_epoch_begins_leaves_no_thread(cache, monkeypatch):
-    def interrupted(self):
-        monkeypatch.undo()
-        self.start()
-        raise KeyboardInterrupt
-
-    before = set(threading.enumerate())
-    with Loader(cache, 16) as loader:
-        monkeypatch.setattr(ReadAhead, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            iter(loader)
-        assert len(ids(loader)) == 160, "a second try finds what there is"
-    wait_until(lambda: not set(threading.enumerate()) - before, "the loader's threads to end")
-    assert cache.stats().leased_bytes == 0
 
 
 def test_a_forked_child_reads_on_whatever_its_parents_threads_were_doing(cache):

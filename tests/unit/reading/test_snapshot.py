@@ -34,8 +34,8 @@ from slow_pages import SlowPages, require_slow_pages
 import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
 from arrowcache.reading import arena as arena_module
-from arrowcache.reading import placement as placement_module
 from arrowcache.reading.arena import Arena
+from arrowcache.reading.gather import Gatherer
 from arrowcache.reading.snapshot import _Reader
 from arrowcache.storage import mapping
 
@@ -202,10 +202,9 @@ def test_without_cells_the_rows_are_the_same(tmp_path, monkeypatch, kind, cells)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asks_ahead", [False, True])
 @pytest.mark.parametrize("kind", [*SCHEMAS, "wide_pair"])
-def test_what_may_be_on_the_disk_is_read_without_the_gil(tmp_path, kind, asks_ahead):
-    """Its pages come when another thread has had the GIL, and not before."""
+def test_what_may_be_on_the_disk_is_not_waited_for_through_its_mapping(tmp_path, kind):
+    """A thread that waits for a page may have the GIL; one that reads a file has not."""
     require_slow_pages()
     schema = WIDE_PAIR if kind == "wide_pair" else SCHEMAS[kind]
     cache = build(tmp_path / "cache", schema, LAYOUTS["mixed"])
@@ -213,7 +212,6 @@ def test_what_may_be_on_the_disk_is_read_without_the_gil(tmp_path, kind, asks_ah
     def gather(path):
         cache, pages = ac.Cache.open(path), SlowPages()
         with cache.snapshot() as snapshot:
-            snapshot.asks_ahead = asks_ahead
             snapshot.map_all()
             for segment in snapshot.segments:
                 pages.replace(*Arena.of(cache.store).memory_of(segment))
@@ -223,53 +221,9 @@ def test_what_may_be_on_the_disk_is_read_without_the_gil(tmp_path, kind, asks_ah
 
     with Child(gather, str(cache.path)) as child:
         ids, got, brought = child.result()
-    assert brought > 0
+    assert brought == 0
     for some, columns in zip((ids[:5], ids), got, strict=True):
         assert_same(cache, plain_rows(cache), some, columns)
-
-
-@pytest.mark.slow
-def test_where_a_value_ends_is_read_without_the_gil_too(tmp_path):
-    """It may be on another page than where it begins."""
-    require_slow_pages()
-    schema = ac.Schema({"r": ac.Ragged("int64")})
-    cache = ac.Cache.create(tmp_path / "cache", schema, "64MiB", segment_bytes="1MiB", segment_rows=2100)
-    with cache.writer() as writer:
-        writer.extend(r=[[number] for number in range(2100)])
-
-    def gather(path):
-        cache, pages = ac.Cache.open(path), SlowPages()
-        with cache.snapshot() as snapshot:
-            snapshot.map_all()
-            pages.replace(*Arena.of(cache.store).memory_of(snapshot.segments[0]))
-            return [snapshot.gather([number])["r"].data.tolist() for number in range(2100)]
-
-    with Child(gather, str(cache.path)) as child:
-        assert child.result() == [[number] for number in range(2100)]
-
-
-def test_what_was_warmed_is_known_to_be_warm_for_as_long_as_it_is_mapped(tmp_path):
-    cache = build(tmp_path / "cache", SCHEMAS["plain"], [10, 10, 10])
-
-    def warm(snapshot):
-        snapshot.map_all()
-        return Arena.of(cache.store)._warm[snapshot._cells].tolist()
-
-    with cache.snapshot() as first:
-        assert warm(first) == [False, False, False]
-        assert first.warm(0, lambda: True)
-        assert not first.warm(1, lambda: False), "cut short"
-        assert warm(first) == [True, False, False]
-        with cache.snapshot() as second:
-            assert warm(second) == [True, False, False]
-            second.warm(2, lambda: True)
-        assert warm(first) == [True, False, True], "the same memory"
-        with cache.snapshot() as second:
-            assert warm(second) == [True, False, True]
-            first.release_oldest(1)
-            assert warm(second) == [False, False, True], "it was read"
-    with cache.snapshot() as third:
-        assert warm(third) == [False, False, False]
 
 
 @pytest.mark.slow
@@ -573,14 +527,14 @@ def test_closing_lets_a_gather_in_another_thread_end_first(tmp_path, monkeypatch
     publish(cache, 3)
     snapshot = cache.snapshot()
     inside, go_on = threading.Event(), threading.Event()
-    real = placement_module.Placement.gather
+    real = Gatherer.begin
 
     def slow(self, *args, **options):
         inside.set()
         assert go_on.wait(20)
         return real(self, *args, **options)
 
-    monkeypatch.setattr(placement_module.Placement, "gather", slow)
+    monkeypatch.setattr(Gatherer, "begin", slow)
     got = {}
     thread = threading.Thread(target=lambda: got.update(snapshot.gather([47])))
     thread.start()

@@ -17,10 +17,8 @@ from markup import seen
 import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.reading import stats as stats_module
-from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
 from arrowcache.reading.pipeline import Made
-from arrowcache.reading.readahead import ReadAhead
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
 from arrowcache.torch import Loader as TorchLoader
@@ -378,9 +376,8 @@ def test_a_loader_that_waits_for_rows_blames_the_samplers(tmp_path):
         ("transform", None),
         ("gather", (Gather, "take")),
         ("store", (Snapshot, "map_all")),
-        ("store", (ReadAhead, "wait_for")),
     ],
-    ids=["transform", "gather", "map", "cold"],
+    ids=["transform", "gather", "map"],
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_hangs_before_the_first_batch_is_the_bottleneck_while_it_does(
@@ -399,8 +396,7 @@ def test_what_hangs_before_the_first_batch_is_the_bottleneck_while_it_does(
             return original(self if args == (0,) else hang(self), *args)
 
         monkeypatch.setattr(*blocked, late)
-        monkeypatch.setattr("arrowcache.native.engine.Copy.take", lambda *_: go_on.is_set())
-        monkeypatch.setattr(Epoch, "is_cold", property(lambda _: True, lambda *_: None))
+        monkeypatch.setattr("arrowcache.native.engine.Job.take", lambda *_: go_on.is_set())
     transform = None if blocked else hang
     options = {"shuffle": "window", "workers": workers, "worker_type": "thread"}
     with Loader(cache, 16, transform=transform, **options) as loader:

@@ -1,0 +1,102 @@
+"""Parking: what an epoch had mapped stays for a moment after its end, so that the next one finds it there.
+
+It owns snapshots of epochs that ended. They are let go a second later, at once where a writer of this process
+waits for them, and when the next epoch has mapped what it needs, or the loader is closed. A thread waits for
+that second, between two epochs only; where ranks agreed on an epoch, it looks until all have joined it.
+
+Guarantees: nothing stays leased for longer than that second by a loader that nobody iterates.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from arrowcache.reading.snapshot import Snapshot
+
+_log = logging.getLogger("arrowcache")
+
+_PARKED_SECONDS = 1.0
+_LOOK_SECONDS = 0.25  # between two looks whether the other ranks have joined
+_JOIN_SECONDS = 5.0
+
+
+class Parking:
+    """Thread-safe; the garbage collector may call it anywhere.
+
+    Args:
+        settle: called after an epoch until it says that nothing is left to be let go.
+        also_drop: has others let go of what they lease of epochs that ended.
+    """
+
+    def __init__(self, settle: Callable[[], bool], also_drop: Callable[[], None]) -> None:
+        self._settle, self._also_drop = settle, also_drop
+        self._lock = threading.RLock()
+        self._parked: list[Snapshot] = []
+        self._over = threading.Event()  # of the second that runs: it is not waited for
+        self._over.set()
+        self._has_ended = threading.Event()  # the thread that waits for it
+        self._has_ended.set()
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def park(self, snapshot: Snapshot) -> None:
+        """An epoch ended: keep its snapshot for a second."""
+        if self._pid != os.getpid():
+            return
+        snapshot.on_contention(self.drop)
+        with self._lock:
+            if snapshot not in self._parked:
+                self._parked.append(snapshot)
+            is_closed = self._is_closed
+            self.stay()
+            over, has_ended = threading.Event(), threading.Event()
+            self._over, self._has_ended = over, has_ended
+        try:
+            # A thread of `threading` waits for its own start, and here the garbage collector may be at work.
+            _thread.start_new_thread(self._wait, (over, has_ended))
+        except RuntimeError:  # no thread can be started
+            has_ended.set()
+            is_closed = True
+        if is_closed:
+            self.drop()
+
+    def stay(self) -> None:
+        """The next epoch begins: what is parked stays until `drop`."""
+        self._over.set()
+
+    def drop(self) -> None:
+        """Let go of every lease that is not the running epoch's."""
+        with self._lock:
+            parked = self._parked.copy()
+        for snapshot in parked:
+            snapshot.close()
+        with self._lock:  # after they are closed: Ctrl-C loses none
+            self._parked = [snapshot for snapshot in self._parked if snapshot not in parked]
+        self._also_drop()
+
+    def close(self) -> None:
+        """Let go of everything; waits for what its thread is at, at most 5 s. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._is_closed = True
+        try:
+            self._over.set()
+            self._has_ended.wait(_JOIN_SECONDS)  # what it is closing is leased until it is done
+        finally:
+            self.drop()
+
+    def _wait(self, over: threading.Event, has_ended: threading.Event) -> None:
+        try:
+            if not over.wait(_PARKED_SECONDS):
+                self.drop()
+            while self._settle() and not over.wait(_LOOK_SECONDS):
+                pass
+        except Exception:  # noqa: BLE001  # it is let go by the next epoch, or the loader's end
+            _log.debug("parking failed", exc_info=True)
+        finally:
+            has_ended.set()

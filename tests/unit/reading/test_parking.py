@@ -1,0 +1,288 @@
+"""Parking: what stays mapped between two epochs, what an epoch gives up, and that neither is in the way."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+
+import numpy as np
+import pytest
+from helpers import (
+    DEADLINE_SECONDS,
+    disk_bytes,
+    flip_byte,
+    ids_of,
+    in_child,
+    make_cache,
+    publish,
+    published_ids,
+    segment_files,
+    seqs,
+    wait_until,
+)
+
+import arrowcache as ac
+from arrowcache import Loader, Snapshot
+from arrowcache.reading import parking
+from arrowcache.reading.arena import Arena
+from arrowcache.reading.parking import Parking
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Ten segments of 16 rows, ids 0 to 159."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    return cache
+
+
+@pytest.fixture
+def place(cache):
+    place = Parking(lambda: False, lambda: None)
+    yield place
+    place.close()
+
+
+@pytest.fixture
+def for_ever(monkeypatch):
+    """What is parked is not let go because of the time that passes."""
+    monkeypatch.setattr(parking, "_PARKED_SECONDS", 3600.0)
+
+
+def mapped(cache: ac.Cache) -> list[int]:
+    """Which segments are mapped in this process."""
+    return sorted(Arena.of(cache.store)._cells)
+
+
+def parked(cache: ac.Cache, place: Parking) -> None:
+    snapshot = Snapshot.take(cache.store)
+    snapshot.map_all()
+    place.park(snapshot)
+
+
+# between epochs
+
+
+@pytest.mark.slow
+def test_a_parked_snapshot_is_let_go_after_a_moment(cache, place):
+    parked(cache, place)
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the moment to pass")
+    assert mapped(cache) == []
+
+
+def test_a_parked_snapshot_stays_until_a_writer_of_this_process_needs_room(cache, place, for_ever):
+    parked(cache, place)
+    assert mapped(cache) == list(range(10))
+    assert cache.stats().leased_bytes > 0
+    publish(cache, 60)  # twice the capacity, with on_full="raise"
+    assert disk_bytes(cache.path) <= cache.stats().capacity_bytes
+    assert mapped(cache) == []
+    assert seqs(cache)[0] > 9
+
+
+@pytest.mark.parametrize("free", [lambda cache: cache.evict(1), lambda cache: cache.resize("256KiB")])
+def test_a_parked_snapshot_makes_way_for_evict_and_resize(cache, place, for_ever, free):
+    parked(cache, place)
+    free(cache)
+    assert seqs(cache)[0] > 0
+
+
+@pytest.mark.parametrize("end", [Parking.drop, Parking.close])
+def test_several_parked_snapshots_are_let_go_by_drop_and_close(cache, place, for_ever, end):
+    parked(cache, place)
+    publish(cache, 1)
+    parked(cache, place)
+    end(place)
+    assert cache.stats().leased_bytes == 0
+    assert mapped(cache) == []
+
+
+def test_what_is_parked_after_the_close_is_let_go_at_once(cache, place, for_ever):
+    place.close()
+    parked(cache, place)
+    assert cache.stats().leased_bytes == 0
+
+
+def test_where_no_thread_can_be_started_nothing_is_parked(cache, place, for_ever, monkeypatch):
+    def refused(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(parking._thread, "start_new_thread", refused)
+    parked(cache, place)
+    assert cache.stats().leased_bytes == 0
+
+
+def test_the_thread_ends_when_the_next_epoch_begins_and_what_is_parked_stays(cache, place, for_ever):
+    parked(cache, place)
+    place.stay()
+    assert place._has_ended.wait(DEADLINE_SECONDS)
+    assert cache.stats().leased_bytes > 0
+
+
+def test_ranks_are_looked_at_until_all_have_joined(cache, monkeypatch):
+    monkeypatch.setattr(parking, "_PARKED_SECONDS", 0.0)
+    monkeypatch.setattr(parking, "_LOOK_SECONDS", 0.0)
+    left = [True, True, False]
+    place = Parking(lambda: left.pop(0), lambda: None)
+    parked(cache, place)
+    wait_until(lambda: not left, "it to have looked three times")
+    assert place._has_ended.wait(DEADLINE_SECONDS)
+
+
+def test_close_waits_for_what_its_thread_is_at(cache, monkeypatch):
+    monkeypatch.setattr(parking, "_PARKED_SECONDS", 0.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def settle() -> bool:
+        begun.set()
+        return not go_on.wait(DEADLINE_SECONDS)
+
+    place = Parking(settle, lambda: None)
+    parked(cache, place)
+    assert begun.wait(DEADLINE_SECONDS)
+    closer = threading.Thread(target=place.close)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive(), "it may be closing a snapshot, which is leased until it is done"
+    go_on.set()
+    closer.join(DEADLINE_SECONDS)
+    assert not closer.is_alive()
+
+
+def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, for_ever, monkeypatch):
+    mappings: list[int] = []
+    arena_map = Arena._map
+
+    def counted(self, segment, store, check_bytes):
+        if segment.seq not in self._cells:
+            mappings.append(segment.seq)
+        return arena_map(self, segment, store, check_bytes)
+
+    monkeypatch.setattr(Arena, "_map", counted)
+    with Loader(cache, 16) as loader:
+        for _ in range(4):
+            assert len(ids_of(loader)) == 160
+    assert sorted(mappings) == list(range(10)), "each was mapped once"
+
+
+# while an epoch runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", ["window", None])
+def test_an_epoch_in_order_gives_up_what_was_delivered_while_only_the_consumer_moves(cache, shuffle, workers):
+    options = {"window_bytes": 3 * segment_files(cache)[0].stat().st_size} if shuffle else {}
+    options |= {"workers": workers, "worker_type": "thread", "columns": ["id"]}
+    with Loader(cache, 8, shuffle=shuffle, prefetch=100, **options) as loader:
+        epoch = iter(loader)
+        wait_until(lambda: epoch._stream.exhausted, "every batch to be made")
+        assert cache.evict(1) == 0, "nothing was delivered"
+        delivered = ids_of(next(epoch) for _ in range(12))
+        gc.collect()
+        assert cache.evict(1), "the oldest was let go"
+        left = set(published_ids(cache))
+        assert set(range(160)) - set(delivered) <= left, "what is to come stays"
+        assert sorted(delivered + ids_of(epoch)) == list(range(160))
+
+
+@pytest.mark.parametrize("shuffle", ["rows", "blocks"])
+def test_an_epoch_that_reads_everywhere_gives_up_nothing_before_its_end(cache, shuffle):
+    with Loader(cache, 8, shuffle=shuffle, prefetch=100) as loader:
+        epoch = iter(loader)
+        delivered = ids_of(next(epoch) for _ in range(19))
+        assert cache.evict(1) == 0
+        assert sorted(delivered + ids_of(epoch)) == list(range(160))
+
+
+# errors end nothing
+
+
+def test_a_new_segment_that_is_damaged_ends_nothing_and_is_reported(cache):
+    with Loader(cache, 16) as loader:
+        epoch = iter(loader)
+        publish(cache, 2)
+        flip_byte(segment_files(cache)[10], 0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert sorted(ids_of(epoch)) == list(range(160))
+            assert sorted(ids_of(loader)) == [*range(160), *range(176, 192)]
+        assert any("quarantined" in str(warning.message) for warning in caught)
+    assert seqs(cache) == [*range(10), 11]
+    assert cache.stats().leased_bytes == 0
+
+
+def test_a_folder_that_vanishes_ends_no_epoch_and_is_told_by_the_next(cache):
+    folder = cache.path
+    away = folder.with_name("away")
+    with Loader(cache, 16, timeout=1) as loader:
+        epoch = iter(loader)
+        first = ids_of([next(epoch)])
+        folder.rename(away)
+        rest = ids_of(epoch)
+        assert sorted(first + rest) == list(range(160))
+        with pytest.raises(OSError):
+            iter(loader)
+        away.rename(folder)
+        assert sorted(ids_of(loader)) == list(range(160))
+
+
+# its end
+
+
+def test_close_lets_go_of_everything(cache):
+    loader = Loader(cache, 16)
+    epoch = iter(loader)
+    publish(cache, 2)
+    loader.close()
+    assert cache.stats().leased_bytes == 0
+    assert mapped(cache) == []
+    assert next(epoch, None) is None
+
+
+@pytest.mark.parametrize("state", ["in an epoch", "between epochs"])
+def test_a_loader_that_is_dropped_leases_nothing(cache, state, for_ever):
+    loader = Loader(cache, 16)
+    epoch = iter(loader)
+    next(epoch)
+    if state == "between epochs":
+        assert len(ids_of(epoch)) == 144
+    del epoch, loader
+    gc.collect()
+    wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
+    assert mapped(cache) == []
+
+
+@pytest.mark.parametrize("state", ["in an epoch", "between epochs"])
+def test_a_forked_child_parks_by_itself_and_its_parent_keeps_its_lease(cache, state):
+    with Loader(cache, 16) as loader:
+        epoch = iter(loader)
+        first = ids_of([next(epoch)])
+        if state == "between epochs":
+            first += ids_of(epoch)
+
+        def child():
+            del first[:]
+            newer = iter(loader)
+            publish(cache, 1)
+            assert sorted(ids_of(newer)) == list(range(160))
+            loader.close()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
+            with in_child(child):
+                pass
+        if state == "in an epoch":
+            assert cache.evict(1) == 0, "the parent's lease holds"
+            assert sorted(first + ids_of(epoch)) == list(range(160))
+        assert sorted(ids_of(loader)) == list(range(176))
+
+
+def test_reading_changes_no_page_of_the_files(cache):
+    before = [path.read_bytes() for path in segment_files(cache)]
+    with Loader(cache, 16) as loader:
+        for _ in range(2):
+            for batch in loader:
+                assert np.all(batch["image"][:, 0, 0] == batch["id"])
+    assert [path.read_bytes() for path in segment_files(cache)] == before

@@ -1,0 +1,93 @@
+"""Temperature: when rows are asked of the disk, when they are copied, and that it does not go to and fro."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from arrowcache.reading.temperature import Temperature
+
+
+def told(temperature: Temperature, jobs: int, rows: int = 64, missed: int = 0) -> int:
+    """How often it changed while so many jobs were told."""
+    changes = 0
+    for _ in range(jobs):
+        before = temperature.is_cold
+        temperature.note(rows, missed)
+        changes += temperature.is_cold is not before
+    return changes
+
+
+def warm() -> Temperature:
+    temperature = Temperature()
+    told(temperature, 4)
+    return temperature
+
+
+def test_it_begins_cold():
+    assert Temperature().is_cold
+
+
+def test_it_is_warm_once_256_rows_in_a_row_were_found():
+    temperature = Temperature()
+    told(temperature, 3)
+    assert temperature.is_cold
+    told(temperature, 1)
+    assert not temperature.is_cold
+
+
+def test_a_row_that_was_missed_begins_the_count_anew():
+    temperature = Temperature()
+    told(temperature, 3)
+    told(temperature, 1, missed=1)
+    told(temperature, 3)
+    assert temperature.is_cold
+
+
+def test_one_miss_now_and_then_does_not_turn_it_cold():
+    temperature = warm()
+    for _ in range(100):
+        told(temperature, 1, missed=1)
+        told(temperature, 4)
+    assert not temperature.is_cold
+
+
+@pytest.mark.parametrize("missed", [2, 64, 1024])
+def test_a_job_that_missed_more_turns_it_cold_at_once(missed):
+    temperature = warm()
+    told(temperature, 1, missed=missed)
+    assert temperature.is_cold
+
+
+def test_warmth_of_short_life_takes_twice_as_long_to_come_back():
+    temperature = warm()
+    needed = []
+    for _ in range(10):
+        told(temperature, 1, missed=64)
+        jobs = 0
+        while temperature.is_cold:
+            told(temperature, 1)
+            jobs += 1
+        needed.append(64 * jobs)
+    assert needed == [512, 1024, 2048, 4096, 8192, *[16384] * 5]
+
+
+def test_warmth_of_long_life_is_forgiven():
+    temperature = warm()
+    told(temperature, 1, missed=64)
+    told(temperature, 8)
+    told(temperature, 16 * 8)
+    told(temperature, 1, missed=64)
+    told(temperature, 4)
+    assert not temperature.is_cold
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.005, 0.05, 0.5])
+def test_whatever_share_is_missing_it_does_not_go_back_and_forth(share):
+    """10 changes at first, then at most one in some thousand rows."""
+    draw, temperature = random.Random(0), Temperature()
+    changes = sum(
+        told(temperature, 1, missed=sum(draw.random() < share for _ in range(64))) for _ in range(5000)
+    )
+    assert changes <= 10 + 5000 * 64 / 8192

@@ -10,10 +10,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from arrowcache.reading.future import Future
 from arrowcache.shortage import start
 
 _JOIN_SECONDS = 5.0
@@ -55,7 +55,7 @@ class Crew:
         _wait_for_a_processor()
         while (todo := self._todo.get()) is not None:
             future, function = todo
-            if future.set_running_or_notify_cancel():
+            if future.begin():
                 try:
                     result = function()
                 except BaseException as error:  # noqa: BLE001  # whoever waits for it gets it

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from arrowcache.reading.future import Future
 from arrowcache.reading.snapshot import Snapshot
 
 _log = logging.getLogger("arrowcache")
@@ -36,10 +37,9 @@ class Parking:
         self._settle, self._also_drop = settle, also_drop
         self._lock = threading.RLock()
         self._parked: list[Snapshot] = []
-        self._over = threading.Event()  # of the second that runs: it is not waited for
-        self._over.set()
-        self._has_ended = threading.Event()  # the thread that waits for it
-        self._has_ended.set()
+        self._over: Future[None] = Future()  # the second that runs: it is not waited for
+        self._ended: Future[None] = Future()  # the thread that waits for it
+        self._ended.set_result(None)
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -53,20 +53,21 @@ class Parking:
                 self._parked.append(snapshot)
             is_closed = self._is_closed
             self.stay()
-            over, has_ended = threading.Event(), threading.Event()
-            self._over, self._has_ended = over, has_ended
+            over: Future[None] = Future()
+            ended: Future[None] = Future()
+            self._over = over
         try:
             # A thread of `threading` waits for its own start, and here the garbage collector may be at work.
-            _thread.start_new_thread(self._wait, (over, has_ended))
+            _thread.start_new_thread(self._wait, (over, ended))
+            self._ended = ended  # last: Ctrl-C leaves none that is never set
         except RuntimeError:  # no thread can be started
-            has_ended.set()
             is_closed = True
         if is_closed:
             self.drop()
 
     def stay(self) -> None:
         """The next epoch begins: what is parked stays until `drop`."""
-        self._over.set()
+        self._over.set_result(None)
 
     def drop(self) -> None:
         """Let go of every lease that is not the running epoch's."""
@@ -85,12 +86,12 @@ class Parking:
         with self._lock:
             self._is_closed = True
         try:
-            self._over.set()
-            self._has_ended.wait(_JOIN_SECONDS)  # what it is closing is leased until it is done
+            self._over.set_result(None)
+            self._ended.wait(_JOIN_SECONDS)  # what it is closing is leased until it is done
         finally:
             self.drop()
 
-    def _wait(self, over: threading.Event, has_ended: threading.Event) -> None:
+    def _wait(self, over: Future[None], ended: Future[None]) -> None:
         try:
             if not over.wait(_PARKED_SECONDS):
                 self.drop()
@@ -99,4 +100,4 @@ class Parking:
         except Exception:  # noqa: BLE001  # it is let go by the next epoch, or the loader's end
             _log.debug("parking failed", exc_info=True)
         finally:
-            has_ended.set()
+            ended.set_result(None)

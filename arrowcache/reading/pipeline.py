@@ -14,13 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from arrowcache.errors import LoaderTimeoutError
+from arrowcache.reading.future import Future
 
 if TYPE_CHECKING:
     from arrowcache.reading.epoch import Epoch
@@ -76,12 +75,7 @@ class Elsewhere:
         self.future, self._keep = future, keep
 
     def take(self, seconds: float) -> bool:
-        if not self.future.done():
-            try:
-                self.future.exception(seconds)
-            except NotYet:
-                return False
-        return True
+        return self.future.wait(seconds)
 
     def go_on(self) -> None:
         pass

@@ -12,13 +12,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
+from arrowcache.reading.future import Future
 from arrowcache.reading.workers.manifest import pack_segments
 from arrowcache.reading.workers.memory import file_of
 from arrowcache.reading.workers.request import Finished

@@ -8,13 +8,13 @@ what a worker may still write into is never given back before that has said so o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.future import Future
 from arrowcache.reading.workers.channel import Message
 from arrowcache.reading.workers.packing import Described, unpack
 from arrowcache.reading.workers.shared import Block, SharedRing, Slot
@@ -89,7 +89,7 @@ class Request:
         columns = [Described.from_message(text) for text in answer["columns"]]
         slot = self.slots.pop()
         self._give_back()
-        if not self.future.done() and self.future.set_running_or_notify_cancel():
+        if not self.future.done() and self.future.begin():
             self.future.set_result(Finished(answer, columns, slot))
         else:
             slot.close()
@@ -106,7 +106,7 @@ class Request:
 
     def reject(self, error: BaseException) -> None:
         """It is not made, but a worker is at it still."""
-        if not self.future.done() and self.future.set_running_or_notify_cancel():
+        if not self.future.done() and self.future.begin():
             self.future.set_exception(error)
 
     def free_slots(self) -> None:

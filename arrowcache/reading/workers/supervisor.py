@@ -24,13 +24,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
+from arrowcache.reading.future import Future
 from arrowcache.reading.workers.channel import Message
 from arrowcache.reading.workers.desk import Desk
 from arrowcache.reading.workers.loop import Loop

@@ -135,11 +135,11 @@ def test_an_idle_thread_keeps_nothing_of_what_it_ran(alone):
     gc.disable()
     try:
         future = alone.submit(make)
-        future.exception(DEADLINE_SECONDS)
+        future.wait(DEADLINE_SECONDS)
         assert alive[0]() is not None, "its future has it"
         del future
         future = alone.submit(fail)
-        assert isinstance(future.exception(DEADLINE_SECONDS), LookupError)
+        assert isinstance(future.wait(DEADLINE_SECONDS), LookupError)
         del future
         wait_until(lambda: not any(ref() for ref in alive), "what was made to die")
     finally:

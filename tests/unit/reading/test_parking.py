@@ -116,7 +116,7 @@ def test_where_no_thread_can_be_started_nothing_is_parked(cache, place, for_ever
 def test_the_thread_ends_when_the_next_epoch_begins_and_what_is_parked_stays(cache, place, for_ever):
     parked(cache, place)
     place.stay()
-    assert place._has_ended.wait(DEADLINE_SECONDS)
+    assert place._ended.wait(DEADLINE_SECONDS)
     assert cache.stats().leased_bytes > 0
 
 
@@ -127,7 +127,7 @@ def test_ranks_are_looked_at_until_all_have_joined(cache, monkeypatch):
     place = Parking(lambda: left.pop(0), lambda: None)
     parked(cache, place)
     wait_until(lambda: not left, "it to have looked three times")
-    assert place._has_ended.wait(DEADLINE_SECONDS)
+    assert place._ended.wait(DEADLINE_SECONDS)
 
 
 def test_close_waits_for_what_its_thread_is_at(cache, monkeypatch):

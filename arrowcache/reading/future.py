@@ -1,0 +1,79 @@
+"""Future: what another thread makes, for one that waits and may be interrupted.
+
+As of concurrent.futures, but for this: Ctrl-C in any line of a wait, a cancel or a set leaves it usable. There
+a KeyboardInterrupt within `Condition.__enter__` or `__exit__`, which are Python, leaves the lock taken, and
+whoever sets the future waits for ever. Here nothing is held: a raw lock is released at the end, and whoever
+gets it lets it go at once.
+"""
+
+from __future__ import annotations
+
+import _thread
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Future(Generic[T]):
+    """Pending, then running or cancelled, then ended with a result or an exception."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._claim = _thread.allocate_lock()  # taken by who runs it, or cancels it
+        self._pending = _thread.allocate_lock()
+        self._pending.acquire()
+
+    def begin(self) -> bool:
+        """Whoever makes it begins. Returns: False: it was begun, or cancelled."""
+        return self._claim.acquire(blocking=False)
+
+    def cancel(self) -> bool:
+        """Have it not begin. Returns: False: it was begun, or cancelled."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        self.set_exception(CancelledError())
+        return True
+
+    def set_result(self, result: T) -> None:
+        """End it."""
+        self._result = result
+        self._end()
+
+    def set_exception(self, error: BaseException) -> None:
+        """End it with an exception."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._is_done = True
+        with suppress(RuntimeError):  # somebody who waited was faster
+            self._pending.release()
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._is_done
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end. Returns: whether it has ended. Blocks: so long."""
+        if not self._is_done and self._pending.acquire(timeout=max(0.0, seconds)):
+            self._end()  # for who waits, too
+        return self._is_done
+
+    def result(self, seconds: float = _thread.TIMEOUT_MAX) -> T:
+        """What was made.
+
+        Blocks: until it has ended, at most so long.
+        Raises: the exception it has ended with; CancelledError; TimeoutError: it has not ended.
+        """
+        if not self.wait(seconds):
+            raise TimeoutError(f"it has not ended within {seconds:g} s")
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._result  # type: ignore[return-value]  # it has one
+        finally:
+            del self  # the error's traceback has this frame: a cycle

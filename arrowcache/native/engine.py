@@ -27,6 +27,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -60,8 +61,9 @@ class Column(NamedTuple):
     out: int = 0
 
 
-class Failure(NamedTuple):
-    """A row that could not be read: its index among those of the job, and errno; 0: its file ends before it."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A row that could not be read: its index among the job's, and errno; 0: its file ends before it."""
 
     index: int
     error: int
@@ -253,9 +255,7 @@ class Found(Job):
         return self._job[_DAMAGED] - 1
 
 
-def copy_rows(
-    rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None
-) -> Job:
+def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None) -> Job:
     """Have columns of some rows copied from memory; returns at once.
 
     Rows of segments that are not mapped are read from their files.
@@ -319,7 +319,12 @@ def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) ->
 
 
 def _begin_values(
-    found: Found, out: NDArray[np.uint8], way: int, got: NDArray[np.uint8] | None = None, *, drops: bool = False
+    found: Found,
+    out: NDArray[np.uint8],
+    way: int,
+    got: NDArray[np.uint8] | None = None,
+    *,
+    drops: bool = False,
 ) -> Job:
     table = _table([Column(0, 1, address_of(out))])
     places = address_of(found.source), address_of(found.offsets)

@@ -173,18 +173,25 @@ PUBLIC int64_t engine_copy(engine_job *job)
     return bad;
 }
 
-PUBLIC int64_t engine_submit(engine *self, engine_job *job, int64_t first)
+/* Whether a job tells the disk what to read, or finds out what that is. */
+static bool asks(const engine_job *job)
+{
+    return job->way == ENGINE_ASK || job->way == ENGINE_FETCH || (job->way == ENGINE_READ && job->kind == ENGINE_LENGTHS);
+}
+
+PUBLIC int64_t engine_submit(engine *self, engine_job *job)
 {
     int64_t bad = chunks_prepare(job);
     if (bad >= 0 || !job->chunks)
         return bad;
     pthread_mutex_lock(&self->lock);
-    job->following = first ? self->head : NULL;
-    if (first || !self->head)
-        self->head = job;
-    else
-        self->tail->following = job;
-    if (!job->following)
+    engine_job *before = asks(job) ? NULL : self->tail;
+    for (engine_job *each = self->head; asks(job) && each && asks(each); each = each->following)
+        before = each;
+    engine_job **link = before ? &before->following : &self->head;
+    job->following = *link;
+    *link = job;
+    if (self->tail == before)
         self->tail = job;
     if (job->chunks > 1)
         pthread_cond_broadcast(&self->work);

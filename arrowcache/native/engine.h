@@ -120,9 +120,9 @@ int64_t engine_start(engine *, int64_t count);
 /* End the threads; jobs that they have not begun stay queued. Returns: how many still ran after `nanoseconds`. */
 int64_t engine_stop(engine *, int64_t nanoseconds);
 
-/* Check a job and queue it; `first`: before all that are queued. Returns: -1: it is queued; else the index of an id
-   that is out of range or whose file is not known. */
-int64_t engine_submit(engine *, engine_job *, int64_t first);
+/* Check a job and queue it: what the disk is asked for comes before what is copied or waited for. Returns: -1: it is
+   queued; else the index of an id that is out of range or whose file is not known. */
+int64_t engine_submit(engine *, engine_job *);
 
 /* Check a job of ENGINE_COPY and do it, here and now. Returns: as engine_submit; -2: some file is not mapped: nothing
    was done. */

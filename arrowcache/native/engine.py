@@ -109,11 +109,11 @@ class Job:
         self._is_late = way == _COPY and nbytes <= _INLINE_BYTES
         self._has_ended = False
         if not self._is_late:
-            self._submit(is_first=way in (_ASK, _FETCH) or kind == _LENGTHS)
+            self._submit()
 
-    def _submit(self, *, is_first: bool) -> None:
+    def _submit(self) -> None:
         self._is_late = False
-        self.refused = _engine.submit(self._handle, self._address, is_first)
+        self.refused = _engine.submit(self._handle, self._address)
         self._has_ended = self.refused != _DONE
 
     def take(self, seconds: float) -> bool:
@@ -131,7 +131,7 @@ class Job:
             if refused >= _DONE:
                 self.refused, self._has_ended = refused, True
                 return True
-            self._submit(is_first=False)  # they are not all mapped
+            self._submit()  # they are not all mapped
         is_under_way = quick.engine_help(self._handle, self._address, self._held_chunks)
         if is_under_way and seconds > 0:
             is_under_way = library.engine_take(self._handle, self._address, int(seconds * 1e9))
@@ -378,11 +378,11 @@ class _Engine:
         self._has_threads = self._is_closed = False
         self.most_threads = _thread_count()
 
-    def submit(self, handle: int, address: int, is_first: bool) -> int:
+    def submit(self, handle: int, address: int) -> int:
         """Queue a job. Returns: as `engine_submit`."""
         if not self._has_threads:
             self._start()
-        return int(library.engine_submit(handle, address, is_first))
+        return int(library.engine_submit(handle, address))
 
     def _start(self) -> None:
         with self._lock:
@@ -427,7 +427,7 @@ _pointer, _word = ctypes.c_void_p, ctypes.c_int64
 declare("engine_new", _pointer)
 declare("engine_start", _word, _pointer, _word)
 declare("engine_stop", _word, _pointer, _word)
-declare("engine_submit", _word, _pointer, _pointer, _word)
+declare("engine_submit", _word, _pointer, _pointer)
 declare("engine_copy", _word, _pointer)
 declare("engine_take", _word, _pointer, _pointer, _word)
 declare("engine_help", _word, _pointer, _pointer, _word)

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts
-from arrowcache.native.engine import Rows
-from arrowcache.reading.placement import Placement
+from arrowcache.native.rows import Rows
+from arrowcache.reading.gather import Gatherer as Placement
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.mapping import HUGE_PAGE, PAGE_BYTES, AddressRange, most_mappings, open_file
@@ -120,6 +120,10 @@ class Arena:
         self._layouts: dict[int, NDArray[np.int64]] = {}  # by cell: where its buffers begin in the file
         self._shared: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self._nbytes = np.zeros(cells, np.int64)
+        self._path_at = np.zeros(cells, np.int64)
+        self._device = np.zeros(cells, np.int64)
+        self._inode = np.zeros(cells, np.int64)
+        self._paths = {}
 
     @classmethod
     def of(cls, store: Store) -> Arena:
@@ -222,10 +226,13 @@ class Arena:
         if self._range is None:
             raise MemoryError("no address space is left to map a segment: raise ulimit -v")
         known = np.maximum(cells, 0)
-        bases = np.where(cells < 0, 0, self._range.address + self._file_at[known])
-        keep = self._range, list(self._layouts.values()), self._warm
-        warm = self._warm.ctypes.data + known
-        rows = Rows(bases, self._nbytes[known], self._layout_at[known], warm, starts, first=first, keep=keep)
+        rows = Rows(starts)
+        rows._keep = self._range, list(self._layouts.values()), self._paths.copy()
+        table = rows._table[:-1]
+        table[:, 1], table[:, 2] = self._nbytes[known], np.where(cells < 0, 0, self._layout_at[known])
+        table[:, 4], table[:, 5], table[:, 6] = self._path_at[known], self._device[known], self._inode[known]
+        table[:, 0] = np.where(cells < 0, 0, self._range.address + self._file_at[known])
+        rows.release(first)
         return Placement(self._schema, rows)
 
     @contextmanager
@@ -307,6 +314,11 @@ class Arena:
         start = number * self._stride
         fd, nbytes = open_file(f"{store.folder.segments}/{segment.name}", self._segment_bytes)
         try:
+            status = os.fstat(fd)
+            self._device[number], self._inode[number] = status.st_dev, status.st_ino
+            path = f"{store.folder.segments}/{segment.name}".encode() + b"\0"
+            self._paths[number] = kept = np.frombuffer(path, np.uint8)
+            self._path_at[number] = kept.ctypes.data
             layout = None if check_bytes else self._known.find(partial(os.pread, fd), nbytes, segment.rows)
             is_new = layout is None
             if layout is None:

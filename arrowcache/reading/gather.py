@@ -1,24 +1,126 @@
-"""Gather: columns of some rows on their way out of mapped segments.
+"""Gather: columns of some rows on their way out of segments.
 
-Fixed-width columns take one copy of the engine's, all together. A variable-length one takes two: where its
-values are, then the values. Guarantees: nothing is touched any more once it has ended, in whatever way.
+Fixed-width columns are one job of the engine, all together. A variable-length one takes two: where its values
+are, then the values. Rows are copied from mapped memory, or asked of the disk and read. Guarantees: nothing is
+touched any more once it has ended, in whatever way; what cannot be read is told with its segment's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import Ragged, VariableType
+from arrowcache.arrow.schema import Ragged, Schema, VariableType
 from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
+from arrowcache.native.rows import Rows
 from arrowcache.reading.output import aligned
 from arrowcache.reading.values import Column, Values, to_column
 
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
+
+Named = Callable[[int], str]
+"""The name of the segment of a row, by the row's index among those that were asked for."""
+
+
+class OutsideError(Exception):
+    """A row is out of range: the index of its number among those that were given."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
+
+
+class Gatherer:
+    """Begins gathers of columns of a list of segments, whose rows are numbered one after another.
+
+    Args:
+        schema: the segments'.
+        rows: where they are; their buffers are those of the fixed columns, then two of each variable one.
+
+    Must never be asked for rows of a segment that its caller has not leased.
+    """
+
+    def __init__(self, schema: Schema, rows: Rows) -> None:
+        self._schema, self._rows = schema, rows
+        count = len(schema.fixed)
+        self._buffer_of = {name: number for number, name in enumerate(schema.fixed)}
+        self._buffer_of |= {name: count + 2 * number for number, name in enumerate(schema.variable)}
+
+    def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Index of each row's segment (n,), of rows (n,).
+
+        Raises: OutsideError: a row is out of range.
+        """
+        segments = self._rows.segments_of(ids)
+        if isinstance(segments, int):
+            raise OutsideError(segments)
+        return segments
+
+    def release(self, first: int) -> None:
+        """Refuse rows before this one from now on."""
+        self._rows.release(first)
+
+    def begin(
+        self,
+        ids: NDArray[np.int64],
+        names: Sequence[str],
+        out: Mapping[str, int],
+        keep: object,
+        named: Named,
+        *,
+        is_cold: bool,
+        drops: bool = False,
+    ) -> Gather:
+        """Begin to gather columns of some rows.
+
+        Args:
+            ids: (n,) row numbers.
+            names: of the columns.
+            out: for each that has a fixed width, the address of (n, *shape) of its numpy_dtype, to be filled.
+            keep: what keeps that memory.
+            named: tells segments.
+            is_cold: rows may be on the disk: have it read them side by side.
+            drops: then what it reads leaves the page cache again.
+        Raises: OutsideError: a row is out of range, or its segment not known; nothing is written then. What
+            is small and warm is checked when it is taken: see `engine.Job`.
+        """
+        columns = [self._column(name, address) for name, address in out.items() if self._width_of(name)]
+        others = () if len(names) == len(out) else [name for name in names if name not in out]
+        if not columns and not others:
+            self.segments_of(ids)  # they are checked, whatever is asked of them
+        fixed: engine.Job | engine.Read | None = None
+        if columns and is_cold:
+            fixed = engine.read_rows(self._rows, ids, columns, keep, drops=drops)
+        elif columns:
+            fixed = engine.copy_rows(self._rows, ids, columns, keep)
+        values = {
+            name: ValuesGather(
+                self._rows, ids, self._buffer_of[name], self._schema.variable[name], name, is_cold, drops
+            )
+            for name in others
+        }
+        return Gather(fixed, values, named)
+
+    def fetch(self, first: int, last: int, names: Sequence[str]) -> list[engine.Job]:
+        """Have the disk begin to read columns of rows first..last-1; a hint, which goes as far as it is kept."""
+        fixed = [self._column(n, 0) for n in names if n in self._schema.fixed and self._width_of(n)]
+        jobs = [engine.fetch_rows(self._rows, first, last, fixed)] if fixed else []
+        for name in names:
+            if name not in self._schema.fixed:
+                width = element_bytes(self._schema.variable[name])
+                jobs.append(engine.fetch_values(self._rows, first, last, self._buffer_of[name], width))
+        return jobs
+
+    def _width_of(self, name: str) -> int:
+        return self._schema.fixed[name].row_bytes
+
+    def _column(self, name: str, address: int) -> engine.Column:
+        return engine.Column(self._buffer_of[name], self._width_of(name), address)
 
 
 class Gather:
@@ -28,20 +130,21 @@ class Gather:
 
     def __init__(
         self,
-        fixed: engine.Copy | None,
+        fixed: engine.Job | engine.Read | None,
         values: Mapping[str, ValuesGather],
+        named: Named = str,
         gathered: Mapping[str, Column] | None = None,
     ) -> None:
-        self._fixed, self._values, self._gathered = fixed, values, gathered or {}
+        self._fixed, self._values, self._named, self._gathered = fixed, values, named, gathered or {}
         if fixed is not None:
             accepted(fixed)
 
     def take(self, seconds: float) -> bool:
         """Help, then wait. Returns: whether it has ended.
 
-        Blocks: as `engine.Copy.take`.
-        Raises: OutsideError: as `Placement.begin`; CorruptSegmentError: a file has changed since it was
-            checked; RuntimeError: this process was forked from the one that copies.
+        Blocks: as `engine.Job.take`.
+        Raises: OutsideError: as `Gatherer.begin`; CorruptSegmentError: a file has changed since it was
+            checked, or cannot be read; RuntimeError: this process was forked from the one that copies.
         """
         if self._fixed is not None:
             if not self._fixed.take(seconds):
@@ -51,10 +154,23 @@ class Gather:
             if not values.take(seconds):
                 return False
         self._end()
+        self._require_whole()
         return True
+
+    def _require_whole(self) -> None:
+        jobs = [*([] if self._fixed is None else [self._fixed]), *self._values.values()]
+        for job in jobs:
+            if (failure := job.failure) is not None:
+                why = os.strerror(failure.error) if failure.error else "its file was truncated"
+                raise CorruptSegmentError(
+                    f"segment {self._named(failure.index)} can't be read any more ({why}): run cache.verify(), "
+                    "and look at the disk"
+                )
 
     def go_on(self) -> None:
         """Begin what could not be begun before something else had ended."""
+        if self._fixed is not None:
+            self._fixed.go_on()
         for values in self._values.values():
             values.go_on()
 
@@ -68,12 +184,15 @@ class Gather:
         return self
 
     def cancel(self) -> None:
-        """End it. Idempotent. Blocks: as `engine.Copy.cancel`."""
-        if self._fixed is not None:
-            self._fixed.cancel()
+        """End it. Idempotent. Blocks: as `engine.Job.cancel`.
+
+        What the kernel holds longer stays as it is for ever: `then` is not called.
+        """
+        has_ended = self._fixed is None or self._fixed.cancel()
         for values in self._values.values():
-            values.cancel()
-        self._end()
+            has_ended &= values.cancel()
+        if has_ended:
+            self._end()
 
     def _end(self) -> None:
         if self.then is not None:
@@ -89,35 +208,39 @@ class Gather:
         return {**self._gathered, **{name: values.column() for name, values in self._values.items()}}
 
     @property
-    def was_on_disk(self) -> bool:
-        """Once it has ended: whether a thread had to wait for the disk."""
-        fixed = self._fixed is not None and self._fixed.was_on_disk
-        return fixed or any(values.was_on_disk for values in self._values.values())
+    def missed(self) -> int:
+        """Once it has ended: how much of it was not in memory."""
+        missed = 0 if self._fixed is None else self._fixed.missed
+        return missed + sum(values.missed for values in self._values.values())
 
 
 class ValuesGather:
     """A column of variable length on its way: first where its values are, then the values."""
 
-    _copy: engine.Copy | None = None
+    _copy: engine.Job | engine.Read | None = None
     _is_over = False
 
     def __init__(
-        self, rows: engine.Rows, ids: NDArray[np.int64], buffer: int, kind: VariableType, name: str
+        self,
+        rows: Rows,
+        ids: NDArray[np.int64],
+        buffer: int,
+        kind: VariableType,
+        name: str,
+        is_cold: bool,
+        drops: bool,
     ) -> None:
         self._kind, self._name = kind, name
-        self._found = engine.find_values(rows, ids, buffer, element_bytes(kind))
+        self._is_cold, self._drops = is_cold, drops
+        self._found = engine.find_values(rows, ids, buffer, element_bytes(kind), on_disk=is_cold)
         accepted(self._found)
         self.go_on()
 
     def go_on(self) -> None:
         found = self._found
-        if (
-            self._copy is None
-            and not self._is_over
-            and found.has_ended()
-            and found.refused < 0
-            and found.damaged < 0
-        ):
+        if self._copy is not None:
+            self._copy.go_on()
+        elif not self._is_over and found.has_ended() and found.refused < 0 and found.damaged < 0:
             self._begin_copy()
 
     def take(self, seconds: float) -> bool:
@@ -129,23 +252,31 @@ class ValuesGather:
 
     def _begin_copy(self) -> None:
         accepted(self._found)
+        if self._found.failure is not None:  # which `Gather` tells
+            self._is_over = True
+            return
         if self._found.damaged >= 0:
             raise CorruptSegmentError(
                 f"the offsets of column {self._name!r} point out of their file, so its bytes were altered "
                 "after it was opened: run cache.verify()"
             )
         self._data = aligned(int(self._found.offsets[-1]))
-        self._copy = engine.copy_values(self._found, self._data)
+        if self._is_cold:
+            self._copy = engine.read_values(self._found, self._data, drops=self._drops)
+        else:
+            self._copy = engine.copy_values(self._found, self._data)
 
-    def cancel(self) -> None:
+    def cancel(self) -> bool:
         self._is_over = True  # first: its offsets may be half found
-        if self._copy is not None:
-            self._copy.cancel()
-        self._found.cancel()
+        return (self._copy is None or self._copy.cancel()) & self._found.cancel()
 
     @property
-    def was_on_disk(self) -> bool:
-        return self._found.was_on_disk or (self._copy is not None and self._copy.was_on_disk)
+    def missed(self) -> int:
+        return self._found.missed + (0 if self._copy is None else self._copy.missed)
+
+    @property
+    def failure(self) -> engine.Failure | None:
+        return self._found.failure or (None if self._copy is None else self._copy.failure)
 
     def column(self) -> Column:
         kind, ends = self._kind, self._found.offsets
@@ -155,16 +286,7 @@ class ValuesGather:
         return Values(items, ends // kind.item_bytes)
 
 
-def accepted(copy: engine.Copy) -> engine.Copy:
-    """A copy that was begun, or has ended. Raises: OutsideError: it was refused."""
-    if copy.refused >= 0:
-        raise OutsideError(copy.refused)
-    return copy
-
-
-class OutsideError(Exception):
-    """A row is out of range: the index of its number among those that were given."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.index = index
+def accepted(job: engine.Job | engine.Read) -> None:
+    """Make sure that a job was begun, or has ended. Raises: OutsideError: it was refused."""
+    if job.refused >= 0:
+        raise OutsideError(job.refused)

@@ -1,4 +1,4 @@
-"""Library: the compiled C of this folder, loaded twice: `library` lets go of the GIL in a call, `quick` not."""
+"""Library: the compiled C of this folder, loaded twice: `library` lets go of the GIL, `quick` keeps it."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ typedef struct {
 } place;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Rows. */
 
@@ -329,7 +330,7 @@ static int64_t get_values(engine_job *job, reader *file, int64_t from, int64_t t
         const engine_segment *segment = segment_of_value(job, i);
         int64_t begin = job->to[i], width = job->to[i + 1] - begin;
         uint8_t *got = job->got ? job->got + i + begin / ENGINE_PIECE_BYTES : NULL;
-        for (int64_t piece = pieces_of(from > begin ? from - begin : 0), done;
+        for (int64_t piece = pieces_of(most(from - begin, 0)), done;
              (done = piece * ENGINE_PIECE_BYTES) < width && begin + done < to; piece++)
             missed += get(job, file, i, segment, job->from[i] + done, job->columns[0].out + begin + done,
                           least(ENGINE_PIECE_BYTES, width - done), got ? got + piece : NULL);
@@ -381,8 +382,8 @@ static int64_t check(engine_job *job)
 }
 
 /* The rows of an ENGINE_FETCH that there are. */
-static int64_t fetched_from(const engine_job *job) { return job->ids[0] > 0 ? job->ids[0] : 0; }
-static int64_t fetched_to(const engine_job *job) { return least(job->ids[1], job->rows->rows); }
+static int64_t fetched_from(const engine_job *job) { return most(job->ids[0], 0); }
+static int64_t fetched_to(const engine_job *job) { return most(least(job->ids[1], job->rows->rows), 0); }
 
 /* Cut a job. Returns: of how many units it consists. */
 static int64_t cut(engine_job *job)
@@ -390,8 +391,7 @@ static int64_t cut(engine_job *job)
     int64_t nbytes = bytes_of_row(job);
     job->unit = job->kind == ENGINE_LENGTHS ? LENGTHS_A_CHUNK : CHUNK_BYTES;
     if (job->way == ENGINE_FETCH) {
-        int64_t most = job->kind == ENGINE_LENGTHS ? FETCHED_ROWS : nbytes ? FETCHED_BYTES / nbytes : 0;
-        job->unit = most > 1 ? most : 1;
+        job->unit = job->kind == ENGINE_LENGTHS ? FETCHED_ROWS : nbytes ? most(FETCHED_BYTES / nbytes, 1) : 1;
         return nbytes ? fetched_to(job) - fetched_from(job) : 0;
     }
     if (job->kind == ENGINE_LENGTHS)
@@ -437,7 +437,7 @@ static int64_t read_chunk(engine_job *job, int64_t start, int64_t stop)
     int64_t missed = 0;
     if (job->way == ENGINE_FETCH) {
         int64_t first = fetched_from(job) + start, lowest = __atomic_load_n(&job->rows->first, __ATOMIC_RELAXED);
-        fetch_rows(job, &file, first > lowest ? first : lowest, least(first + job->unit, fetched_to(job)));
+        fetch_rows(job, &file, most(first, lowest), least(first + job->unit, fetched_to(job)));
     } else if (job->kind == ENGINE_VALUES)
         missed = get_values(job, &file, start, least(stop, job->to[job->count]));
     else if (job->kind == ENGINE_LENGTHS)

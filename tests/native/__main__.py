@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from native.builds import FOLDER, MEMORY, SMALL_CHUNKS, compile_c, engine_source
+from native.builds import FOLDER, MEMORY, SMALL_CHUNKS, compile_c, engine_sources
 
 LONGEST_INPUT_BYTES = 512
 SEEDS = 16
@@ -44,7 +44,9 @@ def main() -> int:
 def build(compiler: str, found: Path, *flags: str) -> Path:
     """The program, in a folder that is made; AFL++ has a driver of its own for the same flag."""
     found.mkdir(parents=True, exist_ok=True)
-    sources = FOLDER / "fuzz.c", engine_source(found, SMALL_CHUNKS)
+    source = found / "source"
+    source.mkdir(exist_ok=True)
+    sources = FOLDER / "fuzz.c", *engine_sources(source, SMALL_CHUNKS)
     return compile_c([compiler], found / "fuzz", sources, ("-O1", *MEMORY, "-fsanitize=fuzzer", *flags))
 
 

@@ -70,18 +70,28 @@ def with_libfuzzer(program: Path, found: Path, seconds: int) -> int:
     }
     corpus = with_seeds(found / "corpus")
     command = [program, corpus, *(f"-{name}={value}" for name, value in options.items())]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, env=os.environ | with_files(found), check=False).returncode
+
+
+def with_files(found: Path) -> dict[str, str]:
+    """Where segments' files lie."""
+    (found / "files").mkdir(exist_ok=True)
+    return {"TMPDIR": os.fspath(found / "files")}
 
 
 def with_afl(program: Path, found: Path, seconds: int) -> int:
     seeds, state = with_seeds(found / "seeds"), found / "afl"
-    environment = os.environ | {
-        "AFL_AUTORESUME": "1",
-        "AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES": "1",
-        "AFL_NO_UI": "1",
-        "AFL_QUIET": "1",
-        "AFL_SKIP_CPUFREQ": "1",
-    }
+    environment = (
+        os.environ
+        | with_files(found)
+        | {
+            "AFL_AUTORESUME": "1",
+            "AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES": "1",
+            "AFL_NO_UI": "1",
+            "AFL_QUIET": "1",
+            "AFL_SKIP_CPUFREQ": "1",
+        }
+    )
     options = [f"-i{seeds}", f"-o{state}", f"-V{seconds}", f"-t{HANG_SECONDS}000"]
     command = ["afl-fuzz", *options, "--", program]
     code = subprocess.run(command, env=environment, check=False).returncode

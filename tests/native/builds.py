@@ -45,7 +45,15 @@ def compile_c(command: Sequence[str], made: Path, sources: Sequence[Path], flags
 
     Raises: RuntimeError: the compiler's own words.
     """
-    line = [*command, *FLAGS, f"-I{sources[-1].parent}", *flags, *map(os.fspath, sources), "-o", os.fspath(made)]
+    line = [
+        *command,
+        *FLAGS,
+        f"-I{sources[-1].parent}",
+        *flags,
+        *map(os.fspath, sources),
+        "-o",
+        os.fspath(made),
+    ]
     done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(line)} failed:\n{done.stdout}")

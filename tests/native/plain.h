@@ -173,7 +173,7 @@ static void write_file(table *made, int64_t number, engine_segment *segment, byt
         fsync(fd);
         posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
     }
-    switch (draw(from, 16)) {
+    switch (draw(from, 6)) {
     case 1:
         CHECK(!ftruncate(fd, made->whole_bytes[number] = draw(from, nbytes)));
         break;
@@ -407,7 +407,7 @@ static void find_lost(const request *made, int64_t index, findings *all)
 static void check_pieces(const request *made, int64_t index, int64_t number, int64_t at, const uint8_t *out,
                          int64_t nbytes, const uint8_t *got, findings *all)
 {
-    for (int64_t done = 0; done < nbytes; done += ENGINE_PIECE_BYTES, got += got != NULL) {
+    for (int64_t done = 0; done < nbytes; done += ENGINE_PIECE_BYTES, got = got ? got + 1 : NULL) {
         int64_t size = nbytes - done < ENGINE_PIECE_BYTES ? nbytes - done : ENGINE_PIECE_BYTES;
         bool is_asked = made->job.way == ENGINE_ASK, is_copied = got && *got;
         CHECK(!got || *got <= 1);
@@ -431,7 +431,7 @@ static void check_fixed(const request *made, findings *all)
             int64_t width = column->row_bytes;
             check_pieces(made, i, number, of->at[number][column->buffer] + row * width, column->out + i * width,
                          width, got, all);
-            got += got ? pieces_of(width) : 0;
+            got = got ? got + pieces_of(width) : NULL;
         }
     }
 }

@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <time.h>
 
-enum { WORKERS = 3, SLOTS = 3, TABLES = 6, DECISION_BYTES = 64 };
+enum { WORKERS = 3, SLOTS = 3, TABLES = 32, DECISION_BYTES = 64 };
 
 static const int64_t SECOND = 1000000000;
 

@@ -739,6 +739,29 @@ def test_a_waiter_reads_by_itself_once_there_are_no_threads_any_more(pages, monk
         ended(held)
 
 
+def test_what_the_disk_is_asked_for_comes_before_what_is_copied(pages):
+    """So that it works while the rest is copied."""
+    files, ids, later = Files([50], [5000]), np.arange(50), SlowPages(are_held=True)
+    table = files.table()
+    with threads(1):
+        held = held_copy(pages)
+        big = Files([1], [CHUNK_BYTES])
+        copy = begun(big.table(), np.zeros(1, np.int64), [slow(later, CHUNK_BYTES)[None]])
+        read = begun_read(table, ids, arrays := files.outputs(50))
+        asking = [
+            read._ask,
+            find_values(table, ids, 1, 1, on_disk=True),
+            fetch_rows(table, 0, 50, columns_of(arrays)),
+        ]
+        pages.let_go()
+        assert later.touched.wait(60)
+        assert all(job.has_ended() for job in asking)
+        later.let_go()
+        wait_until(copy.has_ended, "the copy")
+        wait_until(held.has_ended, "the first one")
+        ended(read)
+
+
 # Processes.
 
 

@@ -181,8 +181,8 @@ static void copy_bytes(const engine_job *job, int64_t from, int64_t to)
 /* Values. */
 
 /* Where offsets say that values are, in bytes of their file. Returns: false: out of it. */
-static bool are_within(const engine_segment *segment, const engine_column *column, const int32_t ends[2], int64_t *start,
-                       int64_t *nbytes)
+static bool are_within(const engine_segment *segment, const engine_column *column, const int32_t ends[2],
+                       int64_t *start, int64_t *nbytes)
 {
     int64_t values = segment->at[column->buffer + 1];
     bool is_right = ends[0] >= 0 && ends[1] >= ends[0] && values + ends[1] * column->row_bytes <= segment->nbytes;

@@ -14,7 +14,8 @@
  *
  * Guarantees
  *   - A job has ended once `engine_take` or `engine_cancel` has returned 0: nothing touches its memory from then on.
- *   - Nobody waits for a thread that does not run: with no threads at all, `engine_take` does everything itself.
+ *   - Nobody waits for a thread that does not run: with no threads at all, or once they are stopped, `engine_take` does
+     everything itself.
  *   - A waiter is woken by signals: `engine_take` returns, and is called again.
  *   - The threads block all signals, and end within `engine_stop`, but for one that the kernel holds.
  *   - ENGINE_READ tells of a file that is shorter than it was, or cannot be read (`failed`).
@@ -132,8 +133,8 @@ int64_t engine_copy(engine_job *);
    1: not within `nanoseconds`, or a signal came. */
 int64_t engine_take(engine *, engine_job *, int64_t nanoseconds);
 
-/* Do at most `chunks` chunks of a job of ENGINE_COPY that no thread has begun; if all are begun then, look for its end for some
-   microseconds. Never sleeps. Returns: 0: it has ended, as of engine_take; 1: not yet. */
+/* Do at most `chunks` chunks of a job of ENGINE_COPY that no thread has begun; if all are begun then, look for its end
+   for some microseconds. Never sleeps. Returns: 0: it has ended, as of engine_take; 1: not yet. */
 int64_t engine_help(engine *, engine_job *, int64_t chunks);
 
 /* Have no thread begin another chunk of a job, and wait for those that were begun, whatever signals come. Returns: 0:

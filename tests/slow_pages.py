@@ -38,14 +38,25 @@ def _userfaultfd() -> int:
 
 
 class SlowPages:
-    """Brings pages one by one, in a thread of its own; for as long as the process lives."""
+    """Brings pages one by one, in a thread of its own; for as long as the process lives.
 
-    def __init__(self) -> None:
+    Args:
+        are_held: until `let_go`. `touched` tells that somebody waits for one.
+    """
+
+    def __init__(self, *, are_held: bool = False) -> None:
+        self.touched, self._may_come = threading.Event(), threading.Event()
+        if not are_held:
+            self.let_go()
         self._fd = _userfaultfd()
         fcntl.ioctl(self._fd, _API, struct.pack("QQQ", 0xAA, 0, 0))
         self._contents: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.brought = 0
         threading.Thread(target=self._bring, daemon=True).start()
+
+    def let_go(self) -> None:
+        """Have pages come from now on."""
+        self._may_come.set()
 
     def replace(self, address: int, nbytes: int) -> None:
         """Have what is mapped there come page by page, each when it is first touched."""
@@ -61,6 +72,8 @@ class SlowPages:
         while True:
             message = os.read(self._fd, _MESSAGE_BYTES)
             assert message[0] == _EVENT_PAGEFAULT
+            self.touched.set()
+            self._may_come.wait()
             start = struct.unpack_from("Q", message, 16)[0] // _PAGE * _PAGE
             source = ctypes.addressof(self._contents[start])
             self.brought += 1

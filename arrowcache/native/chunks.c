@@ -27,6 +27,7 @@ typedef struct {
 } place;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Rows. */
 
@@ -75,18 +76,35 @@ static int64_t row_at(place at, const engine_column *column)
     return at.segment->at[column->buffer] + at.row * column->row_bytes;
 }
 
-/* The first to tell has its row told. */
-static void note(int64_t *what, int64_t index)
+static int64_t pieces_of(int64_t nbytes) { return (nbytes + ENGINE_PIECE_BYTES - 1) / ENGINE_PIECE_BYTES; }
+
+static int64_t bytes_of_row(const engine_job *job)
+{
+    int64_t nbytes = 0;
+    for (int64_t i = 0; i < job->column_count; i++)
+        nbytes += job->columns[i].row_bytes;
+    return nbytes;
+}
+
+static int64_t pieces_of_row(const engine_job *job)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < job->column_count; i++)
+        count += pieces_of(job->columns[i].row_bytes);
+    return count;
+}
+
+/* The first to tell has its row told. Returns: whether this one is. */
+static bool note(int64_t *what, int64_t index)
 {
     int64_t none = 0;
-    __atomic_compare_exchange_n(what, &none, index + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    return __atomic_compare_exchange_n(what, &none, index + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
 static void note_failure(engine_job *job, int64_t index, int error)
 {
-    note(&job->failed, index);
-    if (error > 0)
-        __atomic_store_n(&job->error, error, __ATOMIC_RELAXED);
+    if (note(&job->failed, index) && error > 0)
+        job->error = error;
 }
 
 /* Copying. */
@@ -148,19 +166,36 @@ static void copy_part(const engine_job *job, int64_t index, int64_t from, int64_
     }
 }
 
+/* Bytes `from` to `to` of all rows, one row behind another; whole ones, unless a row is more than a chunk. */
+static void copy_bytes(const engine_job *job, int64_t from, int64_t to)
+{
+    int64_t nbytes = bytes_of_row(job), index = from / nbytes;
+    if (nbytes <= CHUNK_BYTES)
+        copy_rows(job, index, to / nbytes);
+    else
+        for (int64_t stop; from < to; from = stop, index++) {
+            stop = least(to, (index + 1) * nbytes);
+            copy_part(job, index, from - index * nbytes, stop - index * nbytes);
+        }
+}
+
 /* Values. */
 
-/* Where offsets say that a value is; `ends` are none of this machine's, if they are out of their file. */
+/* Where offsets say that values are, in bytes of their file. Returns: false: out of it. */
+static bool are_within(const engine_segment *segment, const engine_column *column, const int32_t ends[2],
+                       int64_t *start, int64_t *nbytes)
+{
+    int64_t values = segment->at[column->buffer + 1];
+    bool is_right = ends[0] >= 0 && ends[1] >= ends[0] && values + ends[1] * column->row_bytes <= segment->nbytes;
+    *start = values + (is_right ? ends[0] * column->row_bytes : 0);
+    *nbytes = is_right ? (ends[1] - ends[0]) * column->row_bytes : 0;
+    return is_right;
+}
+
 static void place_value(engine_job *job, int64_t index, const engine_segment *segment, const int32_t ends[2])
 {
-    int64_t width = job->columns[0].row_bytes, values = segment->at[job->columns[0].buffer + 1];
-    int64_t start = ends[0], end = ends[1];
-    if (start < 0 || end < start || values + end * width > segment->nbytes) {
+    if (!are_within(segment, job->columns, ends, job->from + index, job->to + index + 1))
         note(&job->damaged, index); /* a cancellation stays */
-        start = end = 0;
-    }
-    job->from[index] = values + start * width;
-    job->to[index + 1] = (end - start) * width;
 }
 
 static void find_values(engine_job *job, int64_t first, int64_t last)
@@ -185,9 +220,9 @@ static void find_values(engine_job *job, int64_t first, int64_t last)
 }
 
 /* What is not in memory is asked for, all of it before any is waited for. */
-static void read_lengths(engine_job *job, reader *file, int64_t first, int64_t last)
+static int64_t read_lengths(engine_job *job, reader *file, int64_t first, int64_t last)
 {
-    int64_t buffer = job->columns[0].buffer;
+    int64_t buffer = job->columns[0].buffer, missed = 0;
     for (int is_asked = 0; is_asked < 2; is_asked++)
         for (int64_t i = first; i < last; i++) {
             place at = place_of(job->rows, job->ids[i]);
@@ -200,7 +235,8 @@ static void read_lengths(engine_job *job, reader *file, int64_t first, int64_t l
                 error = file_read(file, at.segment, offsets, (uint8_t *)ends, sizeof ends);
             else if (!file_peek(file, at.segment, offsets, (uint8_t *)ends, sizeof ends)) {
                 file_ask(file, at.segment, offsets, sizeof ends);
-                job->to[i + 1] = -1;
+                job->to[i + 1] = -1; /* no length is */
+                missed++;
                 continue;
             }
             if (error) {
@@ -209,6 +245,7 @@ static void read_lengths(engine_job *job, reader *file, int64_t first, int64_t l
             }
             place_value(job, i, at.segment, ends);
         }
+    return missed;
 }
 
 /* The value that a byte is in. */
@@ -266,36 +303,38 @@ static bool get(engine_job *job, reader *file, int64_t index, const engine_segme
     return false;
 }
 
-static int64_t pieces_of(int64_t nbytes) { return (nbytes + ENGINE_PIECE_BYTES - 1) / ENGINE_PIECE_BYTES; }
-
-static int64_t get_pieces(engine_job *job, reader *file, int64_t first, int64_t last)
+/* Pieces of rows, of bytes `from` to `to` of all; a piece belongs to where it begins. */
+static int64_t get_pieces(engine_job *job, reader *file, int64_t from, int64_t to)
 {
-    int64_t missed = 0, each = job->parts;
-    for (int64_t index = first / each; index * each < last; index++) {
+    int64_t missed = 0, each = pieces_of_row(job), nbytes = bytes_of_row(job);
+    for (int64_t index = from / nbytes; index * nbytes < to; index++) {
         place at = place_of(job->rows, job->ids[index]);
-        int64_t piece = index * each;
-        for (const engine_column *column = job->columns; column < job->columns + job->column_count; column++)
-            for (int64_t done = 0; done < column->row_bytes; done += ENGINE_PIECE_BYTES, piece++)
-                if (piece >= first && piece < last)
+        int64_t begin = index * nbytes, piece = index * each;
+        for (const engine_column *column = job->columns; column < job->columns + job->column_count; column++) {
+            int64_t width = column->row_bytes;
+            for (int64_t done = 0; done < width; done += ENGINE_PIECE_BYTES, piece++)
+                if (begin + done >= from && begin + done < to)
                     missed += get(job, file, index, at.segment, row_at(at, column) + done,
-                                  column->out + index * column->row_bytes + done,
-                                  least(ENGINE_PIECE_BYTES, column->row_bytes - done),
+                                  column->out + index * width + done, least(ENGINE_PIECE_BYTES, width - done),
                                   job->got ? job->got + piece : NULL);
+            begin += width;
+        }
     }
     return missed;
 }
 
-/* Bytes of values; one that is cut by the ends of a chunk is asked for, and not copied before it is read. */
+/* The same of values. */
 static int64_t get_values(engine_job *job, reader *file, int64_t from, int64_t to)
 {
     int64_t missed = 0;
-    for (int64_t i = value_at(job, from); from < to; i++) {
-        int64_t start = job->to[i], end = job->to[i + 1], stop = least(end, to);
-        bool is_whole = from == start && stop == end;
-        if (from < stop)
-            missed += get(job, file, i, segment_of_value(job, i), job->from[i] + (from - start),
-                          job->columns[0].out + from, stop - from, job->got && is_whole ? job->got + i : NULL);
-        from = from < stop ? stop : from;
+    for (int64_t i = value_at(job, from); i < job->count && job->to[i] < to; i++) {
+        const engine_segment *segment = segment_of_value(job, i);
+        int64_t begin = job->to[i], width = job->to[i + 1] - begin;
+        uint8_t *got = job->got ? job->got + i + begin / ENGINE_PIECE_BYTES : NULL;
+        for (int64_t piece = pieces_of(most(from - begin, 0)), done;
+             (done = piece * ENGINE_PIECE_BYTES) < width && begin + done < to; piece++)
+            missed += get(job, file, i, segment, job->from[i] + done, job->columns[0].out + begin + done,
+                          least(ENGINE_PIECE_BYTES, width - done), got ? got + piece : NULL);
     }
     return missed;
 }
@@ -315,10 +354,9 @@ static void fetch_rows(const engine_job *job, reader *file, int64_t first, int64
                 int32_t ends[2];
                 int64_t offsets = at.segment->at[column->buffer] + at.row * 4;
                 if (file_read(file, at.segment, offsets, (uint8_t *)ends, 4) ||
-                    file_read(file, at.segment, offsets + count * 4, (uint8_t *)(ends + 1), 4) || ends[1] < ends[0])
+                    file_read(file, at.segment, offsets + count * 4, (uint8_t *)(ends + 1), 4) ||
+                    !are_within(at.segment, column, ends, &start, &nbytes))
                     continue;
-                start = at.segment->at[column->buffer + 1] + (int64_t)ends[0] * column->row_bytes;
-                nbytes = ((int64_t)ends[1] - ends[0]) * column->row_bytes;
             }
             file_ask(file, at.segment, start, nbytes);
         }
@@ -326,22 +364,6 @@ static void fetch_rows(const engine_job *job, reader *file, int64_t first, int64
 }
 
 /* Jobs. */
-
-static int64_t bytes_of_row(const engine_job *job)
-{
-    int64_t nbytes = 0;
-    for (int64_t i = 0; i < job->column_count; i++)
-        nbytes += job->columns[i].row_bytes;
-    return nbytes;
-}
-
-static int64_t pieces_of_row(const engine_job *job)
-{
-    int64_t count = 0;
-    for (int64_t i = 0; i < job->column_count; i++)
-        count += pieces_of(job->columns[i].row_bytes);
-    return count;
-}
 
 /* Check ids; a job that would copy from a file that is not mapped reads. */
 static int64_t check(engine_job *job)
@@ -360,45 +382,35 @@ static int64_t check(engine_job *job)
     return bad;
 }
 
+/* The rows of an ENGINE_FETCH that there are. */
+static int64_t fetched_from(const engine_job *job) { return most(job->ids[0], 0); }
+static int64_t fetched_to(const engine_job *job) { return most(least(job->ids[1], job->rows->rows), 0); }
+
 /* Cut a job. Returns: of how many units it consists. */
 static int64_t cut(engine_job *job)
 {
     int64_t nbytes = bytes_of_row(job);
-    job->parts = 1;
+    job->unit = job->kind == ENGINE_LENGTHS ? LENGTHS_A_CHUNK : CHUNK_BYTES;
     if (job->way == ENGINE_FETCH) {
-        int64_t most = job->kind == ENGINE_LENGTHS ? FETCHED_ROWS : nbytes ? FETCHED_BYTES / nbytes : 0;
-        job->unit = most > 1 ? most : 1;
-        return nbytes ? job->ids[1] - job->ids[0] : 0;
+        job->unit = job->kind == ENGINE_LENGTHS ? FETCHED_ROWS : nbytes ? most(FETCHED_BYTES / nbytes, 1) : 1;
+        return nbytes ? fetched_to(job) - fetched_from(job) : 0;
     }
-    if (job->kind == ENGINE_VALUES) {
-        job->unit = CHUNK_BYTES;
-        return job->count ? job->to[job->count] : 0;
-    }
-    job->unit = LENGTHS_A_CHUNK;
     if (job->kind == ENGINE_LENGTHS)
         return job->count;
-    if (!nbytes)
-        return 0;
-    if (job->way == ENGINE_COPY) {
-        job->unit = nbytes > CHUNK_BYTES ? 1 : CHUNK_BYTES / nbytes;
-        job->parts = nbytes > CHUNK_BYTES ? (nbytes + CHUNK_BYTES - 1) / CHUNK_BYTES : 1;
-        return job->count;
-    }
-    job->parts = pieces_of_row(job); /* a row's; chunks are of pieces */
-    job->unit = CHUNK_BYTES * job->parts / nbytes;
-    job->unit = job->unit > 1 ? job->unit : 1;
-    return job->count * job->parts;
+    if (job->kind == ENGINE_VALUES)
+        return job->count ? job->to[job->count] : 0;
+    if (nbytes && nbytes <= CHUNK_BYTES)
+        job->unit -= CHUNK_BYTES % nbytes;
+    return job->count * nbytes;
 }
 
 int64_t chunks_prepare(engine_job *job)
 {
-    int64_t bad = check(job), units = cut(job);
+    int64_t bad = check(job), units = bad < 0 ? cut(job) : 0;
     job->begun = 0;
     job->damaged = bad < 0 ? 0 : CANCELLED;
     job->failed = job->error = job->missed = 0;
-    job->chunks = bad < 0 && units > 0 ? (units + job->unit - 1) / job->unit : 0;
-    if (job->way == ENGINE_COPY && job->kind == ENGINE_FIXED)
-        job->chunks *= job->parts;
+    job->chunks = units > 0 ? (units + job->unit - 1) / job->unit : 0;
     __atomic_store_n(&job->left, (uint32_t)job->chunks, __ATOMIC_RELAXED);
     return bad;
 }
@@ -409,48 +421,43 @@ static int64_t faults_so_far(void)
     return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_majflt;
 }
 
-static void copy_chunk(engine_job *job, int64_t chunk)
+static void copy_chunk(engine_job *job, int64_t start, int64_t stop)
 {
-    int64_t start = chunk / job->parts * job->unit;
     if (job->kind == ENGINE_VALUES)
-        copy_values(job, start, least(start + job->unit, job->to[job->count]));
+        copy_values(job, start, least(stop, job->to[job->count]));
     else if (job->kind == ENGINE_LENGTHS)
-        find_values(job, start, least(start + job->unit, job->count));
-    else if (job->parts == 1)
-        copy_rows(job, start, least(start + job->unit, job->count));
-    else {
-        int64_t from = chunk % job->parts * CHUNK_BYTES;
-        copy_part(job, start, from, least(from + CHUNK_BYTES, bytes_of_row(job)));
-    }
+        find_values(job, start, least(stop, job->count));
+    else
+        copy_bytes(job, start, least(stop, job->count * bytes_of_row(job)));
 }
 
-static int64_t read_chunk(engine_job *job, int64_t chunk)
+/* Returns: how many pieces were not in memory. */
+static int64_t read_chunk(engine_job *job, int64_t start, int64_t stop)
 {
     reader file = NO_READER;
-    int64_t missed = 0, start = chunk * job->unit, stop = start + job->unit;
+    int64_t missed = 0;
     if (job->way == ENGINE_FETCH) {
-        int64_t first = job->ids[0] + start, last = least(job->ids[0] + stop, job->ids[1]);
-        int64_t lowest = __atomic_load_n(&job->rows->first, __ATOMIC_RELAXED);
-        fetch_rows(job, &file, first > lowest ? first : lowest, least(last, job->rows->rows));
+        int64_t first = fetched_from(job) + start, lowest = __atomic_load_n(&job->rows->first, __ATOMIC_RELAXED);
+        fetch_rows(job, &file, most(first, lowest), least(first + job->unit, fetched_to(job)));
     } else if (job->kind == ENGINE_VALUES)
         missed = get_values(job, &file, start, least(stop, job->to[job->count]));
     else if (job->kind == ENGINE_LENGTHS)
-        read_lengths(job, &file, start, least(stop, job->count));
+        missed = read_lengths(job, &file, start, least(stop, job->count));
     else
-        missed = get_pieces(job, &file, start, least(stop, job->count * job->parts));
+        missed = get_pieces(job, &file, start, least(stop, job->count * bytes_of_row(job)));
     file_end(&file);
     return missed;
 }
 
 void chunks_run(engine_job *job, int64_t chunk)
 {
-    int64_t missed;
+    int64_t missed, start = chunk * job->unit, stop = start + job->unit;
     if (job->way == ENGINE_COPY) {
         int64_t before = faults_so_far();
-        copy_chunk(job, chunk);
+        copy_chunk(job, start, stop);
         missed = faults_so_far() - before;
     } else
-        missed = read_chunk(job, chunk);
+        missed = read_chunk(job, start, stop);
     if (missed)
         __atomic_fetch_add(&job->missed, missed, __ATOMIC_RELAXED);
 }

@@ -17,6 +17,7 @@
 
 enum {
     MOST_THREADS = 64,
+    STOPPED_NANOSECONDS = 50000000, /* so long a waiter that sleeps does not see that the threads are stopped */
     LOOK_NANOSECONDS = 50000, /* two chunks take less; to sleep and be woken costs as much */
 };
 
@@ -222,28 +223,32 @@ static bool is_theirs(engine *self, const engine_job *job)
     return is_so;
 }
 
-/* Wait for the last chunk. Returns: false: not before `end`, or a signal came. */
-static bool wait_for(engine_job *job, int64_t end, bool is_patient)
+/* Wait for the last chunk. Returns: 0; ETIMEDOUT: not before `end`; EINTR: a signal came. */
+static int wait_for(engine_job *job, int64_t end, bool is_patient)
 {
     for (uint32_t left; (left = __atomic_load_n(&job->left, __ATOMIC_ACQUIRE));) {
         int64_t remains = end - now();
         if (remains <= 0)
-            return false;
+            return ETIMEDOUT;
         struct timespec limit = {remains / 1000000000, remains % 1000000000};
         long failed = syscall(SYS_futex, &job->left, FUTEX_WAIT_PRIVATE, left, &limit, NULL, 0);
         if (failed && errno == EINTR && !is_patient)
-            return false;
+            return EINTR;
     }
-    return true;
+    return 0;
 }
 
 PUBLIC int64_t engine_take(engine *self, engine_job *job, int64_t nanoseconds)
 {
     int64_t end = now() + nanoseconds;
-    while (!is_theirs(self, job) && do_chunk(self, job))
-        if (now() >= end && __atomic_load_n(&job->left, __ATOMIC_ACQUIRE))
-            return 1;
-    if (!wait_for(job, end, false))
+    int error;
+    do {
+        while (!is_theirs(self, job) && do_chunk(self, job))
+            if (now() >= end && __atomic_load_n(&job->left, __ATOMIC_ACQUIRE))
+                return 1;
+        error = wait_for(job, least(end, now() + STOPPED_NANOSECONDS), false);
+    } while (error == ETIMEDOUT && now() < end);
+    if (error)
         return 1;
     chunks_finish(job);
     return 0;
@@ -251,6 +256,8 @@ PUBLIC int64_t engine_take(engine *self, engine_job *job, int64_t nanoseconds)
 
 PUBLIC int64_t engine_help(engine *self, engine_job *job, int64_t chunks)
 {
+    if (job->way != ENGINE_COPY) /* whoever helps may have the GIL */
+        chunks = 0;
     while (chunks && do_chunk(self, job))
         chunks--;
     int64_t end = chunks ? now() + LOOK_NANOSECONDS : 0;
@@ -273,5 +280,5 @@ PUBLIC int64_t engine_cancel(engine *self, engine_job *job, int64_t nanoseconds)
         __atomic_sub_fetch(&job->left, (uint32_t)unbegun, __ATOMIC_ACQ_REL);
     }
     pthread_mutex_unlock(&self->lock);
-    return !wait_for(job, end, true);
+    return wait_for(job, end, true) != 0;
 }

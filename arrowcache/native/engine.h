@@ -14,7 +14,8 @@
  *
  * Guarantees
  *   - A job has ended once `engine_take` or `engine_cancel` has returned 0: nothing touches its memory from then on.
- *   - Nobody waits for a thread that does not run: with no threads at all, `engine_take` does everything itself.
+ *   - Nobody waits for a thread that does not run: with no threads at all, or once they are stopped, `engine_take` does
+     everything itself.
  *   - A waiter is woken by signals: `engine_take` returns, and is called again.
  *   - The threads block all signals, and end within `engine_stop`, but for one that the kernel holds.
  *   - ENGINE_READ tells of a file that is shorter than it was, or cannot be read (`failed`).
@@ -75,7 +76,8 @@ enum {
    ENGINE_LENGTHS fetches the values. */
 enum { ENGINE_COPY, ENGINE_ASK, ENGINE_READ, ENGINE_FETCH };
 
-#define ENGINE_PIECE_BYTES (128 << 10) /* of a row's column, read by one call; a disk is asked for no more at a time */
+#define ENGINE_PIECE_BYTES (128 << 10) /* of a row's column or a value, read by one call, but for its end; a disk is
+                                          asked for no more at a time */
 
 /* What to do. The caller fills all but the last part in, with zeros there. */
 typedef struct engine_job {
@@ -89,16 +91,18 @@ typedef struct engine_job {
     int64_t column_count;
     int64_t *from; /* (count) where each value is, in bytes of its file; ENGINE_FIXED: unused */
     int64_t *to;   /* (count + 1) where each goes, in bytes from the first one, and where the last one ends */
-    uint8_t *got;  /* of ENGINE_ASK, zeros at first, and the ENGINE_READ after it: not 0: is copied. ENGINE_VALUES:
-                      (count); ENGINE_FIXED: (count, pieces of ENGINE_PIECE_BYTES of each column). NULL: nothing is */
+    uint8_t *got;  /* of ENGINE_ASK, zeros at first, and the ENGINE_READ after it: not 0: this piece is copied; NULL:
+                      none is. ENGINE_FIXED: (count, pieces of each column); ENGINE_VALUES: (count and
+                      to[count] / ENGINE_PIECE_BYTES): those of value i begin at i + to[i] / ENGINE_PIECE_BYTES */
     int64_t drops; /* ENGINE_READ: what it reads from the disk leaves the page cache again */
 
     struct engine_job *following;
-    int64_t unit, parts, chunks, begun; /* a chunk is `unit` rows, or one of `parts` of a row, or pieces, or bytes */
-    int64_t damaged;                    /* after its end: 1 + the index of a row whose offsets are out of its file */
-    int64_t failed;                     /* after its end: 1 + the index of a row that could not be read */
-    int64_t error;                      /* then: errno; 0: the file ends before it */
-    int64_t missed; /* after its end: what was not in memory: pages of ENGINE_COPY, pieces or values of ENGINE_ASK */
+    int64_t unit, chunks, begun; /* a chunk is `unit` bytes of all that is copied, or rows where none is */
+    int64_t damaged;             /* after its end: 1 + the index of a row whose offsets are out of its file */
+    int64_t failed;              /* after its end: 1 + the index of a row that could not be read */
+    int64_t error;               /* then: errno; 0: the file ends before it */
+    int64_t missed; /* after its end: what was not in memory: pages of ENGINE_COPY, pieces of ENGINE_ASK, offsets of
+                       ENGINE_READ */
     uint32_t left;  /* chunks whose end was not seen yet */
 } engine_job;
 
@@ -129,8 +133,8 @@ int64_t engine_copy(engine_job *);
    1: not within `nanoseconds`, or a signal came. */
 int64_t engine_take(engine *, engine_job *, int64_t nanoseconds);
 
-/* Do at most `chunks` chunks of a job that no thread has begun; if all are begun then, look for its end for some
-   microseconds. Never sleeps. Returns: 0: it has ended, as of engine_take; 1: not yet. */
+/* Do at most `chunks` chunks of a job of ENGINE_COPY that no thread has begun; if all are begun then, look for its end
+   for some microseconds. Never sleeps. Returns: 0: it has ended, as of engine_take; 1: not yet. */
 int64_t engine_help(engine *, engine_job *, int64_t chunks);
 
 /* Have no thread begin another chunk of a job, and wait for those that were begun, whatever signals come. Returns: 0:

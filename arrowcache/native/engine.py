@@ -27,6 +27,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -39,12 +40,11 @@ PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
 _FIXED, _LENGTHS, _VALUES = range(3)
 _COPY, _ASK, _READ, _FETCH = range(4)
 _DONE = -1  # no number was out of range
-_STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
 _STOP_NANOSECONDS = 5_000_000_000
 _INLINE_BYTES = 64 << 10  # less is not worth waking a thread
 _HELD_GIL_CHUNKS = 4  # 1 MiB, copied in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
-_BEGUN = (0,) * 10  # of `engine_job`, which the engine fills in
-_DAMAGED, _FAILED, _ERROR, _MISSED = range(16, 20)
+_BEGUN = (0,) * 9  # of `engine_job`, which the engine fills in
+_DAMAGED, _FAILED, _ERROR, _MISSED = range(15, 19)
 
 
 class Column(NamedTuple):
@@ -61,15 +61,11 @@ class Column(NamedTuple):
     out: int = 0
 
 
-class Failure(NamedTuple):
-    """A row that could not be read.
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A row that could not be read: its index among the job's, and errno; 0: its file ends before it."""
 
-    Args:
-        position: of it among the rows of the job.
-        error: errno; 0: its file ends before it.
-    """
-
-    position: int
+    index: int
     error: int
 
 
@@ -83,7 +79,7 @@ class Job:
     """
 
     refused = _DONE
-    _nbytes = 0  # to be copied, about
+    _is_left_behind = False
 
     def __init__(
         self,
@@ -148,18 +144,26 @@ class Job:
     def cancel(self) -> bool:
         """End it. Returns: False: the kernel holds a thread that copies, and what it touches must stay.
 
-        Blocks: for what was begun, at most 5 s. Idempotent; no Ctrl-C keeps it from its end.
+        Blocks: for what was begun, at most 5 s, once. Idempotent; no Ctrl-C keeps it from its end.
         """
         while not self._has_ended:
             try:
-                is_queued = _engine.handle == self._handle and not self._is_late
-                if is_queued and library.engine_cancel(self._handle, self._address, _STOP_NANOSECONDS):
-                    _leave_behind(self)
-                    return False
+                if _engine.handle == self._handle and not self._is_late:
+                    most = 0 if self._is_left_behind else _STOP_NANOSECONDS
+                    if library.engine_cancel(self._handle, self._address, most):
+                        self._leave_behind()
+                        return False
                 self._has_ended = True
             except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
                 pass
         return True
+
+    def _leave_behind(self) -> None:
+        """Have it outlive the interpreter, with all that it touches."""
+        if not self._is_left_behind:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+            self._is_left_behind = True
+            _warn()
 
     def has_ended(self) -> bool:
         """Whether it has, by now and by others."""
@@ -169,14 +173,14 @@ class Job:
 
     @property
     def missed(self) -> int:
-        """Once it has ended: how much was not in memory: pages of a copy; rows of what was asked for."""
+        """Once it has ended: how much was not in memory: pages of a copy; pieces of what was asked for."""
         return self._job[_MISSED]
 
     @property
     def failure(self) -> Failure | None:
         """Once it has ended: a row that could not be read."""
-        position = self._job[_FAILED] - 1
-        return None if position < 0 else Failure(position, self._job[_ERROR])
+        index = self._job[_FAILED] - 1
+        return None if index < 0 else Failure(index, self._job[_ERROR])
 
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):
@@ -209,7 +213,11 @@ class Read:
     def cancel(self) -> bool:
         """As of a `Job`."""
         self._is_over = True
-        return self._ask.cancel() & (self._read is None or self._read.cancel())
+        while True:
+            try:
+                return self._ask.cancel() & (self._read is None or self._read.cancel())
+            except BaseException:  # noqa: BLE001  # as there
+                pass
 
     @property
     def refused(self) -> int:
@@ -306,7 +314,7 @@ def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) ->
 
     Args: as of `copy_values` and `read_rows`.
     """
-    got = np.zeros(len(found.ids), np.uint8)
+    got = np.zeros(len(found.ids) + out.nbytes // PIECE_BYTES, np.uint8)
     return Read(lambda way: _begin_values(found, out, way, got, drops=drops))
 
 
@@ -400,15 +408,6 @@ class _Engine:
     def after_fork_in_child(self) -> None:
         """Anew: the lock may be another thread's, and the threads are the parent's."""
         self.__init__()  # type: ignore[misc]
-
-
-_left_behind: list[Job] = []
-
-
-def _leave_behind(job: Job) -> None:
-    job._has_ended = True  # nobody is to wait for it again
-    _left_behind.append(job)
-    _warn()
 
 
 def _warn() -> None:

@@ -31,33 +31,32 @@ void file_end(reader *self)
     *self = NO_READER;
 }
 
-/* A segment's descriptor; -1: there is none, and errno says why. */
+/* A segment's descriptor; or -errno. */
 static int file_of(reader *self, const engine_segment *segment)
 {
     if (self->segment == segment)
         return self->fd;
     file_end(self);
     self->segment = segment;
-    errno = ENOENT;
+    self->fd = -ENOENT;
     if (!segment->path)
-        return -1;
-    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
-    int fd = open(segment->path, flags | O_NOATIME);
-    if (fd < 0 && errno == EPERM) /* it is another user's */
-        fd = open(segment->path, flags);
+        return self->fd;
+    int fd, flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOATIME;
+    while ((fd = open(segment->path, flags)) < 0 && (errno == EINTR || (errno == EPERM && flags & O_NOATIME)))
+        if (errno == EPERM) /* it is another user's */
+            flags &= ~O_NOATIME;
+    if (fd < 0)
+        return self->fd = -errno;
     struct stat status;
-    if (fd >= 0 && (fstat(fd, &status) || (int64_t)status.st_dev != segment->device ||
-                    (int64_t)status.st_ino != segment->inode)) {
+    if (fstat(fd, &status) || (int64_t)status.st_dev != segment->device || (int64_t)status.st_ino != segment->inode) {
         close(fd);
-        fd = -1;
-        errno = ESTALE;
+        return self->fd = -ESTALE;
     }
-    if (fd >= 0)
-        posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* nothing around what is asked for */
+    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* nothing around what is asked for */
     return self->fd = fd;
 }
 
-/* Whether mapped pages are in memory: for file systems that can't be asked otherwise. */
+/* Whether mapped pages are in memory: for files that can't be asked otherwise. */
 static bool is_resident(const engine_segment *segment, int64_t at, int64_t nbytes)
 {
     int64_t page = page_bytes(), start = (int64_t)segment->base + at, end = start + nbytes;
@@ -78,18 +77,21 @@ static bool is_resident(const engine_segment *segment, int64_t at, int64_t nbyte
 int file_peek(reader *self, const engine_segment *segment, int64_t at, uint8_t *out, int64_t nbytes)
 {
     int fd = file_of(self, segment);
-    struct iovec to = {out, (size_t)nbytes};
-    ssize_t done = fd < 0 ? -1 : preadv2(fd, &to, 1, at, RWF_NOWAIT);
-    if (done >= 0 || errno == EAGAIN || !is_resident(segment, at, nbytes))
-        return done == nbytes;
-    memcpy(out, segment->base + at, (size_t)nbytes); /* this file system can't be asked, or the file is gone */
-    return 1;
+    if (fd >= 0) {
+        struct iovec to = {out, (size_t)nbytes};
+        ssize_t done = preadv2(fd, &to, 1, at, RWF_NOWAIT);
+        if (done >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL))
+            return done == nbytes;
+    }
+    return is_resident(segment, at, nbytes) && !file_read(self, segment, at, out, nbytes);
 }
 
 void file_ask(reader *self, const engine_segment *segment, int64_t at, int64_t nbytes)
 {
     int fd = file_of(self, segment);
-    for (int64_t end = at + nbytes; fd >= 0 && at < end; at += ENGINE_PIECE_BYTES) /* more is cut short, in silence */
+    int64_t end = at + nbytes;
+    at -= at % page_bytes(); /* so that none of these has a page more */
+    for (; fd >= 0 && at < end; at += ENGINE_PIECE_BYTES) /* more is cut short, in silence */
         readahead(fd, at, (size_t)least(ENGINE_PIECE_BYTES, end - at));
 }
 
@@ -101,7 +103,7 @@ int file_read(reader *self, const engine_segment *segment, int64_t at, uint8_t *
         return 0;
     }
     if (fd < 0)
-        return errno ? errno : ENOENT;
+        return -fd;
     while (nbytes > 0) {
         ssize_t done = pread(fd, out, (size_t)nbytes, at);
         if (done < 0 && errno == EINTR)

@@ -10,7 +10,7 @@
 
 typedef struct {
     const engine_segment *segment; /* NULL: none is open */
-    int fd;                        /* -1: it can't be opened, or is another file by now */
+    int fd;                        /* < 0: -errno: it can't be opened, or is another file by now */
 } reader;
 
 #define NO_READER ((reader){NULL, -1})

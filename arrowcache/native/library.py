@@ -1,4 +1,4 @@
-"""Library: the compiled C of this folder: calls of `library` let go of the GIL, those of `quick` keep it."""
+"""Library: the compiled C of this folder, loaded twice: `library` lets go of the GIL, `quick` keeps it."""
 
 from __future__ import annotations
 

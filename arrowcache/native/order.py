@@ -64,7 +64,10 @@ class Pass:
     def __init__(self, rows: int, *stages: Stage, runs: Runs | None = None) -> None:
         self.rows = rows
         table = (_Stage * len(stages))(
-            *[_Stage(address_of(each.edges), len(each.edges) - 1, address_of(each.keys)) for each in stages]
+            *[
+                _Stage(address_of(stage.edges), len(stage.edges) - 1, address_of(stage.keys))
+                for stage in stages
+            ]
         )
         made = _Pass(ctypes.addressof(table), len(stages))
         if runs is not None:

@@ -54,7 +54,7 @@ class Rows:
             device, inode: of the file.
         """
         self._table[index, 1], self._table[index, 2] = nbytes, layout
-        self._table[index, 4:] = path, device, inode
+        self._table[index, 4:] = path, _word(device).value, _word(inode).value  # which may be from 2**63 on
         self._table[index, 0] = base  # last: it may be looked at meanwhile
 
     def release(self, first: int) -> None:

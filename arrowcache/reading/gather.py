@@ -167,7 +167,7 @@ class Gather:
             if (failure := job.failure) is not None:
                 why = os.strerror(failure.error) if failure.error else "its file was truncated"
                 raise CorruptSegmentError(
-                    f"segment {self._named(failure.position)} can't be read any more ({why}): "
+                    f"segment {self._named(failure.index)} can't be read any more ({why}): "
                     "run cache.verify(), and look at the disk"
                 )
 

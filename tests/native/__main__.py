@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from native.builds import FOLDER, MEMORY, SMALL_CHUNKS, compile_c, engine_source
+from native.builds import FOLDER, MEMORY, SMALL_CHUNKS, compile_c, engine_sources
 
 LONGEST_INPUT_BYTES = 512
 SEEDS = 16
@@ -44,7 +44,9 @@ def main() -> int:
 def build(compiler: str, found: Path, *flags: str) -> Path:
     """The program, in a folder that is made; AFL++ has a driver of its own for the same flag."""
     found.mkdir(parents=True, exist_ok=True)
-    sources = FOLDER / "fuzz.c", engine_source(found, SMALL_CHUNKS)
+    source = found / "source"
+    source.mkdir(exist_ok=True)
+    sources = FOLDER / "fuzz.c", *engine_sources(source, SMALL_CHUNKS)
     return compile_c([compiler], found / "fuzz", sources, ("-O1", *MEMORY, "-fsanitize=fuzzer", *flags))
 
 
@@ -68,18 +70,28 @@ def with_libfuzzer(program: Path, found: Path, seconds: int) -> int:
     }
     corpus = with_seeds(found / "corpus")
     command = [program, corpus, *(f"-{name}={value}" for name, value in options.items())]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, env=os.environ | with_files(found), check=False).returncode
+
+
+def with_files(found: Path) -> dict[str, str]:
+    """Where segments' files lie."""
+    (found / "files").mkdir(exist_ok=True)
+    return {"TMPDIR": os.fspath(found / "files")}
 
 
 def with_afl(program: Path, found: Path, seconds: int) -> int:
     seeds, state = with_seeds(found / "seeds"), found / "afl"
-    environment = os.environ | {
-        "AFL_AUTORESUME": "1",
-        "AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES": "1",
-        "AFL_NO_UI": "1",
-        "AFL_QUIET": "1",
-        "AFL_SKIP_CPUFREQ": "1",
-    }
+    environment = (
+        os.environ
+        | with_files(found)
+        | {
+            "AFL_AUTORESUME": "1",
+            "AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES": "1",
+            "AFL_NO_UI": "1",
+            "AFL_QUIET": "1",
+            "AFL_SKIP_CPUFREQ": "1",
+        }
+    )
     options = [f"-i{seeds}", f"-o{state}", f"-V{seconds}", f"-t{HANG_SECONDS}000"]
     command = ["afl-fuzz", *options, "--", program]
     code = subprocess.run(command, env=environment, check=False).returncode

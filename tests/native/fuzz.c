@@ -21,9 +21,10 @@ static void end(engine *by, request *made, state *now, int64_t nanoseconds)
     *now = ENDED;
 }
 
-/* With these few chunks it copies as many by itself, if no thread is there to begin them. */
+/* With these few chunks it copies as many by itself, if no thread is there to begin them; it never reads. */
 static void help(engine *by, request *made, state *now, int64_t chunks, int64_t threads)
 {
+    chunks = made->job.way == ENGINE_COPY ? chunks : 0;
     int64_t begun = made->job.begun, wanted = begun + chunks < made->job.chunks ? begun + chunks : made->job.chunks;
     int64_t is_under_way = engine_help(by, &made->job, chunks);
     CHECK(is_under_way == 0 || is_under_way == 1);
@@ -36,13 +37,13 @@ static void help(engine *by, request *made, state *now, int64_t chunks, int64_t 
 
 static void cancel(engine *by, request *made, state *now)
 {
-    engine_cancel(by, &made->job);
+    CHECK(engine_cancel(by, &made->job, 100 * SECOND) == 0);
     made->is_cancelled = true;
     check_ended(made, &sum);
     *now = ENDED;
 }
 
-/* A new job, or the values of one that has found them. */
+/* A new job, or what follows one that has asked or found values. */
 static void begin(engine *by, const table *of, request *made, state *now, bytes *from)
 {
     bool is_new = *now == NONE || (*now == ENDED && !follow(made));
@@ -54,13 +55,9 @@ static void begin(engine *by, const table *of, request *made, state *now, bytes 
         *made = make_request(of, from);
     }
     *now = BEGUN;
-    if (one_in(from, 4)) {
-        if (check_begun(made, engine_copy(&made->job), &sum))
-            check_ended(made, &sum);
-        else
-            made->is_cancelled = true;
+    if (one_in(from, 4) && copy_now(made, &sum))
         *now = ENDED;
-    } else if (!check_begun(made, engine_submit(by, &made->job), &sum)) {
+    else if (!check_begun(made, engine_submit(by, &made->job), &sum)) {
         made->is_cancelled = true; /* refused: it is done, and nothing was copied */
         CHECK(engine_take(by, &made->job, 0) == 0);
         CHECK(engine_help(by, &made->job, draw(from, 2)) == 0);
@@ -99,8 +96,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                 cancel(by, made, states + number);
             break;
         case 6:
-            if (states[number] != NONE && made->job.kind != ENGINE_VALUES)
-                look_up(made, &sum);
+            if (states[number] != NONE)
+                look_up(made);
             break;
         case 7:
             if (states[number] == BEGUN)

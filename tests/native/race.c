@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <time.h>
 
-enum { WORKERS = 3, SLOTS = 3, TABLES = 6, DECISION_BYTES = 64 };
+enum { WORKERS = 3, SLOTS = 3, TABLES = 32, DECISION_BYTES = 64 };
 
 static const int64_t SECOND = 1000000000;
 
@@ -35,7 +35,7 @@ static void end(request *made, bytes *from, counts *sum)
     int64_t cancel_at = one_in(from, 4) ? draw(from, 3) : -1;
     for (int64_t turn = 0;; turn++) {
         if (turn == cancel_at) {
-            engine_cancel(shared, &made->job);
+            CHECK(engine_cancel(shared, &made->job, 100 * SECOND) == 0);
             made->is_cancelled = true;
             break;
         }
@@ -46,16 +46,6 @@ static void end(request *made, bytes *from, counts *sum)
             break;
     }
     check_ended(made, sum);
-}
-
-/* Copy here and now, with no thread of the engine. */
-static void copy(request *made, counts *sum)
-{
-    bool is_right = check_begun(made, engine_copy(&made->job), sum);
-    if (is_right)
-        check_ended(made, sum);
-    if (is_right && follow(made))
-        copy(made, sum);
 }
 
 /* A worker's slots have a job each; jobs are taken a while after they were queued. */
@@ -79,12 +69,13 @@ static void *work(void *argument)
         }
         *made = make_request(&tables[draw(&from, TABLES)], &from);
         if (one_in(&from, 4))
-            look_up(made, &self->sum);
+            look_up(made);
         if (one_in(&from, 16))
             engine_start(shared, 2);
-        if (one_in(&from, 8))
-            copy(made, &self->sum);
-        else {
+        if (one_in(&from, 8) && copy_now(made, &self->sum)) {
+            if (follow(made) && !copy_now(made, &self->sum))
+                is_queued[number] = check_begun(made, engine_submit(shared, &made->job), &self->sum);
+        } else {
             is_queued[number] = check_begun(made, engine_submit(shared, &made->job), &self->sum);
             CHECK(is_queued[number] || engine_take(shared, &made->job, 0) == 0);
             CHECK(is_queued[number] || engine_help(shared, &made->job, draw(&from, 2)) == 0);
@@ -143,7 +134,8 @@ int main(int argc, char **argv)
         counts own = workers[i].sum;
         sum = (counts){
             sum.done + own.done, sum.refused + own.refused, sum.cancelled + own.cancelled,
-            sum.damaged + own.damaged, sum.warm + own.warm, sum.nbytes + own.nbytes,
+            sum.damaged + own.damaged, sum.failed + own.failed, sum.missed + own.missed, sum.read + own.read,
+            sum.fetched + own.fetched, sum.nbytes + own.nbytes,
         };
     }
     pthread_join(starter, NULL);

@@ -14,14 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from native.builds import ENGINE, FOLDER, MEMORY, SMALL_CHUNKS, THREADS, compile_c, engine_source
+from native.builds import ENGINE, FOLDER, MEMORY, SMALL_CHUNKS, THREADS, compile_c, engine_sources
 
 TESTS = FOLDER.parent
 UNIT_TESTS = TESTS / "unit" / "native"
 RACE_SECONDS = 3
 DEADLINE_SECONDS = 120
 COUNTS = re.compile(
-    r"^done (\d+) refused (\d+) cancelled (\d+) damaged (\d+) warm (\d+) bytes (\d+)$", re.MULTILINE
+    r"^done (\d+) refused (\d+) cancelled (\d+) damaged (\d+) failed (\d+) missed (\d+) read (\d+) "
+    r"fetched (\d+) bytes (\d+)$",
+    re.MULTILINE,
 )
 # Of a kernel that lays memory out as an old sanitizer does not expect it.
 _NO_ROOM = ("unexpected memory mapping", "Shadow memory range interleaves", "ReserveShadowMemoryRange failed")
@@ -35,19 +37,17 @@ A_READ_OUT_OF_LINE = {
         ends[0] = read[0], ends[1] = read[1];
 """
 }
-_LOCKED = """        pthread_mutex_lock(&self->lock);
-        int64_t chunk = begin_chunk(self, job);
-        pthread_mutex_unlock(&self->lock);
-        if (chunk < 0)
-            break;
-        run_chunk(job, chunk);
-        end_chunk(job);
-"""
-_UNLOCKED = _LOCKED.replace("        pthread_mutex_lock(&self->lock);\n", "").replace(
-    "        pthread_mutex_unlock(&self->lock);\n", ""
-)
-TAKEN_WITHOUT_A_LOCK = {f"{_LOCKED}        if (now() >= end": f"{_UNLOCKED}        if (now() >= end"}
-HELPED_WITHOUT_A_LOCK = {f"{_LOCKED}    }}\n    int64_t end": f"{_UNLOCKED}    }}\n    int64_t end"}
+BEYOND_THE_FILE = {" && values + ends[1] * column->row_bytes <= segment->nbytes": ""}
+ANOTHER_PIECE = {"job->got ? job->got + piece : NULL": "job->got ? job->got + piece / 2 * 2 : NULL"}
+ANOTHER_FILE = {" || (int64_t)status.st_ino != segment->inode": ""}
+UNTOLD = {"return done ? errno : -1;": "return 0;"}
+FETCHED_UNKNOWN = {"        if (!at.segment->at)\n            continue;\n": ""}
+A_PIECE_TWICE = {"if (begin + done >= from && begin + done < to)": "if (begin + done < to)"}
+_LOCK, _UNLOCK = "    pthread_mutex_lock(&self->lock);\n", "    pthread_mutex_unlock(&self->lock);\n"
+_DONE = "    int64_t chunk = begin_chunk(self, job);\n"
+DONE_WITHOUT_A_LOCK = {f"{_LOCK}{_DONE}{_UNLOCK}    if": f"{_DONE}    if"}
+_CANCELLED, _ENDED = "    int64_t unbegun = job->chunks", "    return wait_for(job, end, true)"
+CANCELLED_WITHOUT_A_LOCK = {_LOCK + _CANCELLED: _CANCELLED, _UNLOCK + _ENDED: _ENDED}
 WITHOUT_AN_ORDER = {
     "__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL)": "__atomic_sub_fetch(left, 1, __ATOMIC_RELAXED)"
 }
@@ -96,13 +96,13 @@ def run(*command: object, **environment: str) -> tuple[int, str]:
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_no_compiler_has_a_warning(compiler, tmp_path):
     flags = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-O1", "-fPIC", "-shared"]
-    compile_c([has(compiler)], tmp_path / "engine.so", [ENGINE / "engine.c", ENGINE / "order.c"], flags)
-    source = engine_source(tmp_path, {"(size_t)nbytes)": "nbytes)"})
+    compile_c([has(compiler)], tmp_path / "engine.so", engine_sources(tmp_path, {}), flags)
+    sources = engine_sources(tmp_path, {"memcpy(to, from, (size_t)nbytes)": "memcpy(to, from, nbytes)"})
     with pytest.raises(RuntimeError, match="sign-conversion"):
-        compile_c([compiler], tmp_path / "engine.so", [source], flags)
+        compile_c([compiler], tmp_path / "engine.so", sources, flags)
 
 
-def package_with(engine: Mapping[str, str], folder: Path, order: Mapping[str, str] = {}) -> dict[str, str]:
+def package_with(changes: Mapping[str, str], folder: Path) -> dict[str, str]:
     """A copy of the package with a sanitized engine. Returns: the environment that uses it."""
     compiler = compiler_with("libasan.so")
     shutil.copytree(
@@ -112,8 +112,7 @@ def package_with(engine: Mapping[str, str], folder: Path, order: Mapping[str, st
     )
     library = folder / "arrowcache" / "native" / "libengine.so"
     flags = ("-O1", "-fPIC", "-shared", "-fvisibility=hidden", *MEMORY)
-    sources = engine_source(folder, engine), engine_source(folder, order, "order.c")
-    compile_c(compiler, library, sources, flags)
+    compile_c(compiler, library, engine_sources(folder, changes), flags)
     return {
         "ASAN_OPTIONS": "detect_leaks=0",
         "LD_PRELOAD": os.fspath(runtime_of("gcc", "libasan.so")),
@@ -125,8 +124,8 @@ def package_with(engine: Mapping[str, str], folder: Path, order: Mapping[str, st
 # Nothing of this process' package may be used: the engine's path is checked.
 PYTEST = """
 import sys, pytest
-from arrowcache.native.engine import LIBRARY
-assert str(LIBRARY).startswith(sys.argv[1]), LIBRARY
+from arrowcache.native.library import PATH
+assert str(PATH).startswith(sys.argv[1]), PATH
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
@@ -144,11 +143,13 @@ def test_the_unit_tests_touch_no_memory_but_their_own(tmp_path):
 
 OUTSIDE = """
 import numpy as np
-from arrowcache.native.engine import Column, Rows, copy_rows
+from arrowcache.native.engine import Column, copy_rows
+from arrowcache.native.rows import Rows
 data, layout, out = np.arange(64, dtype=np.uint8), np.zeros(1, np.int64), np.zeros((1, 8), np.uint8)
-one = lambda value: np.array([value], np.int64)
-rows = Rows(one(data.ctypes.data), one(64), one(layout.ctypes.data), one(0), np.array([0, 8]))
-print(copy_rows(rows, one(800), [Column(0, 8, out.ctypes.data)], out).wait().refused)
+rows = Rows(np.array([0, 8]))
+rows.put(0, data.ctypes.data, 64, layout.ctypes.data, 0, 0, 0)
+copy = copy_rows(rows, np.array([800]), [Column(0, 8, out.ctypes.data)], out)
+print(copy.take(60), copy.refused)
 """
 
 
@@ -177,7 +178,7 @@ print(Pass(1000, Stage(np.array([0, 1000]), np.arange(KEYS, dtype=np.uint64)))(0
     ids=["a lane too many", "a key too many", "no left half"],
 )
 def test_a_defect_of_the_order_is_found(defect, words, tmp_path):
-    code, output = run(sys.executable, "-c", ONE_ORDER, **package_with({}, tmp_path, defect))
+    code, output = run(sys.executable, "-c", ONE_ORDER, **package_with(defect, tmp_path))
     assert code
     assert re.search(words, output), output
 
@@ -192,33 +193,43 @@ def counts(output: str) -> list[int]:
 
 
 def fuzz_with(engine: Mapping[str, str], folder: Path) -> Path:
-    sources = FOLDER / "fuzz.c", engine_source(folder, engine)
+    sources = FOLDER / "fuzz.c", *engine_sources(folder, engine)
     return compile_c(compiler_with("libasan.so"), folder / "fuzz", sources, ("-O1", "-DDRIVER", *MEMORY))
 
 
 @pytest.mark.slow
 def test_random_jobs_are_copied_as_a_plain_reader_copies_them(tmp_path):
     program = fuzz_with(SMALL_CHUNKS, tmp_path)
-    code, output = run(program, 2000, 0, ASAN_OPTIONS="detect_leaks=0")
+    code, output = run(program, 2000, 0, ASAN_OPTIONS="detect_leaks=0", TMPDIR=str(tmp_path))
     assert code == 0, output
     assert counts(output)[0] > 2000
     one = tmp_path / "input"
     one.write_bytes(bytes(range(256)))
-    assert run(program, one, ASAN_OPTIONS="detect_leaks=0")[0] == 0
+    assert run(program, one, ASAN_OPTIONS="detect_leaks=0", TMPDIR=str(tmp_path))[0] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "words"),
     [
-        (WITHOUT_A_CHECK, "AddressSanitizer|this is not so"),
+        (WITHOUT_A_CHECK, "AddressSanitizer|this is not so|runtime error"),
         (A_BYTE_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
         (A_READ_OUT_OF_LINE, "runtime error: load of misaligned address"),
+        (BEYOND_THE_FILE, "AddressSanitizer|this is not so"),
+        (ANOTHER_PIECE, "this is not so"),
+        (ANOTHER_FILE, "this is not so"),
+        (UNTOLD, "this is not so"),
+        (FETCHED_UNKNOWN, "AddressSanitizer: SEGV|null pointer"),
+        (A_PIECE_TWICE, "this is not so"),
     ],
-    ids=["without a check", "a byte too many", "a read out of line"],
-)
+    ids=[
+        "without a check", "a byte too many", "a read out of line", "beyond the file", "another piece",
+        "another file", "untold", "fetched unknown", "a piece twice",
+    ],
+)  # fmt: skip
 def test_random_jobs_find_a_defect(defect, words, tmp_path):
-    code, output = run(fuzz_with(SMALL_CHUNKS | defect, tmp_path), 2000, 0, ASAN_OPTIONS="detect_leaks=0")
+    program = fuzz_with(SMALL_CHUNKS | defect, tmp_path)
+    code, output = run(program, 2000, 0, ASAN_OPTIONS="detect_leaks=0", TMPDIR=str(tmp_path))
     assert code
     assert re.search(words, output), output
 
@@ -242,9 +253,9 @@ def test_without_a_fuzzer_a_sentence_says_what_to_install(tmp_path):
 
 
 def race_with(engine: Mapping[str, str], folder: Path) -> tuple[int, str]:
-    sources = FOLDER / "race.c", engine_source(folder, SMALL_CHUNKS | engine)
+    sources = FOLDER / "race.c", *engine_sources(folder, SMALL_CHUNKS | engine)
     program = compile_c(compiler_with("libtsan.so"), folder / "race", sources, ("-O1", *THREADS))
-    return run(program, RACE_SECONDS, 1, TSAN_OPTIONS="halt_on_error=1")
+    return run(program, RACE_SECONDS, 1, TSAN_OPTIONS="halt_on_error=1", TMPDIR=str(folder))
 
 
 @pytest.mark.slow
@@ -257,8 +268,8 @@ def test_threads_that_queue_take_cancel_start_and_stop_do_not_race(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "defect",
-    [TAKEN_WITHOUT_A_LOCK, HELPED_WITHOUT_A_LOCK, WITHOUT_AN_ORDER],
-    ids=["taken without a lock", "helped without a lock", "without an order"],
+    [DONE_WITHOUT_A_LOCK, CANCELLED_WITHOUT_A_LOCK, WITHOUT_AN_ORDER, A_PIECE_TWICE],
+    ids=["done without a lock", "cancelled without a lock", "without an order", "a piece twice"],
 )
 def test_a_race_is_found(defect, tmp_path):
     code, output = race_with(defect, tmp_path)

@@ -2,220 +2,142 @@
 
 from __future__ import annotations
 
-import itertools
+import mmap
 import os
+import runpy
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import in_child, wait_until
+from helpers import CtrlC, in_child, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_cache import drop_from_memory, resident_bytes
+from plain_rows import Array, Files, begun, begun_read, checked, columns_of, ended, threads
+from slow_pages import SlowPages, require_slow_pages
 
-from arrowcache.native import engine
-from arrowcache.native.engine import Column, Copy, Rows, ask_for_rows, copy_rows, copy_values, find_values
-from arrowcache.storage.mapping import FileMapping
+from arrowcache.native import engine, library
+from arrowcache.native.engine import Job, copy_values, fetch_rows, find_values
+from arrowcache.native.rows import Rows
 
-SMALL = 4  # rows: their copy is late where they are in memory
+SMALL = 4  # rows: their copy is late
 CHUNK_BYTES, HELPED_CHUNKS = 256 << 10, engine._HELD_GIL_CHUNKS
-BEGUN_CHUNKS = 12  # of `engine_job`
-
-
-class Files:
-    """Segments in memory: fixed columns of some widths, then a variable one; each anywhere in its file."""
-
-    def __init__(self, rows: list[int], widths: list[int], element_bytes: int = 1, seed: int = 0) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.widths, self.element_bytes = widths, element_bytes
-        self.fixed: list[list[np.ndarray[Any, Any]]] = [[] for _ in widths]
-        self.values: list[bytes] = []
-        self.files, self.layouts = [], []
-        for count in rows:
-            self._add(count)
-        self.starts = np.concatenate(([0], np.cumsum(rows))).astype(np.int64)
-        self.bases = np.array([file.ctypes.data for file in self.files], np.int64)
-
-    def _add(self, rows: int) -> None:
-        parts, layout, position = [], [], 0
-        for number, width in enumerate(self.widths):
-            column = self.rng.integers(0, 256, (rows, width), np.uint8)
-            self.fixed[number].append(column)
-            position = self._place(parts, layout, position, column.tobytes())
-        lengths = self.rng.integers(0, 40, rows)
-        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        data = self.rng.bytes(int(ends[-1]) * self.element_bytes)
-        width = self.element_bytes
-        self.values += [data[a * width : b * width] for a, b in itertools.pairwise(ends)]
-        position = self._place(parts, layout, position, ends.tobytes())
-        self._place(parts, layout, position, data)
-        self.files.append(np.frombuffer(b"".join(parts), np.uint8).copy())
-        self.layouts.append(np.array(layout, np.int64))
-
-    def _place(self, parts: list[bytes], layout: list[int], position: int, data: bytes) -> int:
-        gap = int(self.rng.integers(0, 9))
-        parts += [bytes(gap), data]
-        layout.append(position + gap)
-        return position + gap + len(data)
-
-    def table(
-        self,
-        *,
-        first: int = 0,
-        without: tuple[int, ...] = (),
-        warm: bool | Sequence[bool | None] = False,
-    ) -> Rows:
-        """Args: warm: whether each segment is in memory, or all are; None: that is not known."""
-        bases = self.bases.copy()
-        bases[list(without)] = 0
-        nbytes = np.array([len(file) for file in self.files], np.int64)
-        layouts = np.array([layout.ctypes.data for layout in self.layouts], np.int64)
-        each = [warm] * len(self.files) if isinstance(warm, bool) else list(warm)
-        self.warm = np.array([bool(is_warm) for is_warm in each], np.bool_)
-        places = [self.warm.ctypes.data + n if is_warm is not None else 0 for n, is_warm in enumerate(each)]
-        keep = self, self.warm
-        return Rows(bases, nbytes, layouts, np.array(places, np.int64), self.starts, first=first, keep=keep)
-
-    def column(self, number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return np.concatenate(self.fixed[number])[ids]
-
-    def outputs(self, count: int) -> list[np.ndarray[Any, Any]]:
-        return [np.zeros((count, width), np.uint8) for width in self.widths]
-
-
-def columns_of(arrays: Sequence[np.ndarray[Any, Any]]) -> list[Column]:
-    return [Column(number, array.shape[1], array.ctypes.data) for number, array in enumerate(arrays)]
-
-
-def begun(rows: Rows, ids: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> Copy:
-    return copy_rows(rows, ids, columns_of(arrays), arrays)
-
-
-def checked(files: Files, ids: np.ndarray[Any, Any], *, warm: bool | Sequence[bool | None]) -> None:
-    """Copy all columns of these rows, and compare them."""
-    rows, arrays = files.table(warm=warm), files.outputs(len(ids))
-    ask_for_rows(rows, ids, columns_of(arrays))
-    copy, found = begun(rows, ids, arrays), find_values(rows, ids, len(files.widths), files.element_bytes)
-    each = [warm] * len(files.files) if isinstance(warm, bool) else warm
-    segments = np.searchsorted(files.starts, ids, side="right") - 1
-    assert copy.is_warm == found.is_warm == all(each[segment] for segment in segments.tolist())
-    assert copy.wait().refused == -1
-    for number, array in enumerate(arrays):
-        assert np.array_equal(array, files.column(number, ids))
-    assert found.wait().refused == -1
-    assert found.damaged == -1
-    wanted = [files.values[row] for row in ids.tolist()]
-    assert np.diff(found.offsets).tolist() == [len(value) for value in wanted]
-    out = np.zeros(int(found.offsets[-1]), np.uint8)
-    values = copy_values(found, out)
-    assert values.is_warm == found.is_warm
-    assert values.wait().refused == -1
-    assert out.tobytes() == b"".join(wanted)
-    for each_copy in (copy, found, values):
-        assert each_copy.take(0)
-        assert each_copy.has_ended()
-        each_copy.cancel()
-        assert not each_copy.was_on_disk
+BEGUN_CHUNKS = 14  # of `engine_job`
 
 
 @pytest.fixture
 def no_threads():
-    """Nothing is copied but by who takes it."""
-    most = engine._engine.most_threads
-    assert engine._engine.stop()
-    engine.limit_threads(0)
-    yield
-    engine.limit_threads(most)
-    assert engine._engine.stop()
+    """Nothing is done but by who takes it."""
+    with threads(0):
+        yield
 
 
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 WIDTHS = st.lists(st.sampled_from([1, 2, 3, 4, 8, 16, 63, 64, 65, 700, 5000]), min_size=1, max_size=5)
+READS = pytest.mark.parametrize("reads", [False, True], ids=["copied", "read"])
 
 
-@given(LENGTHS, WIDTHS, st.sampled_from([1, 2, 4, 8, 12]), st.integers(0, 2**32), st.data())
+@given(
+    lengths=LENGTHS, widths=WIDTHS, element_bytes=st.sampled_from([1, 2, 4, 8, 12]),
+    seed=st.integers(0, 2**32), count=st.integers(0, 3), reads=st.booleans(), drops=st.booleans(),
+    data=st.data(),
+)  # fmt: skip
 @settings(max_examples=150)
-def test_any_rows_of_any_segments_are_copied(lengths, widths, element_bytes, seed, data):
+def test_any_rows_of_any_segments_come(lengths, widths, element_bytes, seed, count, reads, drops, data):
     files = Files(lengths, widths, element_bytes, seed)
     ids = data.draw(st.lists(st.integers(0, sum(lengths) - 1), max_size=200))
-    known = st.lists(st.sampled_from([None, False, True]), min_size=len(lengths), max_size=len(lengths))
-    warm = data.draw(st.one_of(st.just([True] * len(lengths)), known))
-    checked(files, np.array(ids, np.int64), warm=warm)
+    numbers = st.integers(0, len(lengths) - 1)
+    unmapped = data.draw(st.sets(numbers))
+    table = files.table(unmapped=unmapped, without_path=data.draw(st.sets(numbers)) - unmapped)
+    files.drop(data.draw(st.sets(numbers, max_size=2)))
+    with threads(count):
+        checked(files, np.array(ids, np.int64), table, reads=reads, drops=drops)
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
+@READS
 @pytest.mark.parametrize(
     ("lengths", "widths", "count"),
     [
         ([64] * 40 + [10], [3, 1000], 4000),
         ([1, 2, 3, 5000, 1, 1], [17], 20_000),
         ([3], [(256 << 10) + 1, 5, (600 << 10)], 9),
-        ([5] * 4, [1], 300_000),
+        ([3, 2], [1 << 20, (128 << 10) + 1, 3 << 20], 5),
+        ([5] * 4, [1], 20_000),
         ([4] * 30, [4] * 300, 500),
     ],
-    ids=["alike", "uneven", "larger than a chunk", "tiny", "300 columns"],
+    ids=["alike", "uneven", "larger than a chunk", "MiB", "tiny", "300 columns"],
 )
-def test_large_jobs_are_copied_by_all_threads_together(lengths, widths, count, is_warm):
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["not mapped", "mapped"])
+def test_large_jobs_are_done_by_all_threads_together(lengths, widths, count, reads, is_mapped):
     files = Files(lengths, widths)
-    checked(files, np.random.default_rng(1).integers(0, sum(lengths), count), warm=is_warm)
+    table = files.table(unmapped=() if is_mapped else range(len(lengths)))
+    checked(files, np.random.default_rng(1).integers(0, sum(lengths), count), table, reads=reads)
 
 
 @pytest.mark.parametrize("count", [3, 50_000])
 @pytest.mark.parametrize("wrong", [-1, 96, 2**62, -(2**63)])
 @pytest.mark.parametrize("lengths", [[32] * 3, [1, 90, 5]])
-def test_a_number_out_of_range_is_named_at_once_and_nothing_is_copied(lengths, wrong, count):
+def test_a_number_out_of_range_is_named_and_nothing_is_copied(lengths, wrong, count):
     files = Files(lengths, [8])
     ids = np.zeros(count, np.int64)
     ids[count - 2] = wrong
-    arrays = files.outputs(count)
-    for is_warm in (False, True):
-        rows = files.table(warm=is_warm)
-        ask_for_rows(rows, ids, columns_of(arrays))
-        for copy in (begun(rows, ids, arrays), find_values(rows, ids, 1, 1)):
-            assert copy.refused == count - 2
-            assert not copy.is_warm
-            assert copy.has_ended()
-            assert copy.take(0)
-            assert copy.wait() is copy
-            assert copy.refused == count - 2
-        assert rows.segments_of(ids) == count - 2
+    arrays, rows = files.outputs(count), files.table()
+    for job in (
+        begun(rows, ids, arrays),
+        begun_read(rows, ids, arrays),
+        find_values(rows, ids, 1, 1),
+        find_values(rows, ids, 1, 1, on_disk=True),
+    ):
+        is_late = count == 3 and isinstance(job, Job) and not isinstance(job, engine.Found)
+        assert job.refused == (-1 if is_late else count - 2), "what is small is checked when it is taken"
+        assert job.take(0)
+        assert job.cancel()
+        assert job.refused == count - 2
+    assert rows.segments_of(ids) == count - 2
     assert not arrays[0].any()
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_a_row_of_a_segment_that_is_not_mapped_is_refused(is_warm):
+@READS
+def test_a_row_of_a_segment_that_is_not_known_is_refused(reads):
     files = Files([10, 10, 10], [8])
-    rows = files.table(without=(1,), warm=is_warm)
-    arrays = files.outputs(3)
-    copy = begun(rows, np.array([0, 29, 15]), arrays)
-    assert copy.refused == (-1 if is_warm else 2), "what is small and in memory is checked when it is taken"
-    assert copy.wait().refused == 2
-    assert find_values(rows, np.array([0, 29, 15]), 1, 1).wait().refused == 2
+    rows, arrays, begin = files.table(unknown=(1,)), files.outputs(3), begun_read if reads else begun
+    assert ended(begin(rows, np.array([0, 29, 15]), arrays)).refused == 2
+    assert ended(find_values(rows, np.array([0, 29, 15]), 1, 1, on_disk=reads)).refused == 2
     assert not arrays[0].any()
-    assert begun(rows, np.array([0, 29, 9]), arrays).wait().refused == -1
-    ask_for_rows(rows, np.array([15]), columns_of(files.outputs(1)))
+    assert ended(begin(rows, np.array([0, 29, 9]), arrays)).refused == -1
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_rows_that_were_released_are_refused(is_warm):
-    files = Files([10, 10, 10], [8])
-    rows = files.table(first=10, warm=is_warm)
-    assert begun(rows, np.array([10, 9]), files.outputs(2)).wait().refused == 1
+@READS
+def test_a_row_of_a_segment_that_is_neither_mapped_nor_has_a_path_is_refused(reads):
+    files = Files([10, 10], [8])
+    rows, arrays, begin = files.table(unmapped=(1,), without_path=(1,)), files.outputs(2), begun
+    if reads:
+        begin = begun_read
+    assert ended(begin(rows, np.array([0, 15]), arrays)).refused == 1
+    assert not arrays[0].any()
+
+
+@READS
+def test_rows_that_were_released_are_refused(reads):
+    files, begin = Files([10, 10, 10], [8]), begun_read if reads else begun
+    rows = files.table()
+    rows.release(10)
+    assert ended(begin(rows, np.array([10, 9]), files.outputs(2))).refused == 1
     rows.release(20)
-    assert begun(rows, np.array([20, 19]), files.outputs(2)).wait().refused == 1
-    assert begun(rows, np.array([20, 29]), files.outputs(2)).wait().refused == -1
+    assert ended(begin(rows, np.array([20, 19]), files.outputs(2))).refused == 1
+    assert ended(begin(rows, np.array([20, 29]), files.outputs(2))).refused == -1
 
 
 def test_rows_that_are_released_before_their_copy_is_taken_are_refused_if_it_is_late():
     files = Files([10, 10, 10], [8])
-    rows, arrays = files.table(warm=True), files.outputs(SMALL)
+    rows, arrays = files.table(), files.outputs(SMALL)
     copy = begun(rows, np.array([25, 12, 3, 28]), arrays)
     rows.release(10)
     assert copy.refused == -1
@@ -226,104 +148,65 @@ def test_rows_that_are_released_before_their_copy_is_taken_are_refused_if_it_is_
 
 def test_no_rows_are_copied_from_no_segments():
     nothing = np.zeros(0, np.int64)
-    rows = Rows(nothing, nothing, nothing, nothing, np.zeros(1, np.int64))
+    rows = Rows(np.zeros(1, np.int64))
     out = np.zeros((1, 8), np.uint8)
-    assert begun(rows, nothing, [out[:0]]).wait().refused == -1
-    assert begun(rows, np.array([0]), [out]).refused == 0
-    assert find_values(rows, nothing, 0, 1).wait().offsets.tolist() == [0]
+    for begin in (begun, begun_read):
+        assert ended(begin(rows, nothing, [out[:0]])).refused == -1
+        assert ended(begin(rows, np.array([0]), [out])).refused == 0
+    assert ended(find_values(rows, nothing, 0, 1)).offsets.tolist() == [0]
+    assert ended(fetch_rows(rows, 0, 10, columns_of([out]))).refused == -1
     assert rows.segments_of(np.array([0])) == 0
 
 
-@pytest.mark.parametrize("lengths", [[7] * 5 + [2], [1, 900, 3, 3, 50], [1] * 1000 + [100_000]])
+@READS
+def test_rows_of_no_columns_are_no_bytes(reads):
+    files, begin = Files([10], [8]), begun_read if reads else begun
+    assert ended(begin(files.table(), np.arange(10), [])).refused == -1
+
+
+@pytest.mark.parametrize(
+    "lengths", [[7] * 5 + [2], [1, 900, 3, 3, 50], [1] * 1000 + [100_000], [0, 0], [0, 3, 0]]
+)
 def test_the_segment_of_each_row_is_known(lengths):
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    some = np.ones(len(lengths), np.int64)
-    rows = Rows(some, some, some, np.zeros_like(some), starts)
     ids = np.arange(starts[-1])
-    assert np.array_equal(rows.segments_of(ids), np.repeat(np.arange(len(lengths)), lengths))
+    assert np.array_equal(Rows(starts).segments_of(ids), np.repeat(np.arange(len(lengths)), lengths))
 
 
-def rows_of_a_file(path: Path, count: int, width: int) -> Rows:
-    file, layout = FileMapping(path, sparse=True), np.zeros(1, np.int64)
-    some = (np.array([value]) for value in (file.address, file.nbytes, layout.ctypes.data, 0))
-    return Rows(*some, np.array([0, count]), keep=(file, layout))
-
-
-def test_rows_are_asked_of_the_disk_all_at_once(tmp_path):
-    path, count, width = tmp_path / "file", 1500, 5000
-    path.write_bytes(bytes(2 * count * width))
-    drop_from_memory(path)
-    rows = rows_of_a_file(path, 2 * count, width)
-    before = resident_bytes(path)
-    ask_for_rows(rows, np.arange(0, 2 * count, 2), [Column(0, width, 0)])
-    wait_until(lambda: resident_bytes(path) >= count * width, "them to be read")
-    assert before < count * width
-
-
-def test_a_copy_knows_whether_it_waited_for_the_disk(tmp_path):
-    path, count, width = tmp_path / "file", 500, 5000
-    path.write_bytes(bytes(range(250)) * 20 * count)
-    drop_from_memory(path)
-    rows, out = rows_of_a_file(path, count, width), np.zeros((count, width), np.uint8)
-    assert begun(rows, np.arange(count), [out]).wait().was_on_disk
-    assert out.tobytes() == path.read_bytes()
-    assert not begun(rows, np.arange(count), [out]).wait().was_on_disk, "it is in memory now"
-
-
-def test_what_is_in_memory_by_nature_is_on_no_disk():
-    path, count, width = Path(f"/dev/shm/arrowcache-test-{os.getpid()}"), 500, 5000
-    try:
-        path.write_bytes(bytes(count * width))
-        rows, out = rows_of_a_file(path, count, width), np.ones((count, width), np.uint8)
-        assert not begun(rows, np.arange(count), [out]).wait().was_on_disk
-        assert not out.any()
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def test_values_that_are_on_the_disk_are_known(tmp_path):
-    path, count, item_bytes = tmp_path / "file", 300, 5000
-    ends, layout = np.arange(0, (count + 1) * item_bytes, item_bytes, dtype=np.int32), np.array([0, 4096])
-    path.write_bytes(ends.tobytes().ljust(4096, b"-") + bytes(range(250)) * 20 * count)
-    drop_from_memory(path)
-    file = FileMapping(path, sparse=True)
-    some = (np.array([value]) for value in (file.address, file.nbytes, layout.ctypes.data, 0))
-    found = find_values(Rows(*some, np.array([0, count]), keep=(file, layout)), np.arange(count), 0, 1).wait()
-    assert found.was_on_disk
-    out = np.zeros(int(found.offsets[-1]), np.uint8)
-    assert copy_values(found, out).wait().was_on_disk
-    assert out.tobytes() == path.read_bytes()[4096:]
+def test_a_file_of_any_inode_is_known():
+    """Those of overlay file systems are from 2**63 on."""
+    Rows(np.array([0, 1])).put(0, 1, 1, 1, 1, 2**64 - 1, 2**63)
 
 
 @pytest.mark.parametrize(
     "ends", [(5, 3), (-1, 4), (0, 10_000)], ids=["falling", "negative", "beyond the file"]
 )
-@pytest.mark.parametrize("is_warm", [False, True])
+@READS
 @pytest.mark.parametrize("count", [3, 20_000])
-def test_offsets_that_leave_their_file_are_found(ends, is_warm, count):
+def test_offsets_that_leave_their_file_are_found(ends, reads, count):
     files = Files([4, 4], [1])
-    place = files.layouts[1][1] + 2 * 4
-    files.files[1][place : place + 8].view(np.int32)[:] = ends
+    with files.paths[1].open("r+b") as file:
+        file.seek(files.layouts[1][1] + 2 * 4)
+        file.write(np.array(ends, np.int32).tobytes())
     ids = np.resize([0, 3, 2], count)
     ids[count // 2] = 6
-    found = find_values(files.table(warm=is_warm), ids, 1, 1).wait()
+    found = ended(find_values(files.table(), ids, 1, 1, on_disk=reads))
     assert found.refused == -1
     assert found.damaged == count // 2
     assert (np.diff(found.offsets) >= 0).all(), "they can be allocated and copied, whatever they say"
     out = np.zeros(int(found.offsets[-1]), np.uint8)
-    copy_values(found, out).wait()
+    ended(engine.read_values(found, out) if reads else copy_values(found, out))
     wanted = (b"" if row == 6 else files.values[row] for row in ids.tolist())
     assert out.tobytes() == b"".join(wanted)
 
 
-# What is in memory, or small.
+# What is small.
 
 
-def test_what_is_small_and_in_memory_is_copied_when_it_is_taken():
+def test_what_is_small_is_copied_when_it_is_taken():
     files = Files([50], [100])
     arrays, ids = files.outputs(SMALL), np.arange(SMALL)
-    copy = begun(files.table(warm=True), ids, arrays)
-    assert copy.is_warm
+    copy = begun(files.table(), ids, arrays)
     assert not copy.has_ended()
     assert not arrays[0].any(), "nobody else copies it"
     assert copy.take(0)
@@ -333,9 +216,9 @@ def test_what_is_small_and_in_memory_is_copied_when_it_is_taken():
 
 def test_what_is_late_may_be_cancelled_or_dropped_before():
     files = Files([50], [100])
-    for end in (Copy.cancel, lambda _: None):
+    for end in (Job.cancel, lambda _: None):
         arrays = files.outputs(SMALL)
-        copy, kept = begun(files.table(warm=True), np.arange(SMALL), arrays), weakref.ref(files)
+        copy, kept = begun(files.table(), np.arange(SMALL), arrays), weakref.ref(files)
         end(copy)
         del copy
         assert not arrays[0].any()
@@ -346,8 +229,8 @@ def test_what_is_late_may_be_cancelled_or_dropped_before():
 def test_what_is_late_and_was_cancelled_is_not_copied_any_more():
     files = Files([50], [100])
     arrays = files.outputs(SMALL)
-    copy = begun(files.table(warm=True), np.arange(SMALL), arrays)
-    copy.cancel()
+    copy = begun(files.table(), np.arange(SMALL), arrays)
+    assert copy.cancel()
     assert copy.has_ended()
     assert copy.take(0)
     assert not arrays[0].any()
@@ -355,14 +238,14 @@ def test_what_is_late_and_was_cancelled_is_not_copied_any_more():
 
 def test_values_that_are_late_are_found_at_once():
     files = Files([50], [])
-    found = find_values(files.table(warm=True), np.arange(50), 0, 1)
+    found = find_values(files.table(), np.arange(50), 0, 1)
     assert found.has_ended()
     assert found.offsets[-1] == sum(map(len, files.values))
 
 
-def test_values_that_are_late_and_not_mapped_are_refused_at_once():
+def test_values_that_are_late_and_not_known_are_refused_at_once():
     files = Files([10, 10], [])
-    found = find_values(files.table(without=(1,), warm=True), np.array([1, 11]), 0, 1)
+    found = find_values(files.table(unknown=(1,)), np.array([1, 11]), 0, 1)
     assert found.refused == 1
     assert found.damaged < 0
 
@@ -382,7 +265,7 @@ class Recorded:
 def held(monkeypatch) -> list[str]:
     """The functions that kept the GIL."""
     calls: list[str] = []
-    monkeypatch.setattr(engine, "_quick", Recorded(engine._quick, calls))
+    monkeypatch.setattr(engine, "quick", Recorded(engine.quick, calls))
     return calls
 
 
@@ -390,53 +273,43 @@ def held(monkeypatch) -> list[str]:
 def released(monkeypatch) -> list[str]:
     """Those that did not."""
     calls: list[str] = []
-    monkeypatch.setattr(engine, "_library", Recorded(engine._library, calls))
+    monkeypatch.setattr(engine, "library", Recorded(engine.library, calls))
     return calls
 
 
-def test_what_is_small_and_in_memory_keeps_the_gil(held, released):
+def test_what_is_small_keeps_the_gil(held, released):
     files = Files([50], [100])
-    begun(files.table(warm=True), np.arange(SMALL), files.outputs(SMALL)).wait()
-    assert held == ["engine_is_warm", "engine_copy"]
+    ended(begun(files.table(), np.arange(SMALL), files.outputs(SMALL)))
+    assert held == ["engine_copy"]
     assert released == []
 
 
-def test_what_may_be_on_the_disk_is_not_copied_with_the_gil(no_threads, held):
-    files = Files([50], [100])
-    for warm in (False, [None]):
-        arrays = files.outputs(SMALL)
-        copy = begun(files.table(warm=warm), np.arange(SMALL), arrays)
-        assert not copy.take(0)
-        assert not copy.has_ended()
-        assert not arrays[0].any()
-        assert "engine_copy" not in held
-        copy.wait()
-        assert np.array_equal(arrays[0], files.column(0, np.arange(SMALL)))
-
-
-def test_it_is_known_once_a_segment_is_in_memory_and_when_it_is_no_longer():
-    files = Files([10, 10], [8])
-    rows, arrays = files.table(warm=[False, True]), files.outputs(2)
-    assert not begun(rows, np.array([3, 15]), arrays).wait().is_warm
-    assert begun(rows, np.array([13, 15]), arrays).wait().is_warm
-    files.warm[:] = True, False
-    assert begun(rows, np.array([3, 5]), arrays).wait().is_warm
-    assert not begun(rows, np.array([3, 15]), arrays).wait().is_warm
+@pytest.mark.parametrize("count", [SMALL, 50])
+@pytest.mark.parametrize("reads", [False, True], ids=["not mapped", "read"])
+def test_what_is_read_from_files_is_not_read_with_the_gil(no_threads, reads, count):
+    """A copy of what is not mapped is a read."""
+    files = Files([50], [20_000])
+    (out,), ids = arrays, _ = files.outputs(count), np.arange(count)
+    job = begun_read(files.table(), ids, arrays) if reads else begun(files.table(unmapped=(0,)), ids, arrays)
+    assert not job.take(0), "this keeps the GIL"
+    assert not out.any()
+    ended(job)
+    assert np.array_equal(out, files.column(0, ids))
 
 
 # In the middle.
 
 
-def chunks_of(count: int, *, is_warm: bool) -> tuple[Files, np.ndarray[Any, Any], Copy]:
-    """A copy of so many chunks, of a row each."""
+def chunks_of(count: int, *, reads: bool = False) -> tuple[Files, Array, Any]:
+    """A job of so many chunks, of a row each."""
     files = Files([count], [CHUNK_BYTES])
     (out,) = arrays = files.outputs(count)
-    return files, out, begun(files.table(warm=is_warm), np.arange(count), arrays)
+    return files, out, (begun_read if reads else begun)(files.table(), np.arange(count), arrays)
 
 
-def test_who_takes_what_is_in_memory_copies_a_part_of_it_without_a_wait(no_threads):
+def test_who_takes_a_copy_does_a_part_of_it_without_a_wait(no_threads):
     count = 2 * HELPED_CHUNKS + 1
-    files, out, copy = chunks_of(count, is_warm=True)
+    files, out, copy = chunks_of(count)
     for number in (1, 2):
         assert not copy.take(0)
         assert not copy.has_ended()
@@ -448,130 +321,153 @@ def test_who_takes_what_is_in_memory_copies_a_part_of_it_without_a_wait(no_threa
     assert np.array_equal(out, files.fixed[0][0])
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_a_copy_that_is_cancelled_in_the_middle_writes_no_more(no_threads, is_warm):
+@READS
+def test_what_is_cancelled_in_the_middle_writes_no_more(no_threads, reads):
     count = 2 * HELPED_CHUNKS
-    files, out, copy = chunks_of(count, is_warm=is_warm)
-    assert not copy.take(1e-9), "as much as that needs a chunk at least"
+    files, out, job = chunks_of(count, reads=reads)
+    assert not job.take(1e-9), "as much as that needs a chunk at least"
     before = out.copy()
     assert before.any()
     assert not before.all(1).all()
-    copy.cancel()
-    copy.cancel()
-    assert copy.has_ended()
-    assert copy.take(1)
+    assert job.cancel()
+    assert job.cancel()
+    assert job.take(1)
     assert np.array_equal(out, before)
-    checked(files, np.arange(count), warm=is_warm)
+    checked(files, np.arange(count), reads=reads)
 
 
 def test_a_copy_that_is_cancelled_while_threads_are_at_it_writes_no_more():
     for _ in range(20):
-        _, out, copy = chunks_of(64, is_warm=False)
+        _, out, copy = chunks_of(64)
         wait_until(lambda copy=copy: copy._job[BEGUN_CHUNKS], "a thread to begin it")
-        copy.cancel()
+        assert copy.cancel()
         before = out.copy()
         assert copy.take(1)
         assert np.array_equal(out, before)
 
 
+@pytest.mark.parametrize("begins", ["asks", "reads"])
+def test_memory_may_go_once_asks_and_reads_were_cancelled(begins):
+    """Where an engine writes to it later, a sanitizer sees that."""
+    files, rng = Files([64], [CHUNK_BYTES]), np.random.default_rng(0)
+    rows, ids = files.table(unmapped=(0,)), np.arange(64)
+    for _ in range(20):
+        files.drop((0,))
+        job = begun_read(rows, ids, arrays := files.outputs(64), drops=bool(rng.integers(2)))
+        if begins == "reads":
+            wait_until(job._ask.has_ended, "all to be asked for")
+            job.go_on()
+            wait_until(lambda job=job: job._read._job[BEGUN_CHUNKS], "a thread to begin to read")
+        else:
+            wait_until(lambda job=job: job._ask._job[BEGUN_CHUNKS], "a thread to begin to ask")
+        assert job.cancel()
+        before = arrays[0].copy()
+        assert job.take(1)
+        assert np.array_equal(arrays[0], before)
+        del job, arrays
+
+
 def test_a_copy_ends_by_others():
-    files, out, copy = chunks_of(64, is_warm=False)
+    files, out, copy = chunks_of(64)
     wait_until(copy.has_ended, "the threads to copy it all")
     assert np.array_equal(out, files.fixed[0][0])
     assert copy.refused == -1
 
 
-def test_a_copy_keeps_what_it_touches_until_it_has_ended(no_threads):
-    files, out, copy = chunks_of(8, is_warm=False)
+@READS
+def test_a_job_keeps_what_it_touches_until_it_has_ended(no_threads, reads):
+    files, out, job = chunks_of(8, reads=reads)
     kept = weakref.ref(files)
     del files
     assert kept() is not None
-    del copy
+    del job
     assert kept() is None
     assert not out.any(), "it was cancelled"
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_ctrl_c_in_the_middle_of_a_wait_cancels(no_threads, monkeypatch, is_warm):
-    _, out, copy = chunks_of(2 * HELPED_CHUNKS, is_warm=is_warm)
+class Replaced:
+    """A library with another function of some name."""
 
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
+    def __init__(self, library: Any, **functions: Any) -> None:
+        self._library = library
+        self.__dict__ |= functions
 
-        def engine_take(self, *_: Any) -> int:
-            raise KeyboardInterrupt
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
 
-    real = engine._library
-    monkeypatch.setattr(engine, "_library", Library())
+
+def pressed(*_: Any) -> int:
+    raise KeyboardInterrupt
+
+
+@READS
+def test_ctrl_c_in_the_middle_of_a_wait_cancels(no_threads, monkeypatch, reads):
+    _, out, job = chunks_of(2 * HELPED_CHUNKS, reads=reads)
+    monkeypatch.setattr(engine, "library", Replaced(engine.library, engine_take=pressed))
     with pytest.raises(KeyboardInterrupt):
-        copy.wait()
-    assert copy.has_ended()
+        ended(job)
     before = out.copy()
-    assert copy.take(1)
+    assert job.take(1)
     assert np.array_equal(out, before)
 
 
-def test_several_copies_are_on_their_way_at_a_time_and_end_in_any_order():
+def test_several_jobs_are_on_their_way_at_a_time_and_end_in_any_order():
     files, rng = Files([50] * 20, [4096, 3]), np.random.default_rng(0)
-    rows, copies = files.table(), []
-    for count in rng.integers(1, 300, 40).tolist():
+    rows, jobs = files.table(unmapped=range(0, 20, 3)), []
+    for number, count in enumerate(rng.integers(1, 300, 40).tolist()):
         ids = rng.integers(0, 1000, count)
         arrays = files.outputs(count)
-        copies.append((begun(rows, ids, arrays), ids, arrays))
-    for number in rng.permutation(len(copies)).tolist():
-        copy, ids, arrays = copies[number]
-        if number % 4 == 0:
-            copy.cancel()
+        jobs.append(((begun_read if number % 2 else begun)(rows, ids, arrays), ids, arrays))
+    for number in rng.permutation(len(jobs)).tolist():
+        job, ids, arrays = jobs[number]
+        if number % 5 == 0:
+            assert job.cancel()
             continue
-        copy.wait()
+        ended(job)
         assert all(np.array_equal(array, files.column(n, ids)) for n, array in enumerate(arrays))
 
 
-def test_found_values_that_were_taken_twice_are_what_they_were():
+@READS
+def test_found_values_that_were_taken_twice_are_what_they_were(reads):
     files = Files([300], [])
-    found = find_values(files.table(), np.arange(300), 0, 1).wait()
+    found = ended(find_values(files.table(), np.arange(300), 0, 1, on_disk=reads))
     before = found.offsets.copy()
     assert found.take(0)
     assert found.has_ended()
-    found.wait()
+    ended(found)
     assert np.array_equal(found.offsets, before)
 
 
-def test_values_that_were_found_twice_after_ctrl_c_are_what_they_were(no_threads, monkeypatch):
-    """It comes between the end of the copy and the note of it."""
-    files = Files([300], [])
-    found = find_values(files.table(), np.arange(300), 0, 1)
+@READS
+def test_values_that_were_found_twice_after_ctrl_c_are_what_they_were(no_threads, monkeypatch, reads):
+    """It comes between the end of the job and the note of it."""
+    files, real = Files([20_000], []), engine.library
+    found = find_values(files.table(), np.arange(20_000), 0, 1, on_disk=reads)
 
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
+    def engine_take(*arguments: Any) -> int:
+        real.engine_take(*arguments)
+        raise KeyboardInterrupt
 
-        def engine_take(self, *arguments: Any) -> int:
-            real.engine_take(*arguments)
-            raise KeyboardInterrupt
-
-    real = engine._library
-    monkeypatch.setattr(engine, "_library", Library())
+    monkeypatch.setattr(engine, "library", Replaced(real, engine_take=engine_take))
     with pytest.raises(KeyboardInterrupt):
         found.take(1)
     monkeypatch.undo()
-    found.wait()
+    ended(found)
     assert np.diff(found.offsets).tolist() == list(map(len, files.values))
 
 
-def test_many_threads_copy_at_the_same_time():
-    files = [Files([50] * 20, [4096, 3]) for _ in range(2)]  # that are not in memory, and that are
+def test_many_threads_copy_and_read_at_the_same_time():
+    files = [Files([50] * 20, [4096, 3]) for _ in range(2)]
     rng = np.random.default_rng(0)
 
-    def copy(count: int) -> None:
-        checked(files[count % 2], rng.integers(0, 1000, count), warm=bool(count % 2))
+    def bring(count: int) -> None:
+        checked(files[count % 2], rng.integers(0, 1000, count), reads=bool(count // 2 % 2))
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(copy, rng.integers(1, 600, 200).tolist()))
+        list(pool.map(bring, rng.integers(1, 600, 200).tolist()))
 
 
-def big() -> tuple[Files, np.ndarray[Any, Any]]:
+def big() -> tuple[Files, Array]:
     return Files([64] * 8, [64 << 10]), np.arange(512)
 
 
@@ -580,16 +476,18 @@ def native_threads() -> int:
 
 
 @pytest.mark.slow
-def test_a_fork_in_the_middle_leaves_parent_and_child_working():
+@READS
+def test_a_fork_in_the_middle_leaves_parent_and_child_working(reads):
     files, ids = big()
-    checked(files, ids, warm=True)
+    checked(files, ids, reads=reads)
     stop = threading.Event()
 
-    def keep_copying() -> None:
+    def keep_on() -> None:
         while not stop.is_set():
-            checked(files, ids, warm=True)
+            files.drop((0, 1))
+            checked(files, ids, reads=reads)
 
-    other = threading.Thread(target=keep_copying)
+    other = threading.Thread(target=keep_on)
     other.start()
     try:
         for _ in range(20):
@@ -597,7 +495,7 @@ def test_a_fork_in_the_middle_leaves_parent_and_child_working():
             if not pid:
                 status = 1
                 try:
-                    checked(files, ids, warm=True)
+                    checked(files, ids, reads=reads)
                     status = 0
                 finally:
                     os._exit(status)
@@ -605,53 +503,48 @@ def test_a_fork_in_the_middle_leaves_parent_and_child_working():
     finally:
         stop.set()
         other.join()
-    checked(files, ids, warm=True)
+    checked(files, ids, reads=reads)
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_a_copy_that_a_forked_child_inherits_raises_there(is_warm):
+@READS
+def test_a_job_that_a_forked_child_inherits_raises_there(reads):
     files = Files([64] * 8, [64 << 10])
     for count in (SMALL, 512):
         arrays, ids = files.outputs(count), np.arange(count)
-        copy = begun(files.table(warm=is_warm), ids, arrays)
-        found = find_values(files.table(), ids, 1, 1)
-        found.wait()
+        with threads(0):  # so that it has not ended before the fork
+            job = (begun_read if reads else begun)(files.table(), ids, arrays)
+            found = find_values(files.table(), ids, 1, 1)
+            ended(found)
 
-        def body(copy: Copy = copy, found: engine.Found = found, ids: Any = ids) -> None:
-            assert found.take(0), "what has ended has ended"
-            if not copy.has_ended():
+            def body(job: Any = job, found: engine.Found = found, ids: Any = ids) -> None:
+                assert found.take(0), "what has ended has ended"
                 with pytest.raises(RuntimeError, match="ask again"):
-                    copy.take(1)
-            copy.cancel()
-            assert copy.take(0)
-            checked(files, ids, warm=is_warm)
+                    job.take(1)
+                assert job.cancel()
+                assert job.take(0)
+                checked(files, ids, reads=reads)
 
-        with in_child(body):
-            pass
-        copy.wait()
+            with in_child(body):
+                pass
+            ended(job)
         assert np.array_equal(arrays[0], files.column(0, ids)), "the parent went on"
 
 
 def test_a_child_that_a_signal_handler_forks_in_the_middle_of_a_copy_raises(monkeypatch):
     files, ids = big()
-    take, children = engine._library.engine_take, []
+    real, children = engine.library, []
 
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
+    def engine_take(*arguments: Any) -> int:
+        if not children:  # as a signal handler would
+            children.append(os.fork())
+            return 1
+        return int(real.engine_take(*arguments))
 
-        def engine_take(self, *arguments: Any) -> int:
-            if not children:  # as a signal handler would
-                children.append(os.fork())
-                return 1
-            return take(*arguments)
-
-    real = engine._library
-    monkeypatch.setattr(engine, "_library", Library())
+    monkeypatch.setattr(engine, "library", Replaced(real, engine_take=engine_take))
     status = 1
     try:
         arrays = files.outputs(len(ids))
-        begun(files.table(), ids, arrays).wait()
+        ended(begun(files.table(), ids, arrays))
     except RuntimeError as error:
         status = 0 if "ask again" in str(error) else 2
     if children and not children[0]:
@@ -663,27 +556,27 @@ def test_a_child_that_a_signal_handler_forks_in_the_middle_of_a_copy_raises(monk
 
 def test_threads_end_before_a_fork_and_start_again():
     files, ids = big()
-    checked(files, ids, warm=True)
+    checked(files, ids)
     assert native_threads() >= 1
     before = native_threads()
     assert engine._engine.stop()
     wait_until(lambda: native_threads() < before, "the kernel to have forgotten them")
-    checked(files, ids, warm=True)
+    checked(files, ids)
     assert native_threads() == before
 
 
-def test_what_is_small_and_in_memory_needs_no_threads():
+def test_what_is_small_needs_no_threads():
     files = Files([50], [100])
     assert engine._engine.stop()
-    checked(files, np.arange(SMALL), warm=True)
+    checked(files, np.arange(SMALL))
     assert not engine._engine._has_threads
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_without_threads_the_caller_copies_by_itself(no_threads, is_warm):
+@READS
+def test_without_threads_the_caller_does_all_by_itself(no_threads, reads):
     files, ids = big()
     before = native_threads()
-    checked(files, ids, warm=is_warm)
+    checked(files, ids, reads=reads)
     assert native_threads() == before
 
 
@@ -694,6 +587,182 @@ def test_threads_are_few_and_shared_among_ranks(monkeypatch, processors, ranks, 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert engine._thread_count() == threads
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["copies", "reads"])
+def test_a_second_ctrl_c_does_not_leave_a_job_behind(monkeypatch, reads, no_threads):
+    """Else what is unmapped then would still be read."""
+    files, ids = big()
+    real, cancelled = engine.library, []
+
+    def engine_cancel(*arguments: Any) -> int:
+        cancelled.append(arguments)
+        if len(cancelled) == 1:
+            raise KeyboardInterrupt
+        assert not real.engine_cancel(*arguments)
+        assert not real.engine_help(*arguments[:2], 0)
+        return 0
+
+    changed = Replaced(real, engine_take=pressed, engine_cancel=engine_cancel)
+    monkeypatch.setattr(engine, "library", changed)
+    with pytest.raises(KeyboardInterrupt):
+        ended((begun_read if reads else begun)(files.table(), ids, files.outputs(len(ids))))
+    assert len(cancelled) == 2
+
+
+def test_ctrl_c_between_its_two_jobs_does_not_keep_a_read_from_its_end(no_threads):
+    files, ids = big()
+    files.drop(range(8))
+    job = begun_read(files.table(), ids, files.outputs(len(ids)))
+    assert job._ask.take(60)
+    job.go_on()
+    interrupt = CtrlC(2)  # Read.cancel, Job.cancel of what asks, that of what reads
+    with interrupt:
+        assert job.cancel()
+    assert interrupt.where.endswith("cancel")
+    assert job._read.has_ended()
+
+
+# What the kernel holds.
+
+
+@pytest.fixture
+def pages():
+    """Pages that come when they are let go."""
+    require_slow_pages()
+    made = SlowPages(are_held=True)
+    yield made
+    made.let_go()
+
+
+def slow(pages: SlowPages, nbytes: int) -> Array:
+    """Memory of such pages."""
+    memory = mmap.mmap(-1, nbytes)
+    array = np.frombuffer(memory, np.uint8)
+    pages.replace(array.ctypes.data, nbytes)
+    return array
+
+
+def held_copy(pages: SlowPages) -> Job:
+    """A thread copies to memory whose pages don't come."""
+    files = Files([1], [CHUNK_BYTES])
+    copy = begun(files.table(), np.zeros(1, np.int64), [slow(pages, CHUNK_BYTES)[None]])
+    assert pages.touched.wait(60)
+    return copy
+
+
+def held_read(pages: SlowPages) -> engine.Read:
+    """One reads to such memory."""
+    files = Files([1], [CHUNK_BYTES])
+    files.drop((0,))
+    read = begun_read(files.table(), np.zeros(1, np.int64), [slow(pages, CHUNK_BYTES)[None]])
+    while not pages.touched.is_set():
+        read.take(0)
+    return read
+
+
+@pytest.mark.parametrize("held", [held_copy, held_read])
+def test_what_the_kernel_holds_is_left_behind_with_all_that_it_touches(held, pages, monkeypatch):
+    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 10_000_000)
+    with threads(1):
+        job = held(pages)
+        with pytest.warns(ResourceWarning, match="is left behind"):
+            assert not job.cancel()
+        assert not job.cancel(), "it was left behind before"
+        assert not job.take(0)
+        held_job = job if isinstance(job, Job) else job._read or job._ask
+        kept = weakref.ref(held_job._keep[0])
+        del job, held_job
+        assert kept() is not None
+        pages.let_go()
+    del pages
+    assert kept() is not None, "for ever"
+
+
+def test_what_was_left_behind_may_end(pages, monkeypatch):
+    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 10_000_000)
+    with threads(1):
+        job = held_copy(pages)
+        with pytest.warns(ResourceWarning):
+            assert not job.cancel()
+        pages.let_go()
+        wait_until(job.has_ended, "the kernel to let go of it")
+        assert job.cancel()
+
+
+def test_a_job_is_left_behind_where_warnings_are_errors(pages, monkeypatch):
+    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 10_000_000)
+    with threads(1):
+        job = held_copy(pages)
+        assert not job.cancel(), "its warning was an error"
+        pages.let_go()
+
+
+def test_ctrl_c_ends_a_wait_for_a_read_at_once(pages, released):
+    main, task = threading.get_ident(), Path(f"/proc/self/task/{threading.get_native_id()}/stat")
+
+    def press() -> None:
+        wait_until(lambda: "engine_take" in released, "it to wait")
+        wait_until(lambda: task.read_text().rpartition(")")[2].split()[0] == "S", "it to sleep")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with threads(1), ThreadPoolExecutor(1) as pool:
+        job = held_read(pages)
+        pool.submit(press)
+        with pytest.raises(KeyboardInterrupt):
+            job.take(100_000)
+        pages.let_go()
+        assert job.cancel()
+
+
+def test_a_waiter_reads_by_itself_once_there_are_no_threads_any_more(pages, monkeypatch):
+    """A fork stops them in the middle of its wait."""
+    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 10_000_000)
+    files, ids = Files([1], [100]), np.zeros(1, np.int64)
+    with threads(1):
+        held = held_copy(pages)
+        read = begun_read(files.table(), ids, arrays := files.outputs(1))
+        is_waiting = threading.Event()
+
+        def wait() -> bool:
+            is_waiting.set()
+            return read.take(100_000)
+
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(wait)
+            assert is_waiting.wait(60)
+            assert not taken.done()
+            assert not engine._engine.stop(), "one thread is held"
+            assert taken.result(60)
+        assert np.array_equal(arrays[0], files.column(0, ids))
+        pages.let_go()
+        ended(held)
+
+
+def test_what_the_disk_is_asked_for_comes_before_what_is_copied(pages):
+    """So that it works while the rest is copied."""
+    files, ids, later = Files([50], [5000]), np.arange(50), SlowPages(are_held=True)
+    table = files.table()
+    with threads(1):
+        held = held_copy(pages)
+        big = Files([1], [CHUNK_BYTES])
+        copy = begun(big.table(), np.zeros(1, np.int64), [slow(later, CHUNK_BYTES)[None]])
+        read = begun_read(table, ids, arrays := files.outputs(50))
+        asking = [
+            read._ask,
+            find_values(table, ids, 1, 1, on_disk=True),
+            fetch_rows(table, 0, 50, columns_of(arrays)),
+        ]
+        pages.let_go()
+        assert later.touched.wait(60)
+        assert all(job.has_ended() for job in asking)
+        later.let_go()
+        wait_until(copy.has_ended, "the copy")
+        wait_until(held.has_ended, "the first one")
+        ended(read)
+
+
+# Processes.
 
 
 def run(script: str) -> str:
@@ -707,15 +776,23 @@ def run(script: str) -> str:
 BIG = """
 import os, signal, sys, threading, time
 import numpy as np
-from arrowcache.native.engine import Column, Rows, copy_rows
+from arrowcache.native.engine import Column, copy_rows
+from arrowcache.native.rows import Rows
 files = [np.ones(64 << 20, np.uint8) for _ in range(4)]
 layout = np.zeros(1, np.int64)
-rows = Rows(np.array([f.ctypes.data for f in files]), np.full(4, 64 << 20), np.full(4, layout.ctypes.data),
-            np.zeros(4, np.int64), np.arange(5) * 1024)
+rows = Rows(np.arange(5) * 1024)
+for number, file in enumerate(files):
+    rows.put(number, file.ctypes.data, 64 << 20, layout.ctypes.data, 0, 0, 0)
 ids = np.random.default_rng(0).integers(0, 4096, 4096)
 out = np.zeros((4096, 64 << 10), np.uint8)
 def copy():
-    assert copy_rows(rows, ids, [Column(0, 64 << 10, out.ctypes.data)], out).wait().refused == -1
+    job = copy_rows(rows, ids, [Column(0, 64 << 10, out.ctypes.data)], out)
+    try:
+        while not job.take(0.05):
+            pass
+    finally:
+        job.cancel()
+    assert job.refused == -1
 """
 
 
@@ -747,31 +824,6 @@ for delay in (0.001, 0.005, 0.01, 0.02) * 5:
     )
     waits = list(map(float, run(script).split()))
     assert len(waits) == 20
-
-
-def test_a_second_ctrl_c_does_not_leave_a_copy_behind(monkeypatch):
-    """Else what is unmapped then would still be read."""
-    files, ids = big()
-    real, cancelled = engine._library, []
-
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
-
-        def engine_take(self, *arguments: Any) -> int:
-            raise KeyboardInterrupt
-
-        def engine_cancel(self, handle: int, address: int) -> None:
-            cancelled.append(address)
-            if len(cancelled) == 1:
-                raise KeyboardInterrupt
-            real.engine_cancel(handle, address)
-            assert not real.engine_help(handle, address, 0)
-
-    monkeypatch.setattr(engine, "_library", Library())
-    with pytest.raises(KeyboardInterrupt):
-        begun(files.table(), ids, files.outputs(len(ids))).wait()
-    assert len(cancelled) == 2
 
 
 @pytest.mark.slow
@@ -807,12 +859,28 @@ assert len(os.listdir("/proc/self/task")) == before
     run(script)
 
 
-def test_a_library_of_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(engine, "VERSION", 0)
-    with pytest.raises(ImportError, match="is of version 2, and 0 is needed: install arrowcache again"):
-        engine._load(engine.LIBRARY, engine.ctypes.CDLL)
+# The library.
+
+
+def loaded_from(folder: Path, version: int) -> None:
+    text = Path(library.__file__).read_text()
+    source = text.replace(f"VERSION = {library.VERSION}", f"VERSION = {version}")
+    (folder / "library.py").write_text(source)
+    runpy.run_path(os.fspath(folder / "library.py"))
+
+
+def test_a_library_of_another_version_is_refused(tmp_path):
+    shutil.copy(library.PATH, tmp_path)
+    loaded_from(tmp_path, library.VERSION)
+    with pytest.raises(ImportError, match="is of version 3, and 0 is needed: install arrowcache again"):
+        loaded_from(tmp_path, 0)
 
 
 def test_a_missing_library_says_how_to_get_it(tmp_path):
     with pytest.raises(ImportError, match=r"engine cannot be loaded .*: install arrowcache with pip"):
-        engine._load(tmp_path / "libengine.so", engine.ctypes.CDLL)
+        loaded_from(tmp_path, library.VERSION)
+
+
+def test_a_library_without_a_function_is_refused():
+    with pytest.raises(ImportError, match="has no engine_of_another_time: install arrowcache again"):
+        library.declare("engine_of_another_time", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import runpy
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quick import first_is_quick
 
-from arrowcache.native import engine, order
 from arrowcache.native.order import KEYS, Pass, Runs, Stage
 
 keys_of = st.integers(0, 2**70).map(lambda seed: np.random.SeedSequence(seed).generate_state(KEYS, np.uint64))
@@ -120,12 +118,6 @@ def test_places_outside_are_refused(asked):
         shuffled(10)(*asked)
     assert shuffled(10)(10, 0).tolist() == []
     assert len(shuffled(10)(0, 1, 2, 9)) == 2
-
-
-def test_a_library_from_before_there_were_orders_is_refused(monkeypatch):
-    monkeypatch.setattr(engine, "_library", object())
-    with pytest.raises(ImportError, match="has no orders: install arrowcache again"):
-        runpy.run_path(order.__file__)
 
 
 # How it is drawn.

@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define ENGINE_VERSION 2 /* of this header's structures: the caller compares it with `engine_version` */
+#define ENGINE_VERSION 3 /* of this header's structures: the caller compares it with `engine_version` */
 
 /* A mapped file and the rows in it. */
 typedef struct {
@@ -32,6 +32,8 @@ typedef struct {
     const int64_t *at;   /* where each buffer begins: bytes from base; files alike may share it */
     int64_t first;       /* the number of its first row */
     const uint8_t *warm; /* not 0: its pages are in memory, as far as is known; NULL: they may not be */
+    const char *path;    /* of the file, absolute; the caller's */
+    int64_t device, inode; /* of the file, when it was checked */
 } engine_segment;
 
 /* Rows of segments, numbered one after another. */

@@ -1,8 +1,8 @@
 """Engine: this process' native threads, which copy rows of mapped segments into arrays. The face of engine.h.
 
-Rows of segments are numbered one after another (`Rows`). A call names rows by their numbers and says where
-they go: `copy_rows` for columns of fixed width, `find_values` and then `copy_values` for those of variable
-width. The calling thread helps the threads, so it needs none of them.
+Rows of segments are numbered one after another (`native.rows`). A call names rows by their numbers and says
+where they go: `copy_rows` for columns of fixed width, `find_values` and then `copy_values` for those of
+variable width. The calling thread helps the threads, so it needs none of them.
 
 Owns: the engine of this process and its threads. They are started by the first call with work for more than
 one, end before a fork and at exit, and are started again by the next call.
@@ -25,24 +25,25 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 2  # ENGINE_VERSION of the header that this face is for
+if TYPE_CHECKING:
+    from arrowcache.native.rows import Rows
+
+VERSION = 3  # ENGINE_VERSION of the header that this face is for
 _FIXED, _LENGTHS, _VALUES = range(3)
 _DONE = -1  # no number was out of range
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
 _STOP_NANOSECONDS = 5_000_000_000
 _INLINE_BYTES = 64 << 10  # less is not worth waking a thread
 _HELD_GIL_CHUNKS = 4  # 1 MiB, copied in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
-_COLUMN_WORDS, _SEGMENT_WORDS = 3, 5
+_COLUMN_WORDS = 3
 _UNUSED = 0, 0
 _BEGUN = (0,) * 8  # of `engine_job`, which the engine fills in
 _DAMAGED, _FAULTS = 13, 14
-_FIRST = 3  # of `engine_rows`
-_BLOCKS_A_SEGMENT = 4
 
 
 class Column(NamedTuple):
@@ -57,59 +58,6 @@ class Column(NamedTuple):
     buffer: int
     row_bytes: int
     out: int
-
-
-class Rows:
-    """Rows of mapped segments, numbered one after another, as the engine reads them.
-
-    Args:
-        bases: (n,) int64 addresses of the segments' files; 0: a segment is not mapped.
-        nbytes: (n,) int64 lengths of the files.
-        layouts: (n,) int64 addresses of int64 arrays that say where each buffer begins, in bytes of the file.
-        warm: (n,) int64 addresses of bytes that say whether a segment's pages are in memory.
-        starts: (n + 1,) int64 numbers of the segments' first rows, and how many rows there are.
-        first: the lowest number that may be asked for.
-        keep: what keeps the layouts, and those bytes, where they are.
-    """
-
-    def __init__(
-        self,
-        bases: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        layouts: NDArray[np.int64],
-        warm: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        *,
-        first: int = 0,
-        keep: object = None,
-    ) -> None:
-        count, rows = len(bases), int(starts[-1])
-        table = np.zeros((count + 1, _SEGMENT_WORDS), np.int64)
-        table[:count, 0], table[:count, 1], table[:count, 2] = bases, nbytes, layouts
-        table[:, 3] = starts
-        table[:count, 4] = warm
-        each = np.diff(starts)
-        alike = count > 0 and bool((each[:-1] == each[0]).all()) and each[-1] <= each[0]
-        rows_each, shift, blocks = int(each[0]) if alike else 0, 0, np.zeros(0, np.int64)
-        if count and not alike:
-            shift = max(0, (rows // (_BLOCKS_A_SEGMENT * count)).bit_length() - 1)
-            firsts = np.arange(0, rows + (1 << shift), 1 << shift)
-            blocks = starts.searchsorted(np.minimum(firsts, rows - 1), side="right") - 1
-        self._keep = table, blocks, keep
-        words = (_address(table), _address(blocks), count, first, rows, rows_each, shift)
-        self._words = np.array(words, np.int64)
-        self.address = _address(self._words)
-
-    def release(self, first: int) -> None:
-        """Refuse rows before this one from now on."""
-        self._words[_FIRST] = first
-
-    def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64] | int:
-        """The segment of each row (n,); or the index of a number that is out of range."""
-        segments = np.empty(len(ids), np.int64)
-        ids = np.ascontiguousarray(ids, np.int64)
-        bad = _quick.engine_segments(self.address, _address(ids), len(ids), _address(segments))
-        return segments if bad == _DONE else int(bad)
 
 
 def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None) -> Copy:

@@ -15,6 +15,7 @@ from arrowcache.arrow.schema import Ragged, VariableType
 from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
+from arrowcache.native.rows import Rows
 from arrowcache.reading.output import aligned
 from arrowcache.reading.values import Column, Values, to_column
 
@@ -102,7 +103,7 @@ class ValuesGather:
     _is_over = False
 
     def __init__(
-        self, rows: engine.Rows, ids: NDArray[np.int64], buffer: int, kind: VariableType, name: str
+        self, rows: Rows, ids: NDArray[np.int64], buffer: int, kind: VariableType, name: str
     ) -> None:
         self._kind, self._name = kind, name
         self._found = engine.find_values(rows, ids, buffer, element_bytes(kind))

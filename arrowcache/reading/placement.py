@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.native import engine
+from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Gather, OutsideError, ValuesGather
 from arrowcache.reading.values import Column
 
@@ -27,7 +28,7 @@ class Placement:
         rows: where they are; their buffers are those of the fixed columns, then two of each variable one.
     """
 
-    def __init__(self, schema: Schema, rows: engine.Rows) -> None:
+    def __init__(self, schema: Schema, rows: Rows) -> None:
         self._schema, self._rows = schema, rows
         count = len(schema.fixed)
         self._buffer_of = {name: number for number, name in enumerate(schema.fixed)}
@@ -43,10 +44,6 @@ class Placement:
         if isinstance(segments, int):
             raise OutsideError(segments)
         return segments
-
-    def release(self, first: int) -> None:
-        """Refuse rows before this one from now on."""
-        self._rows.release(first)
 
     def begin(
         self,

@@ -1,6 +1,6 @@
 """Snapshot: an ordered, leased, immutable list of segments: what one epoch reads.
 
-It owns its lease and its claim on the arena, and lets go of them in that order reversed:
+It owns its lease and its claim on mapped segments, and lets go of them in that order reversed:
 unmapped first, then unleased, all at once or oldest first. Rows are numbered 0..len-1, oldest
 segment first. Segments are mapped and checked when their rows are first asked for, or all at
 once by `map_all`.
@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -28,17 +28,19 @@ from arrowcache import html
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
 from arrowcache.errors import CorruptSegmentError
-from arrowcache.reading.arena import NO_CELL, Arena, Claim
+from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Gather, OutsideError
+from arrowcache.reading.mapped import Claim, MappedSegment, MappedSegments
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.placement import Placement
 from arrowcache.reading.slots import Slot
-from arrowcache.reading.values import Column, interleave
+from arrowcache.reading.spilled import gather_spilled
+from arrowcache.reading.values import Column
 from arrowcache.reading.view import Viewer, has_room
 from arrowcache.storage import timeline
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
-from arrowcache.storage.mapping import FileMapping, populate, will_need
+from arrowcache.storage.mapping import FileMapping, populate, will_need, will_read_on
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
@@ -46,16 +48,7 @@ from arrowcache.units import format_bytes, format_count, parse_count
 if TYPE_CHECKING:
     from typing import Self
 
-_NOT_MAPPED = -2
 _TOUCH_BYTES = 8 << 20  # between two looks whether it is still wanted
-
-
-class _Placed(NamedTuple):
-    """What can be read now: consistent, and replaced as a whole."""
-
-    placement: Placement
-    cells: NDArray[np.int64]
-    complete: bool  # every segment has a cell
 
 
 class Snapshot:
@@ -77,7 +70,7 @@ class Snapshot:
         self._store = store
         self.next_seq = next_seq  # of the segment that was published next
         self.left_out_rows = left_out_rows  # of the oldest segments: a loader left them to writers
-        self._arena = Arena.of(store)
+        self._mapped = MappedSegments.of(store)
         self._folder = os.fspath(store.folder.segments)
         self._lease = lease
         self._pid = os.getpid()
@@ -92,7 +85,7 @@ class Snapshot:
         self._claim = Claim(self._segments)
         self._closed = False
         try:
-            self._arena.acquire(self._claim)
+            self._mapped.acquire(self._claim)
         except BaseException:  # Ctrl-C
             self.close()
             raise
@@ -118,13 +111,15 @@ class Snapshot:
                 lease.close()
             raise
 
-    def _set_segments(self, segments: Sequence[SegmentInfo], cells: NDArray[np.int64] | None = None) -> None:
+    def _set_segments(self, segments: Sequence[SegmentInfo]) -> None:
         self._segments = tuple(segments)
         rows = np.fromiter((segment.rows for segment in segments), np.int64, len(segments))
         self._starts = np.concatenate(([0], np.cumsum(rows)))
-        self._rows = int(self._starts[-1])
-        self._cells = np.full(len(segments), _NOT_MAPPED, np.int64) if cells is None else cells
-        self._placed: _Placed | None = None
+        self._length = int(self._starts[-1])
+        self._rows = Rows(self._starts)
+        self._placement = Placement(self._store.settings.schema, self._rows)
+        self._found: list[MappedSegment | None] = [None] * len(segments)  # what `_rows` tells of
+        self._is_whole = False  # all are mapped
         self._seqs = np.fromiter((segment.seq for segment in segments), np.int64, len(segments))
         self._published = np.fromiter((s.published for s in segments), np.float64, len(segments))
 
@@ -149,7 +144,7 @@ class Snapshot:
         return max(1, self.nbytes // max(1, len(self)))
 
     def __len__(self) -> int:
-        return self._rows
+        return self._length
 
     def gather(
         self,
@@ -197,39 +192,42 @@ class Snapshot:
         Raises: OutsideError: a row is outside the snapshot.
         """
         with _Reader(self):
-            placement = self._find(ids)
-            if placement is None:
-                return self._gather_spilled(ids, names, arrays)
+            placement, is_spilled = self._find(ids)
+            if is_spilled:
+                return gather_spilled(
+                    self._mapped, self._store, self._segments, self._starts, ids, names, arrays
+                )
             return placement.gather(ids, names, arrays, ask_ahead=self.asks_ahead)
 
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
         """Begin `gather_into`, with the fixed-width columns in a slot; it reads this until it has ended."""
         reader = _Reader(self)
         try:
-            placement = self._find(ids)
-            if placement is not None:
-                gather = placement.begin(ids, names, slot.addresses, slot, ask_ahead=self.asks_ahead)
-            else:
+            placement, is_spilled = self._find(ids)
+            if is_spilled:
                 arrays = slot.arrays()
-                whole = self._gather_spilled(ids, names, arrays)
-                others = {name: column for name, column in whole.items() if name not in arrays}
-                gather = Gather(None, {}, others)
+                whole = gather_spilled(
+                    self._mapped, self._store, self._segments, self._starts, ids, names, arrays
+                )
+                gather = Gather(None, {}, {n: column for n, column in whole.items() if n not in arrays})
+            else:
+                gather = placement.begin(ids, names, slot.addresses, slot, ask_ahead=self.asks_ahead)
         except BaseException:
             reader.end()
             raise
         gather.then = reader.end
         return gather
 
-    def _find(self, ids: NDArray[np.int64]) -> Placement | None:
-        """Where rows are, mapped now; None: not all find a cell."""
-        placed = self._placed or self._place()
-        if placed.complete:
-            return placed.placement
-        segments = placed.placement.segments_of(ids)
-        missing = segments[placed.cells[segments] == _NOT_MAPPED]
+    def _find(self, ids: NDArray[np.int64]) -> tuple[Placement, bool]:
+        """Where rows are, mapped now; and whether no mapping is left for some."""
+        placement = self._placement
+        if self._is_whole:
+            return placement, False
+        segments = placement.segments_of(ids)
+        missing = self._rows.unknown(segments)
         if len(missing):
-            placed = self._map_some(np.unique(missing).tolist())
-        return None if (placed.cells[segments] == NO_CELL).any() else placed.placement
+            self._map_some(missing.tolist())
+        return placement, bool(self._rows.unmapped()[segments].any())
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows as a pyarrow.Table over the mapped files, without a copy.
@@ -287,24 +285,15 @@ class Snapshot:
         if lease is None or first + count > self._starts[index + 1] or not has_room():
             return None
         with _Reader(self):
-            if self._cells[index] == _NOT_MAPPED:
-                self._map_some([index])
-            segment = self._segments[index]
-            columns_at = self._arena.columns_of(segment) or self._read_columns_of(segment)
+            found, segment = self._found[index] or self._map(index), self._segments[index]
             start = first - int(self._starts[index])
             end_lease = lease.share(segment.seq)
             try:
                 path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
-                return dict(viewer.view(path, segment.nbytes, columns_at, rows, end_lease))
+                return dict(viewer.view(path, segment.nbytes, found.layout, rows, end_lease))
             except OSError:  # no address space or file descriptor is left
                 end_lease()
                 return None
-
-    def _read_columns_of(self, segment: SegmentInfo) -> tuple[list[int], list[list[int]]]:
-        """As `Arena.columns_of`, of a segment that found no cell, and was checked."""
-        file = FileMapping(self._store.path_of(segment)).buffer()
-        layout = segment_file.read_structure(file, self._store.settings.schema, segment.rows)
-        return list(layout.fixed), [list(at) for at in layout.variable]
 
     def views(
         self, batch_rows: int | None = None, columns: Sequence[str] | None = None
@@ -346,42 +335,19 @@ class Snapshot:
                 )
             yield view
 
-    def warm(self, index: int, is_wanted: Callable[[], bool]) -> bool:
-        """Have a mapped segment's pages in memory and in the page tables, ahead of their use.
-
-        Blocks: while the disk reads; ends early when `is_wanted` says no more, or the snapshot is closed.
-        Returns: whether it did not.
-        """
-        segment = self._segments[index]
-        address, nbytes = self._arena.memory_of(segment)
-        is_warm = True
-        for start in range(0, nbytes, _TOUCH_BYTES):
-            if not is_wanted() or self._closed or index < self._released:
-                return False
-            is_warm &= populate(address + start, min(_TOUCH_BYTES, nbytes - start))
-        self._arena.note_warm(segment, is_warm=is_warm)
-        return True
-
-    def announce(self, index: int) -> None:
-        """Have the disk begin to read a mapped segment."""
-        address, nbytes = self._arena.memory_of(self._segments[index])
-        if nbytes and index >= self._released:
-            will_need(address, nbytes)
-
     def release_oldest(self, count: int) -> None:
         """Unmap and unlease the first `count` segments, whose rows nobody may ask for any more."""
         with self._lock:
             if self._closed or count <= self._released:
                 return
-            passed, self._released = self._segments[self._released : count], count
-            if self._placed is not None:
-                self._placed.placement.release(int(self._starts[count]))
-        for segment in passed:  # the next epoch may have it mapped still, when the kernel took its pages back
-            self._arena.note_warm(segment, is_warm=False)
+            passed, self._released = range(self._released, count), count
+            self._rows.release(int(self._starts[count]))
+        for index in passed:  # the next epoch may have it mapped still, when the kernel took its pages back
+            self._note_warm(index, is_warm=False)
         assert self._lease is not None
         lease, last = self._lease, self._segments[-1].seq
         first = self._segments[count].seq if count < len(self._segments) else last + 1
-        self._arena.release(self._claim, count, lambda: lease.narrow(first, last))
+        self._mapped.release(self._claim, count, lambda: lease.narrow(first, last))
 
     def map_all(self) -> int:
         """Map every segment now; damaged ones are quarantined and leave the snapshot.
@@ -390,27 +356,28 @@ class Snapshot:
         """
         with _Reader(self):
             damaged: list[int] = []
-            self._map_some(range(len(self._segments)), damaged)
+            self._map_some(range(self._released, len(self._segments)), damaged)
             if damaged:
-                self._set_segments(
-                    [segment for index, segment in enumerate(self._segments) if index not in set(damaged)],
-                    np.delete(self._cells, damaged),
-                )
+                kept = [index for index in range(len(self._segments)) if index not in set(damaged)]
+                found = [self._found[index] for index in kept]
+                self._set_segments([self._segments[index] for index in kept])
+                for index, each in enumerate(found):
+                    if each is not None:
+                        self._put(index, each)
+                self._is_whole = self._rows.are_mapped()
                 before, self._claim = self._claim, Claim(self._segments)
-                self._arena.acquire(self._claim)
-                self._arena.release(before, len(before.segments))
+                self._mapped.acquire(self._claim)
+                self._mapped.release(before, len(before.segments))
         return len(self)
 
     def map_ahead(self) -> None:
         """Map what can be, so that the folder is not needed any more; the rest tells when it is asked for."""
         with _Reader(self), self._mapping:
-            for index in np.flatnonzero(self._cells == _NOT_MAPPED).tolist():
+            for index in self._rows.unknown().tolist():
                 segment = self._segments[index]
                 with suppress(CorruptSegmentError, OSError):
                     check = segment.seq < self._suspect_below
-                    cell = self._arena.map(segment, self._store, check_bytes=check)
-                    self._cells[index] = _NOT_MAPPED if cell == NO_CELL else cell
-            self._publish_placement()
+                    self._put(index, self._mapped.map(segment, self._store, check_bytes=check))
 
     def close(self) -> None:
         """Unmap and unlease. Idempotent; a gather in another thread ends first, undisturbed."""
@@ -492,7 +459,7 @@ class Snapshot:
     def _let_go(self) -> None:
         unlease = self._lease.close if self._lease is not None else _nothing
         if self._pid == os.getpid():
-            self._arena.release(self._claim, len(self._claim.segments), unlease)
+            self._mapped.release(self._claim, len(self._claim.segments), unlease)
         else:
             unlease()
 
@@ -506,44 +473,32 @@ class Snapshot:
         if self._lease is not None:
             self._lease.on_contention = let_go
 
-    def _place(self) -> _Placed:
-        with self._mapping:
-            return self._publish_placement()
-
-    def _publish_placement(self) -> _Placed:
-        """Make what is mapped now readable, in one assignment; under `_mapping`."""
-        cells = self._cells.copy()
-        complete = bool((cells >= 0).all())
-        first = int(self._starts[self._released])
-        self._placed = _Placed(self._arena.place(cells, self._starts, first), cells, complete)
-        return self._placed
-
-    def _map_some(self, indices: Iterable[int], damaged: list[int] | None = None) -> _Placed:
+    def _map_some(self, indices: Iterable[int], damaged: list[int] | None = None) -> None:
         """Map and check segments; a damaged one is noted in `damaged`, or raises."""
         with self._mapping:
-            try:
-                for index in indices:
-                    if self._cells[index] == _NOT_MAPPED:
-                        try:
-                            self._cells[index] = self._map(self._segments[index])
-                        except CorruptSegmentError:
-                            if damaged is None:
-                                raise
-                            damaged.append(index)
-            finally:
-                placed = self._publish_placement()
-        return placed
+            for index in indices:
+                try:
+                    self._map(index)
+                except CorruptSegmentError:
+                    if damaged is None:
+                        raise
+                    damaged.append(index)
+        self._is_whole = self._rows.are_mapped()
 
-    def _map(self, segment: SegmentInfo) -> int:
-        check = segment.seq < self._suspect_below
-        try:
-            cell = self._arena.map(segment, self._store, check_bytes=check)
-            if cell == NO_CELL:
-                with self._arena.alone(segment, self._store, check_bytes=check):
-                    pass  # checked once, like all others
-        except CorruptSegmentError as error:
-            self._condemn(segment, error)
-        return cell
+    def _map(self, index: int) -> MappedSegment:
+        segment, found = self._segments[index], self._found[index]
+        if found is None:
+            check = segment.seq < self._suspect_below
+            try:
+                found = self._mapped.map(segment, self._store, check_bytes=check)
+            except CorruptSegmentError as error:
+                self._condemn(segment, error)
+            self._put(index, found)
+        return found
+
+    def _put(self, index: int, found: MappedSegment) -> None:
+        self._found[index] = found  # first: it keeps what `_rows` tells of
+        self._rows.put(index, *found.words(), warm_address=found.warm.buffer_info()[0])
 
     def _condemn(self, segment: SegmentInfo, error: CorruptSegmentError) -> NoReturn:
         """Quarantine a segment, which is no longer mapped here, and raise with its name."""
@@ -551,28 +506,6 @@ class Snapshot:
             self._lease.give_up(segment.seq)
         quarantine(self._store, segment, error)
         raise CorruptSegmentError(f"segment {segment.name}: {error}") from None
-
-    def _gather_spilled(
-        self,
-        ids: NDArray[np.int64],
-        names: Sequence[str],
-        arrays: Mapping[str, NDArray[Any]],
-    ) -> dict[str, Column]:
-        """Gather when not every segment found a cell: one after another, through a cell of its own."""
-        segments = self._starts.searchsorted(ids, side="right") - 1
-        parts: list[tuple[NDArray[np.intp], dict[str, Column]]] = []
-        for index in np.unique(segments).tolist():
-            places = np.flatnonzero(segments == index)
-            rows = ids[places] - self._starts[index]
-            some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
-            with self._arena.alone(self._segments[index], self._store, check_bytes=False) as placement:
-                parts.append((places, placement.gather(rows, names, some, ask_ahead=False)))
-            for name, array in arrays.items():
-                array[places] = some[name]
-        return {
-            name: arrays[name] if name in arrays else interleave(len(ids), [(at, p[name]) for at, p in parts])
-            for name in names
-        }
 
     def _batch(self, segment: SegmentInfo, *, sparse: bool = False) -> pa.RecordBatch:
         schema = self._store.settings.schema
@@ -592,6 +525,37 @@ class Snapshot:
             del file  # unmaps it
             self._condemn(segment, error)
         return labelled(segment_file.open_batch(file, schema), schema)
+
+    def warm(self, index: int, is_wanted: Callable[[], bool]) -> bool:
+        """Have a mapped segment's pages in memory and in the page tables, ahead of their use.
+
+        Blocks: while the disk reads; ends early when `is_wanted` says no more, or the snapshot is closed.
+        Returns: whether it did not.
+        """
+        address, nbytes = self._memory_of(index)
+        will_read_on(address, nbytes)
+        is_warm = True
+        for start in range(0, nbytes, _TOUCH_BYTES):
+            if not is_wanted() or self._closed or index < self._released:
+                return False
+            is_warm &= populate(address + start, min(_TOUCH_BYTES, nbytes - start))
+        self._note_warm(index, is_warm=is_warm)
+        return True
+
+    def announce(self, index: int) -> None:
+        """Have the disk begin to read a mapped segment."""
+        address, nbytes = self._memory_of(index)
+        if nbytes and index >= self._released:
+            will_need(address, nbytes)
+
+    def _note_warm(self, index: int, *, is_warm: bool) -> None:
+        found = self._found[index]
+        if found is not None:
+            found.warm[0] = is_warm
+
+    def _memory_of(self, index: int) -> tuple[int, int]:
+        found = self._found[index]
+        return (0, 0) if found is None or not found.file.address else (found.file.address, found.file.nbytes)
 
 
 class _Reader:

@@ -1,0 +1,96 @@
+"""Maps: read-only mappings of whole files, without a descriptor each. The face of maps.h.
+
+Owns: what it maps, until `unmap`. Guarantees: no forked child inherits a mapping or counts one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from array import array
+from collections.abc import Sequence
+
+from arrowcache.native.engine import _library, _quick
+
+_ANY_NUMBER = 2**63 - 1
+_TOO_LONG = -1  # MAPS_LENGTH of the header
+_KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
+
+
+class File(ctypes.Structure):
+    """A file, which may be open, and may be mapped: a `maps_file`.
+
+    `address` is 0 where it is not mapped. Other threads may read all of it at any time.
+
+    Args:
+        path: absolute.
+    """
+
+    _fields_ = (
+        ("_path", ctypes.c_char_p),
+        ("address", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("nbytes", "device", "inode", "fd")),
+    )
+    address: int
+    nbytes: int
+    device: int
+    inode: int
+    fd: int
+
+    def __init__(self, path: bytes) -> None:
+        super().__init__(path, fd=-1)
+
+    @property
+    def path_address(self) -> int:
+        """Of its path, which a zero byte ends; as long as this lives."""
+        return ctypes.c_void_p.from_buffer(self).value or 0
+
+    def open(self, limit: int, most: int) -> None:
+        """Open it, and map it, if less than `most` files are mapped and there are addresses: see `address`.
+
+        Keeps the GIL. Whoever opened it calls `close`; it stays mapped until `unmap`.
+        Raises: OSError: it cannot be opened. ValueError: it has not 1 to `limit` bytes.
+        """
+        code = _quick.maps_open(self, limit, most)
+        if code == _TOO_LONG:
+            name = os.path.basename(os.fsdecode(self._path))
+            raise ValueError(f"{name} has {self.nbytes} bytes, a segment has 1 to {limit}")
+        if code:
+            raise OSError(code, os.strerror(code), os.fsdecode(self._path))
+
+    def map(self) -> None:
+        """Map it, which is open, however many are mapped. Raises: OSError: there are no addresses."""
+        if code := _quick.maps_map(self):
+            raise OSError(code, os.strerror(code), os.fsdecode(self._path))
+
+    def close(self) -> None:
+        """Close it; it stays mapped. Idempotent."""
+        _quick.maps_close(self)
+
+
+def unmap(files: Sequence[File]) -> None:
+    """Unmap files. Idempotent, and where it is interrupted, to be called again.
+
+    Raises: OSError: not all; their `address` says which are left.
+    """
+    words = array("Q", map(ctypes.addressof, files))
+    library = _quick if sum(file.nbytes for file in files) < _KEPT_GIL_BYTES else _library
+    if code := library.maps_unmap(words.buffer_info()[0], len(words)):
+        raise OSError(code, os.strerror(code))
+
+
+def count() -> int:
+    """How many files are mapped."""
+    return int(_quick.maps_count())
+
+
+for _each in (_library, _quick):
+    if not hasattr(_each, "maps_open"):
+        raise ImportError("arrowcache's engine maps no files: install arrowcache again, which compiles it")
+    for _name in ("open", "map", "unmap", "count"):
+        getattr(_each, f"maps_{_name}").restype = ctypes.c_int64
+    _each.maps_open.argtypes = ctypes.POINTER(File), ctypes.c_int64, ctypes.c_int64
+    _each.maps_map.argtypes = _each.maps_close.argtypes = (ctypes.POINTER(File),)
+    _each.maps_unmap.argtypes = ctypes.c_void_p, ctypes.c_int64
+    _each.maps_close.restype = _each.maps_forget.restype = None
+os.register_at_fork(after_in_child=_quick.maps_forget)

@@ -1,0 +1,108 @@
+"""Rows: those of segments, numbered one after another, as the engine reads them.
+
+A table of segments that is filled in place, segment by segment, as their files are mapped: threads that copy
+rows of others go on meanwhile.
+
+Must never: tell of a segment that is unmapped while its rows may still be asked for. What the addresses in it
+point to is the caller's to keep.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.native.engine import _quick
+
+_SEGMENT_WORDS = 8  # of `engine_segment`
+_BASE_AT, _REST_AT, _FIRST_ROW = 0, 8, 3
+_FIRST = 3  # of `engine_rows`
+_BASE, _REST = struct.Struct("@q"), struct.Struct("@7q")
+_BLOCKS_A_SEGMENT = 4
+
+
+class Rows:
+    """Rows of segments, none of which is mapped at first.
+
+    Args:
+        starts: (n + 1,) int64 numbers of the segments' first rows, and how many rows there are.
+    """
+
+    def __init__(self, starts: NDArray[np.int64]) -> None:
+        count, rows = len(starts) - 1, int(starts[-1])
+        self._table = np.zeros((count + 1, _SEGMENT_WORDS), np.int64)
+        self._table[:, _FIRST_ROW] = starts
+        self._memory = self._table.data.cast("B")
+        self._starts = starts.tolist()
+        self._is_known = np.zeros(count, np.bool_)
+        each = np.diff(starts)
+        alike = count > 0 and bool((each[:-1] == each[0]).all()) and each[-1] <= each[0]
+        rows_each, shift, self._blocks = int(each[0]) if alike else 0, 0, np.zeros(0, np.int64)
+        if count and not alike:
+            shift = max(0, (rows // (_BLOCKS_A_SEGMENT * count)).bit_length() - 1)
+            firsts = np.arange(0, rows + (1 << shift), 1 << shift)
+            self._blocks = starts.searchsorted(np.minimum(firsts, rows - 1), side="right") - 1
+        words = (_address(self._table), _address(self._blocks), count, 0, rows, rows_each, shift)
+        self._words = np.array(words, np.int64)
+        self.address = _address(self._words)
+
+    def put(
+        self,
+        index: int,
+        base: int,
+        nbytes: int,
+        layout_address: int,
+        path_address: int,
+        device: int,
+        inode: int,
+        *,
+        warm_address: int = 0,
+    ) -> None:
+        """Tell where a segment's file is.
+
+        Args:
+            index: of the segment.
+            base: the address of its file; 0: it is known, and not mapped.
+            nbytes: of the file.
+            layout_address: of int64 that say where each buffer begins, in bytes of the file.
+            path_address: of its absolute path, which a zero byte ends.
+            device, inode: of the file.
+            warm_address: of a byte that says whether its pages are in memory; 0: nobody knows.
+        """
+        at, first = 8 * _SEGMENT_WORDS * index, self._starts[index]
+        rest = nbytes, layout_address, first, warm_address, path_address, device, inode
+        _REST.pack_into(self._memory, at + _REST_AT, *rest)
+        _BASE.pack_into(self._memory, at, base)  # last, in one piece: threads may read it by now
+        self._is_known[index] = True
+
+    def release(self, first: int) -> None:
+        """Refuse rows before this one from now on."""
+        self._words[_FIRST] = first
+
+    def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64] | int:
+        """The segment of each row (n,); or the index of a number that is out of range."""
+        segments = np.empty(len(ids), np.int64)
+        ids = np.ascontiguousarray(ids, np.int64)
+        bad = _quick.engine_segments(self.address, _address(ids), len(ids), _address(segments))
+        return segments if bad < 0 else int(bad)
+
+    def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Which segments were not put yet, each once and in order: of these, or of all."""
+        if segments is None:
+            return np.flatnonzero(~self._is_known)
+        return np.unique(segments[~self._is_known[segments]])
+
+    def unmapped(self) -> NDArray[np.bool_]:
+        """Of each segment (n,), whether it is not mapped."""
+        return np.equal(self._table[:-1, _BASE_AT], 0)
+
+    def are_mapped(self) -> bool:
+        """Whether every segment is."""
+        return not self.unmapped().any()
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])

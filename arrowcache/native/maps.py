@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from arrowcache.native.engine import _library, _quick
 
-_ANY_NUMBER = 2**63 - 1
 _TOO_LONG = -1  # MAPS_LENGTH of the header
 _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
 

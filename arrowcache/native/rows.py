@@ -58,7 +58,6 @@ class Rows:
         path_address: int,
         device: int,
         inode: int,
-        *,
         warm_address: int = 0,
     ) -> None:
         """Tell where a segment's file is.

@@ -34,7 +34,7 @@ from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
 _MOST_LAYOUTS = 64  # of those that several segments may share
-_ANY_NUMBER = 2**63 - 1
+_NO_LAYOUT = array("q")
 _most_mapped = most_mappings() // 2
 
 
@@ -42,27 +42,28 @@ class MappedSegment:
     """A segment's file, mapped where `file.address` says so, and where its buffers begin.
 
     `layout` has the bytes from the file's start: of each fixed column, then of the offsets and the values of
-    each variable one; none: it was not checked yet.
+    each variable one. `words` are what `Rows.put` is told; empty: it was not checked yet.
     """
 
-    __slots__ = ("file", "layout", "warm", "was_read")
+    __slots__ = ("file", "layout", "warm", "was_read", "words")
 
     def __init__(self, path: bytes) -> None:
         self.file = maps.File(path)
-        self.layout = array("q")
+        self.layout = _NO_LAYOUT
+        self.words: tuple[int, ...] = ()
         self.was_read = False  # its bytes were checked
         self.warm = array("b", (0,))  # whether its pages were brought to memory
 
     def is_ready(self, *, check_bytes: bool) -> bool:
         """Whether no more can be done for it."""
         is_mapped = self.file.address or maps.count() >= _most_mapped
-        return bool(self.layout and is_mapped and (self.was_read or not check_bytes))
+        return bool(self.words and is_mapped and (self.was_read or not check_bytes))
 
-    def words(self) -> tuple[int, ...]:
-        """What `Rows.put` is told of it."""
-        file = self.file
-        places = self.layout.buffer_info()[0], file.path_address
-        return file.address, file.nbytes, *places, file.device, file.inode
+    def know(self, layout: array[int]) -> None:
+        """It was checked."""
+        file, self.layout = self.file, layout
+        places = layout.buffer_info()[0], file.path_address
+        self.words = file.address, file.nbytes, *places, file.device, file.inode, self.warm.buffer_info()[0]
 
 
 class Claim:
@@ -91,6 +92,7 @@ class MappedSegments:
         self._users: dict[int, int] = {}  # by seq: snapshots that may read it
         self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
         self._layouts: dict[tuple[int, ...], array[int]] = {}
+        self._last: tuple[Layout | None, array[int]] = (None, _NO_LAYOUT)
         self._opening: maps.File | None = None
 
     @classmethod
@@ -201,7 +203,7 @@ class MappedSegments:
         found = MappedSegment(_path(segment, store))
         try:
             with self._lock:
-                self._open(found, segment, store, False, _ANY_NUMBER)
+                self._open(found, segment, store, check_bytes=False, is_alone=True)
             yield found
         finally:
             maps.unmap([found.file])
@@ -212,14 +214,15 @@ class MappedSegments:
 
     def _map(self, segment: SegmentInfo, store: Store, check_bytes: bool) -> MappedSegment:
         found = self._segments.get(segment.seq)
-        if found is not None and found.layout and found.file.address:
-            if check_bytes and not found.was_read:
-                self._check(found, segment, store, check_bytes)
-            return found
-        self._unmap([segment.seq])  # what Ctrl-C has left
+        if found is not None:
+            if found.words and found.file.address:
+                if check_bytes and not found.was_read:
+                    self._check(found, segment, store, check_bytes)
+                return found
+            self._unmap([segment.seq])  # what Ctrl-C has left
         found = self._segments[segment.seq] = MappedSegment(_path(segment, store))
         try:
-            self._open(found, segment, store, check_bytes)
+            self._open(found, segment, store, check_bytes=check_bytes)
         except BaseException:
             self._unmap([segment.seq])
             raise
@@ -230,18 +233,21 @@ class MappedSegments:
         found: MappedSegment,
         segment: SegmentInfo,
         store: Store,
+        *,
         check_bytes: bool,
-        most: int | None = None,
+        is_alone: bool = False,
     ) -> None:
         """Map a segment and check it: by comparison where its layout is known."""
         self._opening = file = found.file
         try:
-            file.open(self._settings.segment_bytes, _most_mapped if most is None else most)
+            file.open(self._settings.segment_bytes, _most_mapped)
+            if is_alone:
+                file.map()
             read = partial(os.pread, file.fd)
             layout = None if check_bytes else self._known.find(read, file.nbytes, segment.rows)
             if layout is None:
                 layout = self._check(found, segment, store, check_bytes)
-            found.layout = self._shared(layout)
+            found.know(self._shared(layout))
         except (OSError, ValueError) as error:
             shown = explained_at_open(error) if isinstance(error, OSError) else error
             raise unfit(shown) or shown from None
@@ -267,11 +273,14 @@ class MappedSegments:
 
     def _shared(self, layout: Layout) -> array[int]:
         """Where buffers are: one array for all segments that are alike."""
+        if layout is self._last[0]:
+            return self._last[1]
         at = (*layout.fixed, *(place for pair in layout.variable for place in pair))
         places = self._layouts.pop(at, None)
         self._layouts[at] = places = array("q", at) if places is None else places  # last used last
         if len(self._layouts) > _MOST_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
+        self._last = layout, places
         return places
 
     def _forget_in_child(self) -> None:

@@ -498,7 +498,7 @@ class Snapshot:
 
     def _put(self, index: int, found: MappedSegment) -> None:
         self._found[index] = found  # first: it keeps what `_rows` tells of
-        self._rows.put(index, *found.words(), warm_address=found.warm.buffer_info()[0])
+        self._rows.put(index, *found.words)
 
     def _condemn(self, segment: SegmentInfo, error: CorruptSegmentError) -> NoReturn:
         """Quarantine a segment, which is no longer mapped here, and raise with its name."""

@@ -1,4 +1,4 @@
-"""Spilled: rows of segments for which no mapping is left, read through one of their own, segment by segment."""
+"""Spilled: rows of segments for which no mapping is left, read through one of their own."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ def gather_spilled(
         some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
         with mapped.alone(segments[index], store) as found:
             rows = Rows(np.array([0, segments[index].rows]))
-            rows.put(0, *found.words())
-            placement = Placement(store.settings.schema, rows)
-            parts.append(
-                (places, placement.gather(ids[places] - starts[index], names, some, ask_ahead=False))
-            )
+            rows.put(0, *found.words)
+            one, rest = Placement(store.settings.schema, rows), ids[places] - starts[index]
+            parts.append((places, one.gather(rest, names, some, ask_ahead=False)))
         for name, array in arrays.items():
             array[places] = some[name]
     return {

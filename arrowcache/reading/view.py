@@ -50,12 +50,9 @@ class Viewer:
         for name in self.names:
             ragged = schema[name]
             if isinstance(ragged, Ragged):
-                number, dtype, shape = (
-                    len(fixed) + 2 * variable.index(name),
-                    ragged.numpy_dtype,
-                    ragged.inner_shape,
-                )
-                self._columns.append(_Ragged(name, number, dtype, shape, ragged.item_bytes, ragged.elements))
+                number = len(fixed) + 2 * variable.index(name)
+                sizes = ragged.inner_shape, ragged.item_bytes, ragged.elements
+                self._columns.append(_Ragged(name, number, ragged.numpy_dtype, *sizes))
             else:
                 kind = schema.fixed[name]
                 number, dtype, shape = fixed.index(name), kind.numpy_dtype, kind.shape
@@ -90,9 +87,7 @@ class Viewer:
                 file.populate(start, len(rows) * column.row_bytes)
                 columns[column.name] = np.ndarray((len(rows), *column.shape), column.dtype, memory, start)
             else:
-                columns[column.name] = column.view(
-                    file, memory, layout[column.number : column.number + 2], rows
-                )
+                columns[column.name] = column.view(file, memory, layout, rows)
         return columns
 
 
@@ -112,8 +107,10 @@ class _Ragged(NamedTuple):
     item_bytes: int
     elements: int
 
-    def view(self, file: FileMapping, memory: NDArray[np.uint8], at: Sequence[int], rows: range) -> Values:
-        offsets_at, values_at = at
+    def view(
+        self, file: FileMapping, memory: NDArray[np.uint8], layout: Sequence[int], rows: range
+    ) -> Values:
+        offsets_at, values_at = layout[self.number], layout[self.number + 1]
         ends_at, count = offsets_at + 4 * rows.start, len(rows) + 1
         file.populate(ends_at, 4 * count)
         ends = np.ndarray((count,), np.int32, memory, ends_at).astype(np.int64) // self.elements

@@ -96,7 +96,8 @@ def run(*command: object, **environment: str) -> tuple[int, str]:
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_no_compiler_has_a_warning(compiler, tmp_path):
     flags = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-O1", "-fPIC", "-shared"]
-    compile_c([has(compiler)], tmp_path / "engine.so", [ENGINE / "engine.c", ENGINE / "order.c"], flags)
+    sources = [ENGINE / name for name in ("engine.c", "order.c", "maps.c")]
+    compile_c([has(compiler)], tmp_path / "engine.so", sources, flags)
     source = engine_source(tmp_path, {"(size_t)nbytes)": "nbytes)"})
     with pytest.raises(RuntimeError, match="sign-conversion"):
         compile_c([compiler], tmp_path / "engine.so", [source], flags)
@@ -112,7 +113,7 @@ def package_with(engine: Mapping[str, str], folder: Path, order: Mapping[str, st
     )
     library = folder / "arrowcache" / "native" / "libengine.so"
     flags = ("-O1", "-fPIC", "-shared", "-fvisibility=hidden", *MEMORY)
-    sources = engine_source(folder, engine), engine_source(folder, order, "order.c")
+    sources = engine_source(folder, engine), engine_source(folder, order, "order.c"), ENGINE / "maps.c"
     compile_c(compiler, library, sources, flags)
     return {
         "ASAN_OPTIONS": "detect_leaks=0",
@@ -144,11 +145,12 @@ def test_the_unit_tests_touch_no_memory_but_their_own(tmp_path):
 
 OUTSIDE = """
 import numpy as np
-from arrowcache.native.engine import Column, Rows, copy_rows
+from arrowcache.native.engine import Column, copy_rows
+from arrowcache.native.rows import Rows
 data, layout, out = np.arange(64, dtype=np.uint8), np.zeros(1, np.int64), np.zeros((1, 8), np.uint8)
-one = lambda value: np.array([value], np.int64)
-rows = Rows(one(data.ctypes.data), one(64), one(layout.ctypes.data), one(0), np.array([0, 8]))
-print(copy_rows(rows, one(800), [Column(0, 8, out.ctypes.data)], out).wait().refused)
+rows = Rows(np.array([0, 8]))
+rows.put(0, data.ctypes.data, 64, layout.ctypes.data, 0, 0, 0)
+print(copy_rows(rows, np.array([800]), [Column(0, 8, out.ctypes.data)], out).wait().refused)
 """
 
 

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from page_cache import drop_from_memory, resident_bytes
 
 from arrowcache.native import engine
-from arrowcache.native.engine import Column, Copy, Rows, ask_for_rows, copy_rows, copy_values, find_values
+from arrowcache.native.engine import Column, Copy, ask_for_rows, copy_rows, copy_values, find_values
+from arrowcache.native.rows import Rows
 from arrowcache.storage.mapping import FileMapping
 
 SMALL = 4  # rows: their copy is late where they are in memory
@@ -41,7 +42,6 @@ class Files:
         for count in rows:
             self._add(count)
         self.starts = np.concatenate(([0], np.cumsum(rows))).astype(np.int64)
-        self.bases = np.array([file.ctypes.data for file in self.files], np.int64)
 
     def _add(self, rows: int) -> None:
         parts, layout, position = [], [], 0
@@ -73,21 +73,27 @@ class Files:
         warm: bool | Sequence[bool | None] = False,
     ) -> Rows:
         """Args: warm: whether each segment is in memory, or all are; None: that is not known."""
-        bases = self.bases.copy()
-        bases[list(without)] = 0
-        nbytes = np.array([len(file) for file in self.files], np.int64)
-        layouts = np.array([layout.ctypes.data for layout in self.layouts], np.int64)
         each = [warm] * len(self.files) if isinstance(warm, bool) else list(warm)
         self.warm = np.array([bool(is_warm) for is_warm in each], np.bool_)
-        places = [self.warm.ctypes.data + n if is_warm is not None else 0 for n, is_warm in enumerate(each)]
-        keep = self, self.warm
-        return Rows(bases, nbytes, layouts, np.array(places, np.int64), self.starts, first=first, keep=keep)
+        rows = Rows(self.starts)
+        for index, (file, layout, is_warm) in enumerate(zip(self.files, self.layouts, each, strict=True)):
+            known = self.warm.ctypes.data + index if is_warm is not None else 0
+            base = 0 if index in without else file.ctypes.data
+            rows.put(index, base, len(file), layout.ctypes.data, 0, 0, 0, known)
+        rows.release(first)
+        return kept(rows, self, self.warm)
 
     def column(self, number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return np.concatenate(self.fixed[number])[ids]
 
     def outputs(self, count: int) -> list[np.ndarray[Any, Any]]:
         return [np.zeros((count, width), np.uint8) for width in self.widths]
+
+
+def kept(rows: Rows, *memory: object) -> Rows:
+    """As a snapshot keeps what its rows tell of."""
+    rows.memory = memory  # type: ignore[attr-defined]
+    return rows
 
 
 def columns_of(arrays: Sequence[np.ndarray[Any, Any]]) -> list[Column]:
@@ -226,7 +232,7 @@ def test_rows_that_are_released_before_their_copy_is_taken_are_refused_if_it_is_
 
 def test_no_rows_are_copied_from_no_segments():
     nothing = np.zeros(0, np.int64)
-    rows = Rows(nothing, nothing, nothing, nothing, np.zeros(1, np.int64))
+    rows = Rows(np.zeros(1, np.int64))
     out = np.zeros((1, 8), np.uint8)
     assert begun(rows, nothing, [out[:0]]).wait().refused == -1
     assert begun(rows, np.array([0]), [out]).refused == 0
@@ -237,16 +243,16 @@ def test_no_rows_are_copied_from_no_segments():
 @pytest.mark.parametrize("lengths", [[7] * 5 + [2], [1, 900, 3, 3, 50], [1] * 1000 + [100_000]])
 def test_the_segment_of_each_row_is_known(lengths):
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    some = np.ones(len(lengths), np.int64)
-    rows = Rows(some, some, some, np.zeros_like(some), starts)
+    rows = Rows(starts)
     ids = np.arange(starts[-1])
     assert np.array_equal(rows.segments_of(ids), np.repeat(np.arange(len(lengths)), lengths))
 
 
 def rows_of_a_file(path: Path, count: int, width: int) -> Rows:
     file, layout = FileMapping(path, sparse=True), np.zeros(1, np.int64)
-    some = (np.array([value]) for value in (file.address, file.nbytes, layout.ctypes.data, 0))
-    return Rows(*some, np.array([0, count]), keep=(file, layout))
+    rows = Rows(np.array([0, count]))
+    rows.put(0, file.address, file.nbytes, layout.ctypes.data, 0, 0, 0)
+    return kept(rows, file, layout)
 
 
 def test_rows_are_asked_of_the_disk_all_at_once(tmp_path):
@@ -287,8 +293,9 @@ def test_values_that_are_on_the_disk_are_known(tmp_path):
     path.write_bytes(ends.tobytes().ljust(4096, b"-") + bytes(range(250)) * 20 * count)
     drop_from_memory(path)
     file = FileMapping(path, sparse=True)
-    some = (np.array([value]) for value in (file.address, file.nbytes, layout.ctypes.data, 0))
-    found = find_values(Rows(*some, np.array([0, count]), keep=(file, layout)), np.arange(count), 0, 1).wait()
+    rows = Rows(np.array([0, count]))
+    rows.put(0, file.address, file.nbytes, layout.ctypes.data, 0, 0, 0)
+    found = find_values(kept(rows, file, layout), np.arange(count), 0, 1).wait()
     assert found.was_on_disk
     out = np.zeros(int(found.offsets[-1]), np.uint8)
     assert copy_values(found, out).wait().was_on_disk
@@ -707,11 +714,13 @@ def run(script: str) -> str:
 BIG = """
 import os, signal, sys, threading, time
 import numpy as np
-from arrowcache.native.engine import Column, Rows, copy_rows
+from arrowcache.native.engine import Column, copy_rows
+from arrowcache.native.rows import Rows
 files = [np.ones(64 << 20, np.uint8) for _ in range(4)]
 layout = np.zeros(1, np.int64)
-rows = Rows(np.array([f.ctypes.data for f in files]), np.full(4, 64 << 20), np.full(4, layout.ctypes.data),
-            np.zeros(4, np.int64), np.arange(5) * 1024)
+rows = Rows(np.arange(5) * 1024)
+for index, file in enumerate(files):
+    rows.put(index, file.ctypes.data, 64 << 20, layout.ctypes.data, 0, 0, 0)
 ids = np.random.default_rng(0).integers(0, 4096, 4096)
 out = np.zeros((4096, 64 << 10), np.uint8)
 def copy():
@@ -809,7 +818,7 @@ assert len(os.listdir("/proc/self/task")) == before
 
 def test_a_library_of_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(engine, "VERSION", 0)
-    with pytest.raises(ImportError, match="is of version 2, and 0 is needed: install arrowcache again"):
+    with pytest.raises(ImportError, match="is of version 3, and 0 is needed: install arrowcache again"):
         engine._load(engine.LIBRARY, engine.ctypes.CDLL)
 
 

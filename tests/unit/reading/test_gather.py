@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from arrowcache import Binary, Ragged, String
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
-from arrowcache.native.engine import Column, Rows, copy_rows
+from arrowcache.native.engine import Column, copy_rows
+from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Gather, OutsideError, ValuesGather
 
 TEXTS = ["", "a", "été", "longer than the others, by far", "ß", "five", "six" * 50, "7"]
@@ -38,8 +39,11 @@ class Segment:
         self.warm = np.full(1, is_warm, np.bool_)
 
     def table(self):
-        words = self.file.ctypes.data, self.file.nbytes, self.layout.ctypes.data, self.warm.ctypes.data
-        return Rows(*(np.array([word]) for word in words), np.array([0, self.rows]), keep=self)
+        rows = Rows(np.array([0, self.rows]))
+        places = self.layout.ctypes.data, 0, 0, 0, self.warm.ctypes.data
+        rows.put(0, self.file.ctypes.data, self.file.nbytes, *places)
+        rows.memory = self  # as a snapshot keeps what its rows tell of
+        return rows
 
     def set_offset(self, number, value):
         self.ends[4 * number : 4 * number + 4] = np.array([value], np.int32).view(np.uint8)

@@ -28,8 +28,8 @@ from helpers import (
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.reading import readahead
-from arrowcache.reading.arena import Arena
 from arrowcache.reading.gather import Gather
+from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.readahead import ReadAhead
 
 
@@ -72,8 +72,8 @@ def gate(monkeypatch):
 
 
 def mapped(cache: ac.Cache) -> list[int]:
-    """Which segments are mapped in the arena of this process."""
-    return sorted(Arena.of(cache.store)._cells)
+    """Which segments are mapped in this process."""
+    return MappedSegments.of(cache.store).mapped()
 
 
 def readahead_threads() -> int:
@@ -154,14 +154,13 @@ def test_what_it_was_closed_before_doing_does_not_keep_it(cache):
 def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, monkeypatch):
     monkeypatch.setattr(readahead, "_PARKED_SECONDS", 3600.0)
     mappings: list[int] = []
-    arena_map = Arena._map
+    opening = MappedSegments._open
 
-    def counted(self, segment, store, check_bytes):
-        if segment.seq not in self._cells:
-            mappings.append(segment.seq)
-        return arena_map(self, segment, store, check_bytes)
+    def counted(self, found, segment, store, **options):
+        mappings.append(segment.seq)
+        opening(self, found, segment, store, **options)
 
-    monkeypatch.setattr(Arena, "_map", counted)
+    monkeypatch.setattr(MappedSegments, "_open", counted)
     with Loader(cache, 16) as loader:
         for _ in range(4):
             assert len(ids_of(loader)) == 160
@@ -210,7 +209,8 @@ def test_what_an_epochs_end_cut_short_is_warmed_in_the_next(cache, monkeypatch):
         is_first = False
         epoch = iter(loader)
         next(epoch)
-        wait_until(lambda: Arena.of(cache.store)._warm[:10].all(), "all segments to be warm")
+        found = MappedSegments.of(cache.store)._segments.values()
+        wait_until(lambda: [each.warm[0] for each in found] == [1] * 10, "all segments to be warm")
         epoch.close()
 
 

@@ -129,13 +129,13 @@ def test_bytes_are_checked_also_where_another_reader_has_the_segment_mapped(cach
 
 def test_bytes_that_were_checked_are_not_read_again_while_they_are_mapped(cache, monkeypatch):
     checked = []
-    real = ac.reading.arena.check_file
+    real = ac.reading.mapped.check_file
 
     def check_file(file, store, segment, **options):
         checked.append(segment.seq)
         return real(file, store, segment, **options)
 
-    monkeypatch.setattr("arrowcache.reading.arena.check_file", check_file)
+    monkeypatch.setattr("arrowcache.reading.mapped.check_file", check_file)
     with ExitStack() as rest:
         for _ in range(2):
             rest.enter_context(ac.Cache.open(cache.path, check="bytes").snapshot()).map_all()

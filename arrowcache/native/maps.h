@@ -25,11 +25,11 @@
 #define MAPS_LENGTH (-1) /* in place of an error's number: the file is empty, or too long */
 
 typedef struct {
-    const char *path; /* absolute; the caller's, as `fd` is -1 and all else 0 at first */
+    const char *path; /* absolute; the caller's, as are fd = -1, and 0 in all else, at first */
+    int64_t fd;       /* -1: it is not open; mapped it stays without */
     uint8_t *address; /* NULL: it is not mapped */
     int64_t nbytes;   /* of the file */
     int64_t device, inode;
-    int64_t fd;       /* -1: it is not open; mapped it stays without */
 } maps_file;
 
 /* Open a file of 1 to `limit` bytes, and map it, if less than `most` files are mapped then and there are addresses.

@@ -7,42 +7,36 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from array import array
 from collections.abc import Sequence
 
 from arrowcache.native.engine import _library, _quick
 
 _TOO_LONG = -1  # MAPS_LENGTH of the header
+_WORDS = struct.Struct("@6q")  # of `maps_file`
 _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
 
 
 class File(ctypes.Structure):
-    """A file, which may be open, and may be mapped: a `maps_file`.
+    """A file, which may be open, and may be mapped: a `maps_file`. Made by `file`.
 
-    `address` is 0 where it is not mapped. Other threads may read all of it at any time.
-
-    Args:
-        path: absolute.
+    `address` is 0 where it is not mapped, `fd` is -1 where it is not open. Any thread may read them.
     """
 
     _fields_ = (
-        ("_path", ctypes.c_char_p),
-        ("address", ctypes.c_int64),
-        *((name, ctypes.c_int64) for name in ("nbytes", "device", "inode", "fd")),
+        ("path", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("fd", "address", "nbytes", "device", "inode")),
     )
+    path: bytes
+    fd: int
     address: int
     nbytes: int
-    device: int
-    inode: int
-    fd: int
 
-    def __init__(self, path: bytes) -> None:
-        super().__init__(path, fd=-1)
-
-    @property
-    def path_address(self) -> int:
-        """Of its path, which a zero byte ends; as long as this lives."""
-        return ctypes.c_void_p.from_buffer(self).value or 0
+    def words(self) -> tuple[int, ...]:
+        """The addresses of its path and of the file, its length, device and inode; all as of now."""
+        path, _, *rest = _WORDS.unpack(self)
+        return (path, *rest)
 
     def open(self, limit: int, most: int) -> None:
         """Open it, and map it, if less than `most` files are mapped and there are addresses: see `address`.
@@ -52,19 +46,24 @@ class File(ctypes.Structure):
         """
         code = _quick.maps_open(self, limit, most)
         if code == _TOO_LONG:
-            name = os.path.basename(os.fsdecode(self._path))
+            name = os.path.basename(os.fsdecode(self.path))
             raise ValueError(f"{name} has {self.nbytes} bytes, a segment has 1 to {limit}")
         if code:
-            raise OSError(code, os.strerror(code), os.fsdecode(self._path))
+            raise OSError(code, os.strerror(code), os.fsdecode(self.path))
 
     def map(self) -> None:
         """Map it, which is open, however many are mapped. Raises: OSError: there are no addresses."""
         if code := _quick.maps_map(self):
-            raise OSError(code, os.strerror(code), os.fsdecode(self._path))
+            raise OSError(code, os.strerror(code), os.fsdecode(self.path))
 
     def close(self) -> None:
         """Close it; it stays mapped. Idempotent."""
         _quick.maps_close(self)
+
+
+def file(path: bytes) -> File:
+    """A file that is neither open nor mapped, by its absolute path."""
+    return File(path, -1)
 
 
 def unmap(files: Sequence[File]) -> None:

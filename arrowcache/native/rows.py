@@ -94,13 +94,10 @@ class Rows:
             return np.flatnonzero(~self._is_known)
         return np.unique(segments[~self._is_known[segments]])
 
-    def unmapped(self) -> NDArray[np.bool_]:
-        """Of each segment (n,), whether it is not mapped."""
-        return np.equal(self._table[:-1, _BASE_AT], 0)
-
-    def are_mapped(self) -> bool:
-        """Whether every segment is."""
-        return not self.unmapped().any()
+    def are_mapped(self, segments: NDArray[np.int64] | None = None) -> bool:
+        """Whether all of these segments are; None: every one."""
+        bases = self._table[:-1, _BASE_AT] if segments is None else self._table[segments, _BASE_AT]
+        return bool(bases.all())
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -12,8 +12,7 @@ import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pyarrow as pa
@@ -21,35 +20,26 @@ import pyarrow as pa
 from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts
 from arrowcache.native import maps
+from arrowcache.storage import mapping
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.locks import file_identity
-from arrowcache.storage.mapping import (
-    explained_at_open,
-    is_exiting,
-    most_mappings,
-    will_read_on,
-    will_read_pages,
-)
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
-_MOST_LAYOUTS = 64  # of those that several segments may share
-_NO_LAYOUT = array("q")
-_most_mapped = most_mappings() // 2
+_most_mapped = mapping.most_mappings() // 2
 
 
 class MappedSegment:
-    """A segment's file, mapped where `file.address` says so, and where its buffers begin.
+    """A segment's file, mapped where `file.address` says so.
 
-    `layout` has the bytes from the file's start: of each fixed column, then of the offsets and the values of
-    each variable one. `words` are what `Rows.put` is told; empty: it was not checked yet.
+    `layout` is where its buffers lie, and `words` are what `Rows.put` is told of it: once it was checked.
     """
 
     __slots__ = ("file", "layout", "warm", "was_read", "words")
+    layout: Layout
 
     def __init__(self, path: bytes) -> None:
-        self.file = maps.File(path)
-        self.layout = _NO_LAYOUT
+        self.file = maps.file(path)
         self.words: tuple[int, ...] = ()
         self.was_read = False  # its bytes were checked
         self.warm = array("b", (0,))  # whether its pages were brought to memory
@@ -59,11 +49,12 @@ class MappedSegment:
         is_mapped = self.file.address or maps.count() >= _most_mapped
         return bool(self.words and is_mapped and (self.was_read or not check_bytes))
 
-    def know(self, layout: array[int]) -> None:
+    def know(self, layout: Layout) -> None:
         """It was checked."""
-        file, self.layout = self.file, layout
-        places = layout.buffer_info()[0], file.path_address
-        self.words = file.address, file.nbytes, *places, file.device, file.inode, self.warm.buffer_info()[0]
+        self.layout = layout
+        path, address, nbytes, device, inode = self.file.words()
+        places = layout.buffers.buffer_info()[0], path, device, inode
+        self.words = address, nbytes, *places, self.warm.buffer_info()[0]
 
 
 class Claim:
@@ -85,14 +76,12 @@ class MappedSegments:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self._kind = settings, (settings.schema, settings.segment_bytes)
         self._known = KnownLayouts(settings.schema)
         self._lock = threading.Lock()
         self._segments: dict[int, MappedSegment] = {}  # by seq: whatever is mapped is here
         self._users: dict[int, int] = {}  # by seq: snapshots that may read it
         self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
-        self._layouts: dict[tuple[int, ...], array[int]] = {}
-        self._last: tuple[Layout | None, array[int]] = (None, _NO_LAYOUT)
         self._opening: maps.File | None = None
 
     @classmethod
@@ -108,17 +97,13 @@ class MappedSegments:
             identity = None
         with _caches_lock:
             found = _of_store.get(store) if identity is None else _of_identity.get(identity)
-            if found is None or not found._fits(store.settings):
+            if found is None or found._kind != (store.settings.schema, store.settings.segment_bytes):
                 found = cls(store.settings)
                 if identity is not None:
                     _of_identity[identity] = found
             if _of_store.get(store) is not found:
                 _of_store[store] = found  # it lives as long as a store of it
             return found
-
-    def _fits(self, settings: Settings) -> bool:
-        mine = self._settings
-        return (mine.schema, mine.segment_bytes) == (settings.schema, settings.segment_bytes)
 
     def acquire(self, claim: Claim) -> None:
         """Keep its segments mapped, once they are; the caller leases them until it released them.
@@ -144,7 +129,7 @@ class MappedSegments:
         self._let_go()
 
     def _let_go(self) -> None:
-        while self._released and not self._lock.locked() and not is_exiting():
+        while self._released and not self._lock.locked() and not mapping.is_exiting():
             with self._lock:  # not a try to acquire it: Ctrl-C would come between that and its try block
                 while self._released:
                     claim, count, then = self._released[0]
@@ -194,24 +179,6 @@ class MappedSegments:
             self._let_go()
         return found
 
-    @contextmanager
-    def alone(self, segment: SegmentInfo, store: Store) -> Iterator[MappedSegment]:
-        """Map a segment for which no mapping is left once more, for itself, while the context lasts.
-
-        Args, Raises: as `map`.
-        """
-        found = MappedSegment(_path(segment, store))
-        try:
-            with self._lock:
-                self._open(found, segment, store, check_bytes=False, is_alone=True)
-            yield found
-        finally:
-            maps.unmap([found.file])
-
-    def mapped(self) -> list[int]:
-        """The seqs of the segments that are mapped, in order."""
-        return sorted(seq for seq, found in list(self._segments.items()) if found.file.address)
-
     def _map(self, segment: SegmentInfo, store: Store, check_bytes: bool) -> MappedSegment:
         found = self._segments.get(segment.seq)
         if found is not None:
@@ -219,69 +186,44 @@ class MappedSegments:
                 if check_bytes and not found.was_read:
                     self._check(found, segment, store, check_bytes)
                 return found
-            self._unmap([segment.seq])  # what Ctrl-C has left
-        found = self._segments[segment.seq] = MappedSegment(_path(segment, store))
+            self._unmap([segment.seq])  # what Ctrl-C has left, or found no mapping
+        found = MappedSegment(os.fsencode(f"{store.folder.segments}/{segment.name}"))
+        self._segments[segment.seq], self._opening = found, found.file
         try:
-            self._open(found, segment, store, check_bytes=check_bytes)
-        except BaseException:
-            self._unmap([segment.seq])
-            raise
-        return found
-
-    def _open(
-        self,
-        found: MappedSegment,
-        segment: SegmentInfo,
-        store: Store,
-        *,
-        check_bytes: bool,
-        is_alone: bool = False,
-    ) -> None:
-        """Map a segment and check it: by comparison where its layout is known."""
-        self._opening = file = found.file
-        try:
-            file.open(self._settings.segment_bytes, _most_mapped)
-            if is_alone:
-                file.map()
-            read = partial(os.pread, file.fd)
-            layout = None if check_bytes else self._known.find(read, file.nbytes, segment.rows)
-            if layout is None:
-                layout = self._check(found, segment, store, check_bytes)
-            found.know(self._shared(layout))
+            self._open(found, segment, store, check_bytes)
         except (OSError, ValueError) as error:
-            shown = explained_at_open(error) if isinstance(error, OSError) else error
+            shown = mapping.explained_at_open(error)
             raise unfit(shown) or shown from None
         finally:
-            file.close()
+            found.file.close()
+            if not found.words:
+                self._unmap([segment.seq])
+        return found
+
+    def _open(self, found: MappedSegment, segment: SegmentInfo, store: Store, check_bytes: bool) -> None:
+        """Map a segment and check it: by comparison where its layout is known."""
+        file = found.file
+        file.open(self._settings.segment_bytes, _most_mapped)
+        read = partial(os.pread, file.fd)
+        layout = None if check_bytes else self._known.find(read, file.nbytes, segment.rows)
+        found.know(layout or self._check(found, segment, store, check_bytes))
 
     def _check(self, found: MappedSegment, segment: SegmentInfo, store: Store, check_bytes: bool) -> Layout:
         """Check a file the complete way; one that is open is mapped for as long as that takes."""
         file, was_mapped = found.file, found.file.address
         file.map()
         try:
-            will_read_on(file.address, file.nbytes)
+            mapping.will_read_on(file.address, file.nbytes)
             buffer = pa.foreign_buffer(file.address, file.nbytes)
             layout = check_file(buffer, store, segment, check_bytes=check_bytes)
             self._known.learn(buffer, layout)
             found.was_read |= check_bytes
         finally:
             if was_mapped:
-                will_read_pages(file.address, file.nbytes)
+                mapping.will_read_pages(file.address, file.nbytes)
             else:
                 maps.unmap([file])
         return layout
-
-    def _shared(self, layout: Layout) -> array[int]:
-        """Where buffers are: one array for all segments that are alike."""
-        if layout is self._last[0]:
-            return self._last[1]
-        at = (*layout.fixed, *(place for pair in layout.variable for place in pair))
-        places = self._layouts.pop(at, None)
-        self._layouts[at] = places = array("q", at) if places is None else places  # last used last
-        if len(self._layouts) > _MOST_LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
-        self._last = layout, places
-        return places
 
     def _forget_in_child(self) -> None:
         """A forked child inherits no mapping and no lease."""
@@ -292,10 +234,6 @@ class MappedSegments:
     def __del__(self) -> None:
         if hasattr(self, "_opening"):
             self._let_go()  # what was cut short
-
-
-def _path(segment: SegmentInfo, store: Store) -> bytes:
-    return os.fsencode(f"{store.folder.segments}/{segment.name}")
 
 
 def _after_fork_in_child() -> None:

@@ -34,13 +34,14 @@ from arrowcache.reading.mapped import Claim, MappedSegment, MappedSegments
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.placement import Placement
 from arrowcache.reading.slots import Slot
-from arrowcache.reading.spilled import gather_spilled
+from arrowcache.reading.spilled import Spilled
 from arrowcache.reading.values import Column
 from arrowcache.reading.view import Viewer, has_room
+from arrowcache.reading.warmth import Warmed
 from arrowcache.storage import timeline
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
-from arrowcache.storage.mapping import FileMapping, populate, will_need, will_read_on
+from arrowcache.storage.mapping import FileMapping
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
@@ -48,10 +49,8 @@ from arrowcache.units import format_bytes, format_count, parse_count
 if TYPE_CHECKING:
     from typing import Self
 
-_TOUCH_BYTES = 8 << 20  # between two looks whether it is still wanted
 
-
-class Snapshot:
+class Snapshot(Warmed):
     """Rows of the segments that were published at one moment. A context manager.
 
     Made by `Cache.snapshot()` and by loaders. Safe to use from several threads; dead in a forked
@@ -192,42 +191,30 @@ class Snapshot:
         Raises: OutsideError: a row is outside the snapshot.
         """
         with _Reader(self):
-            placement, is_spilled = self._find(ids)
-            if is_spilled:
-                return gather_spilled(
-                    self._mapped, self._store, self._segments, self._starts, ids, names, arrays
-                )
-            return placement.gather(ids, names, arrays, ask_ahead=self.asks_ahead)
+            return self._find(ids).gather(ids, names, arrays, ask_ahead=self.asks_ahead)
 
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
         """Begin `gather_into`, with the fixed-width columns in a slot; it reads this until it has ended."""
         reader = _Reader(self)
         try:
-            placement, is_spilled = self._find(ids)
-            if is_spilled:
-                arrays = slot.arrays()
-                whole = gather_spilled(
-                    self._mapped, self._store, self._segments, self._starts, ids, names, arrays
-                )
-                gather = Gather(None, {}, {n: column for n, column in whole.items() if n not in arrays})
-            else:
-                gather = placement.begin(ids, names, slot.addresses, slot, ask_ahead=self.asks_ahead)
+            gather = self._find(ids).begin(ids, names, slot.addresses, slot, ask_ahead=self.asks_ahead)
         except BaseException:
             reader.end()
             raise
         gather.then = reader.end
         return gather
 
-    def _find(self, ids: NDArray[np.int64]) -> tuple[Placement, bool]:
-        """Where rows are, mapped now; and whether no mapping is left for some."""
+    def _find(self, ids: NDArray[np.int64]) -> Placement | Spilled:
+        """Where rows are, mapped now."""
         placement = self._placement
-        if self._is_whole:
-            return placement, False
-        segments = placement.segments_of(ids)
-        missing = self._rows.unknown(segments)
-        if len(missing):
-            self._map_some(missing.tolist())
-        return placement, bool(self._rows.unmapped()[segments].any())
+        if not self._is_whole:
+            segments = placement.segments_of(ids)
+            missing = self._rows.unknown(segments)
+            if len(missing):
+                self._map_some(missing.tolist())
+            if not self._rows.are_mapped(segments):
+                return Spilled(self._store, self._segments, self._starts)
+        return placement
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows as a pyarrow.Table over the mapped files, without a copy.
@@ -285,12 +272,12 @@ class Snapshot:
         if lease is None or first + count > self._starts[index + 1] or not has_room():
             return None
         with _Reader(self):
-            found, segment = self._found[index] or self._map(index), self._segments[index]
+            found, segment = self._map(index), self._segments[index]
             start = first - int(self._starts[index])
             end_lease = lease.share(segment.seq)
             try:
                 path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
-                return dict(viewer.view(path, segment.nbytes, found.layout, rows, end_lease))
+                return dict(viewer.view(path, segment.nbytes, found.layout.buffers, rows, end_lease))
             except OSError:  # no address space or file descriptor is left
                 end_lease()
                 return None
@@ -342,8 +329,7 @@ class Snapshot:
                 return
             passed, self._released = range(self._released, count), count
             self._rows.release(int(self._starts[count]))
-        for index in passed:  # the next epoch may have it mapped still, when the kernel took its pages back
-            self._note_warm(index, is_warm=False)
+        self._note_cold(passed)
         assert self._lease is not None
         lease, last = self._lease, self._segments[-1].seq
         first = self._segments[count].seq if count < len(self._segments) else last + 1
@@ -374,10 +360,8 @@ class Snapshot:
         """Map what can be, so that the folder is not needed any more; the rest tells when it is asked for."""
         with _Reader(self), self._mapping:
             for index in self._rows.unknown().tolist():
-                segment = self._segments[index]
                 with suppress(CorruptSegmentError, OSError):
-                    check = segment.seq < self._suspect_below
-                    self._put(index, self._mapped.map(segment, self._store, check_bytes=check))
+                    self._open(index)
 
     def close(self) -> None:
         """Unmap and unlease. Idempotent; a gather in another thread ends first, undisturbed."""
@@ -457,7 +441,7 @@ class Snapshot:
             self._let_go()
 
     def _let_go(self) -> None:
-        unlease = self._lease.close if self._lease is not None else _nothing
+        unlease = self._lease.close if self._lease is not None else lambda: None
         if self._pid == os.getpid():
             self._mapped.release(self._claim, len(self._claim.segments), unlease)
         else:
@@ -486,14 +470,16 @@ class Snapshot:
         self._is_whole = self._rows.are_mapped()
 
     def _map(self, index: int) -> MappedSegment:
-        segment, found = self._segments[index], self._found[index]
-        if found is None:
-            check = segment.seq < self._suspect_below
-            try:
-                found = self._mapped.map(segment, self._store, check_bytes=check)
-            except CorruptSegmentError as error:
-                self._condemn(segment, error)
-            self._put(index, found)
+        try:
+            return self._found[index] or self._open(index)
+        except CorruptSegmentError as error:
+            self._condemn(self._segments[index], error)
+
+    def _open(self, index: int) -> MappedSegment:
+        segment = self._segments[index]
+        check = segment.seq < self._suspect_below
+        found = self._mapped.map(segment, self._store, check_bytes=check)
+        self._put(index, found)
         return found
 
     def _put(self, index: int, found: MappedSegment) -> None:
@@ -526,37 +512,6 @@ class Snapshot:
             self._condemn(segment, error)
         return labelled(segment_file.open_batch(file, schema), schema)
 
-    def warm(self, index: int, is_wanted: Callable[[], bool]) -> bool:
-        """Have a mapped segment's pages in memory and in the page tables, ahead of their use.
-
-        Blocks: while the disk reads; ends early when `is_wanted` says no more, or the snapshot is closed.
-        Returns: whether it did not.
-        """
-        address, nbytes = self._memory_of(index)
-        will_read_on(address, nbytes)
-        is_warm = True
-        for start in range(0, nbytes, _TOUCH_BYTES):
-            if not is_wanted() or self._closed or index < self._released:
-                return False
-            is_warm &= populate(address + start, min(_TOUCH_BYTES, nbytes - start))
-        self._note_warm(index, is_warm=is_warm)
-        return True
-
-    def announce(self, index: int) -> None:
-        """Have the disk begin to read a mapped segment."""
-        address, nbytes = self._memory_of(index)
-        if nbytes and index >= self._released:
-            will_need(address, nbytes)
-
-    def _note_warm(self, index: int, *, is_warm: bool) -> None:
-        found = self._found[index]
-        if found is not None:
-            found.warm[0] = is_warm
-
-    def _memory_of(self, index: int) -> tuple[int, int]:
-        found = self._found[index]
-        return (0, 0) if found is None or not found.file.address else (found.file.address, found.file.nbytes)
-
 
 class _Reader:
     """Who reads a snapshot, which stays as it is until that has ended: a context manager.
@@ -585,7 +540,3 @@ class _Reader:
     def __del__(self) -> None:
         if not self.has_ended:
             self.end()
-
-
-def _nothing() -> None:
-    pass

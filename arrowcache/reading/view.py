@@ -70,7 +70,7 @@ class Viewer:
 
         Args:
             path, nbytes: the file.
-            layout: at which bytes of it its columns lie, as `MappedSegment.layout` has it.
+            layout: at which bytes of it its columns lie, as `Layout.buffers` has it.
             rows: contiguous rows of the segment, at least one.
             end_lease: called when the file is unmapped again; if this raises, by the caller.
         Returns: name -> (len(rows), *shape), writable; of a ragged column `Values(data, offsets)`,

@@ -225,10 +225,12 @@ def _open(path: str | os.PathLike[str]) -> int:
         raise explained_at_open(OSError(error.errno, error.strerror, os.fspath(path))) from None
 
 
-def explained_at_open(error: OSError) -> OSError:
+def explained_at_open(error: Exception) -> Exception:
     """An error of opening or mapping a file of a cache, with what to do; its path is in it."""
     what = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.ENOMEM)
-    return explained(error, Path(error.filename or "").parent) if error.errno in what else error
+    if not isinstance(error, OSError) or error.errno not in what:
+        return error
+    return explained(error, Path(error.filename or "").parent)
 
 
 def most_mappings() -> int:

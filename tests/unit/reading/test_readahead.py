@@ -18,6 +18,7 @@ from helpers import (
     ids_of,
     in_child,
     make_cache,
+    mapped_seqs,
     publish,
     published_ids,
     segment_files,
@@ -71,11 +72,6 @@ def gate(monkeypatch):
     gate.go_on.set()
 
 
-def mapped(cache: ac.Cache) -> list[int]:
-    """Which segments are mapped in this process."""
-    return MappedSegments.of(cache.store).mapped()
-
-
 def readahead_threads() -> int:
     return sum(thread.name == "arrowcache-readahead" for thread in threading.enumerate())
 
@@ -93,17 +89,17 @@ def parked(cache: ac.Cache, ahead: ReadAhead) -> None:
 def test_a_parked_snapshot_is_let_go_after_a_moment(cache, ahead):
     parked(cache, ahead)
     wait_until(lambda: cache.stats().leased_bytes == 0, "the moment to pass")
-    assert mapped(cache) == []
+    assert mapped_seqs(cache) == []
 
 
 def test_a_parked_snapshot_stays_until_a_writer_of_this_process_needs_room(cache, ahead, monkeypatch):
     monkeypatch.setattr(readahead, "_PARKED_SECONDS", 3600.0)
     parked(cache, ahead)
-    assert mapped(cache) == list(range(10))
+    assert mapped_seqs(cache) == list(range(10))
     assert cache.stats().leased_bytes > 0
     publish(cache, 60)  # twice the capacity, with on_full="raise"
     assert disk_bytes(cache.path) <= cache.stats().capacity_bytes
-    assert mapped(cache) == []
+    assert mapped_seqs(cache) == []
     assert seqs(cache)[0] > 9
 
 
@@ -125,7 +121,7 @@ def test_several_parked_snapshots_are_let_go_by_drop_and_close(cache, monkeypatc
         parked(cache, ahead)
         end()
         assert cache.stats().leased_bytes == 0
-        assert mapped(cache) == []
+        assert mapped_seqs(cache) == []
     ahead.close()
 
 
@@ -156,9 +152,9 @@ def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, monkeypatch):
     mappings: list[int] = []
     opening = MappedSegments._open
 
-    def counted(self, found, segment, store, **options):
+    def counted(self, found, segment, *arguments):
         mappings.append(segment.seq)
-        opening(self, found, segment, store, **options)
+        opening(self, found, segment, *arguments)
 
     monkeypatch.setattr(MappedSegments, "_open", counted)
     with Loader(cache, 16) as loader:
@@ -241,9 +237,9 @@ def test_segments_published_while_an_epoch_runs_are_mapped_before_the_next(cache
         epoch = iter(loader)
         next(epoch)
         publish(cache, 3)
-        wait_until(lambda: {10, 11, 12} <= set(mapped(cache)), "the new ones to be mapped")
+        wait_until(lambda: {10, 11, 12} <= set(mapped_seqs(cache)), "the new ones to be mapped")
         publish(cache, 2)
-        wait_until(lambda: {13, 14} <= set(mapped(cache)), "still newer ones, too")
+        wait_until(lambda: {13, 14} <= set(mapped_seqs(cache)), "still newer ones, too")
         assert max(ids_of(epoch)) < 160, "the epoch goes on without them"
         assert sorted(ids_of(loader)) == list(range(240))
 
@@ -252,8 +248,8 @@ def test_only_what_where_accepts_is_mapped_ahead(cache):
     with Loader(cache, 16, where=lambda segment: segment.seq % 2 == 0) as loader:
         epoch = iter(loader)
         publish(cache, 4)
-        wait_until(lambda: {10, 12} <= set(mapped(cache)), "the new ones to be mapped")
-        assert all(seq % 2 == 0 for seq in mapped(cache))
+        wait_until(lambda: {10, 12} <= set(mapped_seqs(cache)), "the new ones to be mapped")
+        assert all(seq % 2 == 0 for seq in mapped_seqs(cache))
         assert len(ids_of(epoch)) == 80
 
 
@@ -261,7 +257,7 @@ def test_what_is_mapped_ahead_does_not_keep_older_segments(cache):
     with Loader(cache, 16, where=lambda segment: segment.seq >= 8) as loader:
         epoch = iter(loader)
         publish(cache, 2)
-        wait_until(lambda: {10, 11} <= set(mapped(cache)), "the new ones to be mapped")
+        wait_until(lambda: {10, 11} <= set(mapped_seqs(cache)), "the new ones to be mapped")
         assert cache.evict("1GB") > 0
         assert seqs(cache) == [8, 9, 10, 11]
         assert len(ids_of(epoch)) == 32
@@ -272,7 +268,7 @@ def test_what_is_mapped_ahead_makes_way_for_a_writer_of_this_process(cache):
     with Loader(cache, 16) as loader:
         epoch = iter(loader)
         publish(cache, 2)
-        wait_until(lambda: {10, 11} <= set(mapped(cache)), "the new ones to be mapped")
+        wait_until(lambda: {10, 11} <= set(mapped_seqs(cache)), "the new ones to be mapped")
         assert len(ids_of(epoch)) == 160
         publish(cache, 60)
         assert seqs(cache)[0] > 11
@@ -302,7 +298,7 @@ def test_an_epoch_that_reads_everywhere_gives_up_nothing_before_its_end(cache, s
         epoch = iter(loader)
         delivered = ids_of(next(epoch) for _ in range(19))
         publish(cache, 1)
-        wait_until(lambda: 10 in mapped(cache), "the read-ahead to have looked")
+        wait_until(lambda: 10 in mapped_seqs(cache), "the read-ahead to have looked")
         assert cache.evict(1) == 0
         assert sorted(delivered + ids_of(epoch)) == list(range(160))
 
@@ -367,7 +363,7 @@ def test_an_exception_of_where_in_the_thread_is_told_by_the_next_epoch(cache, ga
         assert sorted(ids_of(loader)) == list(range(176))
         epoch = iter(loader)
         publish(cache, 1)
-        wait_until(lambda: 11 in mapped(cache), "the thread to work on")
+        wait_until(lambda: 11 in mapped_seqs(cache), "the thread to work on")
         epoch.close()
 
 
@@ -379,10 +375,10 @@ def test_close_ends_the_thread_and_lets_go_of_everything(cache):
     loader = Loader(cache, 16)
     epoch = iter(loader)
     publish(cache, 2)
-    wait_until(lambda: {10, 11} <= set(mapped(cache)), "the new ones to be mapped")
+    wait_until(lambda: {10, 11} <= set(mapped_seqs(cache)), "the new ones to be mapped")
     loader.close()
     assert cache.stats().leased_bytes == 0
-    assert mapped(cache) == []
+    assert mapped_seqs(cache) == []
     wait_until(lambda: readahead_threads() == before, "the thread to end")
     assert next(epoch, None) is None
 
@@ -413,7 +409,7 @@ def test_a_loader_that_is_dropped_leaves_no_thread(cache, state):
     gc.collect()
     wait_until(lambda: readahead_threads() == before, "the thread to end")
     wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
-    assert mapped(cache) == []
+    assert mapped_seqs(cache) == []
 
 
 @pytest.mark.parametrize("state", ["in an epoch", "between epochs"])
@@ -428,7 +424,7 @@ def test_a_forked_child_has_a_read_ahead_of_its_own_and_its_parent_keeps_its_lea
             del first[:]
             newer = iter(loader)
             publish(cache, 1)
-            wait_until(lambda: 10 in mapped(cache), "the child's thread to map it")
+            wait_until(lambda: 10 in mapped_seqs(cache), "the child's thread to map it")
             assert sorted(ids_of(newer)) == list(range(160))
             loader.close()
 

@@ -20,6 +20,7 @@ from helpers import (
     flip_byte,
     in_child,
     make_cache,
+    mapped_seqs,
     publish,
     replace_file,
     segment_files,
@@ -481,11 +482,11 @@ def test_a_closed_snapshot_refuses_and_leases_nothing(tmp_path):
     snapshot = cache.snapshot()
     snapshot.gather([0])
     assert cache.stats().leased_bytes > 0
-    assert len(MappedSegments.of(cache.store).mapped()) == 1
+    assert len(mapped_seqs(cache)) == 1
     snapshot.close()
     snapshot.close()
     assert cache.stats().leased_bytes == 0
-    assert len(MappedSegments.of(cache.store).mapped()) == 0
+    assert len(mapped_seqs(cache)) == 0
     for use in (lambda: snapshot.gather([0]), snapshot.table, snapshot.map_all):
         with pytest.raises(ValueError, match="closed"):
             use()
@@ -516,11 +517,11 @@ def test_what_two_snapshots_share_stays_mapped_until_both_are_closed(tmp_path):
     publish(cache, 1)
     second = cache.snapshot()
     first.close()
-    assert len(MappedSegments.of(cache.store).mapped()) == 3
+    assert len(mapped_seqs(cache)) == 3
     assert second.gather([0, 63])["id"].tolist() == [0, 63]
-    assert len(MappedSegments.of(cache.store).mapped()) == 4
+    assert len(mapped_seqs(cache)) == 4
     second.close()
-    assert len(MappedSegments.of(cache.store).mapped()) == 0
+    assert len(mapped_seqs(cache)) == 0
 
 
 def test_what_was_evicted_makes_way_for_the_new_segments(tmp_path):
@@ -601,7 +602,7 @@ def test_closing_lets_a_gather_in_another_thread_end_first(tmp_path, monkeypatch
     thread.join(20)
     assert got["id"].tolist() == [47]
     assert cache.stats().leased_bytes == 0
-    assert len(MappedSegments.of(cache.store).mapped()) == 0
+    assert len(mapped_seqs(cache)) == 0
 
 
 def test_many_threads_may_gather_at_once(tmp_path):
@@ -818,7 +819,7 @@ def test_mapping_all_leaves_damaged_segments_out(tmp_path):
         assert snapshot.gather(range(32))["id"].tolist() == [*range(16, 32), *range(48, 64)]
         assert len(snapshot) == 32
     assert seqs(cache) == [1, 3]
-    assert len(MappedSegments.of(cache.store).mapped()) == 0
+    assert len(mapped_seqs(cache)) == 0
 
 
 def test_one_that_a_writer_closes_while_it_meets_a_damaged_segment_maps_and_leases_nothing(
@@ -838,7 +839,7 @@ def test_one_that_a_writer_closes_while_it_meets_a_damaged_segment_maps_and_leas
     with pytest.warns(RuntimeWarning, match="quarantined"):
         snapshot.map_all()
     mapped = MappedSegments.of(cache.store)
-    assert (mapped.mapped(), mapped._users, cache.stats().leased_bytes) == ([], {}, 0)
+    assert (mapped_seqs(cache), mapped._users, cache.stats().leased_bytes) == ([], {}, 0)
 
 
 @pytest.mark.parametrize("part", ["header", "offsets", "footer"])

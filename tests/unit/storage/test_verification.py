@@ -354,7 +354,7 @@ def refuse_to_map(path, code, monkeypatch):
     opened = maps.File.open
 
     def refused(file, *arguments):
-        if file._path == os.fsencode(path):
+        if file.path == os.fsencode(path):
             raise OSError(code, os.strerror(code), str(path))
         opened(file, *arguments)
 

@@ -100,6 +100,7 @@ PUBLIC int64_t maps_unmap(maps_file *const *files, int64_t count)
 {
     int64_t error = 0;
     for (int64_t i = 0; i < count; i++) {
+        maps_close(files[i]);
         uint8_t *address = files[i]->address;
         if (!address)
             continue;

@@ -67,7 +67,7 @@ def file(path: bytes) -> File:
 
 
 def unmap(files: Sequence[File]) -> None:
-    """Unmap files. Idempotent, and where it is interrupted, to be called again.
+    """Unmap files, and close what is open. Idempotent, and where it is interrupted, to be called again.
 
     Raises: OSError: not all; their `address` says which are left.
     """

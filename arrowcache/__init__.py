@@ -6,7 +6,7 @@ General layout, from top to bottom; an import only points down:
     torch/                   batches as PyTorch tensors (imports torch: `import arrowcache.torch`)
     ray/                     samplers all over a cluster (imports ray: `import arrowcache.ray`)
     sampling/                samplers: user code that draws samples, on any executor
-    reading/                 snapshots, orders, the arena, loaders: one pass over what is there
+    reading/                 snapshots, orders, mapped segments, loaders: one pass over what is there
     storage/                 the folder: publish, evict, lease, recover
     arrow/                   schema <-> columns, segment <-> file
     linux.py                 the kernel's calls; errors.py, units.py: the exception tree; sizes in bytes

@@ -102,6 +102,13 @@ def ids_of(batches: Iterable[Mapping[str, Any]]) -> list[int]:
     return [number for batch in batches for number in batch["id"].tolist()]
 
 
+def mapped_seqs(cache: ac.Cache) -> list[int]:
+    """Which segments this process has mapped, oldest first; each as often as it is."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    files = [Path(fields[5]) for fields in lines if fields[5:] and int(fields[2], 16) == 0]
+    return sorted(int(file.name.split("-")[0]) for file in files if file.parent == cache.path / "segments")
+
+
 def seqs(cache: ac.Cache) -> list[int]:
     """Sequence numbers of what is published, read from the folder's names."""
     return sorted(int(name[:20]) for name in os.listdir(cache.path / "segments"))

@@ -14,9 +14,11 @@ tensors are uniform, those of variable-length columns rise.
 from __future__ import annotations
 
 import io
+import itertools
 import math
+from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,12 +65,17 @@ class Layout:
     """Where the buffers of one segment's columns lie: byte offsets from the file's start.
 
     `fixed` has the values of each fixed-width column, `variable` (offsets, values) of each
-    variable-length one, both in the schema's physical order.
+    variable-length one, both in the schema's physical order; `buffers` has them all, one after another.
     """
 
     rows: int
     fixed: tuple[int, ...]
     variable: tuple[tuple[int, int], ...]
+    buffers: array[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places = array("q", [*self.fixed, *itertools.chain.from_iterable(self.variable)])
+        object.__setattr__(self, "buffers", places)
 
 
 class _Pieces(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""Build: the shared library of engine and orders, compiled when the package is built.
+"""Build: the shared library of engine, orders and maps, compiled when the package is built.
 
 hatchling finds `EngineHook` here. The compiler is `$CC`, else cc, gcc or clang, else the one of the PyPI
 package ziglang, which pip then brings. A wheel's library is for the platform of its tag; that of an editable
@@ -23,7 +23,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path(__file__).parent
 LIBRARY = "libengine.so"
-SOURCES = tuple(FOLDER / name for name in ("engine.c", "chunks.c", "files.c", "order.c"))
+SOURCES = tuple(FOLDER / name for name in ("engine.c", "chunks.c", "files.c", "maps.c", "order.c"))
 HEADERS = tuple(path.with_suffix(".h") for path in SOURCES)
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 PLATFORM_VARIABLE = "ARROWCACHE_WHEEL_PLATFORM"  # a wheel's platform tag, for releases

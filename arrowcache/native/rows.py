@@ -1,11 +1,16 @@
-"""Rows: segments' files and the rows in them, numbered one after another, as the engine reads them.
+"""Rows: those of segments, numbered one after another, as the engine reads them.
 
-Begins with no file known; each is put there when it is. Whoever has it keeps what it was given where it is.
+A table of segments that is filled in place, segment by segment, as their files are mapped: threads that copy
+rows of others go on meanwhile.
+
+Must never: tell of a segment that is unmapped while its rows may still be asked for. What the addresses in it
+point to is the caller's to keep.
 """
 
 from __future__ import annotations
 
-import ctypes
+import struct
+from ctypes import c_int64, c_void_p
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +18,14 @@ from numpy.typing import NDArray
 from arrowcache.native.library import address_of, declare, quick
 
 _SEGMENT_WORDS = 7  # of `engine_segment`
+_REST_AT, _FIRST_ROW = 8, 3
 _FIRST = 3  # of `engine_rows`
+_BASE, _REST = struct.Struct("@q"), struct.Struct("@6q")
 _BLOCKS_A_SEGMENT = 4
 
 
 class Rows:
-    """A table that C reads.
+    """Rows of segments, none of which is mapped at first.
 
     Args:
         starts: (n + 1,) int64 numbers of the segments' first rows, and how many rows there are.
@@ -27,35 +34,46 @@ class Rows:
     def __init__(self, starts: NDArray[np.int64]) -> None:
         count, rows = len(starts) - 1, int(starts[-1])
         self._table = np.zeros((count + 1, _SEGMENT_WORDS), np.int64)
-        self._table[:, 3] = starts
+        self._table[:, _FIRST_ROW] = starts
+        self._memory = self._table.data.cast("B")
+        self._starts = starts.tolist()
+        self._is_known = np.zeros(count, np.bool_)
         each = np.diff(starts)
         alike = count > 0 and bool((each[:-1] == each[0]).all()) and each[-1] <= each[0]
-        rows_each, shift, blocks = int(each[0]) if alike else 0, 0, np.zeros(0, np.int64)
+        rows_each, shift, self._blocks = int(each[0]) if alike else 0, 0, np.zeros(0, np.int64)
         if count and not alike:
             shift = max(0, (rows // (_BLOCKS_A_SEGMENT * count)).bit_length() - 1)
             firsts = np.arange(0, rows + (1 << shift), 1 << shift)
-            blocks = starts.searchsorted(np.minimum(firsts, rows - 1), side="right") - 1
-        self._blocks = blocks
-        words = (address_of(self._table), address_of(blocks), count, 0, rows, rows_each, shift)
+            self._blocks = starts.searchsorted(np.minimum(firsts, rows - 1), side="right") - 1
+        words = (address_of(self._table), address_of(self._blocks), count, 0, rows, rows_each, shift)
         self._words = np.array(words, np.int64)
         self.address = address_of(self._words)
 
     def put(
-        self, index: int, base: int, nbytes: int, layout: int, path: int, device: int, inode: int
+        self,
+        index: int,
+        base: int,
+        nbytes: int,
+        layout_address: int,
+        path_address: int,
+        device: int,
+        inode: int,
     ) -> None:
-        """Make a segment's file known.
+        """Tell where a segment's file is.
 
         Args:
             index: of the segment.
-            base: address of the file where it is mapped; 0: it is not, and its rows are read.
+            base: the address of its file; 0: it is not mapped, and its rows are read.
             nbytes: of the file.
-            layout: address of int64 numbers that say where each buffer begins, in bytes of the file.
-            path: address of its path, which ends with a zero byte; 0: it is mapped, and is not read.
+            layout_address: of int64 that say where each buffer begins, in bytes of the file.
+            path_address: of its absolute path, which a zero byte ends; 0: it is mapped, and never read.
             device, inode: of the file.
         """
-        self._table[index, 1], self._table[index, 2] = nbytes, layout
-        self._table[index, 4:] = path, _word(device).value, _word(inode).value  # which may be from 2**63 on
-        self._table[index, 0] = base  # last: it may be looked at meanwhile
+        at, first = 8 * _SEGMENT_WORDS * index, self._starts[index]
+        rest = nbytes, layout_address, first, path_address, device, inode
+        _REST.pack_into(self._memory, at + _REST_AT, *rest)
+        _BASE.pack_into(self._memory, at, base)  # last, in one piece: threads may read it by now
+        self._is_known[index] = True
 
     def release(self, first: int) -> None:
         """Refuse rows before this one from now on."""
@@ -68,6 +86,11 @@ class Rows:
         bad = quick.engine_segments(self.address, address_of(ids), len(ids), address_of(segments))
         return segments if bad < 0 else int(bad)
 
+    def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Which segments were not put yet, each once and in order: of these, or of all."""
+        if segments is None:
+            return np.flatnonzero(~self._is_known)
+        return np.unique(segments[~self._is_known[segments]])
 
-_pointer, _word = ctypes.c_void_p, ctypes.c_int64
-declare("engine_segments", _word, _pointer, _pointer, _word, _pointer)
+
+declare("engine_segments", c_int64, c_void_p, c_void_p, c_int64, c_void_p)

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.native import engine
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.gather import Gather
+from arrowcache.reading.gather import Fetch, Gather
 from arrowcache.reading.output import page_aligned
 from arrowcache.reading.pipeline import Done, Elsewhere, Job, Made
 from arrowcache.reading.slots import Slot, Slots
@@ -171,7 +170,7 @@ class Assembly:
         ids: NDArray[np.int64],
         batches: int,
         published: float,
-        fetched: Sequence[engine.Job],
+        fetched: Sequence[Fetch],
     ) -> Job:
         if self._transform is not None:
             make = partial(self._transformed, self._transform, epoch, ids, published)
@@ -190,7 +189,7 @@ class Assembly:
             partial(self._finish, epoch, ids, published),
         )
 
-    def _begin(self, epoch: Epoch, ids: NDArray[np.int64], fetched: Sequence[engine.Job]) -> Gathered:
+    def _begin(self, epoch: Epoch, ids: NDArray[np.int64], fetched: Sequence[Fetch]) -> Gathered:
         slot = self.slots.lend(len(ids))
         gather = epoch.snapshot.begin_gather(ids, self._names, slot)
         return Gathered(slot, gather, self._meter, fetched)
@@ -207,7 +206,7 @@ class Assembly:
             return iter((self._complete(epoch, ids, columns, published, copied=True),))
         return self._cut(epoch, ids, columns, published, copied=True)
 
-    def _begin_crew(self, make: Callable[[], Made], fetched: Sequence[engine.Job]) -> Elsewhere:
+    def _begin_crew(self, make: Callable[[], Made], fetched: Sequence[Fetch]) -> Elsewhere:
         assert self._crew is not None
         return Elsewhere(self._crew.submit(make), fetched)
 
@@ -310,7 +309,7 @@ class Assembly:
 class Gathered:
     """Rows on their way into a slot, as of `Pending`; waiting for them counts as "gather" or "store"."""
 
-    def __init__(self, slot: Slot, gather: Gather, meter: Meter, fetched: Sequence[engine.Job]) -> None:
+    def __init__(self, slot: Slot, gather: Gather, meter: Meter, fetched: Sequence[Fetch]) -> None:
         self.slot, self.gather, self._meter, self._fetched = slot, gather, meter, fetched
         self._seconds = 0.0
 
@@ -338,7 +337,7 @@ class Gathered:
 class Fetched(Done):
     """Nothing is under way but what the disk was asked for."""
 
-    def __init__(self, fetched: Sequence[engine.Job]) -> None:
+    def __init__(self, fetched: Sequence[Fetch]) -> None:
         self._fetched = fetched
 
 
@@ -360,7 +359,7 @@ class Fetching:
             self._ahead_steps = -(-ahead_rows // rows_a_step)
             self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
 
-    def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[engine.Job]:
+    def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Fetch]:
         """What is asked of the disk as a job of these rows is begun; it is to be kept as long as that."""
         if self._is_window:
             return self._fetch_window(step, len(ids))
@@ -369,17 +368,12 @@ class Fetching:
         size = len(ids) if self._is_run(ids) else self._epoch.plan.block_rows
         runs = [ids[start : start + size] for start in range(0, len(ids), size)]
         fetch = self._epoch.snapshot.fetch
-        return [
-            job
-            for run in runs
-            if self._is_run(run)
-            for job in fetch(int(run[0]), int(run[-1]) + 1, self._names)
-        ]
+        return [fetch(int(run[0]), int(run[-1]) + 1, self._names) for run in runs if self._is_run(run)]
 
     def _is_run(self, ids: NDArray[np.int64]) -> bool:
         return bool(int(ids[-1]) - int(ids[0]) == len(ids) - 1)
 
-    def _fetch_window(self, step: int, rows: int) -> Sequence[engine.Job]:
+    def _fetch_window(self, step: int, rows: int) -> Sequence[Fetch]:
         """All that the first step may read, then evenly, so that it is there when the window comes to it."""
         order, snapshot = self._epoch.order, self._epoch.snapshot
         first = self._fetched_rows
@@ -387,7 +381,7 @@ class Fetching:
         last_step = min(step + self._ahead_steps, order.steps - 1)
         stop = snapshot.rows_before(order.segments_span(last_step).stop)
         self._fetched_rows = max(first, min(stop, max(here, first + int(rows * _FETCHED_SHARE))))
-        return snapshot.fetch(first, self._fetched_rows, self._names) if self._fetched_rows > first else ()
+        return [snapshot.fetch(first, self._fetched_rows, self._names)] if self._fetched_rows > first else ()
 
 
 def _of_crew(done: Elsewhere) -> Iterator[Made]:

@@ -1,9 +1,9 @@
 """Future: what another thread makes, for one that waits and may be interrupted.
 
 As of concurrent.futures, but for this: Ctrl-C in any line of a wait, a cancel or a set leaves it usable.
-There a KeyboardInterrupt within `Condition.__enter__` or `__exit__`, which are Python, leaves the lock taken, and
-whoever sets the future waits for ever. Here nothing is held: a raw lock is released at the end, and whoever
-gets it lets it go at once.
+There a KeyboardInterrupt within `Condition.__enter__` or `__exit__`, which are Python, leaves the lock taken,
+and whoever sets the future waits for ever. Here nothing is held: a raw lock is released at the end, and
+whoever gets it lets it go at once.
 """
 
 from __future__ import annotations

@@ -107,10 +107,11 @@ class Gatherer:
         }
         return Gather(fixed, values, named)
 
-    def fetch(self, first: int, last: int, names: Sequence[str]) -> list[engine.Job]:
+    def fetch(self, first: int, last: int, names: Sequence[str], then: Callable[[], None]) -> Fetch:
         """Have the disk begin to read columns of rows first..last-1.
 
-        Returns: what is under way; a hint, which ends where it is dropped.
+        Args:
+            then: called once it has ended.
         """
         fixed = [self._column(n, 0) for n in names if n in self._schema.fixed and self._width_of(n)]
         jobs = [engine.fetch_rows(self._rows, first, last, fixed)] if fixed else []
@@ -118,7 +119,7 @@ class Gatherer:
             if name not in self._schema.fixed:
                 width = element_bytes(self._schema.variable[name])
                 jobs.append(engine.fetch_values(self._rows, first, last, self._buffer_of[name], width))
-        return jobs
+        return Fetch(jobs, then)
 
     def _width_of(self, name: str) -> int:
         return self._schema.fixed[name].row_bytes
@@ -216,6 +217,22 @@ class Gather:
         """Once it has ended: how much of it was not in memory."""
         missed = 0 if self._fixed is None else self._fixed.missed
         return missed + sum(values.missed for values in self._values.values())
+
+
+class Fetch:
+    """Rows that the disk was asked for: a hint, which ends where it is dropped.
+
+    Args:
+        then: called once it has ended.
+    """
+
+    def __init__(self, jobs: Sequence[engine.Job], then: Callable[[], None]) -> None:
+        self._jobs, self._then = jobs, then
+
+    def __del__(self) -> None:
+        left = [job for job in self._jobs if not job.cancel()]
+        if not left:
+            self._then()
 
 
 class ValuesGather:

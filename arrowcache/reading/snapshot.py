@@ -1,6 +1,6 @@
 """Snapshot: an ordered, leased, immutable list of segments: what one epoch reads.
 
-It owns its lease and its claim on the arena, and lets go of them in that order reversed:
+It owns its lease and its claim on mapped segments, and lets go of them in that order reversed:
 unmapped first, then unleased, all at once or oldest first. Rows are numbered 0..len-1, oldest
 segment first. Segments are mapped and checked when their rows are first asked for, or all at
 once by `map_all`.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -30,14 +30,13 @@ from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
 from arrowcache.errors import CorruptSegmentError
-from arrowcache.native.engine import Job
-from arrowcache.reading.arena import NO_CELL, Arena, Claim
-from arrowcache.reading.gather import Gather, OutsideError
-from arrowcache.reading.gather import Gatherer as Placement
+from arrowcache.native.rows import Rows
+from arrowcache.reading.gather import Fetch, Gather, Gatherer, OutsideError
+from arrowcache.reading.mapped import Claim, MappedSegment, MappedSegments
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
-from arrowcache.reading.values import Column, interleave
+from arrowcache.reading.values import Column
 from arrowcache.reading.view import Viewer, has_room
 from arrowcache.storage import timeline
 from arrowcache.storage.layout import SegmentInfo
@@ -50,16 +49,8 @@ from arrowcache.units import format_bytes, format_count, parse_count
 if TYPE_CHECKING:
     from typing import Self
 
-_NOT_MAPPED = -2
+
 _MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
-
-
-class _Placed(NamedTuple):
-    """What can be read now: consistent, and replaced as a whole."""
-
-    placement: Placement
-    cells: NDArray[np.int64]
-    complete: bool  # every segment has a cell
 
 
 class Snapshot:
@@ -81,7 +72,7 @@ class Snapshot:
         self._store = store
         self.next_seq = next_seq  # of the segment that was published next
         self.left_out_rows = left_out_rows  # of the oldest segments: a loader left them to writers
-        self._arena = Arena.of(store)
+        self._mapped = MappedSegments.of(store)
         self._folder = os.fspath(store.folder.segments)
         self._lease = lease
         self._pid = os.getpid()
@@ -96,7 +87,7 @@ class Snapshot:
         self._claim = Claim(self._segments)
         self._closed = False
         try:
-            self._arena.acquire(self._claim)
+            self._mapped.acquire(self._claim)
         except BaseException:  # Ctrl-C
             self.close()
             raise
@@ -122,13 +113,15 @@ class Snapshot:
                 lease.close()
             raise
 
-    def _set_segments(self, segments: Sequence[SegmentInfo], cells: NDArray[np.int64] | None = None) -> None:
+    def _set_segments(self, segments: Sequence[SegmentInfo]) -> None:
         self._segments = tuple(segments)
         rows = np.fromiter((segment.rows for segment in segments), np.int64, len(segments))
         self._starts = np.concatenate(([0], np.cumsum(rows)))
-        self._rows = int(self._starts[-1])
-        self._cells = np.full(len(segments), _NOT_MAPPED, np.int64) if cells is None else cells
-        self._placed: _Placed | None = None
+        self._length = int(self._starts[-1])
+        self._rows = Rows(self._starts)
+        self._gatherer = Gatherer(self._store.settings.schema, self._rows)
+        self._found: list[MappedSegment | None] = [None] * len(segments)  # what `_rows` tells of
+        self._is_known = not segments  # it tells of all
         self._seqs = np.fromiter((segment.seq for segment in segments), np.int64, len(segments))
         self._published = np.fromiter((s.published for s in segments), np.float64, len(segments))
 
@@ -153,7 +146,7 @@ class Snapshot:
         return max(1, self.nbytes // max(1, len(self)))
 
     def __len__(self) -> int:
-        return self._rows
+        return self._length
 
     def gather(
         self,
@@ -218,27 +211,27 @@ class Snapshot:
     ) -> Gather:
         reader = _Reader(self)
         try:
-            placement = self._find(ids)
-            if placement is not None:
-                gather = placement.begin(
-                    ids,
-                    names,
-                    out,
-                    keep,
-                    lambda index: self._name_of(int(ids[index])),
-                    is_cold=self.temperature.is_cold,
-                    drops=self._is_larger_than_memory,
-                )
-            else:
-                arrays = keep.arrays() if isinstance(keep, Slot) else keep
-                whole = self._gather_spilled(ids, names, arrays)
-                others = {name: column for name, column in whole.items() if name not in arrays}
-                gather = Gather(None, {}, gathered=others)
+            self._map_segments_of(ids)
+            gather = self._gatherer.begin(
+                ids,
+                names,
+                out,
+                keep,
+                lambda index: self._name_of(int(ids[index])),
+                is_cold=self.temperature.is_cold,
+                drops=self._is_larger_than_memory,
+            )
         except BaseException:
             reader.end()
             raise
         gather.then = reader.end
         return gather
+
+    def _map_segments_of(self, ids: NDArray[np.int64]) -> None:
+        if not self._is_known:
+            missing = self._rows.unknown(self._gatherer.segments_of(ids))
+            if len(missing):
+                self._map_some(missing.tolist())
 
     def _name_of(self, row: int) -> str:
         return self._segments[int(self._starts.searchsorted(row, side="right")) - 1].name
@@ -247,29 +240,16 @@ class Snapshot:
     def _is_larger_than_memory(self) -> bool:
         return self.nbytes > memory_bytes() * _MEMORY_SHARE
 
-    def fetch(self, first: int, last: int, names: Sequence[str]) -> list[Job]:
+    def fetch(self, first: int, last: int, names: Sequence[str]) -> Fetch:
         """Have the disk begin to read columns of rows first..last-1, which are to be asked for soon.
 
-        A hint: what is not mapped yet is left out. Returns: what is under way, for as long as it is kept.
+        A hint, which ends where it is dropped, and reads this until then. What is not mapped yet is left out.
         """
-        with self._mapping:
-            placed = self._placed or self._publish_placement()
-        return placed.placement.fetch(first, last, names)
+        return self._gatherer.fetch(first, last, names, _Reader(self).end)
 
     def rows_before(self, index: int) -> int:
         """Rows of the segments before one."""
         return int(self._starts[index])
-
-    def _find(self, ids: NDArray[np.int64]) -> Placement | None:
-        """Where rows are, mapped now; None: not all find a cell."""
-        placed = self._placed or self._place()
-        if placed.complete:
-            return placed.placement
-        segments = placed.placement.segments_of(ids)
-        missing = segments[placed.cells[segments] == _NOT_MAPPED]
-        if len(missing):
-            placed = self._map_some(np.unique(missing).tolist())
-        return None if (placed.cells[segments] == NO_CELL).any() else placed.placement
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows as a pyarrow.Table over the mapped files, without a copy.
@@ -327,24 +307,15 @@ class Snapshot:
         if lease is None or first + count > self._starts[index + 1] or not has_room():
             return None
         with _Reader(self):
-            if self._cells[index] == _NOT_MAPPED:
-                self._map_some([index])
-            segment = self._segments[index]
-            columns_at = self._arena.columns_of(segment) or self._read_columns_of(segment)
+            found, segment = self._map(index), self._segments[index]
             start = first - int(self._starts[index])
             end_lease = lease.share(segment.seq)
             try:
                 path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
-                return dict(viewer.view(path, segment.nbytes, columns_at, rows, end_lease))
+                return dict(viewer.view(path, segment.nbytes, found.layout.buffers, rows, end_lease))
             except OSError:  # no address space or file descriptor is left
                 end_lease()
                 return None
-
-    def _read_columns_of(self, segment: SegmentInfo) -> tuple[list[int], list[list[int]]]:
-        """As `Arena.columns_of`, of a segment that found no cell, and was checked."""
-        file = FileMapping(self._store.path_of(segment)).buffer()
-        layout = segment_file.read_structure(file, self._store.settings.schema, segment.rows)
-        return list(layout.fixed), [list(at) for at in layout.variable]
 
     def views(
         self, batch_rows: int | None = None, columns: Sequence[str] | None = None
@@ -395,12 +366,11 @@ class Snapshot:
             if self._closed or count <= self._released:
                 return False
             self._released = count
-            if self._placed is not None:
-                self._placed.placement.release(int(self._starts[count]))
+            self._rows.release(int(self._starts[count]))
         assert self._lease is not None
         lease, last = self._lease, self._segments[-1].seq
         first = self._segments[count].seq if count < len(self._segments) else last + 1
-        self._arena.release(self._claim, count, lambda: lease.narrow(first, last))
+        self._mapped.release(self._claim, count, lambda: lease.narrow(first, last))
         return True
 
     def map_all(self) -> int:
@@ -410,27 +380,26 @@ class Snapshot:
         """
         with _Reader(self):
             damaged: list[int] = []
-            self._map_some(range(len(self._segments)), damaged)
+            self._map_some(range(self._released, len(self._segments)), damaged)
             if damaged:
-                self._set_segments(
-                    [segment for index, segment in enumerate(self._segments) if index not in set(damaged)],
-                    np.delete(self._cells, damaged),
-                )
+                kept = [index for index in range(len(self._segments)) if index not in set(damaged)]
+                found = [self._found[index] for index in kept]
+                self._set_segments([self._segments[index] for index in kept])
+                for index, each in enumerate(found):
+                    if each is not None:
+                        self._put(index, each)
+                self._is_known = True
                 before, self._claim = self._claim, Claim(self._segments)
-                self._arena.acquire(self._claim)
-                self._arena.release(before, len(before.segments))
+                self._mapped.acquire(self._claim)
+                self._mapped.release(before, len(before.segments))
         return len(self)
 
     def map_ahead(self) -> None:
         """Map what can be, so that the folder is not needed any more; the rest tells when it is asked for."""
         with _Reader(self), self._mapping:
-            for index in np.flatnonzero(self._cells == _NOT_MAPPED).tolist():
-                segment = self._segments[index]
+            for index in self._rows.unknown().tolist():
                 with suppress(CorruptSegmentError, OSError):
-                    check = segment.seq < self._suspect_below
-                    cell = self._arena.map(segment, self._store, check_bytes=check)
-                    self._cells[index] = _NOT_MAPPED if cell == NO_CELL else cell
-            self._publish_placement()
+                    self._open(index)
 
     def close(self) -> None:
         """Unmap and unlease. Idempotent; a gather in another thread ends first, undisturbed."""
@@ -510,9 +479,9 @@ class Snapshot:
             self._let_go()
 
     def _let_go(self) -> None:
-        unlease = self._lease.close if self._lease is not None else _nothing
+        unlease = self._lease.close if self._lease is not None else lambda: None
         if self._pid == os.getpid():
-            self._arena.release(self._claim, len(self._claim.segments), unlease)
+            self._mapped.release(self._claim, len(self._claim.segments), unlease)
         else:
             unlease()
 
@@ -526,44 +495,34 @@ class Snapshot:
         if self._lease is not None:
             self._lease.on_contention = let_go
 
-    def _place(self) -> _Placed:
-        with self._mapping:
-            return self._publish_placement()
-
-    def _publish_placement(self) -> _Placed:
-        """Make what is mapped now readable, in one assignment; under `_mapping`."""
-        cells = self._cells.copy()
-        complete = bool((cells >= 0).all())
-        first = int(self._starts[self._released])
-        self._placed = _Placed(self._arena.place(cells, self._starts, first), cells, complete)
-        return self._placed
-
-    def _map_some(self, indices: Iterable[int], damaged: list[int] | None = None) -> _Placed:
+    def _map_some(self, indices: Iterable[int], damaged: list[int] | None = None) -> None:
         """Map and check segments; a damaged one is noted in `damaged`, or raises."""
         with self._mapping:
-            try:
-                for index in indices:
-                    if self._cells[index] == _NOT_MAPPED:
-                        try:
-                            self._cells[index] = self._map(self._segments[index])
-                        except CorruptSegmentError:
-                            if damaged is None:
-                                raise
-                            damaged.append(index)
-            finally:
-                placed = self._publish_placement()
-        return placed
+            for index in indices:
+                try:
+                    self._map(index)
+                except CorruptSegmentError:
+                    if damaged is None:
+                        raise
+                    damaged.append(index)
+        self._is_known = not len(self._rows.unknown())
 
-    def _map(self, segment: SegmentInfo) -> int:
-        check = segment.seq < self._suspect_below
+    def _map(self, index: int) -> MappedSegment:
         try:
-            cell = self._arena.map(segment, self._store, check_bytes=check)
-            if cell == NO_CELL:
-                with self._arena.alone(segment, self._store, check_bytes=check):
-                    pass  # checked once, like all others
+            return self._found[index] or self._open(index)
         except CorruptSegmentError as error:
-            self._condemn(segment, error)
-        return cell
+            self._condemn(self._segments[index], error)
+
+    def _open(self, index: int) -> MappedSegment:
+        segment = self._segments[index]
+        check = segment.seq < self._suspect_below
+        found = self._mapped.map(segment, self._store, check_bytes=check)
+        self._put(index, found)
+        return found
+
+    def _put(self, index: int, found: MappedSegment) -> None:
+        self._found[index] = found  # first: it keeps what `_rows` tells of
+        self._rows.put(index, *found.words)
 
     def _condemn(self, segment: SegmentInfo, error: CorruptSegmentError) -> NoReturn:
         """Quarantine a segment, which is no longer mapped here, and raise with its name."""
@@ -571,31 +530,6 @@ class Snapshot:
             self._lease.give_up(segment.seq)
         quarantine(self._store, segment, error)
         raise CorruptSegmentError(f"segment {segment.name}: {error}") from None
-
-    def _gather_spilled(
-        self,
-        ids: NDArray[np.int64],
-        names: Sequence[str],
-        arrays: Mapping[str, NDArray[Any]],
-    ) -> dict[str, Column]:
-        """Gather when not every segment found a cell: one after another, through a cell of its own."""
-        segments = self._starts.searchsorted(ids, side="right") - 1
-        parts: list[tuple[NDArray[np.intp], dict[str, Column]]] = []
-        for index in np.unique(segments).tolist():
-            places = np.flatnonzero(segments == index)
-            rows = ids[places] - self._starts[index]
-            some = {name: np.empty((len(places), *a.shape[1:]), a.dtype) for name, a in arrays.items()}
-            with self._arena.alone(self._segments[index], self._store, check_bytes=False) as placement:
-                out = {name: int(array.ctypes.data) for name, array in some.items()}
-                gather = placement.begin(rows, names, out, some, self._name_of, is_cold=False)
-                values = gather.wait().values()
-                parts.append((places, {n: some[n] if n in some else values[n] for n in names}))
-            for name, array in arrays.items():
-                array[places] = some[name]
-        return {
-            name: arrays[name] if name in arrays else interleave(len(ids), [(at, p[name]) for at, p in parts])
-            for name in names
-        }
 
     def _batch(self, segment: SegmentInfo, *, sparse: bool = False) -> pa.RecordBatch:
         schema = self._store.settings.schema
@@ -644,7 +578,3 @@ class _Reader:
     def __del__(self) -> None:
         if not self.has_ended:
             self.end()
-
-
-def _nothing() -> None:
-    pass

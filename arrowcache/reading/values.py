@@ -6,7 +6,6 @@ Ragged columns stay arrays; text and bytes become lists of Python objects, a cop
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,20 +56,3 @@ def to_column(kind: object, values: Values) -> Column:
         raise CorruptSegmentError(
             f"a text is not valid UTF-8, so its bytes were altered ({error}): run cache.verify()"
         ) from None
-
-
-def interleave(count: int, parts: Sequence[tuple[NDArray[np.intp], Column]]) -> Column:
-    """Put parts of a variable-length column, each with its rows' places among `count`, back in order."""
-    rows: list[Any] = [None] * count
-    for places, part in parts:
-        items = _rows(part) if isinstance(part, Values) else part
-        for place, item in zip(places.tolist(), items, strict=True):
-            rows[place] = item
-    if not isinstance(parts[0][1], Values):
-        return rows
-    ends = np.cumsum([0, *map(len, rows)])
-    return Values(np.concatenate(rows), ends.astype(np.int64))
-
-
-def _rows(values: Values) -> list[NDArray[Any]]:
-    return [values.data[start:stop] for start, stop in itertools.pairwise(values.offsets.tolist())]

@@ -20,7 +20,7 @@ from arrowcache.arrow.schema import Ragged, Schema
 from arrowcache.reading.values import Values
 from arrowcache.storage.mapping import FileMapping, live_mappings, most_mappings
 
-_MOST_VIEWS = most_mappings() // 4  # arenas use half of them, the process' own threads need some
+_MOST_VIEWS = most_mappings() // 4  # snapshots use half of them, the process' own threads need some
 
 ViewColumn = NDArray[Any] | Values
 
@@ -50,8 +50,9 @@ class Viewer:
         for name in self.names:
             ragged = schema[name]
             if isinstance(ragged, Ragged):
-                number, dtype, shape = variable.index(name), ragged.numpy_dtype, ragged.inner_shape
-                self._columns.append(_Ragged(name, number, dtype, shape, ragged.item_bytes, ragged.elements))
+                number = len(fixed) + 2 * variable.index(name)
+                sizes = ragged.inner_shape, ragged.item_bytes, ragged.elements
+                self._columns.append(_Ragged(name, number, ragged.numpy_dtype, *sizes))
             else:
                 kind = schema.fixed[name]
                 number, dtype, shape = fixed.index(name), kind.numpy_dtype, kind.shape
@@ -61,7 +62,7 @@ class Viewer:
         self,
         path: str,
         nbytes: int,
-        columns_at: tuple[list[int], list[list[int]]],
+        layout: Sequence[int],
         rows: range,
         end_lease: Callable[[], None],
     ) -> dict[str, ViewColumn]:
@@ -69,7 +70,7 @@ class Viewer:
 
         Args:
             path, nbytes: the file.
-            columns_at: at which bytes of it its columns lie, as `Arena.columns_of` says.
+            layout: at which bytes of it its columns lie, as `Layout.buffers` has it.
             rows: contiguous rows of the segment, at least one.
             end_lease: called when the file is unmapped again; if this raises, by the caller.
         Returns: name -> (len(rows), *shape), writable; of a ragged column `Values(data, offsets)`,
@@ -77,23 +78,22 @@ class Viewer:
         Blocks: while the pages come from the disk.
         Raises: OSError: the file cannot be mapped.
         """
-        fixed_at, variable_at = columns_at
         file = FileMapping(path, end_lease, nbytes=nbytes, writable=True)
         memory = np.asarray(_Memory(file))
         columns: dict[str, ViewColumn] = {}
         for column in self._columns:
             if isinstance(column, _Fixed):
-                start = fixed_at[column.number] + rows.start * column.row_bytes
+                start = layout[column.number] + rows.start * column.row_bytes
                 file.populate(start, len(rows) * column.row_bytes)
                 columns[column.name] = np.ndarray((len(rows), *column.shape), column.dtype, memory, start)
             else:
-                columns[column.name] = column.view(file, memory, variable_at[column.number], rows)
+                columns[column.name] = column.view(file, memory, layout, rows)
         return columns
 
 
 class _Fixed(NamedTuple):
     name: str
-    number: int  # among the fixed-width columns
+    number: int  # in the layout
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     row_bytes: int
@@ -101,14 +101,16 @@ class _Fixed(NamedTuple):
 
 class _Ragged(NamedTuple):
     name: str
-    number: int  # among those of variable length
+    number: int  # in the layout: of its offsets; its values come next
     dtype: np.dtype[Any]
     inner_shape: tuple[int, ...]
     item_bytes: int
     elements: int
 
-    def view(self, file: FileMapping, memory: NDArray[np.uint8], at: list[int], rows: range) -> Values:
-        offsets_at, values_at = at
+    def view(
+        self, file: FileMapping, memory: NDArray[np.uint8], layout: Sequence[int], rows: range
+    ) -> Values:
+        offsets_at, values_at = layout[self.number], layout[self.number + 1]
         ends_at, count = offsets_at + 4 * rows.start, len(rows) + 1
         file.populate(ends_at, 4 * count)
         ends = np.ndarray((count,), np.int32, memory, ends_at).astype(np.int64) // self.elements

@@ -1,7 +1,7 @@
 """Mapping: memory maps of segment files, through libc's mmap.
 
 Python's own mmap keeps a file descriptor and cannot map to a chosen address; both matter with
-thousands of segments. Owns: address ranges. A mapped file is never written through them.
+thousands of segments. What gathers read is mapped by `native.maps`; here is what views and tables keep.
 Guarantees: no mapping survives into a forked child (MADV_DONTFORK), so that a child never
 prolongs the life of a file that its parent gave up; nothing is unmapped at interpreter exit,
 when a daemon thread may still be copying: the kernel does it.
@@ -15,7 +15,6 @@ import errno
 import mmap
 import os
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,11 +51,6 @@ def _takes_long(nbytes: int) -> bool:
     return nbytes >= _KEPT_GIL_BYTES
 
 
-def _munmap(address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has no such mapping
-        linux.unmap_memory(address, nbytes, keep_gil=False)
-
-
 def populate(address: int, nbytes: int) -> bool:
     """Read mapped pages from the disk, if they are not in memory, and enter them into the page tables.
 
@@ -80,6 +74,11 @@ def will_read_on(address: int, nbytes: int) -> None:
     """Let a touch of a part of a sparse mapping read what is around it too, as ever."""
     start = address // PAGE_BYTES * PAGE_BYTES
     linux.advise(start, address + nbytes - start, mmap.MADV_NORMAL)
+
+
+def will_read_pages(address: int, nbytes: int) -> None:
+    """Let a touch of a mapping read its page alone from the disk: it is sparse again."""
+    linux.advise(address, nbytes, mmap.MADV_RANDOM)
 
 
 def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
@@ -111,49 +110,6 @@ def is_readable(address: int, nbytes: int) -> bool:
         if refused not in _UNREADABLE:  # else an older kernel, or no memory for page tables
             return True
     return False
-
-
-class AddressRange:
-    """A reserved range of addresses, without memory, into which files are mapped.
-
-    It starts at a huge page: what of a file is in the page cache as huge pages and lies at such
-    an address is mapped as such, which makes random reads up to twice as fast.
-
-    Reading where no file is mapped is a segmentation fault: only the arena computes addresses.
-    Raises: OSError: the address space or its limit does not allow it.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | linux.MAP_NORESERVE
-        reserved = nbytes + HUGE_PAGE
-        start = _mmap(0, reserved, linux.PROT_NONE, flags)
-        self.nbytes = nbytes
-        self.address = -(-start // HUGE_PAGE) * HUGE_PAGE
-        linux.advise(start, reserved, mmap.MADV_DONTFORK, keep_gil=False)
-        self._unmap = weakref.finalize(self, _munmap, start, reserved, os.getpid())
-        self._unmap.atexit = False
-
-    def map_file(self, fd: int, offset: int, nbytes: int) -> None:
-        """Map the first `nbytes` of an open file at `offset` of the range.
-
-        Raises: OSError: it cannot be mapped.
-        """
-        address = self.address + offset
-        _mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | linux.MAP_FIXED, fd)
-        linux.advise(address, nbytes, mmap.MADV_DONTFORK)
-
-    def unmap(self, offset: int, nbytes: int) -> None:
-        """Turn addresses into reserved ones again, whatever files are mapped there."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | linux.MAP_NORESERVE | linux.MAP_FIXED
-        _mmap(self.address + offset, nbytes, linux.PROT_NONE, flags, keep_gil=not _takes_long(nbytes))
-        linux.advise(self.address + offset, nbytes, mmap.MADV_DONTFORK)
-
-    def buffer(self, offset: int, nbytes: int) -> pa.Buffer:
-        """Arrow's view of a mapped part, valid while it is mapped."""
-        return pa.foreign_buffer(self.address + offset, nbytes, base=self)
-
-    def close(self) -> None:
-        self._unmap()
 
 
 class FileMapping:
@@ -236,7 +192,7 @@ class FileMapping:
 
 
 def _reserve(nbytes: int) -> int:
-    """Addresses for a file, without memory; from a huge page on, where it has one: see AddressRange."""
+    """Addresses for a file, without memory; from a huge page on, where it has one: see native/maps.h."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | linux.MAP_NORESERVE
     if nbytes < HUGE_PAGE:
         return _mmap(0, nbytes, linux.PROT_NONE, flags)
@@ -266,9 +222,15 @@ def _open(path: str | os.PathLike[str]) -> int:
                 raise
         return linux.open_quickly(name, flags)  # it is another user's
     except OSError as error:
-        is_known = error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
-        why = explained(error, Path(path).parent).strerror if is_known else error.strerror
-        raise OSError(error.errno, why, os.fspath(path)) from None
+        raise explained_at_open(OSError(error.errno, error.strerror, os.fspath(path))) from None
+
+
+def explained_at_open(error: Exception) -> Exception:
+    """An error of opening or mapping a file of a cache, with what to do; its path is in it."""
+    what = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.ENOMEM)
+    if not isinstance(error, OSError) or error.errno not in what:
+        return error
+    return explained(error, Path(error.filename or "").parent)
 
 
 def most_mappings() -> int:
@@ -279,6 +241,11 @@ def most_mappings() -> int:
 def live_mappings() -> int:
     """How many files this process has mapped by `FileMapping`."""
     return len(_live)
+
+
+def is_exiting() -> bool:
+    """Whether the interpreter ends, and nothing is unmapped any more."""
+    return _is_exiting
 
 
 def _settle() -> None:

@@ -34,7 +34,7 @@ class Templates:
     def copy(self, operation: str, path: Path) -> None:
         """Make the cache of an operation, to which nothing that was mapped before is known.
 
-        A cache that waits for the garbage collector would lend its arena to one with the inode that it had.
+        A cache that waits for the garbage collector would lend its mapped segments to one with its inode.
         """
         gc.collect()
         template = self._folder / operation.replace(" ", "-")

@@ -14,8 +14,8 @@ from helpers import columns_of, in_child, segment_files
 import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
 from arrowcache.arrow.segment import encode, read_structure
-from arrowcache.reading import arena as arena_module
-from arrowcache.reading.arena import Arena
+from arrowcache.native.maps import count as mapped_files
+from arrowcache.reading import mapped
 from arrowcache.storage.layout import segment_name
 from arrowcache.storage.mapping import FileMapping
 
@@ -121,10 +121,10 @@ def test_what_was_mapped_of_several_wide_columns_is_unmapped(tmp_path):
     fill(cache, [1100, 1100, 17, 1100, 600, 1099, 1])
     assert_reads_like_a_plain_reader(cache)
     with cache.snapshot() as snapshot:
-        before = arena_module._budget._left
+        before = mapped_files()
         snapshot.map_all()
-        assert before - arena_module._budget._left == 7
-    assert arena_module._budget._left == before
+        assert mapped_files() - before == 7
+    assert mapped_files() == before
     with open("/proc/self/maps") as maps:
         assert str(cache.path) not in maps.read()
 
@@ -143,13 +143,13 @@ def test_thousands_of_short_segments_of_differing_lengths(tmp_path):
 
 
 def test_more_segments_than_mappings(tmp_path, monkeypatch):
-    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(5))
+    before = mapped_files()
+    monkeypatch.setattr(mapped, "_most_mapped", before + 5)
     schema = ac.Schema({"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("int64")})
     cache = create(tmp_path / "cache", schema, 20, "16KiB")
     fill(cache, [20, 3, 20, 20, 1, 20, 19, 20, 20, 4, 20, 20])
     assert_reads_like_a_plain_reader(cache)
-    assert Arena.of(cache.store).mapped() == 0
-    assert arena_module._budget._left == 5
+    assert mapped_files() == before
 
 
 @pytest.mark.slow

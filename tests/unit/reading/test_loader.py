@@ -30,8 +30,8 @@ from helpers import sample as row
 
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
-from arrowcache.reading.arena import Arena
 from arrowcache.reading.crew import Crew
+from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.pipeline import Pipeline
 from arrowcache.reading.snapshot import _Reader
@@ -892,9 +892,9 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (Arena, "_let_go"),
-        (Arena, "_without"),
-        (Arena, "_unmap"),
+        (MappedSegments, "_let_go"),
+        (MappedSegments, "_without"),
+        (MappedSegments, "_unmap"),
         (Lease, "_settle"),
         (Lease, "_unlock_oldest"),
         (Snapshot, "_let_go"),

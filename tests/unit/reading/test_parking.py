@@ -15,6 +15,7 @@ from helpers import (
     ids_of,
     in_child,
     make_cache,
+    mapped_seqs,
     publish,
     published_ids,
     segment_files,
@@ -25,7 +26,7 @@ from helpers import (
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.reading import parking
-from arrowcache.reading.arena import Arena
+from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
 
 
@@ -50,11 +51,6 @@ def for_ever(monkeypatch):
     monkeypatch.setattr(parking, "_PARKED_SECONDS", 3600.0)
 
 
-def mapped(cache: ac.Cache) -> list[int]:
-    """Which segments are mapped in this process."""
-    return sorted(Arena.of(cache.store)._cells)
-
-
 def parked(cache: ac.Cache, place: Parking) -> None:
     snapshot = Snapshot.take(cache.store)
     snapshot.map_all()
@@ -68,16 +64,16 @@ def parked(cache: ac.Cache, place: Parking) -> None:
 def test_a_parked_snapshot_is_let_go_after_a_moment(cache, place):
     parked(cache, place)
     wait_until(lambda: cache.stats().leased_bytes == 0, "the moment to pass")
-    assert mapped(cache) == []
+    assert mapped_seqs(cache) == []
 
 
 def test_a_parked_snapshot_stays_until_a_writer_of_this_process_needs_room(cache, place, for_ever):
     parked(cache, place)
-    assert mapped(cache) == list(range(10))
+    assert mapped_seqs(cache) == list(range(10))
     assert cache.stats().leased_bytes > 0
     publish(cache, 60)  # twice the capacity, with on_full="raise"
     assert disk_bytes(cache.path) <= cache.stats().capacity_bytes
-    assert mapped(cache) == []
+    assert mapped_seqs(cache) == []
     assert seqs(cache)[0] > 9
 
 
@@ -95,7 +91,7 @@ def test_several_parked_snapshots_are_let_go_by_drop_and_close(cache, place, for
     parked(cache, place)
     end(place)
     assert cache.stats().leased_bytes == 0
-    assert mapped(cache) == []
+    assert mapped_seqs(cache) == []
 
 
 def test_what_is_parked_after_the_close_is_let_go_at_once(cache, place, for_ever):
@@ -152,14 +148,13 @@ def test_close_waits_for_what_its_thread_is_at(cache, monkeypatch):
 
 def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, for_ever, monkeypatch):
     mappings: list[int] = []
-    arena_map = Arena._map
+    opening = MappedSegments._open
 
-    def counted(self, segment, store, check_bytes):
-        if segment.seq not in self._cells:
-            mappings.append(segment.seq)
-        return arena_map(self, segment, store, check_bytes)
+    def counted(self, found, segment, *arguments):
+        mappings.append(segment.seq)
+        opening(self, found, segment, *arguments)
 
-    monkeypatch.setattr(Arena, "_map", counted)
+    monkeypatch.setattr(MappedSegments, "_open", counted)
     with Loader(cache, 16) as loader:
         for _ in range(4):
             assert len(ids_of(loader)) == 160
@@ -237,7 +232,7 @@ def test_close_lets_go_of_everything(cache):
     publish(cache, 2)
     loader.close()
     assert cache.stats().leased_bytes == 0
-    assert mapped(cache) == []
+    assert mapped_seqs(cache) == []
     assert next(epoch, None) is None
 
 
@@ -251,7 +246,7 @@ def test_a_loader_that_is_dropped_leases_nothing(cache, state, for_ever):
     del epoch, loader
     gc.collect()
     wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
-    assert mapped(cache) == []
+    assert mapped_seqs(cache) == []
 
 
 @pytest.mark.parametrize("state", ["in an epoch", "between epochs"])

@@ -1,4 +1,4 @@
-"""Snapshots and the arena under them, against a plain Arrow reader of the same files."""
+"""Snapshots and the mapped segments under them, against a plain Arrow reader of the same files."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from helpers import (
     flip_byte,
     in_child,
     make_cache,
+    mapped_seqs,
     publish,
     replace_file,
     segment_files,
@@ -33,9 +34,10 @@ from slow_pages import SlowPages, require_slow_pages
 
 import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
-from arrowcache.reading import arena as arena_module
-from arrowcache.reading.arena import Arena
+from arrowcache.native import maps
+from arrowcache.reading import mapped as mapped_module
 from arrowcache.reading.gather import Gatherer
+from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.snapshot import _Reader
 from arrowcache.storage import mapping
 
@@ -151,6 +153,12 @@ def assert_same(cache, expected, ids, got, names=None):
             assert [row.tobytes() for row in column] == wanted
 
 
+def memory_of(cache, segment):
+    """(address, bytes) of a mapped segment's file."""
+    file = MappedSegments.of(cache.store)._segments[segment.seq].file
+    return file.address, file.nbytes
+
+
 LAYOUTS = {
     "full": [20],
     "short_last": [20, 3],
@@ -184,9 +192,10 @@ def test_gathered_rows_are_what_a_plain_reader_reads(tmp_path, kind, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SCHEMAS)
-@pytest.mark.parametrize("cells", [0, 1, 3])
-def test_without_cells_the_rows_are_the_same(tmp_path, monkeypatch, kind, cells):
-    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(cells))
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_without_mappings_the_rows_are_the_same(tmp_path, monkeypatch, kind, most):
+    before = maps.count()
+    monkeypatch.setattr(mapped_module, "_most_mapped", before + most)
     cache = build(tmp_path / "cache", SCHEMAS[kind], [3, 20, 7, 1, 30, 9])
     expected = plain_rows(cache)
     with cache.snapshot() as snapshot:
@@ -197,8 +206,8 @@ def test_without_cells_the_rows_are_the_same(tmp_path, monkeypatch, kind, cells)
         got = snapshot.gather(ids, out=out)
         assert all(got[name] is out[name] for name in out)
         assert_same(cache, expected, ids, got)
-        assert Arena.of(cache.store).mapped() <= cells
-    assert arena_module._budget._left == cells, "every cell was given back"
+        assert maps.count() - before <= most
+    assert maps.count() == before
 
 
 @pytest.mark.slow
@@ -214,7 +223,7 @@ def test_what_may_be_on_the_disk_is_not_waited_for_through_its_mapping(tmp_path,
         with cache.snapshot() as snapshot:
             snapshot.map_all()
             for segment in snapshot.segments:
-                pages.replace(*Arena.of(cache.store).memory_of(segment))
+                pages.replace(*memory_of(cache, segment))
             ids = np.random.default_rng(0).permutation(len(snapshot))
             got = [snapshot.gather(some) for some in (ids[:5], ids)]
         return ids, got, pages.brought
@@ -427,11 +436,11 @@ def test_a_closed_snapshot_refuses_and_leases_nothing(tmp_path):
     snapshot = cache.snapshot()
     snapshot.gather([0])
     assert cache.stats().leased_bytes > 0
-    assert Arena.of(cache.store).mapped() == 1
+    assert len(mapped_seqs(cache)) == 1
     snapshot.close()
     snapshot.close()
     assert cache.stats().leased_bytes == 0
-    assert Arena.of(cache.store).mapped() == 0
+    assert len(mapped_seqs(cache)) == 0
     for use in (lambda: snapshot.gather([0]), snapshot.table, snapshot.map_all):
         with pytest.raises(ValueError, match="closed"):
             use()
@@ -442,15 +451,15 @@ def test_segments_are_unmapped_before_they_are_unleased(tmp_path, monkeypatch):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 3)
     leased_at_unmap = []
-    real = mapping.AddressRange.unmap
+    real = maps.unmap
 
-    def unmap(self, offset, nbytes):
+    def unmap(files):
         leased_at_unmap.append(cache.stats().leased_bytes > 0)
-        real(self, offset, nbytes)
+        real(files)
 
     with cache.snapshot() as snapshot:
         snapshot.map_all()
-        monkeypatch.setattr(mapping.AddressRange, "unmap", unmap)
+        monkeypatch.setattr(maps, "unmap", unmap)
     assert leased_at_unmap == [True], "all in one go, still leased"
 
 
@@ -462,14 +471,14 @@ def test_what_two_snapshots_share_stays_mapped_until_both_are_closed(tmp_path):
     publish(cache, 1)
     second = cache.snapshot()
     first.close()
-    assert Arena.of(cache.store).mapped() == 3
+    assert len(mapped_seqs(cache)) == 3
     assert second.gather([0, 63])["id"].tolist() == [0, 63]
-    assert Arena.of(cache.store).mapped() == 4
+    assert len(mapped_seqs(cache)) == 4
     second.close()
-    assert Arena.of(cache.store).mapped() == 0
+    assert len(mapped_seqs(cache)) == 0
 
 
-def test_a_cell_that_was_used_before_holds_the_new_segment(tmp_path):
+def test_what_was_evicted_makes_way_for_the_new_segments(tmp_path):
     cache = make_cache(tmp_path / "cache")
     for turn in range(5):
         publish(cache, 4)
@@ -547,7 +556,7 @@ def test_closing_lets_a_gather_in_another_thread_end_first(tmp_path, monkeypatch
     thread.join(20)
     assert got["id"].tolist() == [47]
     assert cache.stats().leased_bytes == 0
-    assert Arena.of(cache.store).mapped() == 0
+    assert len(mapped_seqs(cache)) == 0
 
 
 def test_many_threads_may_gather_at_once(tmp_path):
@@ -764,7 +773,7 @@ def test_mapping_all_leaves_damaged_segments_out(tmp_path):
         assert snapshot.gather(range(32))["id"].tolist() == [*range(16, 32), *range(48, 64)]
         assert len(snapshot) == 32
     assert seqs(cache) == [1, 3]
-    assert Arena.of(cache.store).mapped() == 0
+    assert len(mapped_seqs(cache)) == 0
 
 
 def test_one_that_a_writer_closes_while_it_meets_a_damaged_segment_maps_and_leases_nothing(
@@ -774,17 +783,17 @@ def test_one_that_a_writer_closes_while_it_meets_a_damaged_segment_maps_and_leas
     publish(cache, 4)
     replace_file(segment_files(cache)[1], b"ARROW1 but no more")
     snapshot = cache.snapshot()
-    real = Arena.map
+    real = MappedSegments.map
 
     def map_and_close(self, segment, store, **options):
         snapshot.close()  # as the writer's thread, through on_contention
         return real(self, segment, store, **options)
 
-    monkeypatch.setattr(Arena, "map", map_and_close)
+    monkeypatch.setattr(MappedSegments, "map", map_and_close)
     with pytest.warns(RuntimeWarning, match="quarantined"):
         snapshot.map_all()
-    arena = Arena.of(cache.store)
-    assert (arena.mapped(), arena._users, cache.stats().leased_bytes) == (0, {}, 0)
+    mapped = MappedSegments.of(cache.store)
+    assert (mapped_seqs(cache), mapped._users, cache.stats().leased_bytes) == ([], {}, 0)
 
 
 @pytest.mark.parametrize("part", ["header", "offsets", "footer"])
@@ -805,13 +814,13 @@ def test_segments_of_a_known_layout_are_not_parsed_again(tmp_path, monkeypatch):
     cache = build(tmp_path / "cache", SCHEMAS["every"], [FULL_ROWS] * 6)
     expected = plain_rows(cache)
     checked = []
-    real = arena_module.check_file
+    real = mapped_module.check_file
 
     def check_file(file, store, segment, **options):
         checked.append(segment.seq)
         return real(file, store, segment, **options)
 
-    monkeypatch.setattr(arena_module, "check_file", check_file)
+    monkeypatch.setattr(mapped_module, "check_file", check_file)
     with cache.snapshot() as snapshot:
         snapshot.map_all()
         assert checked == [0, 1]
@@ -848,8 +857,8 @@ def test_altered_text_is_a_damaged_segment_and_not_a_decoding_error(tmp_path):
         snapshot.gather([0])
 
 
-def test_a_suspect_segment_without_a_cell_is_checked_before_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(1))
+def test_a_suspect_segment_without_a_mapping_is_checked_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped_module, "_most_mapped", maps.count() + 1)
     publish(make_cache(tmp_path / "cache"), 3)
     cache = ac.Cache.open(tmp_path / "cache", check="bytes")
     flip_byte(segment_files(cache)[2], 3000)
@@ -861,8 +870,8 @@ def test_a_suspect_segment_without_a_cell_is_checked_before_it_is_read(tmp_path,
         snapshot.gather([0, 20, 40])
 
 
-def test_a_damaged_segment_without_a_cell_is_a_typed_error_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(1))
+def test_a_damaged_segment_without_a_mapping_is_a_typed_error_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped_module, "_most_mapped", maps.count() + 1)
     cache = make_cache(tmp_path / "cache")
     publish(cache, 3)
     victim = segment_files(cache)[2]
@@ -887,28 +896,36 @@ def test_a_process_that_is_short_of_files_or_memory_condemns_no_segment(tmp_path
 
     with cache.snapshot() as snapshot:
         with monkeypatch.context() as patch:
-            patch.setattr(arena_module, "open_file", fail)
+            patch.setattr(maps.File, "open", fail)
             with pytest.raises(OSError, match=os.strerror(code)):
                 snapshot.gather([0])
         assert snapshot.gather(range(48))["id"].tolist() == list(range(48))
     assert seqs(cache) == [0, 1, 2]
 
 
-def test_a_crowded_address_space_maps_fewer_segments_and_reads_the_same(tmp_path, monkeypatch):
-    cache = build(tmp_path / "cache", SCHEMAS["ragged"], [3, 20, 30])
-    expected = plain_rows(cache)
-    most = 5 * cache.store.settings.segment_bytes
+@pytest.mark.parametrize("kind", ["plain", "ragged"])
+def test_where_no_addresses_are_left_what_needs_none_goes_on(tmp_path, kind):
+    cache = build(tmp_path / "cache", SCHEMAS[kind], [FULL_ROWS] * 6)
 
-    class Crowded(mapping.AddressRange):
-        def __init__(self, nbytes):
-            if nbytes > most:
-                raise OSError(12, "Cannot allocate memory")
-            super().__init__(nbytes)
+    def child():
+        with cache.snapshot() as snapshot, cache.snapshot() as rest:
+            expected = snapshot.gather(range(30))
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            limit = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (used, limit[1]))
+            try:
+                assert snapshot.gather([0, 29])["x" if kind == "ragged" else "id"].shape[0] == 2
+                with pytest.raises(OSError, match="ulimit -v"):
+                    rest.gather([30])
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, limit)
+            again = rest.gather(range(60))
+            for name in set(expected) & set(SCHEMAS[kind].fixed):
+                assert again[name][:30].tobytes() == expected[name].tobytes()
+        assert cache.verify() == []
 
-    monkeypatch.setattr(arena_module, "AddressRange", Crowded)
-    with ac.Cache.open(cache.path).snapshot() as snapshot:
-        ids = np.random.default_rng(0).permutation(53)
-        assert_same(cache, expected, ids, snapshot.gather(ids))
+    with in_child(child):
+        pass
 
 
 def test_a_gather_never_reads_where_a_segment_was(tmp_path):
@@ -917,7 +934,7 @@ def test_a_gather_never_reads_where_a_segment_was(tmp_path):
 
     def child():
         first = cache.snapshot(where=lambda segment: segment.seq == 0)
-        first.gather([0])  # the first cell
+        first.gather([0])
         with cache.snapshot(where=lambda segment: segment.seq > 0) as rest:
             rest.gather(range(10, 23))  # segment 1 stays unmapped
             first.close()
@@ -944,13 +961,6 @@ def test_a_gather_never_reads_before_a_segment_either(tmp_path):
 
     with in_child(child):
         pass
-
-
-def test_a_budget_gives_out_what_it_has_and_takes_back():
-    budget = arena_module._Budget(2)
-    assert [budget.take() for _ in range(4)] == [True, True, False, False]
-    budget.give_back(1)
-    assert [budget.take() for _ in range(2)] == [True, False]
 
 
 def test_a_forgotten_snapshot_warns_and_leases_nothing(tmp_path):
@@ -980,23 +990,6 @@ def test_a_forked_child_does_not_warn_of_what_it_inherits(tmp_path):
             pass
         inherited[0].close()
     assert caught == []
-
-
-def test_an_arena_dies_with_its_cache_and_gives_back_its_cells(tmp_path, monkeypatch):
-    budget = arena_module._Budget(10)
-    monkeypatch.setattr(arena_module, "_budget", budget)
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 3)
-    snapshot = cache.snapshot()
-    snapshot.map_all()
-    assert budget._left == 7
-    snapshot.close()
-    assert budget._left == 10
-    path = str(cache.path)
-    del cache, snapshot
-    gc.collect()
-    with open("/proc/self/maps") as maps:
-        assert path not in maps.read()
 
 
 @pytest.mark.slow
@@ -1058,22 +1051,6 @@ def test_a_snapshot_that_the_garbage_collector_frees_while_another_maps_does_not
     assert cache.stats().leased_bytes == 0
 
 
-def test_an_arena_takes_a_small_part_of_a_limited_address_space(tmp_path):
-    cache = make_cache(tmp_path / "cache", capacity="1GiB", segment_bytes="64MiB", segment_rows=None)
-    publish(cache, 1)
-    limit = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    allowed = used + (4 << 30)
-    resource.setrlimit(resource.RLIMIT_AS, (allowed, limit[1]))
-    try:
-        with cache.snapshot() as snapshot:
-            snapshot.gather([0])
-            now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limit)
-    assert now - used < allowed // 7
-
-
 @pytest.mark.slow
 def test_ctrl_c_while_a_snapshot_is_made_takes_nothing_from_another(tmp_path):
     """As a notebook's user who interrupts a cell finds out."""
@@ -1082,7 +1059,7 @@ def test_ctrl_c_while_a_snapshot_is_made_takes_nothing_from_another(tmp_path):
 
     def interrupt_at(line: int):
         def trace(frame, event, argument):
-            if frame.f_code is not Arena.acquire.__code__:
+            if frame.f_code is not MappedSegments.acquire.__code__:
                 return None
 
             first = []

@@ -16,7 +16,7 @@ from helpers import make_cache, publish, published_ids, sample, segment_files, w
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading import arena as arena_module
+from arrowcache.reading import mapped
 from arrowcache.reading import view as view_module
 from arrowcache.torch import Loader as TorchLoader
 
@@ -338,8 +338,8 @@ def test_a_numpy_int_is_a_number_of_rows_and_a_closed_snapshot_says_so_at_once(c
         snapshot.views(8)
 
 
-def test_segments_without_a_place_in_the_arena_are_viewed_all_the_same(cache, monkeypatch):
-    monkeypatch.setattr(arena_module, "_budget", arena_module._Budget(2))
+def test_segments_for_which_no_mapping_is_left_are_viewed_all_the_same(cache, monkeypatch):
+    monkeypatch.setattr(mapped, "_most_mapped", 2)
     again = ac.Cache.open(cache.path)
     with Loader(again, 8, shuffle="blocks") as loader:
         loader.assert_zero_copy()

@@ -92,7 +92,7 @@ def test_a_share_may_end_while_the_same_thread_is_at_work_on_the_lease(path):
 
 def test_narrowing_may_come_while_the_same_thread_is_at_work_on_the_lease(path):
     lease = Lease(path, 0, 5)
-    with lease._lock:  # as the garbage collector finds it, which has an arena let go
+    with lease._lock:  # as the garbage collector finds it, which has segments let go
         lease.narrow(2, 4)
         assert leased(path) == [0, 1, 2, 3, 4, 5]
     lease._settle()

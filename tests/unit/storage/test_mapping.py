@@ -1,10 +1,11 @@
-"""Memory maps: address ranges and whole files."""
+"""Memory maps of whole files."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import itertools
+import mmap
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from helpers import in_child, wait_until
 
 from arrowcache import linux
 from arrowcache.storage import mapping
-from arrowcache.storage.mapping import AddressRange, FileMapping, open_file
+from arrowcache.storage.mapping import FileMapping, open_file
 
 PAGE = 4096
 
@@ -26,33 +27,9 @@ def file(tmp_path):
     return path
 
 
-def map_into(area, path, offset):
-    fd, nbytes = open_file(path, 4 * PAGE)
-    area.map_file(fd, offset, nbytes)
-    os.close(fd)
-    return nbytes
-
-
 def maps():
     with open("/proc/self/maps") as lines:
         return lines.read()
-
-
-def test_a_file_is_mapped_where_it_is_wanted_and_unmapped_again(file):
-    area = AddressRange(16 * PAGE)
-    assert map_into(area, file, 4 * PAGE) == 9000
-    assert area.buffer(4 * PAGE, 9000).to_pybytes() == file.read_bytes()
-    assert str(file) in maps()
-    area.unmap(4 * PAGE, 9000)
-    assert str(file) not in maps()
-    assert map_into(area, file, 4 * PAGE) == 9000
-    area.close()
-    assert str(file) not in maps()
-
-
-def test_a_range_without_files_takes_no_memory_and_no_overcommit():
-    area = AddressRange(1 << 42)
-    area.close()
 
 
 def test_a_file_that_does_not_fit_or_is_empty_is_refused(file, tmp_path):
@@ -78,33 +55,6 @@ def test_a_file_that_does_not_fit_or_is_empty_is_refused(file, tmp_path):
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_unmapping_much_lets_go_of_the_gil(monkeypatch):
-    """Of a finished epoch's segments it takes long; all other threads stood still meanwhile."""
-    area, called = AddressRange(16 << 20), []
-    real = linux.map_memory
-
-    def map_memory(address, nbytes, *arguments, keep_gil):
-        called.extend([nbytes] if not keep_gil else [])
-        return real(address, nbytes, *arguments, keep_gil=keep_gil)
-
-    monkeypatch.setattr(linux, "map_memory", map_memory)
-    area.unmap(0, PAGE)
-    area.unmap(0, 16 << 20)
-    assert called == [16 << 20]
-
-
-def test_a_range_lives_as_long_as_a_buffer_over_it(file):
-    area = AddressRange(16 * PAGE)
-    map_into(area, file, 0)
-    part = area.buffer(0, 9000).slice(3, 6)
-    del area
-    gc.collect()
-    assert part.to_pybytes() == b"abcabc"
-    del part
-    gc.collect()
-    assert str(file) not in maps()
-
-
 def test_a_mapped_file_is_unmapped_before_it_is_said_so(file):
     told = []
     buffer = FileMapping(file, on_unmap=lambda: told.append(str(file) in maps())).buffer()
@@ -121,25 +71,17 @@ def test_a_mapped_file_is_unmapped_before_it_is_said_so(file):
 def test_a_forked_child_has_no_mapping_and_ends_nothing(file):
     told = []
     buffer = FileMapping(file, on_unmap=lambda: told.append(1)).buffer()
-    area = AddressRange(16 * PAGE)
-    map_into(area, file, 0)
 
     def child():
-        nonlocal buffer, area
+        nonlocal buffer
         assert str(file) not in maps()
-        del buffer, area
+        del buffer
         gc.collect()
         assert told == []
 
     with in_child(child):
         pass
-    assert area.buffer(0, 3).to_pybytes() == b"abc"
     assert buffer[:3].to_pybytes() == b"abc"
-
-
-def test_an_impossible_range_is_an_os_error():
-    with pytest.raises(OSError, match=r"vm\.max_map_count"):
-        AddressRange(1 << 62)
 
 
 def test_ctrl_c_while_a_mapping_dies_is_raised_a_moment_after_it(file):
@@ -253,8 +195,10 @@ def test_a_file_of_another_user_is_mapped_all_the_same(tmp_path, monkeypatch):
 
 
 def test_populating_says_whether_the_pages_are_in_memory(file):
-    area = AddressRange(16 * PAGE)
-    nbytes = map_into(area, file, 4 * PAGE)
-    assert mapping.populate(area.address + 4 * PAGE, nbytes)
-    assert not mapping.populate(area.address + 8 * PAGE, PAGE), "no file is mapped there"
-    area.close()
+    mapped = FileMapping(file)
+    assert mapping.populate(mapped.address, mapped.nbytes)
+    address = linux.map_memory(0, PAGE, linux.PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        assert not mapping.populate(address, PAGE), "there is nothing to be read"
+    finally:
+        linux.unmap_memory(address, PAGE)

@@ -28,6 +28,7 @@ from processes import Child
 
 import arrowcache as ac
 from arrowcache import linux
+from arrowcache.native import maps
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import mapping, verification
 from arrowcache.storage.layout import LockRecord
@@ -348,6 +349,18 @@ def test_a_process_without_descriptors_or_memory_calls_no_segment_damaged(cache,
     assert cache.stats().leased_bytes == 0
 
 
+def refuse_to_map(path, code, monkeypatch):
+    """As the kernel refuses one file to a snapshot."""
+    opened = maps.File.open
+
+    def refused(file, *arguments):
+        if file.path == os.fsencode(path):
+            raise OSError(code, os.strerror(code), str(path))
+        opened(file, *arguments)
+
+    monkeypatch.setattr(maps.File, "open", refused)
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_a_segment_that_cannot_be_opened_is_reported_and_stays_where_it_is(cache, monkeypatch, code):
     """It was quarantined, and so went with the next eviction, though nothing may be wrong with it."""
@@ -359,6 +372,7 @@ def test_a_segment_that_cannot_be_opened_is_reported_and_stays_where_it_is(cache
         return opened(path)
 
     monkeypatch.setattr(mapping, "_open", fails)
+    refuse_to_map(segment_files(cache)[1], code, monkeypatch)
     with pytest.warns(RuntimeWarning, match=f"left out: .*{os.strerror(code)}"):
         (problem,) = cache.verify()
     assert problem.name == segment_files(cache)[1].name
@@ -386,6 +400,7 @@ def test_a_segment_that_may_not_be_opened_ends_every_reading_of_the_cache(cache,
         return opened(path, flags)
 
     monkeypatch.setattr(linux, "open_quickly", refused)
+    refuse_to_map(segment_files(cache)[1], code, monkeypatch)
     message = "chgrp.*must be able to write all of it"
     with pytest.raises(PermissionError, match=message):
         cache.verify()

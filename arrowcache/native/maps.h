@@ -1,0 +1,55 @@
+/* Maps: read-only mappings of whole files, one call each.
+ *
+ * Owns: the number of files that are mapped in this process; nothing else. It allocates nothing.
+ *
+ * Guarantees
+ *   - What is opened is a plain file, no link; its time of last reading stays, where that is allowed.
+ *   - It is mapped only if its length is within a limit. One that has a huge page begins at one: what of it is in the
+ *     page cache as huge pages is mapped as such, which makes random reads up to twice as fast.
+ *   - No forked child inherits a mapping: it would prolong the life of a file that its parent gave up. A touch reads its
+ *     page alone from the disk, not megabytes around it.
+ *   - `address` and `fd` always say what there is: a call that was made twice does nothing the second time.
+ *
+ * The caller's part
+ *   - A structure stays where it is, and is used by one thread at a time, until nothing of it is mapped or open. Any
+ *     thread may read its members meanwhile.
+ *   - Nobody reads a file that is being unmapped. A file that somebody truncates while it is mapped ends the process by
+ *     SIGBUS where it is read.
+ *   - A child of fork() calls `maps_forget`, and unmaps nothing that it inherits.
+ */
+#ifndef ARROWCACHE_MAPS_H
+#define ARROWCACHE_MAPS_H
+
+#include <stdint.h>
+
+#define MAPS_LENGTH (-1) /* in place of an error's number: the file is empty, or too long */
+
+typedef struct {
+    const char *path; /* absolute; the caller's, as are fd = -1, and 0 in all else, at first */
+    int64_t fd;       /* -1: it is not open; mapped it stays without */
+    uint8_t *address; /* NULL: it is not mapped */
+    int64_t nbytes;   /* of the file */
+    int64_t device, inode;
+} maps_file;
+
+/* Open a file of 1 to `limit` bytes, and map it, if less than `most` files are mapped then and there are addresses.
+   Returns: 0: it is open, and `address` says whether it is mapped; MAPS_LENGTH; else the error's number. It is neither
+   open nor mapped then, but `nbytes` tells how long it is. */
+int64_t maps_open(maps_file *, int64_t limit, int64_t most);
+
+/* Map a file that is open, however many are mapped. Returns: 0, or the error's number. */
+int64_t maps_map(maps_file *);
+
+/* Close a file; it stays mapped. */
+void maps_close(maps_file *);
+
+/* Unmap files, and close what is open. Returns: 0: all are unmapped; else the number of the error at one that is not. */
+int64_t maps_unmap(maps_file *const *, int64_t count);
+
+/* How many files are mapped. */
+int64_t maps_count(void);
+
+/* In a forked child: none is mapped. */
+void maps_forget(void);
+
+#endif

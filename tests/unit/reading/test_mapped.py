@@ -1,0 +1,373 @@
+"""What readers of one cache share in a process, however each of them opened it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import itertools
+import linecache
+import os
+import shutil
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import (
+    flip_byte,
+    ids_of,
+    in_child,
+    make_cache,
+    mapped_seqs,
+    publish,
+    replace_file,
+    segment_files,
+    seqs,
+)
+
+import arrowcache as ac
+from arrowcache.native import maps
+from arrowcache.reading import mapped
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Six segments of 16 rows, ids 0 to 95."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 6)
+    return cache
+
+
+def mapped_files() -> list[str]:
+    """The segments' files that this process has mapped, once for each mapping that begins a file."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [fields[5] for fields in lines if "/segments/" in fields[-1] and int(fields[2], 16) == 0]
+
+
+def test_loaders_that_were_given_one_path_map_each_segment_once(cache):
+    with ac.Loader(cache.path, 16) as first, ac.Loader(str(cache.path), 16) as second:
+        epochs = iter(first), iter(second)
+        ids = [ids_of([next(epoch)]) for epoch in epochs]
+        files = mapped_files()
+        assert sorted(files) == sorted(set(files)) == list(map(str, segment_files(cache)))
+        for epoch, begun in zip(epochs, ids, strict=True):
+            assert sorted(begun + ids_of(epoch)) == list(range(96))
+    assert mapped_files() == []
+    assert cache.stats().leased_bytes == 0
+
+
+def test_a_segment_stays_mapped_until_the_last_reader_of_its_cache_has_let_go(cache):
+    with ExitStack() as rest:
+        snapshots = [
+            rest.enter_context(ac.Cache.open(path).snapshot()) for path in (cache.path, str(cache.path))
+        ]
+        for snapshot in snapshots:
+            snapshot.map_all()
+        assert len(mapped_files()) == 6
+        snapshots[0].close()
+        assert len(mapped_files()) == 6
+        assert snapshots[1].gather([0, 95])["id"].tolist() == [0, 95]
+    assert mapped_files() == []
+
+
+def test_a_link_to_the_folder_is_the_same_cache(cache, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(cache.path)
+    with ac.Cache.open(link).snapshot() as by_link, cache.snapshot() as by_path:
+        assert by_link.map_all() == by_path.map_all() == 96
+        assert len(mapped_files()) == 6
+
+
+def test_a_cache_that_was_moved_is_read_where_it_is_now(cache, tmp_path):
+    with cache.snapshot() as before:
+        before.gather([0])  # maps the first segment, where the folder was
+        os.rename(cache.path, tmp_path / "moved")
+        with ac.Cache.open(tmp_path / "moved").snapshot() as after:
+            assert after.gather(range(96))["id"].tolist() == list(range(96))
+            assert len(mapped_files()) == 6
+
+
+def test_a_cache_that_was_made_anew_at_the_same_path_is_another_one(cache):
+    with cache.snapshot() as before:
+        before.map_all()
+        shutil.rmtree(cache.path)
+        anew = make_cache(cache.path)
+        publish(anew, 6, first=1000)
+        for opened in (anew, ac.Cache.open(cache.path), cache):  # also by who had opened the one that is gone
+            with opened.snapshot() as after:
+                assert after.gather(range(96))["id"].tolist() == list(range(1000, 1096))
+        assert before.gather(range(96))["id"].tolist() == list(range(96))
+
+
+def test_a_cache_of_another_schema_may_follow_at_the_same_path(tmp_path):
+    for shape in ((16,), (3, 5), ()):
+        cache = ac.Cache.create(tmp_path / "cache", {"x": ac.Tensor("float32", shape)}, "1MiB", "64KiB")
+        with cache.writer() as writer:
+            for number in range(20):
+                writer.append(x=[[number] * 5] * 3 if len(shape) == 2 else [number] * 16 if shape else number)
+        with ac.Cache.open(cache.path).snapshot() as snapshot:
+            rows = snapshot.gather(range(20))["x"]
+            assert rows.shape == (20, *shape)
+            assert rows.reshape(20, -1)[:, 0].tolist() == list(range(20))
+        shutil.rmtree(cache.path)
+
+
+def test_a_forked_child_shares_among_its_own_readers(cache):
+    with ac.Loader(cache.path, 16) as first, ac.Loader(cache.path, 16) as second:
+        next(iter(first)), next(iter(second))
+
+        def child():
+            assert mapped_files() == []
+            with ac.Loader(cache.path, 16) as third, ac.Loader(cache.path, 16) as fourth:
+                epochs = iter(third), iter(fourth)
+                ids = [ids_of([next(epoch)]) for epoch in epochs]
+                assert len(mapped_files()) == 6
+                for epoch, begun in zip(epochs, ids, strict=True):
+                    assert sorted(begun + ids_of(epoch)) == list(range(96))
+
+        with in_child(child):
+            pass
+        assert len(mapped_files()) == 6
+
+
+def test_bytes_are_checked_also_where_another_reader_has_the_segment_mapped(cache):
+    flip_byte(segment_files(cache)[2], 3000)
+    with cache.snapshot() as trusting:
+        assert trusting.map_all() == 96
+        checking = ac.Cache.open(cache.path, check="bytes")
+        with checking.snapshot() as snapshot:
+            with pytest.warns(RuntimeWarning, match="still leased by another reader"):
+                assert snapshot.map_all() == 80
+            assert snapshot.gather(range(80))["id"].tolist() == [*range(32), *range(48, 96)]
+        assert trusting.gather([0, 95])["id"].tolist() == [0, 95]  # it is mapped still
+    with pytest.warns(RuntimeWarning, match="quarantined"), checking.snapshot() as snapshot:
+        assert snapshot.map_all() == 80
+
+
+def test_bytes_that_were_checked_are_not_read_again_while_they_are_mapped(cache, monkeypatch):
+    checked = []
+    real = ac.reading.mapped.check_file
+
+    def check_file(file, store, segment, **options):
+        checked.append(segment.seq)
+        return real(file, store, segment, **options)
+
+    monkeypatch.setattr("arrowcache.reading.mapped.check_file", check_file)
+    with ExitStack() as rest:
+        for _ in range(2):
+            rest.enter_context(ac.Cache.open(cache.path, check="bytes").snapshot()).map_all()
+        assert checked == list(range(6))
+    with ac.Cache.open(cache.path, check="bytes").snapshot() as snapshot:
+        snapshot.map_all()
+    assert checked == [*range(6), *range(6)], "a new mapping is checked anew"
+
+
+class EngineSegment(ctypes.Structure):
+    """What the engine sees of a segment: `engine_segment` of engine.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("base", "nbytes")),
+        ("at", ctypes.POINTER(ctypes.c_int64)),
+        ("first", ctypes.c_int64),
+        ("path", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("device", "inode")),
+    )
+
+
+def engine_segments(snapshot):
+    table = ctypes.c_void_p.from_address(snapshot._rows.address).value
+    return (EngineSegment * len(snapshot.segments)).from_address(table)
+
+
+def test_the_engine_is_told_of_each_segment_once_it_is_mapped(cache):
+    with cache.snapshot() as snapshot:
+        told = engine_segments(snapshot)
+        assert [segment.first for segment in told] == list(range(0, 96, 16))
+        snapshot.gather([40])
+        assert [bool(segment.base) for segment in told] == [False, False, True, False, False, False]
+        path = segment_files(cache)[2]
+        assert (told[2].path, told[2].nbytes) == (os.fsencode(path), path.stat().st_size)
+        assert (told[2].device, told[2].inode) == (path.stat().st_dev, path.stat().st_ino)
+        ids = ctypes.string_at(told[2].base + told[2].at[0], 16 * 8)
+        assert np.frombuffer(ids, np.int64).tolist() == list(range(32, 48))
+
+
+@pytest.mark.parametrize("kind", ["fixed", "text"])
+def test_a_segment_for_which_no_mapping_is_left_is_known_to_the_engine_and_not_mapped(
+    tmp_path, monkeypatch, kind
+):
+    """Also one whose layout is nowhere but in its file: it is mapped while that is read."""
+    schema = ac.Schema({"id": ac.Tensor("int64"), **({"text": ac.String()} if kind == "text" else {})})
+    cache = make_cache(tmp_path / "cache", schema)
+    for first in range(0, 64, 16):
+        with cache.writer() as writer:
+            for number in range(first, first + 16):
+                writer.append(id=number, **({"text": str(number)} if kind == "text" else {}))
+    before = maps.count()
+    monkeypatch.setattr(mapped, "_most_mapped", before + 2)
+    with cache.snapshot() as snapshot:
+        assert snapshot.map_all() == 64
+        assert maps.count() == before + 2
+        assert mapped_seqs(cache) == [0, 1]
+        for segment, path in zip(engine_segments(snapshot), segment_files(cache), strict=True):
+            assert (segment.path, segment.nbytes) == (os.fsencode(path), path.stat().st_size)
+            assert (segment.device, segment.inode) == (path.stat().st_dev, path.stat().st_ino)
+            assert segment.at
+        assert [bool(segment.base) for segment in engine_segments(snapshot)] == [True, True, False, False]
+        got = snapshot.gather(range(63, -1, -1))
+        assert got["id"].tolist() == list(range(63, -1, -1))
+        assert kind == "fixed" or got["text"] == [str(number) for number in range(63, -1, -1)]
+        assert len(os.listdir("/proc/self/fd")) < 100
+        with cache.snapshot() as other:
+            monkeypatch.setattr(mapped, "_most_mapped", before + 4)
+            assert other.map_all() == 64
+            assert mapped_seqs(cache) == [0, 1, 2, 3], "there are mappings again"
+            assert snapshot.gather([0, 63])["id"].tolist() == [0, 63]
+    assert maps.count() == before
+    assert cache.stats().leased_bytes == 0
+
+
+def test_only_what_a_batch_needs_is_mapped_for_it(cache):
+    with cache.snapshot() as snapshot:
+        snapshot.gather([17, 90, 18])
+        assert mapped_seqs(cache) == [1, 5]
+        snapshot.gather([0, 90])
+        assert mapped_seqs(cache) == [0, 1, 5]
+
+
+def test_thousands_of_snapshots_leave_no_mapping_and_no_descriptor(cache):
+    with cache.snapshot() as snapshot:
+        snapshot.gather(range(96))
+    gc.collect()
+    files, lines = len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
+    rng, count = np.random.default_rng(0), maps.count()
+    for _ in range(2000):
+        with cache.snapshot() as snapshot:
+            ids = rng.integers(0, 96, 3)
+            assert snapshot.gather(ids)["id"].tolist() == ids.tolist()
+    assert mapped_files() == []
+    assert maps.count() == count
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= lines + 10, "memory of others"
+    assert cache.stats().leased_bytes == 0
+
+
+def test_who_has_mapped_a_file_goes_on_with_it_when_another_takes_its_path(cache):
+    first, second = segment_files(cache)[:2]
+    with cache.snapshot() as before:
+        assert before.gather([3])["id"].tolist() == [3]
+        inode = first.stat().st_ino
+        replace_file(first, second.read_bytes())
+        assert first.stat().st_ino != inode
+        assert before.gather([3])["id"].tolist() == [3]
+        assert engine_segments(before)[0].inode == inode
+        with cache.snapshot() as sharing:
+            assert sharing.gather([3])["id"].tolist() == [3]
+    with cache.snapshot() as after:
+        assert after.gather([3])["id"].tolist() == [19], "the second one's"
+        assert engine_segments(after)[0].inode == first.stat().st_ino
+
+
+def test_a_file_that_takes_a_path_is_checked_before_it_is_read(cache):
+    """Its neighbour's layout is known, and it has as many bytes."""
+    victim = segment_files(cache)[4]
+    with cache.snapshot() as snapshot:
+        snapshot.gather(range(64))
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        replace_file(victim, bytes(data))
+        with pytest.warns(RuntimeWarning, match="quarantined"), pytest.raises(ac.CorruptSegmentError):
+            snapshot.gather([70])
+        assert mapped_seqs(cache) == [0, 1, 2, 3]
+    assert seqs(cache) == [0, 1, 2, 3, 5]
+
+
+def test_what_cannot_be_unmapped_stays_leased_until_it_can(cache, monkeypatch):
+    real, refuses = maps.unmap, True
+
+    def unmap(files):
+        real(files[:2])
+        if refuses and len(files) > 2:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        real(files)
+
+    snapshot = cache.snapshot()
+    snapshot.map_all()
+    monkeypatch.setattr(maps, "unmap", unmap)
+    snapshot.close()
+    assert mapped_seqs(cache) == [2, 3, 4, 5]
+    assert cache.evict("1GB") == 0, "what is mapped is leased"
+    refuses = False
+    cache.snapshot().close()  # whatever is done next
+    assert mapped_seqs(cache) == []
+    assert cache.stats().leased_bytes == 0
+
+
+def test_what_was_cut_short_is_let_go_when_its_cache_dies(tmp_path, monkeypatch):
+    def interrupted(files):
+        raise KeyboardInterrupt
+
+    cache = make_cache(tmp_path / "another")
+    publish(cache, 3)
+    snapshot = cache.snapshot()
+    snapshot.map_all()
+    monkeypatch.setattr(maps, "unmap", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        snapshot.close()
+    monkeypatch.undo()
+    assert mapped_seqs(cache) == [0, 1, 2]
+    del snapshot, cache
+    gc.collect()
+    assert mapped_files() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["map", "release"])
+def test_ctrl_c_at_any_line_leaves_nothing_mapped_that_is_not_leased(cache, work):
+    """And nothing that the next one who does something does not let go."""
+    came = False
+
+    def interrupt_at(number):
+        left = number
+
+        def trace(frame, event, _):
+            nonlocal came, left
+            if frame.f_code.co_filename not in (mapped.__file__, maps.__file__):
+                return None
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            is_shielded = line.startswith(("with ", "try:"))  # an exception in a trace would skip its end
+            if event in ("line", "return") and not came and not is_shielded:
+                if left == 0:
+                    came = True
+                    raise KeyboardInterrupt
+                left -= 1
+            return trace
+
+        return trace
+
+    cache.snapshot().close()
+    count, _ = maps.count(), cache.stats()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number in itertools.count():
+        came = False
+        snapshot = cache.snapshot()
+        if work == "release":
+            snapshot.gather([0, 20, 40])
+            snapshot.release_oldest(1)
+        sys.settrace(interrupt_at(number))
+        with suppress(KeyboardInterrupt):
+            snapshot.gather([20, 40, 60]) if work == "map" else snapshot.close()
+        sys.settrace(None)
+        leased = cache.stats().leased_bytes
+        assert leased or not mapped_files(), number
+        if work == "map":
+            assert snapshot.gather([20, 40, 60])["id"].tolist() == [20, 40, 60]
+        snapshot.close()
+        cache.snapshot().close()
+        assert (mapped_files(), maps.count(), cache.stats().leased_bytes) == ([], count, 0), number
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
+        if not came:
+            break
+    assert number > 15

@@ -20,7 +20,8 @@ from arrowcache.native.library import address_of, declare, quick
 _SEGMENT_WORDS = 7  # of `engine_segment`
 _REST_AT, _FIRST_ROW = 8, 3
 _FIRST = 3  # of `engine_rows`
-_BASE, _REST = struct.Struct("@q"), struct.Struct("@6q")
+_BASE, _REST = struct.Struct("@q"), struct.Struct("@4q2Q")
+_ALL_BITS = 2**64 - 1  # of what some give with a sign and some without
 _BLOCKS_A_SEGMENT = 4
 
 
@@ -70,7 +71,7 @@ class Rows:
             device, inode: of the file.
         """
         at, first = 8 * _SEGMENT_WORDS * index, self._starts[index]
-        rest = nbytes, layout_address, first, path_address, device, inode
+        rest = nbytes, layout_address, first, path_address, device & _ALL_BITS, inode & _ALL_BITS
         _REST.pack_into(self._memory, at + _REST_AT, *rest)
         _BASE.pack_into(self._memory, at, base)  # last, in one piece: threads may read it by now
         self._is_known[index] = True

@@ -163,7 +163,7 @@ def test_mapping_a_file_does_not_change_when_it_was_last_read(path, tmp_path):
 def test_unmapping_much_lets_go_of_the_gil(tmp_path, monkeypatch):
     """Of a finished epoch's segments it takes long; all other threads stood still meanwhile."""
     (tmp_path / "file").write_bytes(bytes(HUGE_PAGE))
-    files, let_go = [closed(tmp_path / "file") for _ in range(5)], maps._library
+    files, let_go = [closed(tmp_path / "file") for _ in range(5)], maps.library
 
     class Counted:
         calls = 0
@@ -172,7 +172,7 @@ def test_unmapping_much_lets_go_of_the_gil(tmp_path, monkeypatch):
             Counted.calls += 1
             return let_go.maps_unmap(words, count)
 
-    monkeypatch.setattr(maps, "_library", Counted())
+    monkeypatch.setattr(maps, "library", Counted())
     maps.unmap(files[:1])
     assert Counted.calls == 0
     maps.unmap(files[1:])

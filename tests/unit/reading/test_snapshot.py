@@ -915,8 +915,11 @@ def test_where_no_addresses_are_left_what_needs_none_goes_on(tmp_path, kind):
             resource.setrlimit(resource.RLIMIT_AS, (used, limit[1]))
             try:
                 assert snapshot.gather([0, 29])["x" if kind == "ragged" else "id"].shape[0] == 2
-                with pytest.raises(OSError, match="ulimit -v"):
-                    rest.gather([30])
+                if kind == "plain":  # its layout is known: it is read, and needs no mapping
+                    assert rest.gather([30])["id"].shape[0] == 1
+                else:
+                    with pytest.raises(OSError, match="ulimit -v"):
+                        rest.gather([30])
             finally:
                 resource.setrlimit(resource.RLIMIT_AS, limit)
             again = rest.gather(range(60))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
-from arrowcache.reading.output import page_aligned
+from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.pipeline import Done, Elsewhere, Job, Made
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
@@ -99,6 +99,9 @@ class Assembly:
         rows = self._batch_size * (grouped if self._viewer is None else 1)
         self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
         self.slots = self._new_slots()
+
+    def prepare(self) -> None:
+        """An epoch is wanted soon: nothing has to start."""
 
     def wanted(self) -> int:
         """How many batches are to be under way or ready."""

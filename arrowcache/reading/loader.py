@@ -363,6 +363,7 @@ class Loader:
             )
         pipeline, readahead = self._threads
         readahead.start()
+        self._assembly.prepare()
         run, epoch = object(), None
         try:
             self._meter.begin_run(run)

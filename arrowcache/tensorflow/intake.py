@@ -11,6 +11,7 @@ the main process.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import select
 import selectors
@@ -26,10 +27,10 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CacheFullError, SamplerError, SchemaError, WorkerError
+from arrowcache.pickling import pack_error, unpack_error
+from arrowcache.reading.memory import bytes_of, file_of
 from arrowcache.reading.workers.channel import Channel
-from arrowcache.reading.workers.launch import WorkerProcess
-from arrowcache.reading.workers.memory import array_over, bytes_of, file_of, map_all
-from arrowcache.reading.workers.parcel import pack_error, unpack_error
+from arrowcache.reading.workers.process import WorkerProcess
 from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.lease import own_leases
 from arrowcache.storage.recovery import open_store
@@ -124,7 +125,7 @@ class Intake:
         with _file(json.dumps(plan).encode()) as plan_file, _file(marks.tobytes()) as memory:
             self._marks.append(_marks_in(memory))
             with _without_interrupts():
-                process = WorkerProcess(memory, plan_file, number, start=_START, environment=_ENVIRONMENT)
+                process = WorkerProcess(memory, plan_file, start=_START, environment=_ENVIRONMENT)
                 self._processes.append(process)
 
     def _watch(self) -> None:
@@ -204,7 +205,7 @@ def _file(data: bytes) -> Iterator[int]:
 
 
 def _marks_in(memory: int) -> NDArray[np.int64]:
-    return array_over(map_all(memory), 0, np.int64, (MARKS,))
+    return np.frombuffer(mmap.mmap(memory, MARKS * 8), np.int64)
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from helpers import make_cache, publish, wait_until
 from processes import Script
 
 from arrowcache import linux
-from arrowcache.reading.workers import launch
-from arrowcache.reading.workers.launch import WorkerProcess
-from arrowcache.reading.workers.memory import file_of
+from arrowcache.reading.memory import file_of
+from arrowcache.reading.workers import process
+from arrowcache.reading.workers.process import WorkerProcess
 
 CUT = """
 import fcntl, mmap, os, signal
@@ -158,12 +158,12 @@ def test_a_worker_that_was_started_does_not_outlive_a_failed_launch(monkeypatch,
     def refuse(pid):
         raise error
 
-    monkeypatch.setattr(launch.subprocess, "Popen", Popen)
+    monkeypatch.setattr(process.subprocess, "Popen", Popen)
     monkeypatch.setattr(linux, "process_file", refuse)
     plan = file_of(b"{}\n")
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(type(error)):
-        WorkerProcess(plan, plan, 0)
+        WorkerProcess(plan, plan)
     assert [process.returncode for process in started] == [-9]
     assert sorted(os.listdir("/proc/self/fd")) == before
     os.close(plan)

@@ -11,14 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import ids_of, in_child, make_cache, publish, wait_until
+from helpers import ids_of, in_child, make_cache, publish, wait_until, worker_pids
 from processes import Script
 from quick import first_is_quick
 
 import arrowcache as ac
-from arrowcache.reading.workers import launch, supervisor
+from arrowcache.reading.memory import file_of
+from arrowcache.reading.workers import pool, process
 from arrowcache.reading.workers.channel import Channel
-from arrowcache.reading.workers.memory import file_of
 
 
 @pytest.fixture
@@ -37,16 +37,16 @@ def refuse(monkeypatch, code, do, when=lambda message: True):
     """Sending messages of one kind fails from now on."""
     send = Channel.send
 
-    def sending(self, message, files=()):
+    def sending(self, message, files=(), data=b""):
         if message.get("do") == do and when(message):
             raise OSError(code, os.strerror(code))
-        send(self, message, files)
+        send(self, message, files, data)
 
     monkeypatch.setattr(Channel, "send", sending)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("do", ["make", "put", "begin"])
+@pytest.mark.parametrize("do", ["make", "begin"])
 @pytest.mark.parametrize("code", first_is_quick([errno.EMFILE, errno.ENOBUFS, errno.ETOOMANYREFS]))
 def test_a_message_that_cannot_be_sent_is_an_error_that_says_why(cache, monkeypatch, do, code):
     """It hung: whatever failed was taken for a worker that had died."""
@@ -144,11 +144,11 @@ def test_a_worker_without_a_descriptor_left_for_the_next_epoch_dies_of_no_index_
 
 
 def test_workers_that_are_killed_while_they_start_may_be_short_of_memory(cache, monkeypatch):
-    monkeypatch.setattr(launch, "_START", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(process, "_START", "import os; os.kill(os.getpid(), 9)")
     words = r"cannot start: .*signal 9 \(SIGKILL\).*out-of-memory"
     with loader_of(cache) as loader, pytest.raises(ac.WorkerError, match=words):
         next(iter(loader))
-    monkeypatch.setattr(launch, "_START", "import os; os.kill(os.getpid(), 11)")
+    monkeypatch.setattr(process, "_START", "import os; os.kill(os.getpid(), 11)")
     with loader_of(cache) as loader:
         with pytest.raises(ac.WorkerError, match=r"cannot start: .*signal 11 \(SIGSEGV\)") as caught:
             next(iter(loader))
@@ -158,14 +158,18 @@ def test_workers_that_are_killed_while_they_start_may_be_short_of_memory(cache, 
 @pytest.mark.slow
 def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cache, tmp_path, monkeypatch):
     """Those that were still starting when the error was told had the others replaced, without end."""
-    others_fail = tmp_path / "others fail"
+    first, others_fail = tmp_path / "first", tmp_path / "others fail"
     failing = f"""if True:
         import json, os, sys, time
         sys.path[:] = json.loads(sys.argv[1])
         from arrowcache.reading.workers import worker
 
-        def work(channel, memory, plan, number):
-            while number and not os.path.exists({str(others_fail)!r}):
+        def work(*_):
+            try:
+                first = os.open({str(first)!r}, os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                first = None
+            while first is None and not os.path.exists({str(others_fail)!r}):
                 time.sleep(0.01)
             raise MemoryError("nothing left")
 
@@ -173,18 +177,17 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
         worker.main(*map(int, sys.argv[2:]))
     """
     started = []
-    start_one = supervisor.Supervisor._start_one
+    popen = process.subprocess.Popen
     monkeypatch.setattr(
-        supervisor.Supervisor, "_start_one", lambda self: (started.append(1), start_one(self))
+        process.subprocess, "Popen", lambda *words, **options: (started.append(1), popen(*words, **options))[1]
     )
-    monkeypatch.setattr(launch, "_START", failing)
+    monkeypatch.setattr(process, "_START", failing)
     with loader_of(cache, workers=4) as loader:
         with pytest.raises(MemoryError, match="nothing left"):
             next(iter(loader))
-        crew = loader._assembly.crew
-        wait_until(lambda: len(crew.pids) < 4 or len(started) > 4, "the first one to be gone")
+        wait_until(lambda: len(worker_pids()) < 4 or len(started) > 4, "the first one to be gone")
         others_fail.touch()
-        wait_until(lambda: not crew.pids or len(started) > 4, "the others to be gone")
+        wait_until(lambda: not worker_pids() or len(started) > 4, "the others to be gone")
         assert len(started) == 4
         monkeypatch.undo()
         assert sorted(ids_of(loader)) == list(range(320))
@@ -194,7 +197,7 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
 def test_the_start_of_workers_is_blamed_on_nothing_else(cache, tmp_path, monkeypatch):
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
-    monkeypatch.setattr(launch, "_START", waiting + launch._START)
+    monkeypatch.setattr(process, "_START", waiting + process._START)
     with loader_of(cache) as loader:
         epoch, made = iter(loader), []
         consumer = threading.Thread(target=lambda: made.append(next(epoch)))
@@ -313,14 +316,14 @@ def test_a_transform_may_fork_and_have_both_come_back(cache):
 
 def test_workers_that_are_starting_are_ended_at_once(cache, tmp_path, monkeypatch):
     started = tmp_path / "started"
-    blocked = f"import os, signal, time; open({str(started)!r}, 'w').close(); time.sleep(3600)"
-    monkeypatch.setattr(launch, "_START", blocked)
-    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 3600.0)
+    blocked = f"import os, time  # arrowcache.reading.workers.worker\nopen({str(started)!r}, 'w').close(); time.sleep(3600)"
+    monkeypatch.setattr(process, "_START", blocked)
+    monkeypatch.setattr(pool, "_GRACE_SECONDS", 3600.0)
     with loader_of(cache) as loader:
         epoch = iter(loader)
         wait_until(started.exists, "a worker to start")
     assert list(epoch) == []
-    assert loader._assembly.crew.pids == []
+    assert worker_pids() == []
 
 
 @pytest.mark.slow

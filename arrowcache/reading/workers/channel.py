@@ -1,7 +1,8 @@
 """Channel: messages between the main process and a worker, over a pair of sockets without a name.
 
-A message is a dict of plain values, as JSON; files travel beside it as descriptors. Message
-boundaries are kept, the end of the other process is an end of file. No sample ever passes here.
+A message is a dict of plain values, as JSON, and perhaps bytes, such as row ids, under "data"; files travel
+beside it as descriptors. Message boundaries are kept, the end of the other process is an end of file. No
+sample ever passes here.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from arrowcache.errors import WorkerError
-from arrowcache.reading.workers.memory import bytes_of, file_of
+from arrowcache.reading.memory import bytes_of, file_of
 
 _INLINE_BYTES = 32 << 10  # a longer message travels as a file, so that sending never waits for the reader
 _INLINE, _IN_FILE = b"I", b"F"
+_LENGTH_BYTES = 4  # of what tells how long the JSON is; "data" follows it
 _MOST_FILES = 4
 _FILE = struct.Struct("i")
 
@@ -41,22 +43,23 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+    def send(self, message: Message, files: Sequence[int] = (), data: bytes = b"") -> None:
         """Send a message and descriptors, which stay the caller's too.
 
         Raises: BrokenPipeError, ConnectionResetError: the other process is gone. BlockingIOError: it has
             not read for long. OSError: it cannot be sent now, such as for want of a descriptor.
         """
-        data = json.dumps(message).encode()
-        if len(data) <= _INLINE_BYTES:
+        text = json.dumps(message).encode()
+        content = len(text).to_bytes(_LENGTH_BYTES, "little") + text + data
+        if len(content) <= _INLINE_BYTES:
             try:
-                socket.send_fds(self._socket, [_INLINE + data], list(files))
+                socket.send_fds(self._socket, [_INLINE + content], list(files))
             except OSError as error:
                 if error.errno != errno.EMSGSIZE:  # of a socket whose buffer is a small one
                     raise
             else:
                 return
-        fd = file_of(data)
+        fd = file_of(content)
         try:
             socket.send_fds(self._socket, [_IN_FILE], [fd, *files])
         finally:
@@ -65,16 +68,16 @@ class Channel:
     def receive(self) -> tuple[Message, list[int]] | None:
         """The next message and its files, which the caller closes; None: the other process is gone.
 
-        Raises: BlockingIOError: there is none, of an end that never blocks. WorkerError: this process has no
-            descriptor left for its files; the message is lost.
+        Raises: BlockingIOError: there is none, of an end that never blocks. ValueError: what came is no
+            message. WorkerError: this process has no descriptor left for its files; the message is lost.
         """
         try:
-            data, extra, flags, _ = self._socket.recvmsg(  # socket.recv_fds of Python 3.11 takes no flags
+            content, extra, flags, _ = self._socket.recvmsg(  # socket.recv_fds of Python 3.11 takes no flags
                 _INLINE_BYTES + 1, socket.CMSG_LEN(_MOST_FILES * _FILE.size), socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError:  # it died with messages unread
             return None
-        if not data:
+        if not content:
             return None
         files = [fd for _, _, fds in extra for (fd,) in _FILE.iter_unpack(fds)]
         if flags & socket.MSG_CTRUNC:
@@ -84,13 +87,21 @@ class Channel:
                 f"process {os.getpid()} has no file descriptor left for what it was sent: raise the limit of "
                 "open files (ulimit -n), or keep fewer open"
             )
-        if data[:1] == _IN_FILE:
+        if content[:1] == _IN_FILE and files:
             fd = files.pop(0)
             try:
-                return json.loads(bytes_of(fd)), files
+                return _message(bytes_of(fd)), files
             finally:
                 os.close(fd)
-        return json.loads(data[1:]), files
+        return _message(content[1:]), files
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _message(content: bytes) -> Message:
+    end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    message: Message = json.loads(content[_LENGTH_BYTES:end])
+    if len(content) > end:
+        message["data"] = content[end:]
+    return message

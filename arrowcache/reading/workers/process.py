@@ -1,4 +1,4 @@
-"""Launch: one worker process: how it is started, asked, watched and ended.
+"""Process: one child: how it is started, watched and ended.
 
 It is started as `python -c`, whatever start method `multiprocessing` uses here: it imports no main
 module, so neither scripts nor notebooks need any precaution, and inherits no thread, no lock, no
@@ -48,8 +48,7 @@ class WorkerProcess:
     Owns the process, our end of its channel, and what tells its end.
 
     Args:
-        memory, plan: descriptors of the shared file, and of what to do.
-        number: which of the workers it is.
+        memory, plan: descriptors of memory that both have, and of what to do.
         start: Python code that takes the same words as `_START`.
         environment: what it has beside, or instead of, this process' variables.
     Raises: OSError: no process, or no descriptor, can be had.
@@ -59,7 +58,6 @@ class WorkerProcess:
         self,
         memory: int,
         plan: int,
-        number: int,
         *,
         start: str | None = None,
         environment: Mapping[str, str] | None = None,
@@ -71,7 +69,7 @@ class WorkerProcess:
         try:
             with ExitStack() as own:
                 fds = [_beyond_standard(fd, own) for fd in (theirs.fileno(), memory, plan)]
-                words = [json.dumps(path), *map(str, fds), str(os.getpid()), str(number)]
+                words = [json.dumps(path), *map(str, fds), str(os.getpid())]
                 self._process = subprocess.Popen(
                     [executable, *flags, "-c", start or _START, *words],
                     stdin=subprocess.DEVNULL,

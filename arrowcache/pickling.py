@@ -1,8 +1,9 @@
-"""Pickling: a user's functions on their way to other processes, and errors on their way back. Never a sample.
+"""Pickling: a user's functions on their way to other processes, and what they raised on its way back.
 
-Functions go by value where the other process could not import them: lambdas, closures, and what the main script or
-a notebook defines, with the globals that it has by then. That goes for the script also in a process that
-multiprocessing started, as `torch.multiprocessing.spawn` starts ranks: the script has another name there.
+Never a sample. Functions go by value where the other process could not import them: lambdas, closures, and
+what the main script or a notebook defines, with the globals that it has by then. That goes for the script
+also in a process that multiprocessing started, as `torch.multiprocessing.spawn` starts ranks: the script has
+another name there.
 """
 
 from __future__ import annotations

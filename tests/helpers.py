@@ -177,7 +177,8 @@ def worker_pids() -> list[int]:
     for process in Path("/proc").iterdir():
         try:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"arrowcache.reading.workers.worker" in (process / "cmdline").read_bytes():
+            command = (process / "cmdline").read_bytes()
+            if parent == os.getpid() and b"arrowcache.reading.workers.worker" in command:
                 found.append(int(process.name))
         except (OSError, IndexError):  # not a process, or one that has ended
             continue

@@ -1,16 +1,15 @@
-"""Memory: what slots are made of, and files without a name, which other processes map.
+"""Memory: what slots are made of.
 
 An allocator gives memory for one buffer, (nbytes,) uint8. `page_aligned` gives plain memory; `SharedBuffers`
 a part of an anonymous file, which another process finds by its offset; memory that a device reads by itself
 comes from torch/backend.py.
 
-Guarantees: nothing here is in /dev/shm, and a kill leaves nothing behind. A buffer of a file has its memory
-before anybody writes: else a full disk or memory would be a SIGBUS, not an error.
+Guarantee: a buffer of a file has its memory before anybody writes: else a full disk or memory would be a
+SIGBUS, not an error.
 """
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import resource
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache import linux
+from arrowcache.process import anonymous_file
 from arrowcache.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -38,37 +38,6 @@ def page_aligned(nbytes: int) -> NDArray[np.uint8]:
     memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES
     return memory[start : start + nbytes]
-
-
-def anonymous_file() -> int:
-    """A descriptor of an empty file without a name, which inherits to nobody by itself."""
-    try:
-        return linux.memory_file("arrowcache")
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise  # else: an old kernel, or a sandbox
-        import tempfile
-
-        with tempfile.TemporaryFile(prefix="arrowcache-") as file:
-            return os.dup(file.fileno())
-
-
-def file_of(data: bytes) -> int:
-    """An anonymous file with these bytes; the caller closes it."""
-    fd = anonymous_file()
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    return fd
-
-
-def bytes_of(fd: int) -> bytes:
-    """What a file holds, whoever else reads it; leaves it open."""
-    pieces, nbytes = [], 0
-    while piece := os.pread(fd, 1 << 24, nbytes):
-        pieces.append(piece)
-        nbytes += len(piece)
-    return b"".join(pieces)
 
 
 class SharedMemory(mmap.mmap):
@@ -98,6 +67,7 @@ class SharedMemory(mmap.mmap):
         fd = anonymous_file()
         try:
             _stretch(fd, parts)
+            os.posix_fallocate(fd, 0, PAGE_BYTES)
             return cls(fd)
         except BaseException:
             os.close(fd)
@@ -105,6 +75,7 @@ class SharedMemory(mmap.mmap):
 
     @property
     def words(self) -> NDArray[np.int64]:
+        """The first page, (512,) on most machines; it is there before anybody writes."""
         return np.frombuffer(self, np.int64, PAGE_BYTES // 8)
 
     def forget_in_child(self) -> None:
@@ -139,7 +110,8 @@ class SharedBuffers:
         if not bare:
             if self._end + size > len(self._memory):
                 raise MemoryError(
-                    f"the batches in use fill {format_bytes(len(self._memory))} of addresses: keep fewer of them"
+                    f"the batches in use fill {format_bytes(len(self._memory))} of addresses: "
+                    "keep fewer of them"
                 )
             bare.append(self._end)
             self._end += size

@@ -1,8 +1,9 @@
-"""Slots: reusable host memory for batches, one buffer a column: plain, pinned, or shared with other processes.
+"""Slots: reusable memory for batches, one buffer a column: plain, pinned, or shared with other processes.
 
-An allocator (memory.py, torch/backend.py) gives the memory; all else is the same. A buffer is lent for one batch, and comes back when the last array or tensor over it dies: what a user keeps
-is never overwritten, and keeping every label does not keep every image. The one that came back last is lent
-first: it is still in the processor's cache.
+An allocator (memory.py, torch/backend.py) gives the memory; all else is the same. A buffer is lent for one
+batch, and comes back when the last array or tensor over it dies: what a user keeps is never overwritten, and
+keeping every label does not keep every image. The one that came back last is lent first: it is still in the
+processor's cache.
 
 The owner of what is lent is a fresh ctypes array under the NumPy arrays, because NumPy collapses
 `.base` chains to it, and no further. A weak reference tells of its death by one append to a deque:
@@ -51,9 +52,11 @@ class Loan(weakref.ref[object]):
 def lent(
     memory: Any, start: int, nbytes: int, buffer: object, returned: Callable[[Loan], None]
 ) -> tuple[Any, Loan]:
-    """A fresh owner of a part of writeable memory, and the loan, which `returned` gets when the owner has died.
+    """A fresh owner of a part of writeable memory, and the loan.
 
-    Whoever lends keeps the loan until then.
+    Args:
+        buffer: what the loan is of.
+        returned: gets the loan when the owner has died; whoever lends keeps it until then.
     """
     owner = (ctypes.c_char * nbytes).from_buffer(memory, start)
     loan = Loan(owner, returned)

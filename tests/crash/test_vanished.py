@@ -17,7 +17,7 @@ from helpers import ids_of, in_child, make_cache, publish, sample, wait_until, w
 from processes import Script, private_mounts
 
 import arrowcache as ac
-from arrowcache.reading.workers import process
+from arrowcache import process
 
 AT_WORK = """
     import os, sys

@@ -20,13 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
-from arrowcache.reading.memory import bytes_of
+from arrowcache.process import Message
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.reading.workers import packing
-from arrowcache.reading.workers.channel import Message
 from arrowcache.reading.workers.segment_list import unpack_segments
 from arrowcache.reading.workers.worker_slots import WorkerSlots
 from arrowcache.storage.folder import Folder
@@ -75,21 +74,19 @@ class BatchMaker:
         self._known: dict[int, SegmentInfo] = {}
         self._is_mapped = True
 
-    def begin(self, epoch: int, segments: int) -> None:
-        """There is an epoch: lease it, unless it has ended meanwhile. Closes the file of its segments.
+    def begin(self, epoch: int, segments: bytes) -> None:
+        """There is an epoch: lease its segments, unless it has ended meanwhile.
 
         What fails is raised by the first `make`.
         """
         self._failure = None
         before = self._snapshot
         try:
-            self._begin(epoch, bytes_of(segments))
+            self._begin(epoch, segments)
         except Exception as error:  # noqa: BLE001  # such as a lock that somebody holds for too long
             self._failure, self._snapshot = error, None
             if before is not None:
                 before.close()
-        finally:
-            os.close(segments)
 
     def map_ahead(self) -> None:
         """Map all of the epoch, unless that was done: whatever becomes of the folder, it goes on.

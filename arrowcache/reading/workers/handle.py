@@ -1,14 +1,13 @@
 """Worker handle: one worker process as the main process deals with it.
 
-It owns the process and the memory that both have, and knows what it is to answer, in which order, and which of
-its slots are in use here: the next request tells it what has come back. Whatever cannot be said to it or
+It owns the process and the memory that both have, and knows what it is to answer, in which order, and which
+of its slots are in use here: the next request tells it what has come back. Whatever cannot be said to it or
 understood of it ends it here, with a reason; how it ended is told once it has.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -21,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
+from arrowcache.process import Message, WorkerProcess
 from arrowcache.reading.memory import SharedMemory
 from arrowcache.reading.slots import Loan, array_over, lent
-from arrowcache.reading.workers.channel import Message
 from arrowcache.reading.workers.packing import unpack
-from arrowcache.reading.workers.process import WorkerProcess
 from arrowcache.reading.workers.worker_slots import ENDED, PROGRESS, STAGES_OF_WORKERS
 from arrowcache.shortage import explained
 
@@ -34,7 +32,7 @@ _MEDDLING = "a transform must leave alone descriptors that are not its own"
 
 
 class Finished:
-    """What came of a request: its batches lie in slots of a worker, which return with the last array over them.
+    """What came of a request: its batches lie in slots, which return with the last array over them.
 
     `seconds` are those of each stage in the worker; `nbytes` what it gathered.
     """
@@ -84,16 +82,14 @@ class WorkerHandle:
     """A worker process.
 
     Args:
-        plan: a descriptor of what it is to do.
-        number: which of the workers this is, of so many.
+        workers: how many there are to be.
     Raises: OSError: no process, or no descriptor, can be had.
     """
 
-    def __init__(self, plan: int, number: int, workers: int) -> None:
-        self.number = number
+    def __init__(self, workers: int) -> None:
         self._memory = SharedMemory.create(workers)
         self._words = self._memory.words
-        self.process = WorkerProcess(self._memory.fd, plan)
+        self.process = WorkerProcess(self._memory.fd)
         self.asked: deque[Request] = deque()
         self.drops: deque[threading.Semaphore] = deque()  # of those who wait until it has let go
         self.is_ready = False
@@ -118,7 +114,7 @@ class WorkerHandle:
             "returned": returned,
         }
         self.asked.append(request)
-        self.tell(message, data=request.ids.tobytes())
+        self.tell(message, request.ids.tobytes())
 
     def finished(self, answer: Message) -> Finished:
         """What it has made, which it does not touch until it is told that all arrays over it are gone."""
@@ -131,10 +127,10 @@ class WorkerHandle:
             ],
         )
 
-    def tell(self, message: Message, files: Sequence[int] = (), data: bytes = b"") -> bool:
+    def tell(self, message: Message, data: bytes = b"") -> bool:
         """Whether it was sent; if not, the process has ended, or is ended here."""
         try:
-            self.process.channel.send(message, files, data)
+            self.process.channel.send(message, data)
         except (BrokenPipeError, ConnectionResetError):  # it has died: its watch tells
             return False
         except BlockingIOError:  # it has stopped, or is at one batch for very long
@@ -152,6 +148,8 @@ class WorkerHandle:
         """
         try:
             received = self.process.channel.receive()
+            if received is not None and "say" not in received:
+                raise ValueError("a dict that says nothing")
         except BlockingIOError:
             return None
         except WorkerError as error:  # it may have been about anything
@@ -164,10 +162,7 @@ class WorkerHandle:
             if not self.process.wait(_DYING_SECONDS):  # else it closed its files as it died
                 self._end(f"it closed its connection: {_MEDDLING}")
             raise EOFError
-        message, files = received
-        for fd in files:  # of a later version, perhaps
-            os.close(fd)
-        return message
+        return received
 
     def end_epoch(self, epoch: int) -> None:
         """Nothing is to be made any more for an epoch, or for one before it; it sees that at once."""

@@ -24,8 +24,7 @@ import signal
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -35,8 +34,7 @@ from numpy.typing import NDArray
 from arrowcache import linux
 from arrowcache.errors import WorkerError
 from arrowcache.pickling import unpack_error
-from arrowcache.reading.memory import file_of
-from arrowcache.reading.workers.channel import Message
+from arrowcache.process import Message
 from arrowcache.reading.workers.handle import Finished, Request, WorkerHandle
 from arrowcache.shortage import explained, start
 
@@ -90,21 +88,19 @@ class Restarts:
 class Pool:
     """Worker processes. Thread-safe. `close` it also if it was never started.
 
-    Who makes requests holds the pool meanwhile, so that they go to a worker without waking its thread. `end`,
-    `drop` and `close` may be called by finalizers, at any point of any thread: they wait for no lock.
+    Who makes requests holds the pool meanwhile, so that they go to a worker without waking its thread. `end`
+    and `close` may be called by finalizers, at any point of any thread: they wait for no lock.
 
     Args:
         size: how many processes.
-        plan: what they are to do.
+        settings, transform: what they are to do; see batch_maker.py.
     Raises: OSError: no descriptor can be had.
     """
 
-    def __init__(self, size: int, plan: bytes) -> None:
-        self._size = size
+    def __init__(self, size: int, settings: Message, transform: bytes) -> None:
+        self._size, self._settings, self._transform = size, settings, transform
         self._pid = os.getpid()
         with ExitStack() as owned:
-            self._plan = file_of(plan)
-            owned.callback(os.close, self._plan)
             self._bell = linux.event()
             owned.callback(os.close, self._bell)
             self._selector = selectors.DefaultSelector()
@@ -113,7 +109,6 @@ class Pool:
         self._selector.register(self._bell, selectors.EVENT_READ, self._unring)
         self._mutex = threading.Lock()
         self._holder = 0  # the thread that holds it
-        self._errands: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="arrowcache-processes", daemon=True)
         self._is_stopping = False
         self._failure: BaseException | None = None
@@ -123,7 +118,7 @@ class Pool:
         self._restarts = Restarts()
         self._is_wanted = True  # also before the first request, until processes prove to fail
         self._epochs = self._ended = 0  # the last one that began, that ended
-        self._segments = -1  # a file: those of the last epoch that began
+        self._segments = b""  # packed: those of the last epoch that began
         self._starting_since: float | None = None  # somebody waits, and no worker is ready; by perf_counter
         self._start_seconds = 0.0  # that this took, until it was told of
         self._arrays = 1  # of a batch
@@ -139,18 +134,10 @@ class Pool:
             self._close_files()
             raise
 
-    def begin(self, segments: int) -> int:
-        """There is an epoch over the segments of this file, which the caller leases until `end`.
-
-        Returns: its number. It owns the file.
-        """
+    def begin(self, segments: bytes) -> int:
+        """There is an epoch over these segments, packed, which the caller leases until `end`: its number."""
         with self._held():
             self._epochs += 1
-            if self._failure is not None:
-                os.close(segments)
-                return self._epochs
-            if self._segments >= 0:
-                os.close(self._segments)
             self._segments = segments
             for worker in self._workers:
                 self._tell_of_epoch(worker)
@@ -193,9 +180,11 @@ class Pool:
         if self._is_stopping or self._is_here:
             return
         done, deadline = threading.Semaphore(0), time.monotonic() + _DROP_SECONDS
-        self._errands.append(functools.partial(self._ask_to_drop, done))
-        self._wake()
-        for _ in range(1 + self._size):
+        with self._held():
+            asked = [worker for worker in self._workers if worker.tell({"do": "drop"})]
+            for worker in asked:
+                worker.drops.append(done)
+        for _ in asked:
             if not done.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 return
 
@@ -265,11 +254,10 @@ class Pool:
         try:
             while not self._is_stopping:
                 with self._held():
-                    self._do_errands()
                     self._start_missing()
                     self._dispatch()
-                    wait_seconds = self._wait_seconds()
-                ready = self._selector.select(wait_seconds)
+                    pause = self._restarts.not_before - time.monotonic() if self._is_short else _LOOK_SECONDS
+                ready = self._selector.select(max(0.0, pause))
                 with self._held():
                     for key, _ in ready:
                         key.data()
@@ -281,24 +269,8 @@ class Pool:
 
     # all that follows: called while it is held
 
-    def _do_errands(self) -> None:
-        while self._errands:
-            self._errands.popleft()()
-
-    def _wait_seconds(self) -> float:
-        if self._is_short:
-            return max(0.0, self._restarts.not_before - time.monotonic())
-        return _LOOK_SECONDS
-
     def _tell_of_epoch(self, worker: WorkerHandle) -> None:
-        worker.tell({"do": "begin", "epoch": self._epochs}, [self._segments])
-
-    def _ask_to_drop(self, done: threading.Semaphore) -> None:
-        for _ in range(1 + self._size - len(self._workers)):
-            done.release()
-        for worker in self._workers:
-            worker.drops.append(done)
-            worker.tell({"do": "drop"})  # where it cannot be told it ends
+        worker.tell({"do": "begin", "epoch": self._epochs}, self._segments)
 
     # processes
 
@@ -317,13 +289,13 @@ class Pool:
                 self._note_loss(f"could not be started: {explained(error)}", was_ready=False)
 
     def _start_one(self) -> None:
-        number = min(set(range(self._size)) - {worker.number for worker in self._workers})
-        worker = WorkerHandle(self._plan, number, self._size)
+        worker = WorkerHandle(self._size)
         self._workers.append(worker)
         for what, action in ((worker.process.watch, self._bury), (worker.process.channel, self._take_in)):
             self._selector.register(what, selectors.EVENT_READ, functools.partial(action, worker))
         worker.end_epoch(self._ended)
-        if self._segments >= 0:
+        worker.tell({"do": "work", **self._settings}, self._transform)
+        if self._segments:
             self._tell_of_epoch(worker)
 
     def _bury(self, worker: WorkerHandle) -> None:
@@ -462,15 +434,10 @@ class Pool:
                 done.release()
         self._fail_all(self._failure)
         self._workers = []
-        self._do_errands()
         self._close_files()
 
     def _close_files(self) -> None:
-        if self._segments >= 0:
-            os.close(self._segments)
-            self._segments = -1
         self._owned.close()
-        self._errands = deque()
 
 
 _inherited: weakref.WeakSet[Pool] = weakref.WeakSet()

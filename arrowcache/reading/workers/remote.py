@@ -8,7 +8,6 @@ and if all columns have a fixed width, a job gathers a group of batches in one c
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import weakref
@@ -23,7 +22,6 @@ from arrowcache.errors import WorkerError
 from arrowcache.pickling import pickled
 from arrowcache.reading.assembly import Batch, mean_published
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.memory import file_of
 from arrowcache.reading.pipeline import Elsewhere, Job, Made
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.handle import Finished
@@ -63,17 +61,16 @@ class RemoteAssembly:
         prefetch = _PREFETCHED if prefetch is None else prefetch
         in_flight = DEPTH * workers
         self._usual = in_flight + prefetch + 3  # slots that are in use at a time
-        settings = {
+        self._settings = {
             "cache": os.path.abspath(store.folder.path),
             "names": list(names),
             "in_flight": -(-self._usual // workers),
             "with_ids": with_ids,
             "views": views,
         }
-        packed = b""
+        self._transform = b""
         if transform is not None:
-            packed = pickled(transform, "the transform {!r}", "pass worker_type='thread'")
-        self._plan = json.dumps(settings).encode() + b"\n" + packed
+            self._transform = pickled(transform, "the transform {!r}", "pass worker_type='thread'")
         row_bytes = sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
         can_group = transform is None and all(name in schema.fixed for name in names)
         usual = max(1, _USUAL_GROUP_BYTES // max(1, row_bytes * batch_size)) if can_group else 1
@@ -100,7 +97,7 @@ class RemoteAssembly:
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
         pool = self._started()
-        number = pool.begin(file_of(pack_segments(epoch.snapshot.segments)))
+        number = pool.begin(pack_segments(epoch.snapshot.segments))
         self._epoch = epoch, number
         step, size = 0, 1 if awaited else self._group
         while step < epoch.order.steps:
@@ -150,7 +147,7 @@ class RemoteAssembly:
                 raise ValueError("the loader is closed: make a new one")
             if self._pool is None:
                 with explaining():
-                    pool = Pool(self._workers, self._plan)
+                    pool = Pool(self._workers, self._settings, self._transform)
                 end = weakref.finalize(self, Pool.close, pool)
                 try:
                     pool.start()

@@ -1,6 +1,7 @@
 """Worker: what runs in a worker process: one message after another, until its main process ends.
 
-    begin    there is an epoch: lease what its list of segments (a file) names
+    work     what to do; before all else
+    begin    there is an epoch: lease the segments of its list
     make     rows of that epoch, into slots of its own; answered by made, failed or skipped
     drop     let go of an epoch that has ended; answered by dropped
 
@@ -15,27 +16,24 @@ workers run side by side. What it imports, the first batch of a loader waits for
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import select
-import signal
 import socket
 import sys
 from contextlib import closing, suppress
 
-from arrowcache import linux
 from arrowcache.native.engine import limit_threads
-from arrowcache.reading.memory import SharedMemory, bytes_of
+from arrowcache.process import Channel, Message, tie_to
+from arrowcache.reading.memory import SharedMemory
 from arrowcache.reading.workers.batch_maker import BatchMaker
-from arrowcache.reading.workers.channel import Channel, Message
 from arrowcache.reading.workers.worker_slots import WorkerSlots
 
 
-def main(end: int, memory: int, plan: int, parent: int) -> None:
+def main(end: int, memory: int, parent: int) -> None:
     """Work until the other end of the socket is closed.
 
     Args:
-        end, memory, plan: descriptors of our socket, of our memory, and of what to do.
+        end, memory: descriptors of our socket, and of our memory.
         parent: the main process.
     """
     if not tie_to(parent):
@@ -45,30 +43,24 @@ def main(end: int, memory: int, plan: int, parent: int) -> None:
     sys.argv = sys.argv[:1]
     limit_threads(0)
     channel = Channel(socket.socket(fileno=end))
-    for fd in (end, memory, plan):
+    for fd in (end, memory):
         os.set_inheritable(fd, False)
     with closing(channel), suppress(BrokenPipeError, ConnectionResetError):  # the main process has gone
         try:
-            _work(channel, memory, plan)
+            _work(channel, memory)
         except (BrokenPipeError, ConnectionResetError):
             raise
         except BaseException as error:  # noqa: BLE001  # the main process raises it
             channel.send({"say": "lost", "error": _packed(error)})
 
 
-def tie_to(parent: int) -> bool:
-    """Leave Ctrl-C to the main process, and die when it does; False: it died before we asked to be told."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    linux.die_with_parent()
-    return os.getppid() == parent
-
-
-def _work(channel: Channel, memory: int, plan: int) -> None:
-    settings, _, transform = bytes_of(plan).partition(b"\n")
-    os.close(plan)
-    told = json.loads(settings)
-    maker = BatchMaker(WorkerSlots(SharedMemory(memory), told["in_flight"]), told, transform)
+def _work(channel: Channel, memory: int) -> None:
+    settings = channel.receive()
+    if settings is None:
+        return
+    maker = BatchMaker(
+        WorkerSlots(SharedMemory(memory), settings["in_flight"]), settings, settings.get("data", b"")
+    )
     try:
         channel.send({"say": "ready"})
         _serve(channel, maker)
@@ -82,12 +74,11 @@ def _serve(channel: Channel, maker: BatchMaker) -> None:
     while True:
         if not coming.poll(0):
             maker.map_ahead()
-        received = channel.receive()
-        if received is None:
+        message = channel.receive()
+        if message is None:
             return
-        message, files = received
         if message["do"] == "begin":
-            maker.begin(message["epoch"], files[0])
+            maker.begin(message["epoch"], message["data"])
         elif message["do"] == "drop":
             maker.drop()
             channel.send({"say": "dropped"})

@@ -4,8 +4,8 @@ Batches are gathered into slots, and what lies in one is handed over as it is: t
 and says when it needs it no more. Everything else is copied into other slots.
 
 Guarantee: what a transform keeps of a batch is never overwritten, nor seen by the consumer: its arrays have
-owners of their own, whose death tells; where one lives on, the consumer gets a copy, and the memory comes back
-once the transform has let go.
+owners of their own, whose death tells; where one lives on, the consumer gets a copy, and the memory comes
+back once the transform has let go.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGES_OF_WORKERS = ("", "gather", "transform")
 ENDED, PROGRESS = 0, 1  # words of the memory: the last epoch that ended; what the worker is at
 
 Place = tuple[str, list[int], int]
-"""Of an array: dtype, shape, and where it lies: an address here, an offset elsewhere, or 0: it has no bytes."""
+"""Of an array: dtype, shape, and where it lies: an address here, an offset elsewhere; 0: it has no bytes."""
 Placed = tuple[str, str, list[Place]]
 """A column: name, kind, its arrays."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from arrowcache.reading.workers.restarts import MOST_LOSSES, Restarts
+from arrowcache.reading.workers.pool import MOST_LOSSES, Restarts
 
 
 def lose(restarts, now, was_ready=True, others_are_ready=False):

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
+from arrowcache.pickling import unpickled
 from arrowcache.process import Message
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
@@ -201,8 +202,6 @@ class BatchMaker:
 
 def _unpacked(transform: bytes) -> Callable[[Batch], object]:
     """Raises: WorkerError: what it needs cannot be imported here."""
-    from arrowcache.pickling import unpickled  # cloudpickle, which many a worker never needs
-
     try:
         function: Callable[[Batch], object] = unpickled(transform)
     except Exception as error:

@@ -23,6 +23,7 @@ import sys
 from contextlib import closing, suppress
 
 from arrowcache.native.engine import limit_threads
+from arrowcache.pickling import pack_error
 from arrowcache.process import Channel, Message, tie_to
 from arrowcache.reading.memory import SharedMemory
 from arrowcache.reading.workers.batch_maker import BatchMaker
@@ -51,7 +52,7 @@ def main(end: int, memory: int, parent: int) -> None:
         except (BrokenPipeError, ConnectionResetError):
             raise
         except BaseException as error:  # noqa: BLE001  # the main process raises it
-            channel.send({"say": "lost", "error": _packed(error)})
+            channel.send({"say": "lost", "error": pack_error(error)})
 
 
 def _work(channel: Channel, memory: int) -> None:
@@ -92,10 +93,4 @@ def _made(maker: BatchMaker, request: Message) -> Message:
     try:
         return maker.make(request)
     except BaseException as error:  # noqa: BLE001  # a transform may raise anything
-        return {"say": "failed", "id": request["id"], "error": _packed(error)}
-
-
-def _packed(error: BaseException) -> str:
-    from arrowcache.pickling import pack_error  # cloudpickle, which many a worker never needs
-
-    return pack_error(error)
+        return {"say": "failed", "id": request["id"], "error": pack_error(error)}

@@ -20,6 +20,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -171,13 +172,11 @@ class WorkerProcess:
         start: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        import multiprocessing.spawn  # not in a child, whose first batch would wait for it
-        import subprocess
-
         self.channel, theirs = Channel.pair()
         path = [entry or os.getcwd() for entry in sys.path]
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        executable = multiprocessing.spawn.get_executable() or sys.executable
+        spawn = sys.modules.get("multiprocessing.spawn")  # where it is not loaded nobody has set another
+        executable = (spawn.get_executable() if spawn is not None else None) or sys.executable
         try:
             with ExitStack() as own:
                 fds = [_beyond_standard(fd, own) for fd in (theirs.fileno(), memory)]
@@ -212,8 +211,6 @@ class WorkerProcess:
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end, at most so long; whether it has come."""
-        import subprocess
-
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
         return self.has_ended

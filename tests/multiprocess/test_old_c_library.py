@@ -175,7 +175,7 @@ def test_a_kernel_that_gives_no_descriptor_of_a_process_is_named(path, monkeypat
     import arrowcache as ac
 
     with (
-        ac.Loader(path, 16, workers=1, worker_type="process") as loader,
+        ac.Loader(path, 16, workers=1, worker_type="process", transform=dict) as loader,
         pytest.raises(ac.WorkerError, match=r"pidfd_open.*older than Linux 5.3.*worker_type='thread'"),
     ):
         next(iter(loader))

@@ -30,8 +30,8 @@ def cache(tmp_path):
     return cache
 
 
-def loader_of(cache, workers=2, **options):
-    return ac.Loader(cache, 16, workers=workers, timeout=20.0, **options)
+def loader_of(cache, workers=2, transform=dict, **options):
+    return ac.Loader(cache, 16, workers=workers, transform=transform, timeout=20.0, **options)
 
 
 def refuse(monkeypatch, code, do, when=lambda message: True):
@@ -228,7 +228,7 @@ def test_a_loader_that_finds_few_descriptors_fails_or_works_and_leaves_none(cach
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (before + spare, hard))
         try:
-            with ac.Loader(held, 16, workers=2, timeout=20.0) as loader:
+            with ac.Loader(held, 16, workers=2, transform=dict, timeout=20.0) as loader:
                 print(len(list(loader)), flush=True)
         except Exception as error:
             print(type(error).__name__, error, flush=True)

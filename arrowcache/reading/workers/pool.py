@@ -56,10 +56,10 @@ class Restarts:
     doubles.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, not_before: float = 0.0) -> None:
         self._losses = 0
         self.failed_starts = 0
-        self.not_before = 0.0  # no process is started sooner
+        self.not_before = not_before  # no process is started sooner
 
     def lost(self, now: float, *, was_ready: bool, others_are_ready: bool) -> bool:
         """A process was lost, or none could be had. Returns: whether to give up."""
@@ -78,11 +78,6 @@ class Restarts:
     def made(self) -> None:
         """A batch was made."""
         self._losses = 0
-
-    def begin_anew(self, now: float) -> None:
-        """Whoever waited was told."""
-        self._losses = self.failed_starts = 0
-        self.not_before = now + _PAUSE_SECONDS
 
 
 class Pool:
@@ -193,6 +188,11 @@ class Pool:
         return sum(worker.arrays_in_use for worker in list(self._workers)) > usual_batches * self._arrays
 
     @property
+    def is_starting(self) -> bool:
+        """Whether no process is ready yet, and none has proved to fail."""
+        return self._is_wanted and not any(worker.is_ready for worker in list(self._workers))
+
+    @property
     def memory(self) -> tuple[int, int]:
         """Bytes of shared memory for batches, and how often some was added."""
         workers = list(self._workers)
@@ -253,8 +253,8 @@ class Pool:
         failure: BaseException | None = None
         try:
             while not self._is_stopping:
+                self._start_missing()
                 with self._held():
-                    self._start_missing()
                     self._dispatch()
                     pause = self._restarts.not_before - time.monotonic() if self._is_short else _LOOK_SECONDS
                 ready = self._selector.select(max(0.0, pause))
@@ -267,7 +267,7 @@ class Pool:
             with self._held():
                 self._shut_down(failure)
 
-    # all that follows: called while it is held
+    # called while it is held
 
     def _tell_of_epoch(self, worker: WorkerHandle) -> None:
         worker.tell({"do": "begin", "epoch": self._epochs}, self._segments)
@@ -282,14 +282,21 @@ class Pool:
         )
 
     def _start_missing(self) -> None:
-        while self._is_short and time.monotonic() >= self._restarts.not_before:
+        """Called while it is not held: others do not wait for a process to start."""
+        while not self._is_stopping:
+            with self._held():
+                if not self._is_short or time.monotonic() < self._restarts.not_before:
+                    return
             try:
-                self._start_one()
+                worker = WorkerHandle(self._size)
             except OSError as error:
-                self._note_loss(f"could not be started: {explained(error)}", was_ready=False)
+                with self._held():
+                    self._note_loss(f"could not be started: {explained(error)}", was_ready=False)
+            else:
+                with self._held():
+                    self._employ(worker)
 
-    def _start_one(self) -> None:
-        worker = WorkerHandle(self._size)
+    def _employ(self, worker: WorkerHandle) -> None:
         self._workers.append(worker)
         for what, action in ((worker.process.watch, self._bury), (worker.process.channel, self._take_in)):
             self._selector.register(what, selectors.EVENT_READ, functools.partial(action, worker))
@@ -305,8 +312,8 @@ class Pool:
         self._workers = [other for other in self._workers if other is not worker]
         worker.process.end()
         with suppress(EOFError):
-            while self._read_one(worker):  # what it said before
-                pass
+            while (message := worker.hear()) is not None:  # what it said before
+                self._answered(worker, message)
         for what in (worker.process.watch, worker.process.channel):
             self._selector.unregister(what)
         worker.process.close()
@@ -345,7 +352,7 @@ class Pool:
         """Fail what was asked by now; the next request tries anew."""
         self._fail_all(error)
         self._is_wanted = False
-        self._restarts.begin_anew(time.monotonic())
+        self._restarts = Restarts(time.monotonic() + _PAUSE_SECONDS)
         self._end_start()
 
     def _end_start(self) -> None:
@@ -370,16 +377,12 @@ class Pool:
         """A worker has something to say, or is dying."""
         if worker in self._workers:
             try:
-                self._read_one(worker)
+                message = worker.hear()
             except EOFError:
                 self._bury(worker)
-
-    def _read_one(self, worker: WorkerHandle) -> bool:
-        """One message of a worker; whether there was one."""
-        message = worker.hear()
-        if message is not None:
-            self._answered(worker, message)
-        return message is not None
+            else:
+                if message is not None:
+                    self._answered(worker, message)
 
     def _answered(self, worker: WorkerHandle, message: Message) -> None:
         say = message["say"]
@@ -392,25 +395,19 @@ class Pool:
         elif say == "lost":
             self._give_up(unpack_error(message["error"]))
         else:
-            request = worker.asked.popleft()
+            request = worker.asked[0]
             assert request.serial == message["id"]
             if say == "made":
                 self._restarts.made()
-                self._deliver(worker, request, message)
+                message["seconds"]["start"], self._start_seconds = self._start_seconds, 0.0
+                finished = worker.finished(message)
+                self._arrays = finished.arrays
+                request.deliver(finished)
             elif say == "failed":
                 request.fail(unpack_error(message["error"]))
             else:
                 request.future.cancel()
-
-    def _deliver(self, worker: WorkerHandle, request: Request, message: Message) -> None:
-        message["seconds"]["start"], self._start_seconds = self._start_seconds, 0.0
-        try:
-            finished = worker.finished(message)
-            self._arrays = finished.arrays
-            request.deliver(finished)
-        except BaseException as error:
-            request.fail(error)  # nobody else knows of it any more
-            raise
+            worker.asked.popleft()  # last: whatever fails here, somebody knows of it
 
     def _fail_all(self, error: BaseException) -> None:
         waiting, self._waiting = self._waiting, []

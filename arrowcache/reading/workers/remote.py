@@ -4,6 +4,9 @@ The counterpart of assembly.py: it cuts an epoch into jobs, in step order, each 
 to the pool, which starts as soon as an epoch is wanted, and ends when this is closed or dropped, or the
 interpreter ends. With a transform a job is one batch, so that transforms run side by side; without one,
 and if all columns have a fixed width, a job gathers a group of batches in one call a column.
+
+A process takes longer to import NumPy and Arrow than many an epoch has: what needs no transform is made here
+until the first one is ready.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import WorkerError
 from arrowcache.pickling import pickled
-from arrowcache.reading.assembly import Batch, mean_published
+from arrowcache.reading.assembly import Assembly, Batch, mean_published
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.pipeline import Elsewhere, Job, Made
 from arrowcache.reading.stats import Meter
@@ -77,6 +80,11 @@ class RemoteAssembly:
         self._group = usual
         self._wanted = prefetch + in_flight * usual
         self._workers = workers
+        self._new_here = partial(
+            Assembly, store, names, batch_size, None,
+            with_ids=with_ids, views=False, workers=0, prefetch=None, meter=meter,
+        )  # fmt: skip
+        self._here = self._new_here() if transform is None else None  # until a process is ready
         self._lock = threading.Lock()  # of the start
         self._pool: Pool | None = None
         self._end_pool: Callable[[], object] = _nothing
@@ -92,14 +100,18 @@ class RemoteAssembly:
 
     def wanted(self) -> int:
         """How many batches are to be under way or ready."""
-        return self._wanted
+        return self._wanted if self._here is None else self._here.wanted()
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
         pool = self._started()
         number = pool.begin(pack_segments(epoch.snapshot.segments))
         self._epoch = epoch, number
-        step, size = 0, 1 if awaited else self._group
+        step = 0
+        for job in self._jobs_here(pool, epoch, awaited=awaited):
+            yield job
+            step = job.step + job.batches
+        size = 1 if awaited and not step else self._group
         while step < epoch.order.steps:
             is_hoarded = pool.is_hoarded(_MANY_BATCHES + 2 * self._usual)
             last = min(step + (1 if is_hoarded else size), epoch.order.steps)
@@ -125,6 +137,7 @@ class RemoteAssembly:
 
     def after_fork(self) -> None:
         """In a child: the pool starts anew; the lock may be held for ever."""
+        self._here = None if self._transform else self._new_here()
         self._lock, self._pool, self._end_pool, self._epoch = threading.Lock(), None, _nothing, None
 
     def require_views(self) -> None:
@@ -135,11 +148,22 @@ class RemoteAssembly:
 
     def ring_stats(self) -> tuple[int, int]:
         """Bytes of shared memory for batches, and how often some was added."""
-        return (0, 0) if self._pool is None else self._pool.memory
+        nbytes, growths = (0, 0) if self._here is None else self._here.ring_stats()
+        more = (0, 0) if self._pool is None else self._pool.memory
+        return nbytes + more[0], growths + more[1]
 
     def in_progress(self) -> list[tuple[str, float]]:
         """What workers are at: the stage, and since when."""
         return [] if self._pool is None else self._pool.in_progress()
+
+    def _jobs_here(self, pool: Pool, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
+        """The first jobs, while no process is ready."""
+        if self._here is not None:
+            for job in self._here.jobs(epoch, awaited=awaited):
+                if not pool.is_starting:
+                    self._here = None  # with its memory
+                    return
+                yield job
 
     def _started(self) -> Pool:
         with self._lock:

@@ -90,10 +90,7 @@ class BatchMaker:
                 before.close()
 
     def map_ahead(self) -> None:
-        """Map all of the epoch, unless that was done: whatever becomes of the folder, it goes on.
-
-        Before its first batch only what that needs is mapped, unless nothing is asked of this worker.
-        """
+        """Map all of the epoch, unless that was done: whatever becomes of the folder, it goes on."""
         if not self._is_mapped and self._snapshot is not None:
             self._is_mapped = True
             with suppress(MemoryError):  # each batch says so

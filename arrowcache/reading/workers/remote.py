@@ -76,9 +76,8 @@ class RemoteAssembly:
             self._transform = pickled(transform, "the transform {!r}", "pass worker_type='thread'")
         row_bytes = sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
         can_group = transform is None and all(name in schema.fixed for name in names)
-        usual = max(1, _USUAL_GROUP_BYTES // max(1, row_bytes * batch_size)) if can_group else 1
-        self._group = usual
-        self._wanted = prefetch + in_flight * usual
+        self._group = max(1, _USUAL_GROUP_BYTES // max(1, row_bytes * batch_size)) if can_group else 1
+        self._wanted = prefetch + in_flight * self._group
         self._workers = workers
         self._new_here = partial(
             Assembly, store, names, batch_size, None,
@@ -120,9 +119,8 @@ class RemoteAssembly:
 
     def end(self, epoch: Epoch) -> None:
         """Have nothing more made of an epoch; call it before its snapshot is closed."""
-        if self._epoch is not None and self._epoch[0] is epoch:
-            if self._pool is not None:
-                self._pool.end(self._epoch[1])
+        if self._pool is not None and self._epoch is not None and self._epoch[0] is epoch:
+            self._pool.end(self._epoch[1])
             self._epoch = None
 
     def drop(self) -> None:
@@ -147,10 +145,10 @@ class RemoteAssembly:
         )
 
     def ring_stats(self) -> tuple[int, int]:
-        """Bytes of shared memory for batches, and how often some was added."""
-        nbytes, growths = (0, 0) if self._here is None else self._here.ring_stats()
-        more = (0, 0) if self._pool is None else self._pool.memory
-        return nbytes + more[0], growths + more[1]
+        """Bytes of memory for batches, and how often some was added."""
+        here, pool = self._here, self._pool
+        parts = (here.ring_stats() if here else (0, 0), pool.memory if pool else (0, 0))
+        return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
 
     def in_progress(self) -> list[tuple[str, float]]:
         """What workers are at: the stage, and since when."""

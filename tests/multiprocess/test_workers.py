@@ -601,6 +601,24 @@ def test_processes_that_cannot_start_are_an_error_also_where_batches_came_withou
         list(loader.repeat())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_forked_child_begins_without_processes_too(cache, is_ready):
+    with loader_of(cache, seed=1) as loader:
+        wait_until(lambda: not is_ready or in_shared_memory(next(iter(loader))), "a process to make batches")
+        epoch = iter(loader)
+        made = [next(epoch)]
+
+        def child():
+            assert sorted(ids_of(loader)) == list(range(320))
+            loader.close()
+
+        with in_child(child):
+            pass
+        assert sorted(ids_of(made + list(epoch))) == list(range(320))
+
+
 # death
 
 

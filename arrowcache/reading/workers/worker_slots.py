@@ -93,10 +93,12 @@ class WorkerSlots:
 
         By then nobody but the transform may have arrays over it.
         """
+        owners: dict[int, Any] = {}
         handed_over = [
-            (name, kind, [self._hand_over((name, i), *array) for i, array in enumerate(arrays)])
+            (name, kind, [self._hand_over((name, i), array, owners) for i, array in enumerate(arrays)])
             for name, kind, arrays in placed
         ]
+        self._handed_over |= owners  # all, or none if there was no memory for a copy
         self._lent.clear()
         return handed_over
 
@@ -114,15 +116,15 @@ class WorkerSlots:
             taken.add(address)
         return array.dtype.str, list(array.shape), address
 
-    def _hand_over(self, kind: tuple[str, int], dtype: str, shape: list[int], address: int) -> Place:
+    def _hand_over(self, kind: tuple[str, int], place: Place, owners: dict[int, Any]) -> Place:
+        dtype, shape, address = place
         if not address:
             return dtype, shape, 0
         lent = self._lent[address]
         if lent.borrower() is not None:  # the transform keeps it
             address = self._copy(kind, array_over(lent.owner, dtype, shape))
-            lent = self._lent[address]
         offset = self._buffers.offset(address)
-        self._handed_over[offset] = lent.owner
+        owners[offset] = self._lent[address].owner
         return dtype, shape, offset
 
     def _copy(self, kind: tuple[str, int], array: NDArray[Any]) -> int:

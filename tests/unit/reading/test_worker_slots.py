@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -117,6 +119,25 @@ def test_a_batch_that_failed_gives_its_memory_back(main):
     for _ in range(20):
         with pytest.raises(KeyError):
             main.make(fail, 1)
+    assert main.slots.memory[1] <= 4
+
+
+def test_a_batch_for_which_memory_ran_out_midway_gives_all_of_it_back(main, monkeypatch):
+    kept, reserve = [], os.posix_fallocate
+
+    def transform(batch):
+        kept.append(batch["y"])  # of which the consumer needs a copy
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        return batch
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    for _ in range(20):
+        with pytest.raises(MemoryError, match="No space left"):
+            main.make(transform, 1)
+        monkeypatch.setattr(os, "posix_fallocate", reserve)
+        kept.clear()
     assert main.slots.memory[1] <= 4
 
 

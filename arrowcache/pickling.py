@@ -1,17 +1,23 @@
-"""Pickling: a user's functions on their way to other processes. Never a sample.
+"""Pickling: a user's functions on their way to other processes, and what they raised on its way back.
 
-By value where the other process could not import them: lambdas, closures, and what the main script or
-a notebook defines, with the globals that it has by then. That goes for the script also in a process that
-multiprocessing started, as `torch.multiprocessing.spawn` starts ranks: the script has another name there.
+Never a sample. Functions go by value where the other process could not import them: lambdas, closures, and
+what the main script or a notebook defines, with the globals that it has by then. That goes for the script
+also in a process that multiprocessing started, as `torch.multiprocessing.spawn` starts ranks: the script has
+another name there.
 """
 
 from __future__ import annotations
 
+import base64
 import io
+import pickle
 import sys
+import traceback
 from typing import Any
 
 import cloudpickle
+
+from arrowcache.errors import WorkerError
 
 _SCRIPTS = ("__main__", "__mp_main__")  # the latter in processes that multiprocessing started
 
@@ -68,3 +74,39 @@ def unpickled(data: bytes) -> Any:
         if script is not None and name.isidentifier() and isinstance(getattr(script, name, each), type):
             setattr(script, name, each)
     return functions
+
+
+class WorkerTraceback(Exception):
+    """Where in a worker process an exception was raised: the cause of what the main process raises."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def pack_error(error: BaseException) -> str:
+    """An exception with its traceback, for a message; as text alone where it cannot be pickled."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        packed = cloudpickle.dumps(error)
+        if type(pickle.loads(packed)) is not type(error):
+            packed = None
+    except Exception:  # noqa: BLE001  # an exception may be anything, and hold anything
+        packed = None
+    return base64.b64encode(pickle.dumps((text, packed))).decode()
+
+
+def unpack_error(packed: str) -> BaseException:
+    """What to raise in the main process: the exception itself, its worker's traceback as its cause."""
+    text, inner = pickle.loads(base64.b64decode(packed))
+    error: BaseException | None = None
+    if inner is not None:
+        try:
+            error = pickle.loads(inner)
+        except Exception:  # noqa: BLE001  # its class may exist in the worker alone
+            error = None
+    if not isinstance(error, BaseException):
+        return WorkerError(f"a worker process failed with what cannot be pickled:\n{text}")
+    if isinstance(error, StopIteration) or not isinstance(error, Exception):  # as if all was well
+        error = RuntimeError(f"a transform raised {error!r}")
+    error.__cause__ = WorkerTraceback(text)
+    return error

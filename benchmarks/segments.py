@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import arrowcache as ac
-from arrowcache.reading.output import page_aligned
+from arrowcache.reading.memory import page_aligned
 from benchmarks.history import remember
 from benchmarks.measure import interleaved, machine, mapped_files, random_blocks
 

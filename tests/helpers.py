@@ -178,6 +178,20 @@ def held_rank_files(cache: ac.Cache) -> list[str]:
     return sorted(os.listdir(cache.path / "ranks"))
 
 
+def worker_pids() -> list[int]:
+    """The loaders' worker processes of this one, in the order in which they were started."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (process / "cmdline").read_bytes()
+            if parent == os.getpid() and b"arrowcache.reading.workers.worker" in command:
+                found.append(int(process.name))
+        except (OSError, IndexError):  # not a process, or one that has ended
+            continue
+    return sorted(found)
+
+
 def wait_until(condition: Callable[[], object], what: str) -> None:
     """Poll until a condition holds; fails after a generous deadline."""
     deadline = time.monotonic() + DEADLINE_SECONDS

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Fetch, Gather
-from arrowcache.reading.output import page_aligned
+from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.pipeline import Done, Elsewhere, Job, Made
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
@@ -106,6 +106,9 @@ class Assembly:
         rows = self._batch_size * (grouped if self._viewer is None else 1)
         self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
         self.slots = self._new_slots()
+
+    def prepare(self) -> None:
+        """An epoch is wanted soon: nothing has to start."""
 
     def wanted(self) -> int:
         """How many batches are to be under way or ready."""
@@ -235,7 +238,7 @@ class Assembly:
                 "segments, or too many views are alive; choose batch_size to divide the segments' rows"
             )
         arrays = self.slots.lend(len(ids)).arrays()
-        with self._meter.reading():
+        with self._meter.reading(self.temperature):
             columns = epoch.snapshot.gather_into(ids, self._names, arrays)
             return self._complete(epoch, ids, columns, published, copied=True)
 
@@ -257,7 +260,7 @@ class Assembly:
     ) -> Iterator[Made]:
         """Batches of one run of rows: views of them, as far as they are of one segment, else copies."""
         size = self._batch_size
-        with self._meter.reading():
+        with self._meter.reading(self.temperature):
             view = epoch.snapshot.view(int(ids[0]), len(ids), viewer)
         if view is not None:
             yield from self._cut(epoch, ids, view, published, copied=False)

@@ -360,6 +360,7 @@ class Loader:
             self._running = Pipeline(making.wanted, self._meter.show), parking
         pipeline, parking = self._running
         parking.stay()
+        self._assembly.prepare()
         run, epoch = object(), None
         try:
             self._meter.begin_run(run)

@@ -10,19 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
-from arrowcache.storage.mapping import PAGE_BYTES
-
-
-def page_aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Memory that starts at a page, like the columns of a segment's file.
-
-    Where it starts a little after one, as large NumPy arrays do (16 bytes), each load of a copy from
-    page-aligned memory seems to depend on the store before it, whose address has the same low 12
-    bits: 1.7 instead of 10 GB/s, on the machine of benchmarks/RESULTS.md.
-    """
-    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
-    start = -memory.ctypes.data % PAGE_BYTES
-    return memory[start : start + nbytes]
+from arrowcache.reading.memory import PAGE_BYTES, page_aligned
 
 
 def output_arrays(

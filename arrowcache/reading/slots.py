@@ -1,8 +1,9 @@
-"""Slots: reusable host memory for batches, one buffer a column.
+"""Slots: reusable memory for batches, one buffer a column: plain, pinned, or shared with other processes.
 
-A buffer is lent for one batch, and comes back when the last array or tensor over it dies: what a user keeps
-is never overwritten, and keeping every label does not keep every image. The one that came back last is lent
-first: it is still in the processor's cache.
+An allocator (memory.py, torch/backend.py) gives the memory; all else is the same. A buffer is lent for one
+batch, and comes back when the last array or tensor over it dies: what a user keeps is never overwritten, and
+keeping every label does not keep every image. The one that came back last is lent first: it is still in the
+processor's cache.
 
 The owner of what is lent is a fresh ctypes array under the NumPy arrays, because NumPy collapses
 `.base` chains to it, and no further. A weak reference tells of its death by one append to a deque:
@@ -18,16 +19,17 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.reading.output import page_aligned
+from arrowcache.reading.memory import page_aligned
 
 _SPARE_BUFFERS = 3  # being filled, being delivered, being let go
 _MANY_BUFFERS = 6  # and two for each slot in flight: more than prefetching and one in hand need
+_GROWTH = 1.25  # a buffer larger than all before makes room for somewhat larger ones
 
 
 class _Buffer:
@@ -39,12 +41,32 @@ class _Buffer:
         self.memory, self.address = memory, int(memory.ctypes.data)
 
 
-class _Loan(weakref.ref[object]):
+class Loan(weakref.ref[object]):
     """A buffer, for as long as its owner lives; equal to itself alone, also when that is dead."""
 
     __slots__ = ("buffer",)
-    buffer: _Buffer
+    buffer: Any
     __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+def lent(
+    memory: Any, start: int, nbytes: int, buffer: object, returned: Callable[[Loan], None]
+) -> tuple[Any, Loan]:
+    """A fresh owner of a part of writeable memory, and the loan.
+
+    Args:
+        buffer: what the loan is of.
+        returned: gets the loan when the owner has died; whoever lends keeps it until then.
+    """
+    owner = (ctypes.c_char * nbytes).from_buffer(memory, start)
+    loan = Loan(owner, returned)
+    loan.buffer = buffer
+    return owner, loan
+
+
+def array_over(owner: Any, dtype: Any, shape: Sequence[int]) -> NDArray[Any]:
+    """A new array over the memory that an owner has; it keeps the owner alive."""
+    return np.ndarray(tuple(shape), dtype, owner)
 
 
 class _Column:
@@ -54,9 +76,10 @@ class _Column:
         self.name, self.row_shape, self.dtype = name, row_shape, dtype
         self.row_bytes = math.prod(row_shape) * dtype.itemsize
         self.free: list[_Buffer] = []
-        self.lent: set[_Loan] = set()
-        self.returned: deque[_Loan] = deque()
+        self.lent: set[Loan] = set()
+        self.returned: deque[Loan] = deque()
         self.spare = _SPARE_BUFFERS  # that may lie free: as many as were lent at a time
+        self.largest_bytes = 0  # of a buffer of any size
 
 
 class Slot:
@@ -74,7 +97,7 @@ class Slot:
         """name -> (rows, *shape), new arrays over the memory."""
         rows = self._rows
         return {
-            column.name: np.ndarray((rows, *column.row_shape), column.dtype, owner)
+            column.name: array_over(owner, column.dtype, (rows, *column.row_shape))
             for column, owner in self._owned
         }
 
@@ -87,6 +110,7 @@ class Slots:
         rows: of a batch.
         in_flight: batches that are begun before the first of them is delivered.
         allocate: gives (nbytes,) uint8, such as memory that a device reads by itself.
+        free: is told of memory that is given up.
     """
 
     def __init__(
@@ -95,10 +119,12 @@ class Slots:
         rows: int,
         in_flight: int = 1,
         allocate: Callable[[int], NDArray[np.uint8]] = page_aligned,
+        free: Callable[[NDArray[np.uint8]], object] = lambda memory: None,  # noqa: ARG005
     ) -> None:
         self._columns = [_Column(name, shape, dtype) for name, (shape, dtype) in columns.items()]
+        self._of_any_size: dict[Hashable, _Column] = {}
         self._rows = rows
-        self._allocate = allocate
+        self._allocate, self._free = allocate, free
         self._many_buffers = _MANY_BUFFERS + 2 * in_flight
         self.allocated_bytes = 0
         self.growths = 0  # buffers that were allocated
@@ -110,27 +136,42 @@ class Slots:
         addresses: dict[str, int] = {}
         with self._lock:
             for column in self._columns:
-                if column.returned:
-                    self._collect(column)
                 nbytes = rows * column.row_bytes
-                buffer = self._find(column, nbytes)
-                owner = (ctypes.c_char * nbytes).from_buffer(buffer.memory)  # type: ignore[arg-type]
-                loan = _Loan(owner, column.returned.append)
-                loan.buffer = buffer
-                column.lent.add(loan)
-                count = len(column.lent)
-                column.spare = _SPARE_BUFFERS if count > self._many_buffers else max(column.spare, count)
+                owner, buffer = self._lend(column, nbytes, max(nbytes, self._rows * column.row_bytes))
                 owned.append((column, owner))
                 addresses[column.name] = buffer.address
         return Slot(rows, owned, addresses)
 
-    def _find(self, column: _Column, nbytes: int) -> _Buffer:
+    def lend_bytes(self, kind: Hashable, nbytes: int) -> tuple[Any, int]:
+        """Memory for an array of any size: its owner, which gives it back by its end, and its address.
+
+        Args:
+            kind: of arrays that use one another's memory.
+        """
+        with self._lock:
+            column = self._of_any_size.setdefault(kind, _Column("", (), np.dtype(np.uint8)))
+            if nbytes > column.largest_bytes:
+                column.largest_bytes = int(nbytes * _GROWTH) if column.largest_bytes else nbytes
+            owner, buffer = self._lend(column, nbytes, column.largest_bytes)
+            return owner, buffer.address
+
+    def _lend(self, column: _Column, nbytes: int, most_bytes: int) -> tuple[Any, _Buffer]:
+        if column.returned:
+            self._collect(column)
+        buffer = self._find(column, nbytes, most_bytes)
+        owner, loan = lent(buffer.memory, 0, nbytes, buffer, column.returned.append)
+        column.lent.add(loan)
+        count = len(column.lent)
+        column.spare = _SPARE_BUFFERS if count > self._many_buffers else max(column.spare, count)
+        return owner, buffer
+
+    def _find(self, column: _Column, nbytes: int, most_bytes: int) -> _Buffer:
         while column.free:
             buffer = column.free.pop()
             if buffer.memory.nbytes >= nbytes:
                 return buffer
-            self.allocated_bytes -= buffer.memory.nbytes
-        buffer = _Buffer(self._allocate(max(nbytes, self._rows * column.row_bytes)))
+            self._give_up(buffer)
+        buffer = _Buffer(self._allocate(most_bytes))
         self.allocated_bytes += buffer.memory.nbytes
         self.growths += 1
         return buffer
@@ -142,4 +183,8 @@ class Slots:
             if len(column.free) < column.spare:
                 column.free.append(loan.buffer)
             else:
-                self.allocated_bytes -= loan.buffer.memory.nbytes
+                self._give_up(loan.buffer)
+
+    def _give_up(self, buffer: _Buffer) -> None:
+        self.allocated_bytes -= buffer.memory.nbytes
+        self._free(buffer.memory)

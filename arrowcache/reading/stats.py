@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from arrowcache.reading.panel import Counts, Panel
     from arrowcache.reading.pipeline import Made
+    from arrowcache.reading.temperature import Temperature
 
 STAGES = ("samplers", "pace", "store", "gather", "transform", "start")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
@@ -218,9 +219,9 @@ class Meter:
         with self._lock:
             self.seconds[stage] += seconds
 
-    def reading(self) -> Reading:
+    def reading(self, temperature: Temperature) -> Reading:
         """Add the time that passes inside to "gather", or, as far as the disk was waited for, to "store"."""
-        return Reading(self)
+        return Reading(self, temperature)
 
     def waiting(self) -> Waiting:
         """The consumer waits inside: for an `iter`, or in a step, whatever that gives."""
@@ -372,16 +373,15 @@ class Waiting:
 class Reading:
     """What reading rows took one thread: a context manager.
 
-    `was_on_disk`: pages had to be read.
+    Args:
+        temperature: tells whether any were missed in memory; pages of mapped files the kernel counts.
     """
 
-    was_on_disk = False
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, temperature: Temperature) -> None:
+        self._meter, self._temperature = meter, temperature
 
     def __enter__(self) -> Self:
-        self._before = resource.getrusage(resource.RUSAGE_THREAD)
+        self._before, self._missed = resource.getrusage(resource.RUSAGE_THREAD), self._temperature.missed
         self._started = self._meter.enter("gather")
         return self
 
@@ -389,8 +389,9 @@ class Reading:
         wall_seconds = time.perf_counter() - self._started
         before, now = self._before, resource.getrusage(resource.RUSAGE_THREAD)
         cpu_seconds = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
-        self.was_on_disk = (now.ru_majflt, now.ru_inblock) > (before.ru_majflt, before.ru_inblock)
-        on_disk = max(0.0, wall_seconds - cpu_seconds) if self.was_on_disk else 0.0
+        was_missed = self._temperature.missed > self._missed
+        was_on_disk = was_missed or (now.ru_majflt, now.ru_inblock) > (before.ru_majflt, before.ru_inblock)
+        on_disk = max(0.0, wall_seconds - cpu_seconds) if was_on_disk else 0.0
         self._meter.leave({"store": on_disk, "gather": wall_seconds - on_disk})
 
 

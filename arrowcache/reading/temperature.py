@@ -17,24 +17,29 @@ _LONG_LIFE = 16  # times the rows that it took to get warm
 
 
 class Temperature:
-    """Of the rows that one reader asks for. `is_cold` says how the next ones are best had."""
+    """Of the rows that one reader asks for.
+
+    `is_cold` says how the next ones are best had; `missed` counts what was not in memory.
+    """
 
     def __init__(self) -> None:
         self.is_cold = True
+        self.missed = 0
         self._needed_rows = _LEAST_FOUND_ROWS
         self._rows = 0  # found since it turned cold or missed some; had since it turned warm
-        self._missed = 0.0  # while it is warm, less what is tolerated
+        self._debt = 0.0  # what was missed while it is warm, less what is tolerated
 
     def note(self, rows: int, missed: int) -> None:
         """Rows were had, in the way of `is_cold`; so many of them, or of their pages, were missed."""
+        self.missed += missed
         if self.is_cold:
             self._rows = 0 if missed else self._rows + rows
             if self._rows >= self._needed_rows:
-                self.is_cold, self._rows, self._missed = False, 0, 0.0
+                self.is_cold, self._rows, self._debt = False, 0, 0.0
             return
         self._rows += rows
-        self._missed = max(0.0, self._missed + missed - rows * _TOLERATED_SHARE)
-        if self._missed > 1:
+        self._debt = max(0.0, self._debt + missed - rows * _TOLERATED_SHARE)
+        if self._debt > 1:
             if self._rows >= _LONG_LIFE * self._needed_rows:
                 self._needed_rows = _LEAST_FOUND_ROWS
             else:

@@ -26,7 +26,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from arrowcache.reading.assembly import Batch
-from arrowcache.reading.output import page_aligned
+from arrowcache.reading.memory import page_aligned
 from arrowcache.storage.mapping import PAGE_BYTES
 from arrowcache.tensorflow.columns import Column, Part
 

@@ -10,8 +10,6 @@ the main process.
 
 from __future__ import annotations
 
-import json
-import os
 import select
 import selectors
 import signal
@@ -26,10 +24,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CacheFullError, SamplerError, SchemaError, WorkerError
-from arrowcache.reading.workers.channel import Channel
-from arrowcache.reading.workers.launch import WorkerProcess
-from arrowcache.reading.workers.memory import array_over, bytes_of, file_of, map_all
-from arrowcache.reading.workers.parcel import pack_error, unpack_error
+from arrowcache.pickling import pack_error, unpack_error
+from arrowcache.process import Channel, WorkerProcess
+from arrowcache.reading.memory import SharedMemory
 from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.lease import own_leases
 from arrowcache.storage.recovery import open_store
@@ -39,10 +36,10 @@ from arrowcache.units import format_count
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); words = list(map(int, sys.argv[2:]))\n"
-    "from arrowcache.reading.workers.worker import tie_to\n"
-    "if tie_to(words[3]):\n"  # before TensorFlow, which takes its time
+    "from arrowcache.process import tie_to\n"
+    "if tie_to(words[2]):\n"  # before TensorFlow, which takes its time
     "    from arrowcache.tensorflow.intake import main\n"
-    "    main(*words[:3])\n"
+    "    main(*words[:2])\n"
 )
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1"}  # TensorFlow would take all memory of a GPU
 # What a worker is at; rows it took; whether it waits for room; rows, segments and bytes it published; rows of
@@ -119,13 +116,13 @@ class Intake:
             "compression": self._compression,
             "again": self._again,
         }
-        marks = np.zeros(MARKS, np.int64)
-        marks[_RECORD] = _NOT_BEGUN
-        with _file(json.dumps(plan).encode()) as plan_file, _file(marks.tobytes()) as memory:
-            self._marks.append(_marks_in(memory))
-            with _without_interrupts():
-                process = WorkerProcess(memory, plan_file, number, start=_START, environment=_ENVIRONMENT)
-                self._processes.append(process)
+        memory = SharedMemory.create(len(self._shares))
+        memory.words[_RECORD] = _NOT_BEGUN
+        self._marks.append(memory.words[:MARKS])
+        with _without_interrupts():
+            process = WorkerProcess(memory.fd, start=_START, environment=_ENVIRONMENT)
+            self._processes.append(process)
+        process.channel.send(plan)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -148,7 +145,7 @@ class Intake:
                 f"{self._place(number)}: process {process.pid}, which read it, {process.how_it_ended()}; "
                 "look at that record, or use fewer workers if the memory was short"
             )
-        if error := received[0]["error"]:
+        if error := received["error"]:
             raise unpack_error(error)
 
     def _place(self, number: int) -> str:
@@ -195,19 +192,6 @@ class Intake:
 
 
 @contextmanager
-def _file(data: bytes) -> Iterator[int]:
-    fd = file_of(data)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _marks_in(memory: int) -> NDArray[np.int64]:
-    return array_over(map_all(memory), 0, np.int64, (MARKS,))
-
-
-@contextmanager
 def _without_interrupts() -> Iterator[None]:
     """Keep Ctrl-C until a process is started and known, and from the process until it ignores it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -220,17 +204,19 @@ def _without_interrupts() -> Iterator[None]:
 # in a worker
 
 
-def main(end: int, memory: int, plan: int) -> None:
+def main(end: int, memory: int) -> None:
     """Take a share in, and say what came of it.
 
     Args:
-        end, memory, plan: descriptors of our socket, of what we are at, and of what to do.
+        end, memory: descriptors of our socket, and of what we are at.
     """
     tf.get_logger().setLevel("ERROR")
     with closing(socket.socket(fileno=end)) as link:
         channel = Channel(link)
         try:
-            take_in(json.loads(bytes_of(plan)), _marks_in(memory), lambda: _has_hung_up(link))
+            plan = channel.receive()
+            if plan is not None:
+                take_in(plan, SharedMemory(memory).words[:MARKS], lambda: _has_hung_up(link))
         except Cancelled:
             return
         except BaseException as error:  # noqa: BLE001  # the main process raises it

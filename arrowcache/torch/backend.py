@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from arrowcache.reading.output import page_aligned
+from arrowcache.reading.memory import page_aligned
 
 #: A stream or an event of a backend: opaque, compared and hashed as a whole.
 Stream = Any

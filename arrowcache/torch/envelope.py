@@ -19,7 +19,7 @@ from torch.multiprocessing import get_sharing_strategy
 from torch.multiprocessing.reductions import reduce_storage
 
 from arrowcache.errors import WorkerError
-from arrowcache.reading.workers.memory import anonymous_file
+from arrowcache.process import anonymous_file
 
 
 def seal(content: object) -> bytes | ExceptionWrapper:

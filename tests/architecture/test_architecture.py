@@ -25,8 +25,8 @@ LAYERS = {  # an import may only point to a lower number
     "sampling": 3, "reading": 3,
     "storage": 2,
     "arrow": 1,
-    "shortage": 0.5,
-    "cgroup": 0, "errors": 0, "html": 0, "linux": 0, "native": 0, "pickling": 0, "units": 0,
+    "pickling": 0.5, "process": 0.5, "shortage": 0.5,
+    "cgroup": 0, "errors": 0, "html": 0, "linux": 0, "native": 0, "units": 0,
     "text": -1,
 }  # fmt: skip
 STANDARD_LIBRARY_ONLY = ("cgroup", "errors", "html", "linux", "text", "units")
@@ -168,7 +168,7 @@ LACKED = (
 )  # fmt: skip
 """How names begin that a Python may lack which was built against an old C library."""
 C_LIBRARIES = ("CDLL", "PyDLL", "LoadLibrary", "cdll", "pythonapi")
-OWNERS = {"arrowcache.reading.slots", "arrowcache.reading.workers.bench", "arrowcache.reading.workers.shared"}
+OWNERS = {"arrowcache.reading.slots", "arrowcache.reading.workers.worker_slots"}
 """Where ctypes arrays are: objects under NumPy arrays, which tell by their death that nobody uses these."""
 
 
@@ -188,8 +188,7 @@ def test_the_kernel_and_the_c_library_are_called_in_one_module(module):
 
 
 CONTROL = {
-    "arrowcache.pickling": "a user's functions, from a process to those it started",
-    "arrowcache.reading.workers.parcel": "what a worker's transform raised, over the worker's own pipe",
+    "arrowcache.pickling": "a user's functions, from a process to those it started, and what they raised",
 }
 """Where anything is unpickled, and what: never a file of a cache. torch's queues, loky and Dask pickle alike,
 between processes of one user's program: settings, row ids, and what a user's transform made."""
@@ -245,7 +244,7 @@ def test_files_of_a_cache_change_in_one_module_only():
             not in (
                 "arrowcache.storage.folder",
                 "arrowcache.storage.page",
-                "arrowcache.reading.workers.shared",
+                "arrowcache.reading.memory",
             )
         ):
             calls = {

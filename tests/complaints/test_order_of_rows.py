@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import held_rank_files, ids_of, make_cache, nearly_full, publish
+from helpers import held_rank_files, ids_of, make_cache, nearly_full, publish, worker_pids
 from processes import Child
 from quick import first_is_quick
 
@@ -43,7 +43,7 @@ def test_complaint_14_workers_that_live_on_read_what_was_published_before_the_ep
     else:
         how = {"threads": "thread", "processes": "process"}[kind]
         loader = ac.Loader(cache, 8, workers=2, worker_type=how, transform=dict, prefetch=12)
-        workers = lambda: loader._assembly.crew.pids if how == "process" else None  # noqa: E731
+        workers = lambda: worker_pids() if how == "process" else None  # noqa: E731
     first = workers_before = None
     for epoch in range(4):
         batches = iter(loader)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import disk_bytes, ids_of, make_cache, publish, wait_until
+from helpers import disk_bytes, ids_of, make_cache, publish, wait_until, worker_pids
 from helpers import sample as row
 from processes import Child, Script
 from quick import first_is_quick
@@ -324,7 +324,7 @@ def test_complaint_13_dead_workers_are_replaced_and_what_they_had_is_made_again(
         for number, batch in enumerate(epoch):
             made.append(batch)
             if number in (3, 12, 30):
-                for pid in loader._assembly.crew.pids:
+                for pid in worker_pids():
                     os.kill(pid, signal.SIGKILL)
         assert ids_of(made) == expected, "a row was lost, doubled or out of its place"
 

@@ -34,7 +34,7 @@ EXHAUSTION = """
     signal.alarm(100)
     import numpy as np
     import arrowcache as ac
-    from helpers import append_rows, ids_of, sample, wait_until
+    from helpers import append_rows, ids_of, sample, wait_until, worker_pids
 
     class Descriptors:
         way_out = "ulimit -n"
@@ -126,7 +126,7 @@ EXHAUSTED = (
         for _ in range(3):
             for loader in loaders.values():
                 assert len(ids_of(loader)) == 320
-        wait_until(lambda: len(loaders["processes"]._assembly.crew.pids) == 2, "the processes")
+        wait_until(lambda: len(worker_pids()) == 2, "the processes")
         before = files()
         epochs = {name: iter(loader) for name, loader in loaders.items()}
         made = {name: ids_of([next(epoch)]) for name, epoch in epochs.items()}
@@ -230,7 +230,7 @@ NO_THREAD = (
         cache = ac.Cache.open(sys.argv[1])
         loader = ac.Loader(cache, 16, workers=2, transform=same, timeout=60)
         assert len(ids_of(loader)) == 320
-        wait_until(lambda: len(loader._assembly.crew.pids) == 2, "the processes")
+        wait_until(lambda: len(worker_pids()) == 2, "the processes")
         epoch = iter(loader)
         made = ids_of([next(epoch)])
         fresh = [ac.Loader(cache, 16), ac.Loader(cache, 16, workers=2, worker_type="thread", transform=same)]
@@ -244,7 +244,7 @@ NO_THREAD = (
             lambda: writer.append(sample(320)),
         ):
             fails(call, "no thread can be started", threads.way_out)
-        for pid in loader._assembly.crew.pids:
+        for pid in worker_pids():
             os.kill(pid, signal.SIGKILL)
         fails(lambda: list(loader), "worker processes cannot start", threads.way_out)
         threads.end()
@@ -302,7 +302,7 @@ def refuse_threads(monkeypatch, names: Sequence[str]) -> list[str]:
     [
         ("arrowcache-worker-0", {"transform": dict}),
         ("arrowcache-worker-1", {"workers": 2, "worker_type": "thread", "transform": dict}),
-        ("arrowcache-crew", {"workers": 2, "transform": dict}),
+        ("arrowcache-processes", {"workers": 2, "transform": dict}),
     ],
 )
 def test_a_loader_that_lacks_one_thread_says_so_and_has_it_the_next_time(cache, monkeypatch, name, options):

@@ -13,17 +13,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import ids_of, in_child, make_cache, publish, sample, wait_until
+from helpers import ids_of, in_child, make_cache, publish, sample, wait_until, worker_pids
 from processes import Script, private_mounts
 
 import arrowcache as ac
-from arrowcache.reading.workers import launch
+from arrowcache import process
 
 AT_WORK = """
     import os, sys
     import numpy as np
     import arrowcache as ac
-    from helpers import append_rows, ids_of, sample, wait_until
+    from helpers import append_rows, ids_of, sample, wait_until, worker_pids
 
     def same(batch):
         return batch
@@ -63,7 +63,7 @@ AT_WORK = """
         }
         for loader in loaders.values():
             assert len(ids_of(loader)) == 320
-        wait_until(lambda: len(loaders["processes"]._assembly.crew.pids) == 2, "the processes")
+        wait_until(lambda: len(worker_pids()) == 2, "the processes")
         os.mkdir(place)
         epochs = {name: iter(loader) for name, loader in loaders.items()}
         made = {name: ids_of([next(epoch)]) for name, epoch in epochs.items()}
@@ -221,7 +221,7 @@ def test_rows_that_were_taken_before_an_error_are_counted_in_it(cache, tmp_path)
 def test_a_folder_that_goes_while_workers_start_is_said_by_them(cache, tmp_path, monkeypatch):
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
-    monkeypatch.setattr(launch, "_START", waiting + launch._START)
+    monkeypatch.setattr(process, "_START", waiting + process._START)
     with ac.Loader(cache, 16, workers=2, transform=dict, timeout=60) as loader:
         epoch = iter(loader)
         shutil.rmtree(cache.path)
@@ -301,10 +301,9 @@ def test_worker_processes_have_an_epoch_mapped_before_they_need_it(cache):
         return len({line.rpartition("/")[2] for line in lines if "/segments/" in line})
 
     with ac.Loader(cache, 320, workers=2, drop_last=False, transform=dict) as loader:
-        crew = loader._assembly.crew
-        wait_until(lambda: next(iter(loader)) and len(crew.pids) == 2, "both processes")
+        wait_until(lambda: next(iter(loader)) and len(worker_pids()) == 2, "both processes")
         publish(cache, 4)
         epoch = iter(loader)  # its one step is made by one of the two
-        wait_until(lambda: [mapped(pid) for pid in crew.pids] == [24, 24], "both to have mapped all")
+        wait_until(lambda: [mapped(pid) for pid in worker_pids()] == [24, 24], "both to have mapped all")
         shutil.rmtree(cache.path)
         assert sorted(ids_of(epoch)) == list(range(384))

@@ -10,9 +10,8 @@ from helpers import make_cache, publish, wait_until
 from processes import Script
 
 from arrowcache import linux
-from arrowcache.reading.workers import launch
-from arrowcache.reading.workers.launch import WorkerProcess
-from arrowcache.reading.workers.memory import file_of
+from arrowcache.process import WorkerProcess
+from arrowcache.reading.memory import SharedMemory
 
 CUT = """
 import fcntl, mmap, os, signal
@@ -158,15 +157,14 @@ def test_a_worker_that_was_started_does_not_outlive_a_failed_launch(monkeypatch,
     def refuse(pid):
         raise error
 
-    monkeypatch.setattr(launch.subprocess, "Popen", Popen)
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     monkeypatch.setattr(linux, "process_file", refuse)
-    plan = file_of(b"{}\n")
+    memory = SharedMemory.create()
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(type(error)):
-        WorkerProcess(plan, plan, 0)
+        WorkerProcess(memory.fd)
     assert [process.returncode for process in started] == [-9]
     assert sorted(os.listdir("/proc/self/fd")) == before
-    os.close(plan)
 
 
 def test_a_kernel_that_gives_no_descriptor_of_a_process_is_named(path, monkeypatch):
@@ -177,7 +175,7 @@ def test_a_kernel_that_gives_no_descriptor_of_a_process_is_named(path, monkeypat
     import arrowcache as ac
 
     with (
-        ac.Loader(path, 16, workers=1, worker_type="process") as loader,
+        ac.Loader(path, 16, workers=1, worker_type="process", transform=dict) as loader,
         pytest.raises(ac.WorkerError, match=r"pidfd_open.*older than Linux 5.3.*worker_type='thread'"),
     ):
         next(iter(loader))

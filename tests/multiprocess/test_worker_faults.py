@@ -5,20 +5,21 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
 import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import ids_of, in_child, make_cache, publish, wait_until
+from helpers import ids_of, in_child, make_cache, publish, wait_until, worker_pids
 from processes import Script
 from quick import first_is_quick
 
 import arrowcache as ac
-from arrowcache.reading.workers import launch, supervisor
-from arrowcache.reading.workers.channel import Channel
-from arrowcache.reading.workers.memory import file_of
+from arrowcache import process
+from arrowcache.process import Channel
+from arrowcache.reading.workers import pool
 
 
 @pytest.fixture
@@ -29,24 +30,24 @@ def cache(tmp_path):
     return cache
 
 
-def loader_of(cache, workers=2, **options):
-    return ac.Loader(cache, 16, workers=workers, timeout=20.0, **options)
+def loader_of(cache, workers=2, transform=dict, **options):
+    return ac.Loader(cache, 16, workers=workers, transform=transform, timeout=20.0, **options)
 
 
 def refuse(monkeypatch, code, do, when=lambda message: True):
     """Sending messages of one kind fails from now on."""
     send = Channel.send
 
-    def sending(self, message, files=()):
+    def sending(self, message, data=b""):
         if message.get("do") == do and when(message):
             raise OSError(code, os.strerror(code))
-        send(self, message, files)
+        send(self, message, data)
 
     monkeypatch.setattr(Channel, "send", sending)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("do", ["make", "put", "begin"])
+@pytest.mark.parametrize("do", ["make", "begin"])
 @pytest.mark.parametrize("code", first_is_quick([errno.EMFILE, errno.ENOBUFS, errno.ETOOMANYREFS]))
 def test_a_message_that_cannot_be_sent_is_an_error_that_says_why(cache, monkeypatch, do, code):
     """It hung: whatever failed was taken for a worker that had died."""
@@ -78,22 +79,16 @@ def test_files_that_were_cut_off_are_an_error_that_says_so(monkeypatch):
 
     ours, theirs = Channel.pair()
     other = Channel(theirs)
-    fd = file_of(b"content")
-    before = len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for message in ({"do": "begin"}, {"text": "x" * 40_000}):
-        other.send(message, [fd, fd, fd])
-        held = [os.dup(fd)]
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 2, hard))
-            with pytest.raises(ac.WorkerError, match="raise the limit of open files"):
-                ours.receive()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for number in held:
-                os.close(number)
-        assert len(os.listdir("/proc/self/fd")) == before, "what did arrive was closed"
-    os.close(fd)
+    other.send({"text": "x" * 40_000})
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        with pytest.raises(ac.WorkerError, match="raise the limit of open files"):
+            ours.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     ours.close()
     other.close()
 
@@ -105,7 +100,7 @@ def test_a_message_that_is_too_large_for_the_socket_goes_as_a_file():
     ours._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     other = Channel(theirs)
     ours.send({"text": "x" * 20_000})
-    assert other.receive() == ({"text": "x" * 20_000}, [])
+    assert other.receive() == {"text": "x" * 20_000}
     ours.close()
     other.close()
 
@@ -138,17 +133,17 @@ def test_a_worker_without_a_descriptor_left_for_the_next_epoch_dies_of_no_index_
 
     with loader_of(cache, workers=1, transform=transform) as loader:
         for _ in range(3):
-            with suppress(ac.WorkerError):  # or a new process makes the batch
+            with suppress(ac.WorkerError, OSError):  # or a new process makes the batch
                 next(iter(loader))
     assert capfd.readouterr().err == ""
 
 
 def test_workers_that_are_killed_while_they_start_may_be_short_of_memory(cache, monkeypatch):
-    monkeypatch.setattr(launch, "_START", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(process, "_START", "import os; os.kill(os.getpid(), 9)")
     words = r"cannot start: .*signal 9 \(SIGKILL\).*out-of-memory"
     with loader_of(cache) as loader, pytest.raises(ac.WorkerError, match=words):
         next(iter(loader))
-    monkeypatch.setattr(launch, "_START", "import os; os.kill(os.getpid(), 11)")
+    monkeypatch.setattr(process, "_START", "import os; os.kill(os.getpid(), 11)")
     with loader_of(cache) as loader:
         with pytest.raises(ac.WorkerError, match=r"cannot start: .*signal 11 \(SIGSEGV\)") as caught:
             next(iter(loader))
@@ -158,14 +153,18 @@ def test_workers_that_are_killed_while_they_start_may_be_short_of_memory(cache, 
 @pytest.mark.slow
 def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cache, tmp_path, monkeypatch):
     """Those that were still starting when the error was told had the others replaced, without end."""
-    others_fail = tmp_path / "others fail"
+    first, others_fail = tmp_path / "first", tmp_path / "others fail"
     failing = f"""if True:
         import json, os, sys, time
         sys.path[:] = json.loads(sys.argv[1])
         from arrowcache.reading.workers import worker
 
-        def work(channel, memory, plan, number):
-            while number and not os.path.exists({str(others_fail)!r}):
+        def work(*_):
+            try:
+                first = os.open({str(first)!r}, os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                first = None
+            while first is None and not os.path.exists({str(others_fail)!r}):
                 time.sleep(0.01)
             raise MemoryError("nothing left")
 
@@ -173,18 +172,21 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
         worker.main(*map(int, sys.argv[2:]))
     """
     started = []
-    start_one = supervisor.Supervisor._start_one
-    monkeypatch.setattr(
-        supervisor.Supervisor, "_start_one", lambda self: (started.append(1), start_one(self))
-    )
-    monkeypatch.setattr(launch, "_START", failing)
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(process, "_START", failing)
     with loader_of(cache, workers=4) as loader:
         with pytest.raises(MemoryError, match="nothing left"):
             next(iter(loader))
-        crew = loader._assembly.crew
-        wait_until(lambda: len(crew.pids) < 4 or len(started) > 4, "the first one to be gone")
+        has_ended = lambda: [process.returncode is not None for process in started]  # noqa: E731
+        wait_until(lambda: any(has_ended()), "the first one to be gone")
         others_fail.touch()
-        wait_until(lambda: not crew.pids or len(started) > 4, "the others to be gone")
+        wait_until(lambda: all(has_ended()), "the others to be gone")
         assert len(started) == 4
         monkeypatch.undo()
         assert sorted(ids_of(loader)) == list(range(320))
@@ -194,7 +196,7 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
 def test_the_start_of_workers_is_blamed_on_nothing_else(cache, tmp_path, monkeypatch):
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
-    monkeypatch.setattr(launch, "_START", waiting + launch._START)
+    monkeypatch.setattr(process, "_START", waiting + process._START)
     with loader_of(cache) as loader:
         epoch, made = iter(loader), []
         consumer = threading.Thread(target=lambda: made.append(next(epoch)))
@@ -226,7 +228,7 @@ def test_a_loader_that_finds_few_descriptors_fails_or_works_and_leaves_none(cach
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (before + spare, hard))
         try:
-            with ac.Loader(held, 16, workers=2, timeout=20.0) as loader:
+            with ac.Loader(held, 16, workers=2, transform=dict, timeout=20.0) as loader:
                 print(len(list(loader)), flush=True)
         except Exception as error:
             print(type(error).__name__, error, flush=True)
@@ -313,14 +315,17 @@ def test_a_transform_may_fork_and_have_both_come_back(cache):
 
 def test_workers_that_are_starting_are_ended_at_once(cache, tmp_path, monkeypatch):
     started = tmp_path / "started"
-    blocked = f"import os, signal, time; open({str(started)!r}, 'w').close(); time.sleep(3600)"
-    monkeypatch.setattr(launch, "_START", blocked)
-    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 3600.0)
+    blocked = (
+        "import time  # arrowcache.reading.workers.worker\n"
+        f"open({str(started)!r}, 'w').close(); time.sleep(3600)"
+    )
+    monkeypatch.setattr(process, "_START", blocked)
+    monkeypatch.setattr(pool, "_GRACE_SECONDS", 3600.0)
     with loader_of(cache) as loader:
         epoch = iter(loader)
         wait_until(started.exists, "a worker to start")
     assert list(epoch) == []
-    assert loader._assembly.crew.pids == []
+    assert worker_pids() == []
 
 
 @pytest.mark.slow
@@ -350,7 +355,7 @@ def test_a_transform_that_writes_into_the_workers_connection_ends_no_loader(cach
             for fd in map(int, os.listdir("/proc/self/fd")):
                 with suppress(OSError):
                     if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                        os.write(fd, b"Igarbage")
+                        os.write(fd, b"Ithis is no message")
         return batch
 
     with loader_of(cache, transform=transform) as loader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from arrowcache import Values
-from arrowcache.reading.workers.packing import Described, Pattern, pack, unpack
+from arrowcache.reading.workers.packing import pack, unpack
 
 TEXTS = st.text(st.characters(exclude_categories=[]), max_size=5)  # surrogates, too
 COLUMNS = st.one_of(
@@ -34,21 +33,6 @@ COLUMNS = st.one_of(
 )
 
 
-def described(batch: Any) -> list[Described]:
-    """What a batch's columns are, as it comes out of a message."""
-    text = json.loads(json.dumps([Described.of(column) for column in pack(batch)]))
-    return [Described.from_message(column) for column in text]
-
-
-def fits(columns: list[Described], sizes: dict[str, list[int]]) -> bool:
-    """Whether a batch has room in a slot of these sizes."""
-    return all(
-        have >= need
-        for column in columns
-        for have, need in zip(sizes[column.name], column.nbytes(), strict=True)
-    )
-
-
 def assert_same(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(other, tuple):
@@ -66,63 +50,13 @@ def assert_same(one: Any, other: Any) -> None:
 @given(COLUMNS)
 def test_what_was_packed_is_unpacked_from_copies_of_its_arrays(value):
     (column,) = pack({"x": value})
-    (told,) = described({"x": value})
-    arrays = []
-    for array, (dtype, shape), nbytes in zip(column.arrays, told.arrays, told.nbytes(), strict=True):
-        assert array.nbytes == nbytes
-        arrays.append(
-            np.frombuffer(array.tobytes(), dtype).reshape(shape) if nbytes else np.empty(shape, dtype)
-        )
-    assert_same(unpack(told.kind, arrays), value)
-
-
-@given(COLUMNS)
-def test_a_slot_made_for_a_batch_has_room_for_it(value):
-    columns = described({"x": value})
-    pattern = Pattern(columns, rows=3, batch_size=8)
-    for rows in (1, 3, 8):
-        assert fits(columns, pattern.sizes_for(columns, rows))
-    assert fits(columns, pattern.sizes(3))
-
-
-def test_a_short_first_batch_leaves_room_for_full_ones():
-    pattern = Pattern(described({"x": np.zeros((6, 2))}), rows=3, batch_size=8)
-    pattern.check(described({"x": np.zeros((16, 2))}), rows=8)
-    with pytest.raises(ValueError, match="17 rows, the first batch left room for 16"):
-        pattern.check(described({"x": np.zeros((17, 2))}), rows=8)
-
-
-def test_a_group_of_batches_may_have_the_rows_of_all():
-    pattern = Pattern(described({"x": np.zeros((8, 2))}), rows=8, batch_size=8)
-    assert pattern.sizes(32) == {"x": [32 * 2 * 8]}
-    pattern.check(described({"x": np.zeros((32, 2))}), rows=32)
-
-
-def test_fewer_rows_and_another_order_of_columns_are_the_same_pattern():
-    pattern = Pattern(described({"x": np.zeros(8), "y": 3}), rows=8, batch_size=8)
-    pattern.check(described({"y": 4, "x": np.zeros(0)}), rows=8)
-
-
-def test_what_varies_gets_room_for_the_largest_so_far():
-    small, large = described({"x": ["a"] * 8}), described({"x": ["a" * 999] * 8})
-    pattern = Pattern(small, rows=8, batch_size=8)
-    assert not fits(large, pattern.sizes(8))
-    pattern.check(large, rows=8)
-    pattern.note(large, rows=8)
-    assert fits(large, pattern.sizes(8))
-    pattern.note(small, rows=8)
-    assert fits(large, pattern.sizes(8))
-
-
-def test_an_empty_list_is_a_list_of_either_kind():
-    pattern = Pattern(described({"x": []}), rows=8, batch_size=8)
-    pattern.check(described({"x": ["a"]}), rows=8)
-    before = pattern.version
-    pattern.note(described({"x": ["a"]}), rows=8)
-    assert pattern.version > before
-    pattern.check(described({"x": []}), rows=8)
-    with pytest.raises(ValueError, match="a list of str the first time, and is a list of bytes"):
-        pattern.check(described({"x": [b"a"]}), rows=8)
+    arrays = [
+        np.frombuffer(array.tobytes(), array.dtype.str).reshape(array.shape)
+        if array.nbytes
+        else np.empty(array.shape, array.dtype.str)
+        for array in column.arrays
+    ]
+    assert_same(unpack(column.kind, arrays), value)
 
 
 @pytest.mark.parametrize(

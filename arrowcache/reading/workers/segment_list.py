@@ -1,4 +1,4 @@
-"""Manifest: a snapshot's segments on their way to a worker, as compact arrays: once an epoch.
+"""Segment list: a snapshot's segments on their way to a worker, as compact arrays: once an epoch.
 
 int64       how many
 int64 each  seqs, rows, bytes, allocated bytes

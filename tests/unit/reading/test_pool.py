@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from arrowcache.reading.workers.restarts import MOST_LOSSES, Restarts
+from arrowcache.reading.workers.pool import MOST_LOSSES, Restarts
 
 
 def lose(restarts, now, was_ready=True, others_are_ready=False):
@@ -27,16 +27,13 @@ def test_the_first_loss_is_made_good_at_once_and_each_further_one_after_twice_th
 def test_it_gives_up_after_a_few_that_never_got_ready_unless_others_did():
     restarts = Restarts()
     assert [lose(restarts, 0.0, was_ready=False) for _ in range(MOST_LOSSES)] == [False, False, True]
-    restarts.begin_anew(7.0)
-    assert restarts.not_before > 7.0
+    restarts = Restarts()
     assert [lose(restarts, 0.0, was_ready=False, others_are_ready=True) for _ in range(9)] == [False] * 9
     restarts.started()
     assert not lose(restarts, 0.0, was_ready=False)
 
 
 def test_a_loss_after_it_gave_up_does_not_end_the_pause():
-    restarts = Restarts()
-    restarts.begin_anew(7.0)
-    until = restarts.not_before
+    restarts = Restarts(7.1)
     assert not lose(restarts, 7.0, was_ready=False)
-    assert restarts.not_before == until
+    assert restarts.not_before == 7.1

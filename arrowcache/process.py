@@ -1,0 +1,278 @@
+"""Process: a child of this one, and messages to and from it.
+
+A child is started as `python -c`, whatever start method `multiprocessing` uses here: it imports no main
+module, so neither scripts nor notebooks need any precaution, and inherits no thread, no lock, no
+framework, and no file but those named. It must be started by a thread that outlives it: it is killed when
+that thread ends.
+
+A message is a dict of plain values, as JSON, and perhaps bytes under "data", over a pair of sockets without a
+name. Message boundaries are kept, the end of the other process is an end of file.
+
+Guarantees: nothing here is in /dev/shm, and a kill leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from arrowcache import linux
+from arrowcache.errors import WorkerError
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from arrowcache.reading.workers.worker import main; main(*map(int, sys.argv[2:]))"
+)
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_REAP_SECONDS = 5.0
+_INLINE_BYTES = 32 << 10  # a longer message travels as a file, so that sending never waits for the reader
+_INLINE, _IN_FILE = b"I", b"F"
+_LENGTH_BYTES = 4  # of what tells how long the JSON is; "data" follows it
+_FILE = struct.Struct("i")
+
+Message = dict[str, Any]
+
+
+def anonymous_file() -> int:
+    """A descriptor of an empty file without a name, which inherits to nobody by itself."""
+    try:
+        return linux.memory_file("arrowcache")
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # else: an old kernel, or a sandbox
+        import tempfile
+
+        with tempfile.TemporaryFile(prefix="arrowcache-") as file:
+            return os.dup(file.fileno())
+
+
+def _file_of(data: bytes) -> int:
+    """An anonymous file with these bytes; the caller closes it."""
+    fd = anonymous_file()
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    return fd
+
+
+def _bytes_of(fd: int) -> bytes:
+    """What a file holds, whoever else reads it; leaves it open."""
+    pieces, nbytes = [], 0
+    while piece := os.pread(fd, 1 << 24, nbytes):
+        pieces.append(piece)
+        nbytes += len(piece)
+    return b"".join(pieces)
+
+
+class Channel:
+    """One end. Owns its socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """Our end, which never blocks, and the socket to be inherited by the other process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        return cls(ours), theirs
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message, data: bytes = b"") -> None:
+        """Send a message.
+
+        Raises: BrokenPipeError, ConnectionResetError: the other process is gone. BlockingIOError: it has
+            not read for long. OSError: it cannot be sent now, such as for want of a descriptor.
+        """
+        text = json.dumps(message).encode()
+        content = len(text).to_bytes(_LENGTH_BYTES, "little") + text + data
+        if len(content) <= _INLINE_BYTES:
+            try:
+                self._socket.send(_INLINE + content)
+            except OSError as error:
+                if error.errno != errno.EMSGSIZE:  # of a socket whose buffer is a small one
+                    raise
+            else:
+                return
+        fd = _file_of(content)
+        try:
+            socket.send_fds(self._socket, [_IN_FILE], [fd])
+        finally:
+            os.close(fd)
+
+    def receive(self) -> Message | None:
+        """The next message; None: the other process is gone.
+
+        Raises: BlockingIOError: there is none, of an end that never blocks. ValueError: what came is no
+            message. WorkerError: this process has no descriptor left for its file; the message is lost.
+        """
+        try:
+            content, extra, flags, _ = self._socket.recvmsg(  # socket.recv_fds of Python 3.11 takes no flags
+                _INLINE_BYTES + 1, socket.CMSG_LEN(_FILE.size), socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionResetError:  # it died with messages unread
+            return None
+        if not content:
+            return None
+        if flags & socket.MSG_CTRUNC:
+            raise WorkerError(
+                f"process {os.getpid()} has no file descriptor left for what it was sent: raise the limit of "
+                "open files (ulimit -n), or keep fewer open"
+            )
+        if not extra:
+            return _message(content[1:])
+        (fd,) = _FILE.unpack(extra[0][2])
+        try:
+            return _message(_bytes_of(fd))
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _message(content: bytes) -> Message:
+    end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    message = json.loads(content[_LENGTH_BYTES:end])
+    if not isinstance(message, dict):
+        raise ValueError(f"{type(message).__name__} in place of a dict")
+    if len(content) > end:
+        message["data"] = content[end:]
+    return message
+
+
+class WorkerProcess:
+    """A process that runs `worker.main`, or what `start` says.
+
+    Owns the process, our end of its channel, and what tells its end.
+
+    Args:
+        memory: a descriptor of memory that both have.
+        start: Python code that takes the same words as `_START`.
+        environment: what it has beside, or instead of, this process' variables.
+    Raises: OSError: no process, or no descriptor, can be had.
+    """
+
+    def __init__(
+        self,
+        memory: int,
+        *,
+        start: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.channel, theirs = Channel.pair()
+        path = [entry or os.getcwd() for entry in sys.path]
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        spawn = sys.modules.get("multiprocessing.spawn")  # where it is not loaded nobody has set another
+        executable = (spawn.get_executable() if spawn is not None else None) or sys.executable
+        try:
+            with ExitStack() as own:
+                fds = [_beyond_standard(fd, own) for fd in (theirs.fileno(), memory)]
+                words = [json.dumps(path), *map(str, fds), str(os.getpid())]
+                self._process = subprocess.Popen(
+                    [executable, *flags, "-c", start or _START, *words],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=fds,
+                    env={**dict.fromkeys(_THREADS, "1"), **os.environ, **(environment or {})},
+                )
+            self.pid = self._process.pid
+            try:
+                self.watch = _watch(self.pid)
+            except BaseException:
+                self.end()
+                raise
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """As far as anybody has waited for it."""
+        return self._process.returncode is not None
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        with suppress(OSError):
+            self._process.kill()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end, at most so long; whether it has come."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, seconds))
+        return self.has_ended
+
+    def end(self) -> None:
+        """Kill it, if it lives, and wait: it writes nothing more."""
+        self.kill()
+        self.wait(_REAP_SECONDS)  # in vain if it hangs in the kernel
+
+    def close(self) -> None:
+        """Give up the descriptors."""
+        os.close(self.watch)
+        self.channel.close()
+
+    def forget(self) -> None:
+        """It is the child of the process that forked this one."""
+        self.close()
+        self._process.returncode = 0  # nobody warns of it
+
+    def how_it_ended(self) -> str:
+        """For messages: what came of it."""
+        code = self._process.returncode
+        if code is None:
+            return "was killed and does not end"
+        if code == -signal.SIGKILL:
+            return "was killed by signal 9 (SIGKILL), as the kernel's out-of-memory killer does"
+        if code < 0:
+            with suppress(ValueError):  # a real-time signal
+                return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            return f"was killed by signal {-code}"
+        return f"ended with exit code {code}"
+
+
+def tie_to(parent: int) -> bool:
+    """Leave Ctrl-C to the main process, and die when it does; False: it died before we asked to be told."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    linux.die_with_parent()
+    return os.getppid() == parent
+
+
+def _beyond_standard(fd: int, own: ExitStack) -> int:
+    """The descriptor, or a copy that `own` closes: a child's numbers 0 to 2 are its standard streams.
+
+    A process whose own are closed, such as a daemon, gets these numbers for whatever it opens.
+    """
+    if fd > 2:
+        return fd
+    copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    own.callback(os.close, copy)
+    return copy
+
+
+def _watch(pid: int) -> int:
+    """A descriptor that is readable once the process has ended."""
+    try:
+        return linux.process_file(pid)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        raise OSError(
+            error.errno,
+            f"pidfd_open: {error.strerror}: this kernel ({os.uname().release}) is older than Linux 5.3, or a "
+            "sandbox forbids the call",
+        ) from error

@@ -1,0 +1,177 @@
+"""Memory: what slots are made of.
+
+An allocator gives memory for one buffer, (nbytes,) uint8. `page_aligned` gives plain memory; `SharedBuffers`
+a part of an anonymous file, which another process finds by its offset; memory that a device reads by itself
+comes from torch/backend.py.
+
+Guarantee: a buffer of a file has its memory before anybody writes: else a full disk or memory would be a
+SIGBUS, not an error.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import weakref
+from contextlib import suppress
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache import linux
+from arrowcache.process import anonymous_file
+from arrowcache.units import format_bytes
+
+PAGE_BYTES = mmap.PAGESIZE
+_MOST_BYTES, _LEAST_BYTES = 1 << 40, 1 << 28  # of addresses, not of memory
+
+
+def page_aligned(nbytes: int) -> NDArray[np.uint8]:
+    """Memory that starts at a page, like the columns of a segment's file.
+
+    Where it starts a little after one, as large NumPy arrays do (16 bytes), each load of a copy from
+    page-aligned memory seems to depend on the store before it, whose address has the same low 12
+    bits: 1.7 instead of 10 GB/s, on the machine of benchmarks/RESULTS.md.
+    """
+    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memory[start : start + nbytes]
+
+
+class SharedMemory(mmap.mmap):
+    """An anonymous file, mapped by several processes; it lives as long as any array over it.
+
+    It is sparse and far larger than what is ever used of it, so it is mapped once and nothing in it moves.
+    `words` are its first page, int64; buffers follow. It owns its descriptor.
+
+    A forked child may write into arrays that it inherits: its parent does not see that. But as the parent
+    goes on, it uses their memory again: what the child keeps of a batch it must copy.
+    """
+
+    fd = -1
+
+    def __new__(cls, fd: int) -> Self:
+        self = super().__new__(cls, fd, os.fstat(fd).st_size)
+        _inherited.add(self)
+        self.fd = fd
+        return self
+
+    @classmethod
+    def create(cls, parts: int = 1) -> Self:
+        """A new one, where `parts` of them share the addresses that this process may use.
+
+        Raises: OSError: neither a memfd nor a temporary file can be had.
+        """
+        fd = anonymous_file()
+        try:
+            _stretch(fd, parts)
+            os.posix_fallocate(fd, 0, PAGE_BYTES)
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def words(self) -> NDArray[np.int64]:
+        """The first page, (512,) on most machines; it is there before anybody writes."""
+        return np.frombuffer(self, np.int64, PAGE_BYTES // 8)
+
+    def forget_in_child(self) -> None:
+        """See the class."""
+        flags = mmap.MAP_PRIVATE | linux.MAP_FIXED | linux.MAP_NORESERVE
+        linux.map_memory(self.words.ctypes.data, len(self), mmap.PROT_READ | mmap.PROT_WRITE, flags, self.fd)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class SharedBuffers:
+    """Gives parts of a `SharedMemory`, as its only allocator. Not thread-safe.
+
+    Sizes of parts are powers of two, so that each is used again; only what is used of one has memory.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._start = memory.words.ctypes.data
+        self._end = PAGE_BYTES
+        self._bare: dict[int, list[int]] = {}  # offsets of parts without memory, by size
+        self._allocated_bytes = 0
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """(nbytes,) uint8 that start at a page.
+
+        Raises: MemoryError: there is no memory, or no address space, for it.
+        """
+        size, bare = _size(nbytes), self._bare.setdefault(_size(nbytes), [])
+        if not bare:
+            if self._end + size > len(self._memory):
+                raise MemoryError(
+                    f"the batches in use fill {format_bytes(len(self._memory))} of addresses: "
+                    "keep fewer of them"
+                )
+            bare.append(self._end)
+            self._end += size
+        offset, backed = bare.pop(), _backed(nbytes)
+        try:
+            os.posix_fallocate(self._memory.fd, offset, backed)
+        except OSError as error:
+            self._release(offset, size)  # a failed reserve keeps what it got
+            raise MemoryError(
+                f"a batch needs {format_bytes(nbytes)} of shared memory beside "
+                f"{format_bytes(self._allocated_bytes)} in use, and got none ({error.strerror}): "
+                "keep fewer batches, or lower batch_size, prefetch or workers"
+            ) from error
+        self._allocated_bytes += backed
+        return np.frombuffer(self._memory, np.uint8, nbytes, offset)
+
+    def free(self, memory: NDArray[np.uint8]) -> None:
+        """Give back what `allocate` gave."""
+        self._allocated_bytes -= _backed(memory.nbytes)
+        self._release(self.offset(memory.ctypes.data), _size(memory.nbytes))
+
+    def offset(self, address: int) -> int:
+        """The name of an address in other processes."""
+        return address - self._start
+
+    def _release(self, offset: int, size: int) -> None:
+        with suppress(OSError):  # a file system that cannot: the memory stays
+            self._memory.madvise(mmap.MADV_REMOVE, offset, size)
+        self._bare[size].append(offset)
+
+
+def _size(nbytes: int) -> int:
+    return max(PAGE_BYTES, 1 << (max(1, nbytes) - 1).bit_length())
+
+
+def _backed(nbytes: int) -> int:
+    return -(-max(1, nbytes) // PAGE_BYTES) * PAGE_BYTES
+
+
+def _stretch(fd: int, parts: int) -> None:
+    """Make a file as long as addresses allow."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    nbytes = _MOST_BYTES if limit == resource.RLIM_INFINITY else min(_MOST_BYTES, limit // 8)
+    nbytes = max(_LEAST_BYTES, nbytes // parts // PAGE_BYTES * PAGE_BYTES)
+    while True:
+        try:
+            os.ftruncate(fd, nbytes)
+            return
+        except OSError:  # RLIMIT_FSIZE, or the file system's largest file
+            if nbytes // 2 < _LEAST_BYTES:
+                raise
+            nbytes //= 2
+
+
+_inherited: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for memory in list(_inherited):
+        memory.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,208 @@
+"""Batch maker: makes batches in a worker process: gathers, transforms, and has the result lie in slots.
+
+It owns the worker's own lease and mappings of the snapshot that the main process made, and the
+unpickled transform. Rows are gathered straight into slots, and a transform that returns a column, changed in
+place or not, copies nothing of it.
+
+Guarantees: it leases before it reads, and lets go of an epoch that ended before it leased; a process that its
+transform forks answers nothing. It never imports a framework by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.errors import WorkerError
+from arrowcache.pickling import unpickled
+from arrowcache.process import Message
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.stats import Meter
+from arrowcache.reading.temperature import Temperature
+from arrowcache.reading.values import column_bytes
+from arrowcache.reading.view import Viewer
+from arrowcache.reading.workers import packing
+from arrowcache.reading.workers.segment_list import unpack_segments
+from arrowcache.reading.workers.worker_slots import WorkerSlots
+from arrowcache.storage.folder import Folder
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.lease import Lease
+from arrowcache.storage.store import Store
+
+Batch = dict[str, Any]
+
+
+class _CheckedStore(Store):
+    """Segments whose bytes the main process has verified, where that is due, before it sent them."""
+
+    def suspect_below(self) -> int:
+        return 0
+
+
+class BatchMaker:
+    """Makes batches.
+
+    Args:
+        slots: what it works on.
+        settings: what the main process' RemoteAssembly wrote.
+        transform: packed; empty: none.
+    """
+
+    def __init__(self, slots: WorkerSlots, settings: Mapping[str, Any], transform: bytes) -> None:
+        self._slots = slots
+        self._pid = os.getpid()
+        folder = Folder(Path(settings["cache"]))
+        self._store = _CheckedStore(folder, folder.read_settings())
+        schema = self._store.settings.schema
+        self._names: list[str] = settings["names"]
+        self._with_ids: bool = settings["with_ids"]
+        self._transform = _unpacked(transform) if transform else None
+        self._viewer = Viewer(schema, self._names) if settings["views"] and self._transform else None
+        self._columns = {
+            name: (schema.fixed[name].shape, schema.fixed[name].numpy_dtype)
+            for name in self._names
+            if name in schema.fixed
+        }
+        self._meter, self._temperature = Meter(), Temperature()
+        self._failure: Exception | None = None  # to begin the epoch
+        self._snapshot: Snapshot | None = None
+        self._epoch = 0
+        self._known: dict[int, SegmentInfo] = {}
+        self._is_mapped = True
+
+    def begin(self, epoch: int, segments: bytes) -> None:
+        """There is an epoch: lease its segments, unless it has ended meanwhile.
+
+        What fails is raised by the first `make`.
+        """
+        self._failure = None
+        before = self._snapshot
+        try:
+            self._begin(epoch, segments)
+        except Exception as error:  # noqa: BLE001  # such as a lock that somebody holds for too long
+            self._failure, self._snapshot = error, None
+            if before is not None:
+                before.close()
+
+    def map_ahead(self) -> None:
+        """Map all of the epoch, unless that was done: whatever becomes of the folder, it goes on."""
+        if not self._is_mapped and self._snapshot is not None:
+            self._is_mapped = True
+            with suppress(MemoryError):  # each batch says so
+                self._snapshot.map_ahead()
+
+    def drop(self) -> None:
+        """Let go of an epoch that has ended."""
+        if self._snapshot is not None and self._slots.is_over(self._epoch):
+            self._snapshot.close()
+            self._snapshot = None
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._snapshot is not None:
+            self._snapshot.close()
+
+    def make(self, request: Message) -> Message:
+        """Make what a request asks for. Returns: the answer."""
+        number, ids = request["id"], np.frombuffer(request["data"], np.int64)
+        self._slots.begin(request["returned"])
+        snapshot = None if self._slots.is_over(request["epoch"]) else self._snapshot
+        if snapshot is None and self._failure is not None:
+            raise self._failure
+        if snapshot is None:
+            return {"say": "skipped", "id": number}
+        snapshot.release_oldest(request["released"])
+        seconds = dict(self._meter.seconds)
+        try:
+            self._slots.tell("gather")
+            with self._meter.reading(self._temperature):
+                batch, nbytes = self._gather(snapshot, ids)
+            result: object = batch
+            if self._transform is not None:
+                self._slots.tell("transform")
+                with self._meter.stage("transform"):
+                    result = self._transformed(batch)
+        finally:
+            self._slots.tell("")
+        del batch
+        columns = packing.pack(result)
+        del result
+        placed = self._slots.place(columns)
+        del columns
+        return {
+            "say": "made",
+            "id": number,
+            "columns": self._slots.hand_over(placed),
+            "memory": self._slots.memory,
+            "nbytes": nbytes,
+            "seconds": {stage: now - seconds[stage] for stage, now in self._meter.seconds.items()},
+        }
+
+    def _transformed(self, batch: Batch) -> object:
+        assert self._transform is not None
+        try:
+            return self._transform(batch)
+        finally:
+            if os.getpid() != self._pid:  # forked by the transform, which had both come back
+                os._exit(0)
+
+    def _begin(self, epoch: int, packed: bytes) -> None:
+        segments = unpack_segments(packed, self._known)
+        self._known = {segment.seq: segment for segment in segments}
+        if self._slots.is_over(epoch) or not segments:
+            return
+        span = self._store.folder.lease_lock, segments[0].seq, segments[-1].seq
+        try:
+            lease = Lease(*span)  # nobody evicts what the main process leases
+        except OSError:  # but perhaps what it has passed already
+            with self._store.locked():
+                lease = Lease(*span)
+        if self._slots.is_over(epoch):  # else the main process held its lease while we took ours
+            lease.close()
+            return
+        before, self._snapshot = self._snapshot, Snapshot(self._store, segments, lease)
+        self._epoch, self._snapshot.temperature = epoch, self._temperature
+        if before is not None:
+            before.close()  # after the new one has claimed what both read: that stays mapped
+        self._is_mapped = False
+
+    def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64]) -> tuple[Batch, int]:
+        """The rows, and how many bytes they have."""
+        columns: dict[str, Any] = {}
+        view = None
+        if self._viewer is not None and self._viewer.names and (np.diff(ids) == 1).all():
+            view = snapshot.view(int(ids[0]), len(ids), self._viewer)
+        if view is not None:
+            columns = dict(view)
+        else:
+            columns = {
+                name: self._slots.lend(name, dtype, (len(ids), *shape))
+                for name, (shape, dtype) in self._columns.items()
+            }
+            snapshot.gather_into(ids, list(columns), columns)
+        others = [name for name in self._names if name not in columns]
+        if others:
+            columns |= snapshot.gather_into(ids, others, {})
+        batch: Batch = {name: columns[name] for name in self._names}
+        nbytes = sum(map(column_bytes, batch.values()))
+        if self._with_ids:
+            batch |= snapshot.locate(ids)
+        return batch, nbytes
+
+
+def _unpacked(transform: bytes) -> Callable[[Batch], object]:
+    """Raises: WorkerError: what it needs cannot be imported here."""
+    try:
+        function: Callable[[Batch], object] = unpickled(transform)
+    except Exception as error:
+        raise WorkerError(
+            f"the transform cannot be loaded in a worker process ({type(error).__name__}: {error}): define "
+            "it in a module that can be imported there, or in the main script, or pass worker_type='thread'"
+        ) from error
+    return function

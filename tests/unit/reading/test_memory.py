@@ -1,0 +1,150 @@
+"""Memory: allocators, and files that several processes map."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+
+import numpy as np
+import pytest
+from helpers import in_child
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arrowcache.reading.memory import PAGE_BYTES, SharedBuffers, SharedMemory, page_aligned
+from arrowcache.reading.slots import Slots
+
+
+@pytest.fixture
+def memory():
+    return SharedMemory.create()
+
+
+@pytest.fixture
+def buffers(memory):
+    return SharedBuffers(memory)
+
+
+def bytes_on_disk(memory):
+    return os.fstat(memory.fd).st_blocks * 512
+
+
+def test_plain_memory_starts_at_a_page():
+    for nbytes in (1, 4096, 100_000):
+        memory = page_aligned(nbytes)
+        assert memory.nbytes == nbytes
+        assert memory.ctypes.data % PAGE_BYTES == 0
+
+
+def test_both_mappings_see_the_same_memory_at_the_same_offset(memory, buffers):
+    other = SharedMemory(os.dup(memory.fd))
+    mine = buffers.allocate(100)
+    mine[:] = np.arange(100)
+    theirs = np.frombuffer(other, np.uint8, 100, buffers.offset(mine.ctypes.data))
+    assert theirs.tolist() == list(range(100))
+    theirs[3] = 77
+    assert mine[3] == 77
+    memory.words[0] = 7
+    assert other.words[0] == 7
+
+
+def test_memory_is_there_before_it_is_written_and_gone_once_it_is_freed(memory, buffers):
+    nothing = bytes_on_disk(memory)
+    large = buffers.allocate(100 * PAGE_BYTES)
+    assert bytes_on_disk(memory) >= nothing + 100 * PAGE_BYTES
+    buffers.free(large)
+    assert bytes_on_disk(memory) == nothing
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5 * PAGE_BYTES)), max_size=40))
+def test_no_two_that_live_share_a_byte_and_none_moves(steps):
+    memory = SharedMemory.create()
+    buffers, live = SharedBuffers(memory), []
+    for number, (is_freed, size) in enumerate(steps):
+        if is_freed and live:
+            array, value = live.pop(size % len(live))
+            assert (array == value).all()
+            buffers.free(array)
+        else:
+            array = buffers.allocate(size)
+            assert array.nbytes == size
+            array[:] = number
+            live.append((array, number))
+    assert all((array == value).all() for array, value in live)
+
+
+def test_places_are_used_again(memory, buffers):
+    places = set()
+    for _ in range(20):
+        array = buffers.allocate(3 * PAGE_BYTES)
+        places.add(buffers.offset(array.ctypes.data))
+        buffers.free(array)
+    assert len(places) == 1
+
+
+def test_where_no_memory_is_left_the_error_says_what_to_do_and_nothing_is_lost(memory, buffers, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    kept, before = buffers.allocate(PAGE_BYTES), bytes_on_disk(memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        for _ in range(3):
+            with pytest.raises(MemoryError, match=r"memory beside 4.0 KiB .*No space.*lower batch_size"):
+                buffers.allocate(100)
+    assert bytes_on_disk(memory) == before
+    buffers.allocate(100)[:] = 1
+    assert not kept.any()
+
+
+def test_arrays_outlive_the_memory_and_its_descriptors_end_with_the_last():
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    memory = SharedMemory.create()
+    array = SharedBuffers(memory).allocate(100)
+    del memory
+    array[:] = 5
+    assert len(os.listdir("/proc/self/fd")) > before
+    assert (array == 5).all()
+    del array
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_slots_of_shared_memory_grow_shrink_and_are_used_again(memory, buffers):
+    columns = {"image": ((64,), np.dtype("float32")), "label": ((), np.dtype("int64"))}
+    slots = Slots(columns, 4, allocate=buffers.allocate, free=buffers.free)
+    nothing = bytes_on_disk(memory)
+    kept = [slots.lend(4) for _ in range(40)]
+    for number, slot in enumerate(kept):
+        for array in slot.arrays().values():
+            array[...] = number
+    assert all((slot.arrays()["image"] == number).all() for number, slot in enumerate(kept))
+    most = bytes_on_disk(memory)
+    assert most >= nothing + 80 * PAGE_BYTES
+    del slot, array
+    kept.clear()
+    slots.lend(4)
+    assert bytes_on_disk(memory) <= nothing + 8 * PAGE_BYTES
+    growths = slots.growths
+    for _ in range(10):
+        slots.lend(4)
+    assert slots.growths == growths
+
+
+def test_what_a_forked_child_writes_stays_there(memory, buffers):
+    array = buffers.allocate(100)
+    array[:] = 1
+
+    def child():
+        assert (array == 1).all()
+        array[:] = 9
+        memory.words[0] = 9
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
+        with in_child(child):
+            pass
+    assert (array == 1).all()
+    assert memory.words[0] == 0

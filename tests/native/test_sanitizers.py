@@ -19,7 +19,7 @@ from native.builds import ENGINE, FOLDER, MEMORY, SMALL_CHUNKS, THREADS, compile
 TESTS = FOLDER.parent
 UNIT_TESTS = TESTS / "unit" / "native"
 RACE_SECONDS = 3
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 240
 COUNTS = re.compile(
     r"^done (\d+) refused (\d+) cancelled (\d+) damaged (\d+) failed (\d+) missed (\d+) read (\d+) "
     r"fetched (\d+) bytes (\d+)$",

@@ -61,6 +61,18 @@ def test_tensorflow_io_reads_batches_and_files(cache):
     assert_rows(ArrowFeatherDataset([str(path) for path in files], columns, TYPES, SHAPES))
 
 
+def test_a_column_is_a_run_of_records_of_fixed_length(cache):
+    """So any TensorFlow reads it from the file, told only where it begins and how much is after it."""
+    found = []
+    for path in segment_files(cache):
+        file = pa.py_buffer(path.read_bytes())
+        start = pa.ipc.open_file(file).get_batch(0)["b"].buffers()[-1].address - file.address
+        assert start % 4096 == 0
+        records = tf.data.FixedLengthRecordDataset(str(path), 8192, start, file.size - start - 10 * 8192)
+        found += [tf.io.decode_raw(record, tf.float32).numpy() for record in records]
+    assert np.array_equal(found, [row_of(number)["b"] for number in range(ROWS)])
+
+
 @every_backend
 def test_each_backend_reads_them(cache, backend):
     batches = dataset(cache, 10, shuffle=None, backend=backend)

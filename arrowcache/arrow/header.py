@@ -78,6 +78,8 @@ def spread(pieces: Sequence[memoryview], alignments: Sequence[int]) -> list[memo
     table = message + 8 + _read("<I", memoryview(head), message + 8)
     batch = _field(memoryview(head), table, _HEADER)
     buffers = _vector(memoryview(head), batch + _read("<I", memoryview(head), batch), _BUFFERS) + 4
+    if _read("<I", memoryview(head), buffers - 4) != len(alignments):
+        raise AssertionError("Arrow writes other buffers than a segment has")
     body: list[memoryview] = []
     done = added = 0
     for number, alignment in enumerate(alignments):

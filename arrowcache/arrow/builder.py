@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,20 +34,28 @@ class Rows:
     variable_bytes: NDArray[np.int64]  # (count,): of each row; empty without variable columns
 
 
-class SegmentBuilder:
-    """Rows on their way into one segment.
+class Form(NamedTuple):
+    """What makes the file of a segment, beside its rows.
 
-    Args:
-        schema: what a sample holds.
-        full_rows: rows of a full segment.
-        segment_bytes: upper bound on the segment's file.
+    `full_rows` is the rows of a full segment, `segment_bytes` an upper bound on its file; `paged` says how it
+    is arranged, see arrangement.py.
     """
 
-    def __init__(self, schema: Schema, full_rows: int, segment_bytes: int) -> None:
+    schema: Schema
+    full_rows: int
+    segment_bytes: int
+    paged: bool = False
+
+
+class SegmentBuilder:
+    """Rows on their way into one segment. Its arguments are those of `Form`."""
+
+    def __init__(self, schema: Schema, full_rows: int, segment_bytes: int, paged: bool = False) -> None:
         self._schema = schema
         self._full_rows = full_rows
         self._segment_bytes = segment_bytes
-        self._empty_bytes = segment.encoded_bytes_bound(schema, 0)
+        self._paged = paged
+        self._empty_bytes = segment.encoded_bytes_bound(schema, 0, paged=paged)
         self._row_bytes = segment.row_bytes(schema)
         self._fixed = {n: np.empty((full_rows, *t.shape), t.numpy_dtype) for n, t in schema.fixed.items()}
         self._offsets = {n: np.zeros(full_rows + 1, np.int32) for n in schema.variable}
@@ -171,7 +179,7 @@ class SegmentBuilder:
             columns[name] = VariableColumn(
                 self._offsets[name][: self.rows + 1], memoryview(self._data[name])[:used]
             )
-        return segment.encode(self._schema, columns)
+        return segment.encode(self._schema, columns, paged=self._paged)
 
     def _used_bytes(self) -> dict[str, int]:
         """Of each variable-length column: bytes of the rows that are taken."""

@@ -1,20 +1,26 @@
-"""Header: what an Arrow IPC file's own headers say, read before Arrow acts on them.
+"""Header: what an Arrow IPC file's own headers say: read before Arrow acts on them, and altered.
 
 Arrow decompresses a record batch as soon as it is asked for, into as much memory as the body claims
 to need: a small file can ask for more than the machine has. So whether it would is read here first,
 by the format's own definition (format/File.fbs, Message.fbs, and flatbuffers' binary form). Arrow
 checks what it reads again; no more of it is believed here than an answer to that.
+
+Arrow's writer puts one buffer right after another. The format allows gaps, since headers say where each
+begins: `spread` makes some in a file that Arrow wrote.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 _TRAILER_BYTES = 10  # the footer's length, and the magic
 _CONTINUATION = 0xFFFFFFFF
 _DICTIONARIES, _BATCHES = 2, 3  # fields of Footer
-_HEADER = 2  # of Message
-_COMPRESSION = 3  # of RecordBatch
+_HEADER, _BODY_BYTES = 2, 3  # of Message
+_BUFFERS, _COMPRESSION = 2, 3  # of RecordBatch
+_BLOCK = "<qi4xq"  # where a batch's message begins, its bytes, those of the body
+_BUFFER = "<qq"  # where a buffer begins in the body, its bytes
 
 
 def footer_start(file: memoryview) -> int:
@@ -50,6 +56,55 @@ def require_plain(file: memoryview) -> None:
         raise ValueError("its record batch has no header")
     if _field(file, batch + _read("<I", file, batch), _COMPRESSION):
         raise ValueError("its record batch is compressed")
+
+
+def spread(pieces: Sequence[memoryview], alignments: Sequence[int]) -> list[memoryview]:
+    """Put gaps of zeros between the buffers of a file's only record batch.
+
+    Args:
+        pieces: the file as Arrow wrote it, in pieces of bytes, which are referred to.
+        alignments: of each buffer, validity bitmaps included: of which number it begins at a multiple in the
+            file. A multiple of 8. An empty buffer stays behind the one before it.
+    """
+    nbytes = sum(piece.nbytes for piece in pieces)
+    trailer = b"".join(_cut(pieces, nbytes - _TRAILER_BYTES)[1])
+    front, rest = _cut(pieces, nbytes - _TRAILER_BYTES - _read("<i", memoryview(trailer), 0))
+    footer = bytearray(b"".join(rest))
+    block = _vector(memoryview(footer), _read("<I", memoryview(footer), 0), _BATCHES) + 4
+    message, message_bytes, body_bytes = struct.unpack_from(_BLOCK, footer, block)
+    body_start = message + message_bytes
+    before, rest = _cut(front, body_start)
+    head = bytearray(b"".join(before))
+    table = message + 8 + _read("<I", memoryview(head), message + 8)
+    batch = _field(memoryview(head), table, _HEADER)
+    buffers = _vector(memoryview(head), batch + _read("<I", memoryview(head), batch), _BUFFERS) + 4
+    if _read("<I", memoryview(head), buffers - 4) != len(alignments):
+        raise AssertionError("Arrow writes other buffers than a segment has")
+    body: list[memoryview] = []
+    done = added = 0
+    for number, alignment in enumerate(alignments):
+        entry = buffers + number * struct.calcsize(_BUFFER)
+        start, size = struct.unpack_from(_BUFFER, head, entry)
+        gap = -(body_start + start + added) % alignment if size else 0
+        if gap:
+            part, rest = _cut(rest, start - done)
+            body += [*part, memoryview(bytes(gap))]
+            done, added = start, added + gap
+        struct.pack_into(_BUFFER, head, entry, start + added, size)
+    struct.pack_into("<q", head, _field(memoryview(head), table, _BODY_BYTES), body_bytes + added)
+    struct.pack_into(_BLOCK, footer, block, message, message_bytes, body_bytes + added)
+    return [memoryview(head), *body, *rest, memoryview(footer)]
+
+
+def _cut(pieces: Sequence[memoryview], at: int) -> tuple[list[memoryview], list[memoryview]]:
+    """What is before a byte, and what is from there on."""
+    before, after = [], []
+    for piece in pieces:
+        size = min(at, piece.nbytes)
+        before.append(piece[:size])
+        after.append(piece[size:])
+        at -= size
+    return [piece for piece in before if piece.nbytes], [piece for piece in after if piece.nbytes]
 
 
 def _vector(file: memoryview, table: int, number: int) -> int:

@@ -9,13 +9,14 @@ What a reader may rely on after `read_structure`: magic, footer and schema are o
 one uncompressed record batch of the stated rows and no null; the buffers lie within the file one
 after another up to the footer, as their rows need, so that none is elsewhere or shared; offsets of
 tensors are uniform, those of variable-length columns rise.
+
+How buffers are arranged, see arrangement.py.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,15 +27,23 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.arrow.header import footer_start, require_plain
+from arrowcache.arrow.arrangement import (
+    CACHE_LINE_BYTES,
+    Span,
+    is_packed,
+    is_paged,
+    packed_alignment,
+    paged_alignments,
+    paged_buffers,
+    widest_column,
+)
+from arrowcache.arrow.header import footer_start, require_plain, spread
 from arrowcache.arrow.schema import FixedType, Ragged, Schema, Tensor, VariableType
 from arrowcache.errors import CorruptSegmentError
 
 CHECKSUM_KEY = b"arrowcache.xxh3"
 PADDING_KEY = b"arrowcache.padding"
 MAX_ELEMENTS = 2**31 - 1  # Arrow's list offsets are int32
-_ALIGNMENT = 64  # a cache line, and more than any Arrow writer pads a buffer
-_PAGE_BYTES = 4096
 _MAGIC = b"ARROW1"
 _OFFSETS_A_PIECE = 1 << 16
 _END_OF_BATCHES_BYTES = 8  # what Arrow writes between the last record batch and the footer
@@ -93,44 +102,31 @@ class _Pieces(io.RawIOBase):
         return piece.nbytes
 
 
-def encode(schema: Schema, columns: Mapping[str, Column]) -> EncodedSegment:
+def encode(schema: Schema, columns: Mapping[str, Column], *, paged: bool = False) -> EncodedSegment:
     """Lay the rows of one segment out as an Arrow IPC file.
 
     Args:
         columns: name -> (rows, *shape), C-contiguous, of the type's numpy_dtype; or VariableColumn.
+        paged: each wide column begins at a page, after a gap; else the widest one alone, after none.
     Returns: pieces that refer to the given memory: write them before changing it.
     """
     arrays, checksums = [], []
-    column, width = widest_column(schema)
     for name, kind in [*schema.fixed.items(), *schema.variable.items()]:
         buffers = _buffers(kind, columns[name])
         checksums += [xxhash.xxh3_64_hexdigest(buffer) for buffer in buffers]
         arrays.append(_array(kind, _rows(columns[name]), [pa.py_buffer(b) for b in buffers]))
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema.arrow)
     footer = {CHECKSUM_KEY: " ".join(checksums).encode()}
-    if _alignment(width) <= 8:
-        pieces = _write(batch, footer, None)
+    if paged:
+        pieces = spread(_write(batch, footer, None), paged_buffers(schema))
     else:
-        pieces = _write(batch, footer, {PADDING_KEY: b""})
-        if batch.num_rows:
-            start = _start_of(pieces, batch.column(column).buffers()[-1])
-            padding = b" " * (-start % _alignment(width))
-            pieces = _write(batch, footer, {PADDING_KEY: padding})
+        pieces = _write_packed(batch, footer, *widest_column(schema))
     return EncodedSegment(tuple(pieces), batch.num_rows, sum(piece.nbytes for piece in pieces))
 
 
-def widest_column(schema: Schema) -> tuple[int, int]:
-    """(physical number, bytes of a row) of the fixed-width column with the largest rows; -1: none.
-
-    Its values start at a whole page, or at a cache line where pages and rows have less in common.
-    """
-    widths = [kind.row_bytes for kind in schema.fixed.values()]
-    return (widths.index(max(widths)), max(widths)) if widths else (-1, 1)
-
-
-def encoded_bytes_bound(schema: Schema, rows: int, variable_bytes: int = 0) -> int:
+def encoded_bytes_bound(schema: Schema, rows: int, variable_bytes: int = 0, *, paged: bool = False) -> int:
     """An upper bound on the file of a segment, `variable_bytes` being all variable data in it."""
-    return _bytes_of_no_row(schema) + rows * row_bytes(schema) + variable_bytes
+    return _bytes_of_no_row(schema, paged) + rows * row_bytes(schema) + variable_bytes
 
 
 def row_bytes(schema: Schema) -> int:
@@ -144,9 +140,9 @@ def element_bytes(kind: VariableType) -> int:
     return kind.item_bytes // kind.elements if isinstance(kind, Ragged) else 1
 
 
-def max_rows(schema: Schema, segment_bytes: int) -> int:
+def max_rows(schema: Schema, segment_bytes: int, *, paged: bool = False) -> int:
     """How many rows without variable-length data fit into a segment; 0: not even one does."""
-    rows = (segment_bytes - _bytes_of_no_row(schema)) // row_bytes(schema)
+    rows = (segment_bytes - _bytes_of_no_row(schema, paged)) // row_bytes(schema)
     widest = max((kind.elements for kind in schema.fixed.values() if kind.is_list), default=1)
     return max(0, min(rows, MAX_ELEMENTS // widest))
 
@@ -162,17 +158,19 @@ def read_structure(file: pa.Buffer, schema: Schema, rows: int) -> Layout:
     if batch.num_rows != rows:
         raise CorruptSegmentError(f"holds {batch.num_rows} rows, its name says {rows}")
     fixed, variable = [], []
-    everywhere: list[tuple[int, int]] = []
+    columns = []
     for number, (name, kind) in enumerate([*schema.fixed.items(), *schema.variable.items()]):
         spans = _spans(file, name, kind, batch.column(number))
-        everywhere += spans
+        columns.append(spans)
         if isinstance(kind, VariableType):
             variable.append((spans[0][0], spans[1][0]))
             continue
         if kind.is_list and not _are_uniform(file, spans[0][0], rows, kind.elements):
             raise CorruptSegmentError(f"column {name!r} has offsets that are not uniform")
         fixed.append(spans[-1][0])
-    _require_packed(file, everywhere)
+    stop = _stop(file)
+    if not (is_packed(columns, stop) or is_paged(schema, columns, stop)):
+        raise CorruptSegmentError("has buffers that do not follow one another up to its footer")
     return Layout(rows, tuple(fixed), tuple(variable))
 
 
@@ -205,7 +203,14 @@ def rewrite(file: pa.Buffer, schema: Schema) -> tuple[list[memoryview], bytes]:
     reader, batch = _open(file, schema)
     footer = dict(reader.metadata or {})
     _, header = reader.get_batch_with_custom_metadata(0)
-    return _write(batch, footer, header), footer.get(CHECKSUM_KEY, b"")
+    pieces = _write(batch, footer, header)
+    columns = [
+        _spans(file, name, kind, batch.column(number))
+        for number, (name, kind) in enumerate([*schema.fixed.items(), *schema.variable.items()])
+    ]
+    if not is_packed(columns, _stop(file)):
+        pieces = spread(pieces, paged_buffers(schema))
+    return pieces, footer.get(CHECKSUM_KEY, b"")
 
 
 def open_batch(file: pa.Buffer, schema: Schema) -> pa.RecordBatch:
@@ -213,9 +218,18 @@ def open_batch(file: pa.Buffer, schema: Schema) -> pa.RecordBatch:
     return _open(file, schema)[1]
 
 
-def _alignment(width: int) -> int:
-    """Where rows of so many bytes start; Arrow itself aligns scalars."""
-    return max(_ALIGNMENT, math.gcd(_PAGE_BYTES, width)) if width > 8 else 8
+def _write_packed(
+    batch: pa.RecordBatch, footer: dict[bytes, bytes], column: int, width: int
+) -> list[memoryview]:
+    """The pieces of a packed file, whose column of that number has the widest rows."""
+    alignment = packed_alignment(width)
+    if alignment <= 8:
+        return _write(batch, footer, None)
+    pieces = _write(batch, footer, {PADDING_KEY: b""})
+    if not batch.num_rows:
+        return pieces
+    start = _start_of(pieces, batch.column(column).buffers()[-1])
+    return _write(batch, footer, {PADDING_KEY: b" " * (-start % alignment)})
 
 
 def _write(
@@ -287,9 +301,7 @@ def _array(kind: FixedType | VariableType, rows: int, buffers: list[pa.Buffer]) 
     return pa.Array.from_buffers(arrow_type, rows, [None, buffers[0]], 0, children=[values])
 
 
-def _spans(
-    file: pa.Buffer, name: str, kind: FixedType | VariableType, array: pa.Array
-) -> list[tuple[int, int]]:
+def _spans(file: pa.Buffer, name: str, kind: FixedType | VariableType, array: pa.Array) -> list[Span]:
     """(start, bytes) in the file of each data buffer of a column, as its rows need; checked to lie in it."""
     rows, buffers = len(array), array.buffers()
     is_list = isinstance(kind, Ragged) if isinstance(kind, VariableType) else kind.is_list
@@ -302,7 +314,7 @@ def _spans(
     if nulls or array.offset or any(b is not None for b in validity) or any(b is None for b in present):
         raise CorruptSegmentError(f"column {name!r} has nulls or buffers that no segment has")
 
-    def checked(buffer: pa.Buffer, size: int) -> tuple[int, int]:
+    def checked(buffer: pa.Buffer, size: int) -> Span:
         if size == 0:  # Arrow may place an empty buffer anywhere
             return 0, 0
         start = buffer.address - file.address
@@ -325,17 +337,9 @@ def _spans(
     return spans
 
 
-def _require_packed(file: pa.Buffer, spans: list[tuple[int, int]]) -> None:
-    """Make sure that buffers follow one another without a gap, the last one up to the file's footer.
-
-    So there is one place for each, and a header that says another one is damaged.
-    """
-    stop = footer_start(memoryview(file)) - _END_OF_BATCHES_BYTES
-    for start, size in reversed(spans):
-        if size:
-            if start + size + -size % 8 != stop:
-                raise CorruptSegmentError("has buffers that do not follow one another up to its footer")
-            stop = start
+def _stop(file: pa.Buffer) -> int:
+    """Where the last buffer ends, of a file that a writer of Arrow made."""
+    return footer_start(memoryview(file)) - _END_OF_BATCHES_BYTES
 
 
 def _rising_end(file: pa.Buffer, start: int, rows: int, kind: VariableType, name: str) -> int:
@@ -358,7 +362,7 @@ def _are_uniform(file: pa.Buffer, start: int, rows: int, elements: int) -> bool:
     return True
 
 
-def _bytes_of_no_row(schema: Schema) -> int:
+def _bytes_of_no_row(schema: Schema, paged: bool) -> int:
     """Header, footer, padding and the last offset of each column; the file of a segment of no rows."""
     columns: dict[str, Column] = {
         name: np.empty((0, *kind.shape), kind.numpy_dtype) for name, kind in schema.fixed.items()
@@ -366,4 +370,5 @@ def _bytes_of_no_row(schema: Schema) -> int:
     for name in schema.variable:
         columns[name] = VariableColumn(np.zeros(1, np.int32), bytearray())
     buffers = 2 * len(schema)
-    return encode(schema, columns).nbytes + _ALIGNMENT * buffers + _alignment(widest_column(schema)[1])
+    padding = sum(paged_alignments(schema)) if paged else packed_alignment(widest_column(schema)[1])
+    return encode(schema, columns, paged=paged).nbytes + CACHE_LINE_BYTES * buffers + padding

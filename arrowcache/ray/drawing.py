@@ -12,18 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.builder import SegmentBuilder
-from arrowcache.arrow.schema import Schema
+from arrowcache.arrow.builder import Form, SegmentBuilder
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.task import Done, Sampler, Task, draw, failure
-
-
-class Form(NamedTuple):
-    """What makes the content of a segment, beside (sampler, seed, k): the same on every node."""
-
-    schema: Schema
-    full_rows: int
-    segment_bytes: int
 
 
 class _Kept(NamedTuple):

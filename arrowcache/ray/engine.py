@@ -31,9 +31,10 @@ import ray
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from arrowcache.arrow.builder import Form
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
-from arrowcache.ray.drawing import Form, draw_segment
+from arrowcache.ray.drawing import draw_segment
 from arrowcache.ray.ingest import GROUPS, Ingest, Opened
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
 from arrowcache.sampling.task import Done, Task, digest_of
@@ -430,11 +431,14 @@ def _opened(caches: NodeCaches, nodes: Mapping[str, Node]) -> Form:
     for name, each in opened.items():
         if each.form != form:
             raise SchemaError(
-                f"the caches of nodes {first} and {name} have segments of {form.full_rows} rows in "
-                f"{format_bytes(form.segment_bytes)} and of {each.form.full_rows} in "
-                f"{format_bytes(each.form.segment_bytes)}: remove one of them, or give another path"
+                f"the caches of nodes {first} and {name} have segments of {_described(form)} and of "
+                f"{_described(each.form)}: remove one of them, or give another path"
             )
     return form
+
+
+def _described(form: Form) -> str:
+    return f"{form.full_rows} rows in {format_bytes(form.segment_bytes)}{', paged' if form.paged else ''}"
 
 
 def _smallest_store_bytes() -> int:

@@ -18,9 +18,9 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
+from arrowcache.arrow.builder import Form
 from arrowcache.arrow.segment import EncodedSegment, read_structure
 from arrowcache.ray.caches import NodeCaches
-from arrowcache.ray.drawing import Form
 from arrowcache.sampling.executors import claim
 from arrowcache.sampling.task import Done
 from arrowcache.storage.locks import LockFile
@@ -70,8 +70,7 @@ class Ingest:
         """Make or open the cache. Raises: as `Cache.create`."""
         settings = self._store.settings
         status = os.stat(self._store.folder.path)
-        form = Form(settings.schema, settings.full_rows, settings.segment_bytes)
-        return Opened(form, (boot_id(), status.st_dev, status.st_ino))
+        return Opened(settings.form, (boot_id(), status.st_dev, status.st_ino))
 
     @ray.method(concurrency_group="asking")
     def claim(self, pool: str, count: int, least: int = 0) -> int:

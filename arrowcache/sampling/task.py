@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arrowcache.arrow.builder import SegmentBuilder
-from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.rows import Rows
@@ -152,7 +151,7 @@ class _Worker:
         self._key = (task.cache, sampler)
         self.sampler: Sampler = unpickled(sampler)
         self.store: Store = open_store(Path(task.cache), check="structure")
-        self._identity, self._form = self._identity_now(), _form(self.store)
+        self._identity, self._form = self._identity_now(), self.store.settings.form
         self.builder = SegmentBuilder(*self._form)
         self._shown: tuple[str, int] | None = None
         self._progress: Progress | None = None
@@ -172,19 +171,13 @@ class _Worker:
         try:
             with explaining(self.store.folder.path):
                 self.store.refresh_settings()
-                return self._identity_now() == self._identity and _form(self.store) == self._form
+                return self._identity_now() == self._identity and self.store.settings.form == self._form
         except FileNotFoundError:  # opening it anew mends it, or says why not
             return False
 
     def _identity_now(self) -> tuple[int, int, int]:
         status = os.stat(self.store.folder.lease_lock)  # never written to: its time tells reused inodes apart
         return *file_identity(status), status.st_mtime_ns
-
-
-def _form(store: Store) -> tuple[Schema, int, int]:
-    """What makes the form of a segment."""
-    settings = store.settings
-    return settings.schema, settings.full_rows, settings.segment_bytes
 
 
 _kept = threading.local()  # .worker: one a thread, since an executor may run tasks in threads

@@ -26,6 +26,10 @@ file or folder gets such a name, a new key raises FORMAT_VERSION, as do both whe
 heeds the version alone; and whoever opens a cache looks at all of that first. Any other name there is
 somebody's own (.nfs0001, lost+found, cache.json.bak, Notes.md): it is left alone, as is each unknown name in
 a subfolder.
+
+A new cache has the lowest version that will do. Version 1 is that of 0.1.0. In version 2 segments may have
+gaps, so that each wide column begins at a page (arrow/arrangement.py): a schema of several wide columns asks
+for it. The version of a cache never changes, and segments with and without gaps are read in both.
 """
 
 from __future__ import annotations
@@ -41,13 +45,15 @@ from typing import Any
 
 import xxhash
 
+from arrowcache.arrow.builder import Form
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import CacheFormatError, SchemaError
 from arrowcache.storage.pace import Pace
 from arrowcache.units import parse_count
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # that of 0.1.0; files in ranks/ have it as well
+PAGED_VERSION = 2
 CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE = "cache.json", "cache.lock", "lease.lock", "usage"
 SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS = "segments", "incoming", "quarantine", "ranks", "pools"
 FOLDERS = (SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS)
@@ -153,7 +159,7 @@ def shown(name: str) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """What cache.json holds. `full_rows` is the rows of a full segment."""
+    """What cache.json holds. `full_rows` is the rows of a full segment, `version` that of the format."""
 
     schema: Schema
     capacity_bytes: int
@@ -162,6 +168,12 @@ class Settings:
     headroom: float
     durable: bool
     pace: Pace | None = None
+    version: int = FORMAT_VERSION
+
+    @property
+    def form(self) -> Form:
+        """What makes the files of its segments."""
+        return Form(self.schema, self.full_rows, self.segment_bytes, self.version >= PAGED_VERSION)
 
     @property
     def headroom_bytes(self) -> int:
@@ -176,7 +188,7 @@ class Settings:
         """The content of cache.json; `from_json` is the inverse."""
         record = {
             "format": "arrowcache",
-            "version": FORMAT_VERSION,
+            "version": self.version,
             "schema": self.schema.to_json(),
             "capacity_bytes": self.capacity_bytes,
             "segment_bytes": self.segment_bytes,
@@ -202,14 +214,14 @@ class Settings:
             record: dict[str, Any] = json.loads(text)
             if record["format"] != "arrowcache":
                 raise CacheFormatError(f"cache.json is of format {record['format']!r}, not 'arrowcache'")
-            if record["version"] != FORMAT_VERSION:
+            if record["version"] not in (FORMAT_VERSION, PAGED_VERSION):
                 raise CacheFormatError(
                     f"the cache has format version {record['version']}, this arrowcache reads "
-                    f"{FORMAT_VERSION}. Nothing was touched: use the release that made it"
+                    f"{FORMAT_VERSION} and {PAGED_VERSION}. Nothing was touched: use the release that made it"
                 )
             checksum = record.pop("checksum", None)
             is_sound = checksum == _checksum(record)
-            if unknown := set(record) - {"format", "version", *cls.__dataclass_fields__}:
+            if unknown := set(record) - {"format", *cls.__dataclass_fields__}:
                 raise newer_format(f"cache.json has {', '.join(map(repr, sorted(unknown)))}")
             if checksum is not None and not is_sound:
                 raise ValueError("its checksum does not fit its content")
@@ -221,6 +233,7 @@ class Settings:
                 float(record["headroom"]),
                 record["durable"],
                 None if record.get("pace") is None else Pace.from_json(record["pace"]),
+                int(record["version"]),
             )
             if min(settings.capacity_bytes, settings.segment_bytes, settings.full_rows) <= 0:
                 raise CacheFormatError("cache.json has a size that is not positive")

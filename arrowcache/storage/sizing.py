@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from arrowcache.arrow import segment as segment_file
+from arrowcache.arrow.arrangement import needs_gaps
 from arrowcache.arrow.schema import Schema
 from arrowcache.storage.folder import PART_SLACK_BYTES
-from arrowcache.storage.layout import Settings
+from arrowcache.storage.layout import FORMAT_VERSION, PAGED_VERSION, Settings
 from arrowcache.storage.pace import Pace
 from arrowcache.units import format_bytes, parse_bytes, parse_count
 
@@ -29,9 +30,10 @@ def settings_of(
     bound = parse_bytes(segment_bytes, "segment_bytes")
     if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
         raise ValueError(f"headroom={headroom!r} is a share of the capacity: give 0 <= headroom < 1")
-    rows = segment_file.max_rows(schema, bound)
+    paged = needs_gaps(schema)
+    rows = segment_file.max_rows(schema, bound, paged=paged)
     if rows < 1:
-        needed = segment_file.encoded_bytes_bound(schema, 1)
+        needed = segment_file.encoded_bytes_bound(schema, 1, paged=paged)
         raise ValueError(
             f"a row needs a segment of {format_bytes(needed)}, and segment_bytes is "
             f"{format_bytes(bound)}: raise segment_bytes"
@@ -39,15 +41,16 @@ def settings_of(
     if segment_rows is not None:
         segment_rows = parse_count(segment_rows, "segment_rows")
         if segment_rows > rows:
-            needed = segment_file.encoded_bytes_bound(schema, segment_rows)
+            needed = segment_file.encoded_bytes_bound(schema, segment_rows, paged=paged)
             raise ValueError(
                 f"{segment_rows} rows need segments of {format_bytes(needed)}, and segment_bytes is "
                 f"{format_bytes(bound)}: raise segment_bytes, or lower segment_rows to {rows}"
             )
         rows = segment_rows
         if not schema.variable:
-            bound = segment_file.encoded_bytes_bound(schema, rows)
-    settings = Settings(schema, capacity_bytes, bound, rows, float(headroom), bool(durable))
+            bound = segment_file.encoded_bytes_bound(schema, rows, paged=paged)
+    version = PAGED_VERSION if paged else FORMAT_VERSION
+    settings = Settings(schema, capacity_bytes, bound, rows, float(headroom), bool(durable), version=version)
     require_capacity(settings)
     return settings
 

@@ -14,6 +14,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import arrowcache as ac
@@ -140,10 +141,35 @@ def test_0_1_0_refuses_a_later_version_and_touches_nothing(tmp_path, old):
     """So whatever is added to the format raises the version: an old release heeds that alone."""
     cache = unpacked("cache", tmp_path)
     text = (cache / "cache.json").read_text()
-    (cache / "cache.json").write_text(text.replace('"version": 1', '"version": 2'))
+    (cache / "cache.json").write_text(text.replace('"version": 1', '"version": 3'))
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    with pytest.raises(AssertionError, match="format version 3, this arrowcache reads 1"):
+        old("append", cache)
+    with pytest.raises(AssertionError, match="format version 3, this arrowcache reads 1 and 2"):
+        new("append", cache)
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_0_1_0_refuses_a_cache_whose_segments_have_gaps_and_touches_nothing(tmp_path, old):
+    """It would take them for damaged. A cache that it made gets none, whatever its schema."""
+    cache = tmp_path / "cache"
+    wide = {"a": ac.Tensor("uint8", (4096,)), "b": ac.Tensor("float32", (1024,))}
+    with ac.Cache.create(cache, wide, "4MiB", "64KiB") as made, made.writer() as writer:
+        writer.extend(a=np.zeros((9, 4096), np.uint8), b=np.zeros((9, 1024), np.float32))
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     with pytest.raises(AssertionError, match="format version 2, this arrowcache reads 1"):
         old("append", cache)
-    with pytest.raises(AssertionError, match="format version 2, this arrowcache reads 1"):
-        new("append", cache)
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_0_1_0_and_this_release_take_turns_on_a_cache_of_several_wide_columns(tmp_path, old):
+    cache = tmp_path / "cache"
+    made = old("make-wide", cache)
+    assert made["rows"] == 10
+    assert new("append-wide", cache)["ids"] == list(range(20))
+    assert old("append-wide", cache)["ids"] == list(range(30))
+    seen = new("read", cache)
+    assert (seen["problems"], seen["rows"], seen["trained"]) == ([], 30, 30)
+    assert without_release(old("read", cache)) == without_release(seen)

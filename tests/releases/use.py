@@ -1,6 +1,7 @@
 """Makes, reads and writes caches of every type, in any release: run with that release on PYTHONPATH.
 
-`python use.py VERB CACHE`: "make" a cache, "append" to one, "read" one; each prints a line of JSON: the
+`python use.py VERB CACHE`: "make" a cache, "append" to one, "read" one; "make-wide" and "append-wide" do so
+with columns of several pages a row; each prints a line of JSON: the
 release's folder, how many rows there are, what `verify` found, and a digest of all that is read.
 "states" prints the release's folder and, of each shuffle, a loader's state within an epoch and after it.
 "rank0" and "rank1" print an error, or how many steps their epoch has, which ends with the input.
@@ -28,6 +29,10 @@ SCHEMA = ac.Schema(
     | {f"ragged_{dtype}": ac.Ragged(dtype, (2,)) for dtype in DTYPES}
 )
 PACE = ac.Pace(min_rows=1, samples_per_insert=8.0, max_reuse=100)
+WIDE = ac.Schema(
+    {"id": ac.Tensor("int64"), "name": ac.String(), "odd": ac.Tensor("uint8", (5000,))}
+    | {"image": ac.Tensor("uint8", (64, 64)), "mask": ac.Tensor("float32", (2, 1024))}
+)
 ROWS = 10
 
 
@@ -50,6 +55,14 @@ def append(path: str, first: int) -> None:
                 row[f"tensor_{dtype}"] = numbers(dtype, (2, 3), number)
                 row[f"ragged_{dtype}"] = numbers(dtype, (number % 3, 2), number)
             writer.append(row)
+
+
+def append_wide(path: str, first: int) -> None:
+    """ROWS rows of several pages."""
+    with ac.Cache.open(path) as cache, cache.writer(on_full="raise") as writer:
+        for number in range(first, first + ROWS):
+            values = {name: np.full(kind.shape, number, kind.dtype) for name, kind in WIDE.fixed.items()}
+            writer.append(values | {"name": "ä" * number})
 
 
 def digest(columns: dict[str, Any]) -> str:
@@ -120,6 +133,11 @@ def main(verb: str, path: str) -> None:
             next_task(cache, 3)
         append(path, 0)
         append(path, ROWS)
+    elif verb == "make-wide":
+        ac.Cache.create(path, WIDE, "4MiB", "100KiB").close()
+        append_wide(path, 0)
+    elif verb == "append-wide":
+        append_wide(path, max(seen(path)["ids"]) + 1)
     elif verb == "append":
         append(path, max(seen(path)["ids"]) + 1)
     print(json.dumps(seen(path)))

@@ -81,7 +81,7 @@ def test_headroom_is_a_share_of_the_capacity_but_at_least_two_segments():
     assert SETTINGS.with_capacity(50_000_000).headroom_bytes == 5_000_000
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", None])
+@pytest.mark.parametrize("version", [3, 0, "1", None])
 def test_another_format_version_is_refused_with_both(version):
     record = json.loads(SETTINGS.text) | {"version": version}
     with pytest.raises(ac.CacheFormatError, match=f"version {version}.*reads 1"):

@@ -4,15 +4,13 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stddef.h>
+#include <stdbool.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #define PUBLIC __attribute__((visibility("default")))
-
 static const uintptr_t HUGE_PAGE = 2 << 20;
-
 static int64_t mapped; /* files */
 
 static int opened(const char *path)
@@ -22,24 +20,28 @@ static int opened(const char *path)
     return fd < 0 && errno == EPERM ? open(path, flags) : fd; /* it is another user's */
 }
 
-/* Map a file from a huge page on. */
-static uint8_t *map_aligned(int fd, size_t nbytes)
+static size_t in_pages(const maps_file *file)
 {
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), length = (nbytes + page - 1) / page * page;
-    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    uint8_t *reserved = mmap(NULL, length + HUGE_PAGE, PROT_NONE, flags, -1, 0);
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    return ((size_t)file->nbytes + page - 1) / page * page;
+}
+
+/* Map a file from a huge page on. */
+static uint8_t *map_aligned(const maps_file *file)
+{
+    size_t length = in_pages(file);
+    uint8_t *reserved = mmap(NULL, length + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (reserved == MAP_FAILED)
         return reserved;
     size_t before = -(uintptr_t)reserved % HUGE_PAGE;
-    uint8_t *address = mmap(reserved + before, nbytes, PROT_READ, MAP_PRIVATE | MAP_FIXED, fd, 0);
+    uint8_t *address = mmap(reserved + before, length, PROT_READ, MAP_PRIVATE | MAP_FIXED, (int)file->fd, 0);
     if (address == MAP_FAILED) {
         int error = errno;
         munmap(reserved, length + HUGE_PAGE);
         errno = error;
         return address;
     }
-    if (before)
-        munmap(reserved, before);
+    munmap(reserved, before); /* refused where that is nothing */
     munmap(address + length, HUGE_PAGE - before);
     return address;
 }
@@ -50,7 +52,7 @@ PUBLIC int64_t maps_map(maps_file *file)
         return 0;
     size_t nbytes = (size_t)file->nbytes;
     uint8_t *address = nbytes < HUGE_PAGE ? mmap(NULL, nbytes, PROT_READ, MAP_PRIVATE, (int)file->fd, 0)
-                                          : map_aligned((int)file->fd, nbytes);
+                                          : map_aligned(file);
     if (address == MAP_FAILED)
         return errno;
     madvise(address, nbytes, MADV_DONTFORK);
@@ -98,18 +100,21 @@ PUBLIC void maps_close(maps_file *file)
 
 PUBLIC int64_t maps_unmap(maps_file *const *files, int64_t count)
 {
-    int64_t error = 0;
-    for (int64_t i = 0; i < count; i++) {
-        maps_close(files[i]);
-        uint8_t *address = files[i]->address;
-        if (!address)
-            continue;
-        files[i]->address = NULL;
-        if (munmap(address, (size_t)files[i]->nbytes)) {
+    int64_t error = 0, next;
+    for (int64_t i = 0; i < count; i = next) {
+        uintptr_t start = (uintptr_t)files[i]->address, end = start + in_pages(files[i]);
+        for (next = i + 1; next < count && (uintptr_t)files[next]->address + in_pages(files[next]) == start; next++)
+            start = (uintptr_t)files[next]->address; /* right below it: the kernel unmaps both in one go */
+        bool is_mapped = files[i]->address;
+        if (is_mapped && munmap((void *)start, end - start)) {
             error = errno;
-            files[i]->address = address;
-        } else
-            __atomic_fetch_sub(&mapped, 1, __ATOMIC_RELAXED);
+            continue;
+        }
+        __atomic_fetch_sub(&mapped, is_mapped ? next - i : 0, __ATOMIC_RELAXED);
+        for (int64_t k = i; k < next; k++) {
+            files[k]->address = NULL;
+            maps_close(files[k]);
+        }
     }
     return error;
 }

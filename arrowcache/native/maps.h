@@ -43,7 +43,8 @@ int64_t maps_map(maps_file *);
 /* Close a file; it stays mapped. */
 void maps_close(maps_file *);
 
-/* Unmap files, and close what is open. Returns: 0: all are unmapped; else the number of the error at one that is not. */
+/* Unmap files, and close what is open; faster where each lies below the one before it. Returns: 0: all are unmapped;
+   else the number of the error at one that is not. */
 int64_t maps_unmap(maps_file *const *, int64_t count);
 
 /* How many files are mapped. */

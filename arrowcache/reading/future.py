@@ -9,11 +9,14 @@ whoever gets it lets it go at once.
 from __future__ import annotations
 
 import _thread
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+class CancelledError(Exception):
+    """It was cancelled before it began."""
 
 
 class Future(Generic[T]):

@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 import weakref
-from concurrent.futures import CancelledError
 
 import pytest
 from helpers import DEADLINE_SECONDS, wait_until
@@ -14,6 +13,7 @@ from helpers import DEADLINE_SECONDS, wait_until
 from arrowcache.errors import WorkerError
 from arrowcache.reading import crew as crew_module
 from arrowcache.reading.crew import Crew
+from arrowcache.reading.future import CancelledError
 
 
 class Kept:

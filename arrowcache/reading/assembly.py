@@ -333,6 +333,11 @@ class Gathered:
     def cancel(self) -> None:
         self.gather.cancel()
 
+    def abandon(self) -> None:
+        self.gather.abandon()
+        for fetch in self._fetched:
+            fetch.abandon()
+
     def go_on(self) -> None:
         self.gather.go_on()
 
@@ -342,6 +347,10 @@ class Fetched(Done):
 
     def __init__(self, fetched: Sequence[Fetch]) -> None:
         self._fetched = fetched
+
+    def abandon(self) -> None:
+        for fetch in self._fetched:
+            fetch.abandon()
 
 
 class Fetching:

@@ -52,7 +52,10 @@ class Pending(Protocol):
         """Begin what could not be begun before a first part of it had ended; returns at once."""
 
     def cancel(self) -> None:
-        """Have it touch nothing any more. Idempotent."""
+        """Have it touch nothing any more. Idempotent. Blocks: for what was begun, at most some seconds."""
+
+    def abandon(self) -> None:
+        """The same for one who cannot wait; nothing is asked of it any more. Blocks: for a moment."""
 
 
 class Done:
@@ -65,6 +68,9 @@ class Done:
         pass
 
     def cancel(self) -> None:
+        pass
+
+    def abandon(self) -> None:
         pass
 
 
@@ -89,6 +95,9 @@ class Elsewhere:
             del future
 
     def cancel(self) -> None:
+        self.future.cancel()
+
+    def abandon(self) -> None:
         self.future.cancel()
 
 
@@ -132,6 +141,7 @@ class Stream:
     error: BaseException | None = None  # of `jobs`: it comes after the batches before it
     exhausted: bool = False
     ended: bool = False
+    was_interrupted: bool = False  # its consumer, who must not wait for the disk now
     consumer: int = 0  # the thread that is in `next`
 
 
@@ -179,6 +189,9 @@ class Pipeline:
                     if time.monotonic() >= deadline:
                         raise too_late(timeout_seconds)
                     self._while_waiting()
+        except KeyboardInterrupt:
+            stream.was_interrupted = True
+            raise
         finally:
             self._leave(stream)
         error, stream.error = stream.error, None
@@ -302,8 +315,9 @@ def _cancel(stream: Stream) -> None:
 def _cancel_begun(stream: Stream) -> None:
     with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
         while stream.begun:
-            stream.begun[0][0].cancel()  # before it is taken from there: Ctrl-C loses none
-            stream.begun.popleft()
+            pending = stream.begun[0][0]
+            pending.abandon() if stream.was_interrupted else pending.cancel()
+            stream.begun.popleft()  # now: Ctrl-C loses none
     stream.under_way = 0
 
 

@@ -212,20 +212,19 @@ class Snapshot:
         reader = _Reader(self)
         try:
             self._map_segments_of(ids)
-            gather = self._gatherer.begin(
-                ids,
-                names,
-                out,
-                keep,
-                lambda index: self._name_of(int(ids[index])),
-                is_cold=self.temperature.is_cold,
-                drops=self._is_larger_than_memory,
-            )
         except BaseException:
             reader.end()
             raise
-        gather.then = reader.end
-        return gather
+        return self._gatherer.begin(
+            ids,
+            names,
+            out,
+            (keep, reader),
+            lambda index: self._name_of(int(ids[index])),
+            reader.end,
+            is_cold=self.temperature.is_cold,
+            drops=self._is_larger_than_memory,
+        )
 
     def _map_segments_of(self, ids: NDArray[np.int64]) -> None:
         if not self._is_known:
@@ -245,7 +244,7 @@ class Snapshot:
 
         A hint, which ends where it is dropped, and reads this until then. What is not mapped yet is left out.
         """
-        return self._gatherer.fetch(first, last, names, _Reader(self).end)
+        return self._gatherer.fetch(first, last, names, _Reader(self))
 
     def rows_before(self, index: int) -> int:
         """Rows of the segments before one."""
@@ -471,9 +470,11 @@ class Snapshot:
             self._readers += 1
 
     def _end_read(self, reader: _Reader) -> None:
-        with self._lock:
-            self._readers -= not reader.has_ended
+        if self._pid != os.getpid():  # the lock may be held for ever
             reader.has_ended = True
+            return
+        with self._lock:
+            self._readers, reader.has_ended = self._readers - (not reader.has_ended), True
             last = self._closed and not self._readers
         if last:
             self._let_go()

@@ -27,7 +27,7 @@ _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
 _MOMENT_SECONDS = 0.01  # what is begun in memory has ended by then
 
 Named = Callable[[int], str]
-"""The name of the segment of a row, by the row's index among those that were asked for."""
+"""Told that a row could not be read, by its index among those that were asked for: its segment's name."""
 
 
 class OutsideError(Exception):

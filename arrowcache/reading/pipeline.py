@@ -141,6 +141,7 @@ class Stream:
     error: BaseException | None = None  # of `jobs`: it comes after the batches before it
     exhausted: bool = False
     ended: bool = False
+    has_failed: bool = False  # `error` came, or comes
     was_interrupted: bool = False  # its consumer, who must not wait for the disk now
     consumer: int = 0  # the thread that is in `next`
 
@@ -301,7 +302,7 @@ def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
 
 
 def _fail(stream: Stream, error: BaseException) -> None:
-    stream.exhausted = True
+    stream.exhausted = stream.has_failed = True
     if not stream.ended:  # else nobody asks why
         stream.error = error
 

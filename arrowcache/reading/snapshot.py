@@ -220,7 +220,7 @@ class Snapshot:
             names,
             out,
             (keep, reader),
-            lambda index: self._name_of(int(ids[index])),
+            lambda index: self._doubted(int(ids[index])),
             reader.end,
             is_cold=self.temperature.is_cold,
             drops=self._is_larger_than_memory,
@@ -232,8 +232,12 @@ class Snapshot:
             if len(missing):
                 self._map_some(missing.tolist())
 
-    def _name_of(self, row: int) -> str:
-        return self._segments[int(self._starts.searchsorted(row, side="right")) - 1].name
+    def _doubted(self, row: int) -> str:
+        """The name of the segment of a row that could not be read: who maps it next checks it anew."""
+        index = int(self._starts.searchsorted(row, side="right")) - 1
+        if (found := self._found[index]) is not None:
+            found.is_doubted = True
+        return self._segments[index].name
 
     @cached_property
     def _is_larger_than_memory(self) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from arrowcache.reading.future import Future
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.mapping import is_exiting
 
 _log = logging.getLogger("arrowcache")
 
@@ -45,7 +46,7 @@ class Parking:
 
     def park(self, snapshot: Snapshot) -> None:
         """An epoch ended: keep its snapshot for a second."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or is_exiting():
             return
         snapshot.on_contention(self.drop)
         with self._lock:
@@ -81,7 +82,7 @@ class Parking:
 
     def close(self) -> None:
         """Let go of everything; waits for what its thread is at, at most 5 s. Idempotent."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or is_exiting():  # no thread ends any more; the kernel lets go of all
             return
         with self._lock:
             self._is_closed = True

@@ -1,4 +1,4 @@
-"""What the kernel holds, at the faces of reading: memory, mapping and lease stay; Ctrl-C waits for no disk."""
+"""What the kernel holds, at the faces of reading: memory, mapping, lease stay; Ctrl-C waits for no disk."""
 
 from __future__ import annotations
 

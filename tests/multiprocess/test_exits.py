@@ -37,7 +37,7 @@ def thread(cache, rng):
     is_begun = threading.Event()
     def work():
         with cache.snapshot() as snapshot:
-            snapshot.map_all()  # by Arrow's C++, which a daemon thread must not be in when the interpreter ends
+            snapshot.map_all()  # by Arrow's C++: no daemon thread may be in it when the interpreter ends
             while True:
                 snapshot.gather(rng.integers(0, len(snapshot), 64))
                 is_begun.set()

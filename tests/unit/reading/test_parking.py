@@ -155,7 +155,8 @@ def test_when_the_interpreter_ends_nobody_waits_for_a_thread(cache, place, for_e
         ending.setattr(mapping, "_is_exiting", True)
         place.close()
         ended = place._ended
-        parked(cache, place)
+        with Snapshot.take(cache.store) as snapshot:
+            place.park(snapshot)
         assert place._ended is ended, "no thread was started"
 
 

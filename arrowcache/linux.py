@@ -72,6 +72,19 @@ def memory_file(name: str) -> int:
     return _syscall("memfd_create", os.fsencode(name), _MFD_CLOEXEC)
 
 
+def anonymous_file() -> int:
+    """A descriptor of an empty file without a name, which inherits to nobody by itself."""
+    try:
+        return memory_file("arrowcache")
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # else: an old kernel, or a sandbox
+        import tempfile
+
+        with tempfile.TemporaryFile(prefix="arrowcache-") as file:
+            return os.dup(file.fileno())
+
+
 def event(count: int = 0, *, semaphore: bool = False) -> int:
     """A descriptor of a counter, which no other program inherits. It is readable above zero; nothing blocks.
 

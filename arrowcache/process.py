@@ -43,22 +43,9 @@ _FILE = struct.Struct("i")
 Message = dict[str, Any]
 
 
-def anonymous_file() -> int:
-    """A descriptor of an empty file without a name, which inherits to nobody by itself."""
-    try:
-        return linux.memory_file("arrowcache")
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise  # else: an old kernel, or a sandbox
-        import tempfile
-
-        with tempfile.TemporaryFile(prefix="arrowcache-") as file:
-            return os.dup(file.fileno())
-
-
 def _file_of(data: bytes) -> int:
     """An anonymous file with these bytes; the caller closes it."""
-    fd = anonymous_file()
+    fd = linux.anonymous_file()
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

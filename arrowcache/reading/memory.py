@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache import linux
-from arrowcache.process import anonymous_file
 from arrowcache.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -64,7 +63,7 @@ class SharedMemory(mmap.mmap):
 
         Raises: OSError: neither a memfd nor a temporary file can be had.
         """
-        fd = anonymous_file()
+        fd = linux.anonymous_file()
         try:
             _stretch(fd, parts)
             os.posix_fallocate(fd, 0, PAGE_BYTES)

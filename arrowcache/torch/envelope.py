@@ -18,8 +18,8 @@ from torch._utils import ExceptionWrapper
 from torch.multiprocessing import get_sharing_strategy
 from torch.multiprocessing.reductions import reduce_storage
 
+from arrowcache import linux
 from arrowcache.errors import WorkerError
-from arrowcache.process import anonymous_file
 
 
 def seal(content: object) -> bytes | ExceptionWrapper:
@@ -77,7 +77,7 @@ class _Pickler(ForkingPickler):
 
 def _shared(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A copy in memory that another process can map."""
-    fd = anonymous_file()
+    fd = linux.anonymous_file()
     try:
         os.posix_fallocate(fd, 0, storage.nbytes())  # an error, where a page that cannot be had is SIGBUS
         make = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]  # torch's own use it

@@ -81,7 +81,7 @@ class Restarts:
 
 
 class Pool:
-    """Worker processes. Thread-safe. `close` it also if it was never started.
+    """Worker processes. Thread-safe.
 
     Who makes requests holds the pool meanwhile, so that they go to a worker without waking its thread. `end`
     and `close` may be called by finalizers, at any point of any thread: they wait for no lock.

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.fetching import FETCHED_BYTES, Fetched, Fetching
 from arrowcache.reading.gather import Fetch, Gather
 from arrowcache.reading.memory import page_aligned
-from arrowcache.reading.pipeline import Done, Elsewhere, Job, Made
+from arrowcache.reading.pipeline import Elsewhere, Job, Made
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.temperature import Temperature
@@ -40,8 +41,6 @@ _WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
 _MOST_UNDER_WAY = 8
 _MOST_GROUPED = 256
 _COLD_ROWS, _COLD_BYTES = 256, 64 << 20  # asked of the disk ahead, so that it can choose their order
-_FETCHED_BYTES = 8 << 20  # ahead, of rows in order
-_FETCHED_SHARE = 1.25  # of the rows of a job, while the window's next segments are fetched
 _ELEMENTS_UNDER_GIL = 500
 _GROUP_BYTES = 512 << 10  # small batches share a slot and a job, which cost as much as copying so much
 
@@ -102,7 +101,8 @@ class Assembly:
         grouped = 1  # batches of a job that lie side by side
         if self._transform is None and len(self._fixed) == len(self._names):
             grouped = max(1, min(_MOST_GROUPED, group_bytes // self._batch_bytes))
-        self._group = grouped if self._viewer is None else _VIEWS if self._transform is None else 1
+        views = max(1, min(_VIEWS, FETCHED_BYTES // self._batch_bytes)) if self._transform is None else 1
+        self._group = grouped if self._viewer is None else views
         rows = self._batch_size * (grouped if self._viewer is None else 1)
         self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
         self.slots = self._new_slots()
@@ -118,6 +118,8 @@ class Assembly:
             usual = max(2, min(-(-_COLD_ROWS // self._batch_size), _COLD_BYTES // self._batch_bytes))
         else:
             usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
+        if self._viewer is not None:  # which costs no memory before it is made
+            usual = max(usual, self._group + FETCHED_BYTES // self._batch_bytes)
         return usual + self._workers
 
     def after_fork(self) -> None:
@@ -261,7 +263,7 @@ class Assembly:
         """Batches of one run of rows: views of them, as far as they are of one segment, else copies."""
         size = self._batch_size
         with self._meter.reading(self.temperature):
-            view = epoch.snapshot.view(int(ids[0]), len(ids), viewer)
+            view = epoch.snapshot.view(int(ids[0]), len(ids), viewer, is_fetched=True)
         if view is not None:
             yield from self._cut(epoch, ids, view, published, copied=False)
         elif len(ids) > size:
@@ -335,56 +337,6 @@ class Gathered:
 
     def go_on(self) -> None:
         self.gather.go_on()
-
-
-class Fetched(Done):
-    """Nothing is under way but what the disk was asked for."""
-
-    def __init__(self, fetched: Sequence[Fetch]) -> None:
-        self._fetched = fetched
-
-
-class Fetching:
-    """Has the disk read ahead of an epoch in order, or of runs of rows.
-
-    Args:
-        names: of the columns.
-    """
-
-    def __init__(self, epoch: Epoch, names: Sequence[str]) -> None:
-        self._epoch, self._names = epoch, names
-        self._is_window = epoch.plan.shuffle == "window"
-        self._fetched_rows = 0  # of a window: all before are fetched, or passed
-        self._ahead_steps = 0
-        if self._is_window and epoch.order.steps:
-            rows_a_step = max(1, len(epoch.snapshot) // epoch.order.steps)
-            ahead_rows = epoch.plan.window_rows // 2 + _FETCHED_BYTES // epoch.snapshot.row_bytes
-            self._ahead_steps = -(-ahead_rows // rows_a_step)
-            self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
-
-    def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Fetch]:
-        """What is asked of the disk as a job of these rows is begun; it is to be kept as long as that."""
-        if self._is_window:
-            return self._fetch_window(step, len(ids))
-        if self._epoch.plan.shuffle == "rows" or not len(ids):
-            return ()
-        size = len(ids) if self._is_run(ids) else self._epoch.plan.block_rows
-        runs = [ids[start : start + size] for start in range(0, len(ids), size)]
-        fetch = self._epoch.snapshot.fetch
-        return [fetch(int(run[0]), int(run[-1]) + 1, self._names) for run in runs if self._is_run(run)]
-
-    def _is_run(self, ids: NDArray[np.int64]) -> bool:
-        return bool(int(ids[-1]) - int(ids[0]) == len(ids) - 1)
-
-    def _fetch_window(self, step: int, rows: int) -> Sequence[Fetch]:
-        """All that the first step may read, then evenly, so that it is there when the window comes to it."""
-        order, snapshot = self._epoch.order, self._epoch.snapshot
-        first = self._fetched_rows
-        here = snapshot.rows_before(order.segments_span(step).stop)
-        last_step = min(step + self._ahead_steps, order.steps - 1)
-        stop = snapshot.rows_before(order.segments_span(last_step).stop)
-        self._fetched_rows = max(first, min(stop, max(here, first + int(rows * _FETCHED_SHARE))))
-        return [snapshot.fetch(first, self._fetched_rows, self._names)] if self._fetched_rows > first else ()
 
 
 def _of_crew(done: Elsewhere) -> Iterator[Made]:

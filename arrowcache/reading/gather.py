@@ -229,6 +229,10 @@ class Fetch:
     def __init__(self, jobs: Sequence[engine.Job], then: Callable[[], None]) -> None:
         self._jobs, self._then = jobs, then
 
+    def take(self, seconds: float) -> bool:
+        """Wait until the disk is asked. Returns: whether it is. Blocks: so long for each column at most."""
+        return all(job.take(seconds) for job in self._jobs)
+
     def __del__(self) -> None:
         left = [job for job in self._jobs if not job.cancel()]
         if not left:

@@ -297,9 +297,13 @@ class Snapshot:
         """When rows were published, on average, in seconds since 1970."""
         return float(self._published[self._starts.searchsorted(ids, side="right") - 1].mean())
 
-    def view(self, first: int, count: int, viewer: Viewer) -> dict[str, Column] | None:
+    def view(
+        self, first: int, count: int, viewer: Viewer, *, is_fetched: bool = False
+    ) -> dict[str, Column] | None:
         """Rows first..first+count-1 as arrays over a mapping of their own, without a copy; see view.py.
 
+        Args:
+            is_fetched: they were asked of the disk: it is to read nothing around them.
         Returns: None: they lie in several segments, or the process has too many mappings.
         """
         index = int(self._starts.searchsorted(first, side="right")) - 1
@@ -312,7 +316,9 @@ class Snapshot:
             end_lease = lease.share(segment.seq)
             try:
                 path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
-                return dict(viewer.view(path, segment.nbytes, found.layout.buffers, rows, end_lease))
+                layout = found.layout.buffers
+                view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
+                return dict(view)
             except OSError:  # no address space or file descriptor is left
                 end_lease()
                 return None

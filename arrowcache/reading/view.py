@@ -65,6 +65,8 @@ class Viewer:
         layout: Sequence[int],
         rows: range,
         end_lease: Callable[[], None],
+        *,
+        sparse: bool = False,
     ) -> dict[str, ViewColumn]:
         """Map a segment's file and make arrays over some of its rows.
 
@@ -73,12 +75,13 @@ class Viewer:
             layout: at which bytes of it its columns lie, as `Layout.buffers` has it.
             rows: contiguous rows of the segment, at least one.
             end_lease: called when the file is unmapped again; if this raises, by the caller.
+            sparse: as of `FileMapping`: for rows that the disk was asked for.
         Returns: name -> (len(rows), *shape), writable; of a ragged column `Values(data, offsets)`,
             whose `data` is a view and whose offsets are made.
         Blocks: while the pages come from the disk.
         Raises: OSError: the file cannot be mapped.
         """
-        file = FileMapping(path, end_lease, nbytes=nbytes, writable=True)
+        file = FileMapping(path, end_lease, nbytes=nbytes, writable=True, sparse=sparse)
         memory = np.asarray(_Memory(file))
         columns: dict[str, ViewColumn] = {}
         for column in self._columns:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arrowcache.reading import report
-from arrowcache.units import format_seconds
+from arrowcache.reading.memory import PAGE_BYTES
+from arrowcache.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from typing import Self
@@ -57,9 +58,9 @@ class LoaderStats:
     `bottleneck` is what to speed up: "consumer" (the training step: the loader waits for it),
     "samplers" (too few rows), "pace" (the cache's: see `Pace`), "store" (the disk, and cache.lock),
     "gather" (memory; of views, mapping them), "transform" or "start" (of worker processes, once a
-    loader); "none" before a batch was delivered or waited for. `advice` says it in words. The seconds
-    behind it are those that the consumer, in `next`, and workers, all together, spent on each; of "start",
-    while no process was ready.
+    loader); "none" before a batch was delivered or waited for. `advice` says it in words, and for "store"
+    what another shuffle would have the disk do. The seconds behind it are those that the consumer, in
+    `next`, and workers, all together, spent on each; of "start", while no process was ready.
 
     `age_seconds` is how old delivered rows were on average, since they were published (of some 64 of every
     4,096 rows). `ring_bytes` is the memory for batches, `ring_growths` how often a buffer was added to it: it
@@ -100,7 +101,7 @@ class LoaderStats:
 
     @property
     def advice(self) -> str:
-        """What to do to be faster, that was not done yet; and what to do for samplers that it holds up."""
+        """How to be faster, but for what was done already; and how to hold samplers up less."""
         if not self.held_up_seconds or self.held_up_seconds < _NO_STALL * self.seconds:
             return self._own_advice()
         in_order = (
@@ -114,8 +115,7 @@ class LoaderStats:
     def _own_advice(self) -> str:
         match self.bottleneck:
             case "store":
-                in_order = "" if self.shuffle in ("window", None) else "shuffle='window', "
-                return f"the disk is the limit: {in_order}a faster disk, or more memory"
+                return f"the disk is the limit: {self._of_the_disk()}fewer columns, or more memory"
             case "gather" if self.bytes and not self.copied_bytes:
                 return "mapping and reading small views is the limit, nothing is copied: a larger batch_size"
             case "gather":
@@ -124,6 +124,23 @@ class LoaderStats:
                 more = f"more than {self.workers} workers" if self.workers else "workers=2"
                 return f"the transform is the limit: {more}, or have it do less, and let go of the GIL"
         return _ADVICE[self.bottleneck]
+
+    def _of_the_disk(self) -> str:
+        """What each shuffle has the disk do."""
+        if self.shuffle in ("window", None):
+            return "it is read in order already; a faster disk, "
+        if self.shuffle == "blocks":
+            return (
+                "shuffle='window' reads it in order, shuffle='blocks' in short runs of batch_size rows; or a "
+                "larger batch_size, "
+            )
+        small = ""
+        if self.rows and self.bytes < self.rows * PAGE_BYTES:
+            small = (
+                f", where each row of {format_bytes(self.bytes / self.rows)} costs a page of "
+                f"{format_bytes(PAGE_BYTES)}"
+            )
+        return f"shuffle='window' reads it in order, shuffle='rows' at random{small}; or a faster disk, "
 
     def __str__(self) -> str:
         return report.as_text(self)
@@ -147,7 +164,7 @@ class Meter:
         self._stages: dict[int, tuple[str, float]] = {}
         self._waits: dict[int, float] = {}
         self._runs: dict[object, float] = {}
-        # When to show more on the panel. While a wait is shown on it, all that happens is, up to a delivery
+        # When to show more on the panel. While it shows a wait, each change is shown, until a batch is delivered
         self._panel: Panel | None = None
         self._elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
         self._due, self._shows_a_wait = math.inf, False

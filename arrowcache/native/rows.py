@@ -88,7 +88,7 @@ class Rows:
         return segments if bad < 0 else int(bad)
 
     def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """Which segments were not put yet, each once and in order: of these, or of all."""
+        """The segments that were not put yet, each once and in order: of these, or of all."""
         if segments is None:
             return np.flatnonzero(~self._is_known)
         return np.unique(segments[~self._is_known[segments]])

@@ -1,11 +1,12 @@
-"""Assembly: how the batches of an epoch are made: into which memory, by which calls.
+"""Assembly: makes the batches of an epoch.
 
 It cuts an epoch into jobs, in step order; the pipeline decides when they run. A batch that is one run of
-rows of one segment is a zero-copy view, where the order has such runs; every other is gathered into the
-slots by the engine's threads, a job each. Where there is a transform, threads of a crew gather and transform.
+rows of one segment is a zero-copy view, where the order has such runs. Every other batch is gathered into a
+slot by the engine's threads; small batches share a slot and a job. Where there is a transform, threads of a
+crew gather and transform.
 
-What may be on the disk is asked for long before it is needed: of rows in any order some hundred, of rows in
-order some megabytes.
+Rows that may be on the disk are asked for before they are needed: some hundred rows ahead where they come in
+any order, some megabytes ahead where they come in order.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Assembly:
         with_ids: add `_seq`, `_row` and `_age_seconds`.
         views: whether batches may be zero-copy views.
         workers: threads that run a transform; 0: one.
-        prefetch: batches that are begun ahead; None: as many as the processor's cache holds.
+        prefetch: batches that are begun ahead; None: as many as the processor's cache holds, or, of rows on
+            the disk, as many as let it choose their order.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Assembly:
         """An epoch is wanted soon: nothing has to start."""
 
     def wanted(self) -> int:
-        """How many batches are to be under way or ready."""
+        """The number of batches that are to be under way or ready."""
         if self._prefetch is not None:
             return self._prefetch + self._workers
         if self.temperature.is_cold:
@@ -163,7 +165,7 @@ class Assembly:
         return self.slots.allocated_bytes, self.slots.growths
 
     def in_progress(self) -> list[tuple[str, float]]:
-        """What other processes are at: the stage, and since when."""
+        """The stages that other processes are at, and since when: none here."""
         return []
 
     def _job(
@@ -310,7 +312,7 @@ class Assembly:
 
 
 class Gathered:
-    """Rows on their way into a slot, as of `Pending`; waiting for them counts as "gather" or "store"."""
+    """Rows on their way into a slot: a `Pending`. Waiting for them counts as "gather" or "store"."""
 
     def __init__(self, slot: Slot, gather: Gather, meter: Meter, fetched: Sequence[Fetch]) -> None:
         self.slot, self.gather, self._meter, self._fetched = slot, gather, meter, fetched
@@ -338,7 +340,7 @@ class Gathered:
 
 
 class Fetched(Done):
-    """Nothing is under way but what the disk was asked for."""
+    """Nothing is under way here; the disk may be reading ahead."""
 
     def __init__(self, fetched: Sequence[Fetch]) -> None:
         self._fetched = fetched
@@ -363,7 +365,7 @@ class Fetching:
             self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
 
     def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Fetch]:
-        """What is asked of the disk as a job of these rows is begun; it is to be kept as long as that."""
+        """Have the disk read ahead as a job of these rows begins; keep the result until the job ends."""
         if self._is_window:
             return self._fetch_window(step, len(ids))
         if self._epoch.plan.shuffle == "rows" or not len(ids):
@@ -377,7 +379,7 @@ class Fetching:
         return bool(int(ids[-1]) - int(ids[0]) == len(ids) - 1)
 
     def _fetch_window(self, step: int, rows: int) -> Sequence[Fetch]:
-        """All that the first step may read, then evenly, so that it is there when the window comes to it."""
+        """Ask for all that the first step may read, then ahead at an even rate: rows are there in time."""
         order, snapshot = self._epoch.order, self._epoch.snapshot
         first = self._fetched_rows
         here = snapshot.rows_before(order.segments_span(step).stop)
@@ -392,10 +394,9 @@ def _of_crew(done: Elsewhere) -> Iterator[Made]:
 
 
 def _breaks(ids: NDArray[np.int64]) -> list[int]:
-    """Where a row does not follow the one before it.
+    """The places of rows that do not follow the row before them.
 
-    In pieces: NumPy hands the GIL over in work on more elements, and beside a busy thread it takes 5 ms to
-    come back.
+    In pieces: NumPy lets go of the GIL for more elements, and a busy thread gives it back after 5 ms.
     """
     breaks: list[int] = []
     for start in range(0, len(ids) - 1, _ELEMENTS_UNDER_GIL):
@@ -405,7 +406,7 @@ def _breaks(ids: NDArray[np.int64]) -> list[int]:
 
 
 def mean_published(epoch: Epoch, ids: NDArray[np.int64]) -> float:
-    """When rows were published, on average, as some of them tell."""
+    """The mean time at which rows were published, of some of them."""
     return epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
 
 

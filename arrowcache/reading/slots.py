@@ -82,7 +82,7 @@ class _Column:
 
 
 class Slot:
-    """Memory for one batch, one owner a column. An owner, or an array over it, keeps the memory of its column.
+    """Memory for one batch, one owner a column. An owner, or an array over it, keeps its memory.
 
     `addresses` are where its rows go, by column. Dropping the slot gives it back.
     """

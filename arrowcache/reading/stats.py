@@ -1,11 +1,11 @@
 """Stats: what a loader delivered, what that took, and what to do about it.
 
 `Meter` is what the consumer and workers add to; `LoaderStats` is the frozen answer to the user. Adding
-is a few additions under a lock that nobody holds for longer, so it is always on; what must ask the
-kernel (memory) is asked when the user asks. What is in progress is noted when it begins, one entry
-a thread, and counts up to the moment of the question: a transform that hangs is seen while it does.
-What was counted is shown on the loader's panel, for other processes: each batch; how long things took when
-something is counted, but not more than ten times a second, and by a consumer now and then while it waits.
+is a few additions under a lock that nobody holds for longer, so it is always on. The kernel is asked for
+memory only when the user asks. A stage is noted when it begins, one entry a thread, and counts up to the
+moment of the question: a transform that hangs is seen while it hangs. Counts are shown on the loader's panel,
+for other processes: each batch at once; seconds when something is counted, at most ten times a second, and
+now and then while the consumer waits.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class LoaderStats:
         return _ADVICE[self.bottleneck]
 
     def _of_the_disk(self) -> str:
-        """What each shuffle has the disk do."""
+        """How this shuffle and others read the disk."""
         if self.shuffle in ("window", None):
             return "it is read in order already; a faster disk, "
         if self.shuffle == "blocks":
@@ -164,7 +164,7 @@ class Meter:
         self._stages: dict[int, tuple[str, float]] = {}
         self._waits: dict[int, float] = {}
         self._runs: dict[object, float] = {}
-        # When to show more on the panel. While it shows a wait, each change is shown, until a batch is delivered
+        # When to show more on the panel. While it shows a wait it shows each change, until a delivery
         self._panel: Panel | None = None
         self._elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
         self._due, self._shows_a_wait = math.inf, False
@@ -225,7 +225,7 @@ class Meter:
         return started
 
     def leave(self, seconds: Mapping[str, float]) -> None:
-        """What this thread had begun took so long, of each stage."""
+        """This thread ends the stage that it had begun; it took these seconds, of each stage."""
         with self._lock:
             self._stages.pop(threading.get_ident(), None)
             for name, more in seconds.items():
@@ -312,7 +312,7 @@ class Meter:
     def stats(
         self, ring_bytes: int, ring_growths: int, elsewhere: Iterable[tuple[str, float]] = ()
     ) -> LoaderStats:
-        """What was counted, and is in progress, at this moment; `elsewhere`: in other processes."""
+        """The counts at this moment, with what is in progress; `elsewhere`: stages of other processes."""
         private_bytes, file_bytes = resident_bytes()
         with self._lock:
             now = time.perf_counter()
@@ -355,7 +355,7 @@ class Meter:
 def bottleneck_of(
     batches: int, stalls: int, seconds: float, stall_seconds: float, stages: Mapping[str, float]
 ) -> str:
-    """What held a loader up, as `LoaderStats` says it; `stages` are the seconds of each of STAGES."""
+    """The bottleneck, as `LoaderStats` names it; `stages` are the seconds of each of STAGES."""
     if not batches and not stalls:
         return "none"
     if stall_seconds < _NO_STALL * seconds:
@@ -388,7 +388,7 @@ class Waiting:
 
 
 class Reading:
-    """What reading rows took one thread: a context manager.
+    """Counts the time that reading rows takes one thread: a context manager.
 
     Args:
         temperature: tells whether any were missed in memory; pages of mapped files the kernel counts.

@@ -20,7 +20,7 @@ _LONG_LIFE = 16  # times the rows that it took to get warm
 class Temperature:
     """The temperature of the rows that one reader asks for.
 
-    `is_cold`: the next rows are to be asked of the disk. `missed` counts rows or pages that were not in memory.
+    `is_cold`: the next rows are to be asked of the disk. `missed`: rows or pages that were not in memory.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Temperature:
         self._debt = 0.0  # what was missed while it is warm, less what is tolerated
 
     def note(self, rows: int, missed: int) -> None:
-        """Count rows that came in the way of `is_cold`, and how many of them, or of their pages, were missed."""
+        """Count rows that came in the way of `is_cold`, and how many rows or pages were missed."""
         self.missed += missed
         if self.is_cold:
             self._rows = 0 if missed else self._rows + rows

@@ -382,7 +382,7 @@ class _Engine:
         """Queue a job. Returns: as `engine_submit`."""
         if not self._has_threads:
             self._start()
-        return int(library.engine_submit(handle, address))
+        return int(quick.engine_submit(handle, address))
 
     def _start(self) -> None:
         with self._lock:

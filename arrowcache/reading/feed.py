@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.parking import Parking
-from arrowcache.reading.pipeline import BARRIER, LATER, Job, Made, Pending, Pipeline, Stream
+from arrowcache.reading.pipeline import DRAIN, Job, Made, Pending, Pipeline, Stream
 
 if TYPE_CHECKING:
     from arrowcache.reading.workers.remote import RemoteAssembly
@@ -56,9 +56,7 @@ class Feed:
             is_awaited = False
             following = self._epochs.try_begin_after(epoch)
             if following is None:
-                yield BARRIER
-                while self.stream.ready:
-                    yield LATER  # first they are delivered: the next epoch has to wait
+                yield DRAIN  # first all is delivered: the next epoch has to wait
                 retire = partial(self._retire, epoch)
                 following = self._epochs.begin_after(epoch, lambda: self.stream.ended, retire)
             epoch = self._keep(following)

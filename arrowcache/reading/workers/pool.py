@@ -83,7 +83,7 @@ class Restarts:
 
 
 class Pool:
-    """Worker processes. Thread-safe. `close` it also if it was never started.
+    """Worker processes. Thread-safe.
 
     The thread that makes a request holds the pool, and sends it to a worker without waking the pool's thread.
     `end` and `close` may be called by finalizers, at any point of any thread: they wait for no lock.

@@ -1,11 +1,12 @@
-"""Assembly: how the batches of an epoch are made: into which memory, by which calls.
+"""Assembly: makes the batches of an epoch.
 
 It cuts an epoch into jobs, in step order; the pipeline decides when they run. A batch that is one run of
-rows of one segment is a zero-copy view, where the order has such runs; every other is gathered into the
-slots by the engine's threads, a job each. Where there is a transform, threads of a crew gather and transform.
+rows of one segment is a zero-copy view, where the order has such runs. Every other batch is gathered into a
+slot by the engine's threads; small batches share a slot and a job. Where there is a transform, threads of a
+crew gather and transform.
 
-What may be on the disk is asked for long before it is needed: of rows in any order some hundred, of rows in
-order some megabytes.
+Rows that may be on the disk are asked for before they are needed: some hundred rows ahead where they come in
+any order, some megabytes ahead where they come in order.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Assembly:
         with_ids: add `_seq`, `_row` and `_age_seconds`.
         views: whether batches may be zero-copy views.
         workers: threads that run a transform; 0: one.
-        prefetch: batches that are begun ahead; None: as many as the processor's cache holds.
+        prefetch: batches that are begun ahead; None: as many as the processor's cache holds, or, of rows on
+            the disk, as many as let it choose their order.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Assembly:
         """An epoch is wanted soon: nothing has to start."""
 
     def wanted(self) -> int:
-        """How many batches are to be under way or ready."""
+        """The number of batches that are to be under way or ready."""
         if self._prefetch is not None:
             return self._prefetch + self._workers
         if self.temperature.is_cold:
@@ -165,7 +167,7 @@ class Assembly:
         return self.slots.allocated_bytes, self.slots.growths
 
     def in_progress(self) -> list[tuple[str, float]]:
-        """What other processes are at: the stage, and since when."""
+        """The stages that other processes are at, and since when: none here."""
         return []
 
     def _job(
@@ -312,7 +314,7 @@ class Assembly:
 
 
 class Gathered:
-    """Rows on their way into a slot, as of `Pending`; waiting for them counts as "gather" or "store"."""
+    """Rows on their way into a slot: a `Pending`. Waiting for them counts as "gather" or "store"."""
 
     def __init__(self, slot: Slot, gather: Gather, meter: Meter, fetched: Sequence[Fetch]) -> None:
         self.slot, self.gather, self._meter, self._fetched = slot, gather, meter, fetched
@@ -344,10 +346,9 @@ def _of_crew(done: Elsewhere) -> Iterator[Made]:
 
 
 def _breaks(ids: NDArray[np.int64]) -> list[int]:
-    """Where a row does not follow the one before it.
+    """The places of rows that do not follow the row before them.
 
-    In pieces: NumPy hands the GIL over in work on more elements, and beside a busy thread it takes 5 ms to
-    come back.
+    In pieces: NumPy lets go of the GIL for more elements, and a busy thread gives it back after 5 ms.
     """
     breaks: list[int] = []
     for start in range(0, len(ids) - 1, _ELEMENTS_UNDER_GIL):
@@ -357,7 +358,7 @@ def _breaks(ids: NDArray[np.int64]) -> list[int]:
 
 
 def mean_published(epoch: Epoch, ids: NDArray[np.int64]) -> float:
-    """When rows were published, on average, as some of them tell."""
+    """The mean time at which rows were published, of some of them."""
     return epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
 
 

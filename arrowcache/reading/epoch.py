@@ -40,7 +40,7 @@ _ALL = slice(None)  # steps of an epoch
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the user asked of every epoch; the same on all ranks."""
+    """The user's arguments that hold for every epoch; the same on all ranks."""
 
     batch_size: int
     shuffle: str | None
@@ -66,7 +66,7 @@ class Epoch:
     held_up_seconds: float = 0.0  # that writers waited for its lease, as counted so far
 
     def rest(self) -> Plan:
-        """What was not delivered yet."""
+        """The part that was not delivered yet."""
         return self.plan.at(self.order.position_after(self.delivered))
 
     @property
@@ -190,7 +190,7 @@ class Epochs:
 
         Args:
             before_waiting: called when there is too little, so that nothing is leased meanwhile.
-            made: which of its steps are made here, where other processes make the rest of this share.
+            made: the range of steps that this process makes.
         Blocks: until enough rows are published.
         Returns: None: it was cancelled while it waited.
         Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
@@ -208,7 +208,7 @@ class Epochs:
     def begin_after(
         self, previous: Epoch, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
     ) -> Epoch | None:
-        """Begin the epoch after one that is made, ahead of its delivery, on any thread.
+        """Begin the epoch after one whose batches are all under way, before they are delivered.
 
         It changes nothing here: an epoch of which no batch is delivered was never begun.
         Blocks, Returns, Raises: as `begin`.
@@ -263,7 +263,7 @@ class Epochs:
         *,
         ahead: bool = False,
     ) -> Epoch | None:
-        """What an error or Ctrl-C that comes before the epoch is handed out must undo is put on a stack."""
+        """Puts on `undo` what an error, or Ctrl-C, must undo before the epoch is handed out."""
         if resumed is None:
             snapshot = self._wait_for_rows(number, undo, is_cancelled, before_waiting, ahead=ahead)
         else:
@@ -284,7 +284,7 @@ class Epochs:
         return Epoch(plan, snapshot, order, was_resumed=resumed is not None, claimed_rows=rows)
 
     def give_back(self, epoch: Epoch) -> None:
-        """What an epoch has not delivered it never will: it was not served. Idempotent; never fails."""
+        """Count rows that an epoch will not deliver any more as not served. Idempotent; never fails."""
         rest = epoch.claimed_rows - epoch.delivered * self._terms.batch_size
         if rest > 0:
             epoch.claimed_rows -= rest
@@ -336,7 +336,7 @@ class Epochs:
         *,
         ahead: bool = False,
     ) -> Snapshot | None:
-        """What `take` gives, or another rank of the same job has taken already."""
+        """The snapshot of `take`, or the one that another rank of the same job has taken already."""
         if self._agreement is None:
             snapshot = take()
             if snapshot is not None:

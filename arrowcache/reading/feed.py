@@ -1,8 +1,8 @@
-"""Feed: what one iterator is fed with: the jobs of an epoch, or of one epoch after another.
+"""Feed: gives one iterator its jobs: those of one epoch, or of one epoch after another.
 
-It owns the epochs that are being made, and their snapshots, until all is made of them or the stream ends. The
-next one is begun when the last batch of one is under way, so that there is no seam. Runs in the consumer's
-thread.
+It owns the epochs that are under way, and their snapshots, until all their batches are made or the stream
+ends. The next epoch begins when the last batch of one is under way, so that there is no seam. Runs in the
+consumer's thread.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Feed:
     """Jobs for one stream.
 
     Args:
-        parking: keeps the last epoch's snapshot for a moment.
+        parking: keeps the last epoch's snapshot for a second.
         epoch: the first one, begun already.
-        endless: whether the next follows when the last batch of one is under way.
+        endless: the next epoch follows when the last batch of one is under way.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Feed:
     def _finish_last(
         self, finish: Callable[[Pending], Iterator[Made]], epoch: Epoch, pending: Pending
     ) -> Iterator[Made]:
-        """All of an epoch is made: let go of it, if the next one has mapped what both read."""
+        """Make the last batches of an epoch; then let go of it, if the next one has mapped what both read."""
         made = finish(pending)
         yield from made
         if epoch is not self._making[-1]:
             self._retire(epoch)
 
     def _keep(self, epoch: Epoch | None) -> Epoch | None:
-        """Make an epoch, from now on. Returns: None: there is none, or the stream has ended meanwhile."""
+        """Have an epoch under way from now on. Returns: None: there is none, or the stream has ended."""
         if epoch is None:
             return None
 
@@ -97,7 +97,7 @@ class Feed:
         return None
 
     def _retire(self, epoch: Epoch) -> None:
-        """Let go of an epoch of which all is made. Idempotent."""
+        """Let go of an epoch whose batches are all made. Idempotent."""
         self._assembly.end(epoch)
         self._epochs.note_held_up(epoch)
         epoch.snapshot.close()

@@ -54,7 +54,7 @@ class Fetching:
             self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
 
     def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Fetch]:
-        """What is asked of the disk as a job of these rows is begun; it is to be kept as long as that."""
+        """Have the disk read ahead as a job of these rows begins; keep the result until the job ends."""
         if self._is_window:
             return self._fetch_window(step, len(ids))
         if self._epoch.plan.shuffle == "rows" or not len(ids):
@@ -68,7 +68,7 @@ class Fetching:
         return bool(int(ids[-1]) - int(ids[0]) == len(ids) - 1)
 
     def _fetch_window(self, step: int, rows: int) -> Sequence[Fetch]:
-        """All that the first step may read, then evenly, so that it is there when the window comes to it."""
+        """Ask for all that the first step may read, then ahead at an even rate: rows are there in time."""
         order, snapshot = self._epoch.order, self._epoch.snapshot
         first = self._fetched_rows
         here = snapshot.rows_before(order.segments_span(step).stop)

@@ -26,12 +26,12 @@ ViewColumn = NDArray[Any] | Values
 
 
 def has_room() -> bool:
-    """Whether one more file may be mapped: the kernel limits how many."""
+    """True if one more file may be mapped: the kernel limits how many."""
     return live_mappings() < _MOST_VIEWS
 
 
 def uncopied(schema: Schema, names: Sequence[str]) -> list[str]:
-    """Which of some columns can be views: text and bytes become Python objects, which are copies."""
+    """Those of some columns that can be views: text and bytes become Python objects, which are copies."""
     return [name for name in names if name in schema.fixed or isinstance(schema[name], Ragged)]
 
 

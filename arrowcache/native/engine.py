@@ -11,8 +11,9 @@ one, end before a fork and at exit, and are started again by the next job.
 
 Guarantees: numbers are checked before a byte is copied. Once a job has ended, in whatever way, nothing
 touches what it was given. Ctrl-C ends a wait within milliseconds. A job that the kernel holds for more than
-5 s, as on a dead disk, is left behind with all that it touches, and a ResourceWarning. A forked child has an
-engine of its own; a job that a child inherits raises there.
+5 s, as on a dead disk, is left behind with all that it touches, and a ResourceWarning; another thread takes
+the place of the one that is held. A forked child has an engine of its own; a job that a child inherits raises
+there.
 
 Must never: be asked to copy from a segment that is not mapped any more.
 """
@@ -113,7 +114,11 @@ class Job:
 
     def _submit(self) -> None:
         self._is_late = False
-        self.refused = _engine.submit(self._handle, self._address)
+        try:
+            self.refused = _engine.submit(self._handle, self._address)
+        except BaseException:  # Ctrl-C: threads may be at it by now
+            self.cancel()
+            raise
         self._has_ended = self.refused != _DONE
 
     def take(self, seconds: float) -> bool:
@@ -141,28 +146,33 @@ class Job:
     def go_on(self) -> None:
         """Begin the second part, if there is one and the first has ended: not here."""
 
-    def cancel(self) -> bool:
-        """End the job. Returns: False: the kernel holds a thread at it, and the memory it touches must stay.
+    def cancel(self, seconds: float | None = None) -> bool:
+        """End it. Returns: False: the kernel holds a thread that copies, and what it touches must stay.
 
-        Blocks: until chunks that were begun are done, at most 5 s, once. Idempotent; Ctrl-C does not stop it.
+        Args:
+            seconds: how long to wait for what was begun; None: 5 s, once, and then it is left behind.
+        Idempotent; no Ctrl-C keeps it from its end.
         """
-        while not self._has_ended:
+        while not (self._has_ended or _engine is None):  # as it is once the interpreter has ended so far
             try:
                 if _engine.handle == self._handle and not self._is_late:
-                    most = 0 if self._is_left_behind else _STOP_NANOSECONDS
+                    most = _STOP_NANOSECONDS if seconds is None else int(seconds * 1e9)
+                    most = 0 if self._is_left_behind else most
                     if library.engine_cancel(self._handle, self._address, most):
-                        self._leave_behind()
+                        if seconds is None:
+                            self._leave_behind()
                         return False
                 self._has_ended = True
             except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
                 pass
-        return True
+        return self._has_ended
 
     def _leave_behind(self) -> None:
         """Keep the job and all that it touches until the process ends."""
         if not self._is_left_behind:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             self._is_left_behind = True
+            _engine.note_held()
             _warn()
 
     def has_ended(self) -> bool:
@@ -210,12 +220,12 @@ class Read:
             self.go_on()
         return self._read is None or self._read.take(seconds)
 
-    def cancel(self) -> bool:
-        """See `Job`."""
+    def cancel(self, seconds: float | None = None) -> bool:
+        """As of a `Job`."""
         self._is_over = True
         while True:
             try:
-                return self._ask.cancel() & (self._read is None or self._read.cancel())
+                return self._ask.cancel(seconds) & (self._read is None or self._read.cancel(seconds))
             except BaseException:  # noqa: BLE001  # as there
                 pass
 
@@ -242,11 +252,11 @@ class Found(Job):
     values, in bytes, and `damaged` is the index of a row whose offsets point out of its file, or -1.
     """
 
-    def __init__(self, rows: Rows, ids: NDArray[np.int64], table: array[int], way: int) -> None:
+    def __init__(self, rows: Rows, ids: NDArray[np.int64], table: array[int], way: int, keep: object) -> None:
         self.source, self.offsets = np.empty(len(ids), np.int64), np.zeros(len(ids) + 1, np.int64)
         self.rows, self.ids = rows, ids
         places = address_of(self.source), address_of(self.offsets)
-        super().__init__(_LENGTHS, way, rows, ids, table, values=places, nbytes=self.source.nbytes)
+        super().__init__(_LENGTHS, way, rows, ids, table, values=places, nbytes=self.source.nbytes, keep=keep)
         if self._is_late:
             self.take(0)  # the values can be on their way the sooner
 
@@ -263,7 +273,7 @@ def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], kee
     Args:
         ids: (n,) int64 numbers of rows.
         columns: of fixed width.
-        keep: an object that keeps the memory of `out`.
+        keep: what keeps their memory where it is, and the files mapped; it is kept until the job has ended.
     """
     ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
     nbytes = len(ids) * sum(table[1::3])
@@ -285,7 +295,13 @@ def read_rows(
 
 
 def find_values(
-    rows: Rows, ids: NDArray[np.int64], buffer: int, element_bytes: int, *, on_disk: bool = False
+    rows: Rows,
+    ids: NDArray[np.int64],
+    buffer: int,
+    element_bytes: int,
+    keep: object = None,
+    *,
+    on_disk: bool = False,
 ) -> Found:
     """Have the values of a variable-length column of some rows found; returns at once.
 
@@ -293,10 +309,11 @@ def find_values(
         ids: as of `copy_rows`.
         buffer: which of a segment's buffers has the offsets; the one after it has the values.
         element_bytes: of what the offsets count.
+        keep: as of `copy_rows`; until the values are brought, too.
         on_disk: the offsets may be there.
     """
     ids, table = np.ascontiguousarray(ids, np.int64), _table([Column(buffer, element_bytes)])
-    return Found(rows, ids, table, _READ if on_disk else _COPY)
+    return Found(rows, ids, table, _READ if on_disk else _COPY, keep)
 
 
 def copy_values(found: Found, out: NDArray[np.uint8]) -> Job:
@@ -343,19 +360,22 @@ def _begin_values(
     )
 
 
-def fetch_rows(rows: Rows, first: int, last: int, columns: Sequence[Column]) -> Job:
-    """Have the disk begin to read rows first..last-1; returns at once. Rows out of range are left out.
+def fetch_rows(rows: Rows, first: int, last: int, columns: Sequence[Column], keep: object = None) -> Job:
+    """Have the disk begin to read rows first..last-1; returns at once. What is out of range is left out.
 
     Args:
         columns: of fixed width; `out` is unused.
+        keep: as of `copy_rows`.
     """
-    return Job(_FIXED, _FETCH, rows, np.array([first, last], np.int64), _table(columns))
+    return Job(_FIXED, _FETCH, rows, np.array([first, last], np.int64), _table(columns), keep=keep)
 
 
-def fetch_values(rows: Rows, first: int, last: int, buffer: int, element_bytes: int) -> Job:
-    """Have the disk begin to read values of a variable-length column: see `fetch_rows` and `find_values`."""
+def fetch_values(
+    rows: Rows, first: int, last: int, buffer: int, element_bytes: int, keep: object = None
+) -> Job:
+    """As `fetch_rows`, the values of a variable-length column, which is named as in `find_values`."""
     table = _table([Column(buffer, element_bytes)])
-    return Job(_LENGTHS, _FETCH, rows, np.array([first, last], np.int64), table)
+    return Job(_LENGTHS, _FETCH, rows, np.array([first, last], np.int64), table, keep=keep)
 
 
 def _table(columns: Sequence[Column]) -> array[int]:
@@ -376,6 +396,7 @@ class _Engine:
             raise MemoryError("no memory is left for the engine")
         self._lock = threading.RLock()  # a signal handler may copy rows, too
         self._has_threads = self._is_closed = False
+        self._held = 0  # of the threads: those that the kernel holds, for which there are others
         self.most_threads = _thread_count()
 
     def submit(self, handle: int, address: int) -> int:
@@ -387,8 +408,16 @@ class _Engine:
     def _start(self) -> None:
         with self._lock:
             if not self._has_threads and not self._is_closed:
-                library.engine_start(self.handle, self.most_threads)
+                self._held = library.engine_stop(self.handle, 0)  # none but these run
+                library.engine_start(self.handle, self.most_threads + self._held)
                 self._has_threads = True
+
+    def note_held(self) -> None:
+        """The kernel holds a thread, perhaps for ever: start another one in its place."""
+        with self._lock:
+            if self._has_threads:
+                self._held += 1
+                library.engine_start(self.handle, self.most_threads + self._held)
 
     def stop(self) -> bool:
         """End the threads, until the next call needs them. Returns: whether all have ended."""

@@ -337,6 +337,11 @@ class Gathered:
     def cancel(self) -> None:
         self.gather.cancel()
 
+    def abandon(self) -> None:
+        self.gather.abandon()
+        for fetch in self._fetched:
+            fetch.abandon()
+
     def go_on(self) -> None:
         self.gather.go_on()
 

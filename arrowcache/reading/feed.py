@@ -111,7 +111,10 @@ class Feed:
             self._retire(epoch)
         self._assembly.end(newest)
         self._epochs.note_held_up(newest)
-        self._parking.park(newest.snapshot)
+        if self.stream.has_failed:
+            newest.snapshot.close()  # so that the next one checks its segments anew
+        else:
+            self._parking.park(newest.snapshot)
         self._epochs.ended(newest)
         for each in self._undelivered:
             self._epochs.give_back(each)

@@ -34,6 +34,10 @@ class Fetched:
     def cancel(self) -> None:
         self._fetched = ()
 
+    def abandon(self) -> None:
+        for fetch in self._fetched:
+            fetch.abandon()
+
 
 class Fetching:
     """Has the disk read ahead of an epoch in order, or of runs of rows.

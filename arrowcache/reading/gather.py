@@ -7,6 +7,7 @@ gather has ended, in whatever way, it touches nothing; an error of reading names
 
 from __future__ import annotations
 
+import _thread
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,9 +23,10 @@ from arrowcache.reading.output import aligned
 from arrowcache.reading.values import Column, Values, to_column
 
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
+_MOMENT_SECONDS = 0.01  # what is begun in memory has ended by then
 
 Named = Callable[[int], str]
-"""The name of the segment of a row, by the row's index among those that were asked for."""
+"""Told that a row could not be read, by its index among those that were asked for: its segment's name."""
 
 
 class OutsideError(Exception):
@@ -72,6 +74,7 @@ class Gatherer:
         out: Mapping[str, int],
         keep: object,
         named: Named,
+        then: Callable[[], None] | None = None,
         *,
         is_cold: bool,
         drops: bool = False,
@@ -81,9 +84,10 @@ class Gatherer:
         Args:
             ids: (n,) row numbers.
             names: of the columns.
-            out: for each column of fixed width, the address of (n, *shape) of its numpy_dtype, to be filled.
-            keep: an object that keeps that memory.
-            named: gives the segments' names, for errors.
+            out: for each that has a fixed width, the address of (n, *shape) of its numpy_dtype, to be filled.
+            keep: what keeps that memory, and the files mapped; for as long as anything may touch them.
+            named: tells segments.
+            then: called once it has ended, in whatever way, also where this raises; idempotent.
             is_cold: rows may be on the disk: have it read them side by side.
             drops: rows that are read from the disk leave the page cache again.
         Raises: OutsideError: a row is out of range, or its segment not known; nothing is written then. A
@@ -93,32 +97,35 @@ class Gatherer:
         others = () if len(names) == len(out) else [name for name in names if name not in out]
         if not columns and not others:
             self.segments_of(ids)  # they are checked, whatever is asked of them
-        fixed: engine.Job | engine.Read | None = None
-        if columns and is_cold:
-            fixed = engine.read_rows(self._rows, ids, columns, keep, drops=drops)
-        elif columns:
-            fixed = engine.copy_rows(self._rows, ids, columns, keep)
-        values = {
-            name: ValuesGather(
-                self._rows, ids, self._buffer_of[name], self._schema.variable[name], name, is_cold, drops
-            )
-            for name in others
-        }
-        return Gather(fixed, values, named)
+        gather = Gather(None, {}, named)
+        gather.then = then
+        try:
+            if columns and is_cold:
+                gather.add_fixed(engine.read_rows(self._rows, ids, columns, keep, drops=drops))
+            elif columns:
+                gather.add_fixed(engine.copy_rows(self._rows, ids, columns, keep))
+            for name in others:
+                buffer, kind = self._buffer_of[name], self._schema.variable[name]
+                values = ValuesGather(self._rows, ids, buffer, kind, name, is_cold, drops, keep)
+                gather.add_values(name, values)
+        except BaseException:
+            gather.abandon()
+            raise
+        return gather
 
-    def fetch(self, first: int, last: int, names: Sequence[str], then: Callable[[], None]) -> Fetch:
+    def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Fetch:
         """Have the disk begin to read columns of rows first..last-1.
 
         Args:
-            then: called once it has ended.
+            keep: kept until it has ended.
         """
         fixed = [self._column(n, 0) for n in names if n in self._schema.fixed and self._width_of(n)]
-        jobs = [engine.fetch_rows(self._rows, first, last, fixed)] if fixed else []
+        jobs = [engine.fetch_rows(self._rows, first, last, fixed, keep)] if fixed else []
         for name in names:
             if name not in self._schema.fixed:
                 width = element_bytes(self._schema.variable[name])
-                jobs.append(engine.fetch_values(self._rows, first, last, self._buffer_of[name], width))
-        return Fetch(jobs, then)
+                jobs.append(engine.fetch_values(self._rows, first, last, self._buffer_of[name], width, keep))
+        return Fetch(jobs)
 
     def _width_of(self, name: str) -> int:
         return self._schema.fixed[name].row_bytes
@@ -139,9 +146,20 @@ class Gather:
         named: Named = str,
         gathered: Mapping[str, Column] | None = None,
     ) -> None:
-        self._fixed, self._values, self._named, self._gathered = fixed, values, named, gathered or {}
+        self._fixed: engine.Job | engine.Read | None = None
+        self._values, self._named, self._gathered = dict(values), named, gathered or {}
         if fixed is not None:
-            accepted(fixed)
+            self.add_fixed(fixed)
+
+    def add_fixed(self, fixed: engine.Job | engine.Read) -> None:
+        """What brings the columns of fixed width. Raises: OutsideError: it was refused."""
+        self._fixed = fixed
+        accepted(fixed)
+
+    def add_values(self, name: str, values: ValuesGather) -> None:
+        """What brings a column of variable length: it is begun. Raises: OutsideError: it was refused."""
+        self._values[name] = values
+        values.begin()
 
     def take(self, seconds: float) -> bool:
         """Help, then wait. Returns: True: it has ended.
@@ -183,8 +201,9 @@ class Gather:
         try:
             while not self.take(_STEP_SECONDS):
                 pass
-        finally:
-            self.cancel()
+        except BaseException:
+            self.abandon()
+            raise
         return self
 
     def cancel(self) -> None:
@@ -192,11 +211,23 @@ class Gather:
 
         Where the kernel holds a thread longer than that, its memory stays for ever and `then` is not called.
         """
-        has_ended = self._fixed is None or self._fixed.cancel()
+        self._cancel(None)
+
+    def abandon(self) -> None:
+        """`cancel`, for one who cannot wait: what the disk holds for longer than a moment ends by itself.
+
+        Nobody may ask anything of it afterwards. Blocks: for a moment.
+        """
+        if not self._cancel(_MOMENT_SECONDS):
+            in_a_thread(self.cancel)
+
+    def _cancel(self, seconds: float | None) -> bool:
+        has_ended = self._fixed is None or self._fixed.cancel(seconds)
         for values in self._values.values():
-            has_ended &= values.cancel()
+            has_ended &= values.cancel(seconds)
         if has_ended:
             self._end()
+        return has_ended
 
     def _end(self) -> None:
         if self.then is not None:
@@ -219,23 +250,21 @@ class Gather:
 
 
 class Fetch:
-    """Rows that the disk was asked for: a hint, which ends where it is dropped.
+    """Rows that the disk was asked for: a hint, which ends where it is dropped."""
 
-    Args:
-        then: called once it has ended.
-    """
-
-    def __init__(self, jobs: Sequence[engine.Job], then: Callable[[], None]) -> None:
-        self._jobs, self._then = jobs, then
+    def __init__(self, jobs: Sequence[engine.Job]) -> None:
+        self._jobs = jobs
 
     def take(self, seconds: float) -> bool:
         """Wait until the disk is asked. Returns: whether it is. Blocks: so long for each column at most."""
         return all(job.take(seconds) for job in self._jobs)
 
-    def __del__(self) -> None:
-        left = [job for job in self._jobs if not job.cancel()]
-        if not left:
-            self._then()
+    def abandon(self) -> None:
+        """End it, as `Gather.abandon`."""
+        held = [job for job in self._jobs if not job.cancel(_MOMENT_SECONDS)]
+        self._jobs = ()
+        if held:
+            in_a_thread(lambda: [job.cancel() for job in held])
 
 
 class ValuesGather:
@@ -253,10 +282,14 @@ class ValuesGather:
         name: str,
         is_cold: bool,
         drops: bool,
+        keep: object = None,
     ) -> None:
         self._kind, self._name = kind, name
         self._is_cold, self._drops = is_cold, drops
-        self._found = engine.find_values(rows, ids, buffer, element_bytes(kind), on_disk=is_cold)
+        self._found = engine.find_values(rows, ids, buffer, element_bytes(kind), keep, on_disk=is_cold)
+
+    def begin(self) -> None:
+        """Begin to bring values, if they are found. Raises: OutsideError: a row is out of range."""
         accepted(self._found)
         self.go_on()
 
@@ -290,9 +323,9 @@ class ValuesGather:
         else:
             self._copy = engine.copy_values(self._found, self._data)
 
-    def cancel(self) -> bool:
+    def cancel(self, seconds: float | None = None) -> bool:
         self._is_over = True  # first: its offsets may be half found
-        return (self._copy is None or self._copy.cancel()) & self._found.cancel()
+        return (self._copy is None or self._copy.cancel(seconds)) & self._found.cancel(seconds)
 
     @property
     def missed(self) -> int:
@@ -308,6 +341,14 @@ class ValuesGather:
             return to_column(kind, Values(self._data, ends))
         items = self._data.view(kind.numpy_dtype).reshape(-1, *kind.inner_shape)
         return Values(items, ends // kind.item_bytes)
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    """Have a thread of its own call it; this one, where none can be started."""
+    try:
+        _thread.start_new_thread(function, ())
+    except RuntimeError:
+        function()
 
 
 def accepted(job: engine.Job | engine.Read) -> None:

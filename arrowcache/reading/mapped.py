@@ -34,18 +34,20 @@ class MappedSegment:
     Once it was checked, `layout` tells where its buffers lie, and `words` are the arguments of `Rows.put`.
     """
 
-    __slots__ = ("file", "layout", "was_read", "words")
+    __slots__ = ("file", "is_doubted", "layout", "was_read", "words")
     layout: Layout
 
     def __init__(self, path: bytes) -> None:
         self.file = maps.file(path)
         self.words: tuple[int, ...] = ()
         self.was_read = False  # its bytes were checked
+        self.is_doubted = False  # a read of it failed since
 
     def is_ready(self, *, check_bytes: bool) -> bool:
         """True if `map` has nothing more to do for it."""
         is_mapped = self.file.address or maps.count() >= _most_mapped
-        return bool(self.words and is_mapped and (self.was_read or not check_bytes))
+        was_checked = (self.was_read or not check_bytes) and not self.is_doubted
+        return bool(self.words and is_mapped and was_checked)
 
     def know(self, layout: Layout) -> None:
         """Note that it was checked, and its layout."""
@@ -179,6 +181,8 @@ class MappedSegments:
     def _map(self, segment: SegmentInfo, store: Store, check_bytes: bool) -> MappedSegment:
         found = self._segments.get(segment.seq)
         if found is not None:
+            if found.is_doubted:
+                self._read_again(found, segment, store)
             if found.words and found.file.address:
                 if check_bytes and not found.was_read:
                     self._check(found, segment, store, check_bytes)
@@ -204,6 +208,25 @@ class MappedSegments:
         read = partial(os.pread, file.fd)
         layout = None if check_bytes else self._known.find(read, file.nbytes, segment.rows)
         found.know(layout or self._check(found, segment, store, check_bytes))
+
+    def _read_again(self, found: MappedSegment, segment: SegmentInfo, store: Store) -> None:
+        """Check a file without its mapping, which may end before its address says: others may read that."""
+        file = maps.file(found.file.path)
+        try:
+            file.open(self._settings.segment_bytes, 0)
+            if file.words()[2:] != found.file.words()[2:]:
+                raise ValueError(
+                    f"{segment.name} has changed since it was mapped: it has {file.nbytes} bytes"
+                )
+            with open(file.fd, "rb", buffering=0, closefd=False) as whole:
+                data = pa.py_buffer(whole.read())
+        except (OSError, ValueError) as error:
+            shown = mapping.explained_at_open(error)
+            raise unfit(shown) or shown from None
+        finally:
+            file.close()
+        check_file(data, store, segment, check_bytes=True)
+        found.is_doubted = False
 
     def _check(self, found: MappedSegment, segment: SegmentInfo, store: Store, check_bytes: bool) -> Layout:
         """Check a file by parsing it; it is mapped for as long as that takes."""

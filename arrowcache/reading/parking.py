@@ -13,12 +13,12 @@ from __future__ import annotations
 import _thread
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 
 from arrowcache.reading.future import Future
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.mapping import is_exiting
 
 _log = logging.getLogger("arrowcache")
 
@@ -47,7 +47,7 @@ class Parking:
 
     def park(self, snapshot: Snapshot) -> None:
         """An epoch ended: keep its snapshot for a second."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or is_exiting():
             return
         snapshot.on_contention(self.drop)
         with self._lock:
@@ -83,14 +83,13 @@ class Parking:
 
     def close(self) -> None:
         """Let go of everything. Idempotent. Blocks: while its thread closes a snapshot, at most 5 s."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or is_exiting():  # no thread ends any more; the kernel lets go of all
             return
         with self._lock:
             self._is_closed = True
         try:
             self._over.set_result(None)
-            if not sys.is_finalizing():  # else no other thread runs any more
-                self._ended.wait(_JOIN_SECONDS)  # what it is closing is leased until it is done
+            self._ended.wait(_JOIN_SECONDS)  # what it is closing is leased until it is done
         finally:
             self.drop()
 

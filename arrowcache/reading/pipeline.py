@@ -52,7 +52,10 @@ class Pending(Protocol):
         """Begin its second part, if the first has ended; returns at once."""
 
     def cancel(self) -> None:
-        """Have it touch nothing any more. Idempotent."""
+        """Have it touch nothing any more. Idempotent. Blocks: for what was begun, at most some seconds."""
+
+    def abandon(self) -> None:
+        """The same for one who cannot wait; nothing is asked of it any more. Blocks: for a moment."""
 
 
 class Done:
@@ -65,6 +68,9 @@ class Done:
         pass
 
     def cancel(self) -> None:
+        pass
+
+    def abandon(self) -> None:
         pass
 
 
@@ -89,6 +95,9 @@ class Elsewhere:
             del future
 
     def cancel(self) -> None:
+        self.future.cancel()
+
+    def abandon(self) -> None:
         self.future.cancel()
 
 
@@ -129,6 +138,8 @@ class Stream:
     error: BaseException | None = None  # of `jobs`: it comes after the batches before it
     exhausted: bool = False
     ended: bool = False
+    has_failed: bool = False  # `error` came, or comes
+    was_interrupted: bool = False  # its consumer, who must not wait for the disk now
     consumer: int = 0  # the thread that is in `next`
 
 
@@ -176,6 +187,9 @@ class Pipeline:
                     if time.monotonic() >= deadline:
                         raise too_late(timeout_seconds)
                     self._while_waiting()
+        except KeyboardInterrupt:
+            stream.was_interrupted = True
+            raise
         finally:
             self._leave(stream)
         error, stream.error = stream.error, None
@@ -282,7 +296,7 @@ def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
 
 
 def _fail(stream: Stream, error: BaseException) -> None:
-    stream.exhausted = True
+    stream.exhausted = stream.has_failed = True
     if not stream.ended:  # else nobody asks why
         stream.error = error
 
@@ -296,8 +310,9 @@ def _cancel(stream: Stream) -> None:
 def _cancel_begun(stream: Stream) -> None:
     with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
         while stream.begun:
-            stream.begun[0][0].cancel()  # before it is taken from there: Ctrl-C loses none
-            stream.begun.popleft()
+            pending = stream.begun[0][0]
+            pending.abandon() if stream.was_interrupted else pending.cancel()
+            stream.begun.popleft()  # now: Ctrl-C loses none
     stream.under_way = 0
 
 

@@ -213,20 +213,19 @@ class Snapshot:
         reader = _Reader(self)
         try:
             self._map_segments_of(ids)
-            gather = self._gatherer.begin(
-                ids,
-                names,
-                out,
-                keep,
-                lambda index: self._name_of(int(ids[index])),
-                is_cold=self.temperature.is_cold,
-                drops=self._is_larger_than_memory,
-            )
         except BaseException:
             reader.end()
             raise
-        gather.then = reader.end
-        return gather
+        return self._gatherer.begin(
+            ids,
+            names,
+            out,
+            (keep, reader),
+            lambda index: self._doubted(int(ids[index])),
+            reader.end,
+            is_cold=self.temperature.is_cold,
+            drops=self._is_larger_than_memory,
+        )
 
     def _map_segments_of(self, ids: NDArray[np.int64]) -> None:
         if not self._is_known:
@@ -234,8 +233,12 @@ class Snapshot:
             if len(missing):
                 self._map_some(missing.tolist())
 
-    def _name_of(self, row: int) -> str:
-        return self._segments[int(self._starts.searchsorted(row, side="right")) - 1].name
+    def _doubted(self, row: int) -> str:
+        """The name of the segment of a row that could not be read: who maps it next checks it anew."""
+        index = int(self._starts.searchsorted(row, side="right")) - 1
+        if (found := self._found[index]) is not None:
+            found.is_doubted = True
+        return self._segments[index].name
 
     @cached_property
     def _is_larger_than_memory(self) -> bool:
@@ -247,7 +250,7 @@ class Snapshot:
         A hint, which ends when it is dropped; the snapshot stays open until then. Rows of segments that were
         not checked yet are left out.
         """
-        return self._gatherer.fetch(first, last, names, _Reader(self).end)
+        return self._gatherer.fetch(first, last, names, _Reader(self))
 
     def rows_before(self, index: int) -> int:
         """Rows of the segments before one."""
@@ -479,9 +482,11 @@ class Snapshot:
             self._readers += 1
 
     def _end_read(self, reader: _Reader) -> None:
-        with self._lock:
-            self._readers -= not reader.has_ended
+        if self._pid != os.getpid():  # the lock may be held for ever
             reader.has_ended = True
+            return
+        with self._lock:
+            self._readers, reader.has_ended = self._readers - (not reader.has_ended), True
             last = self._closed and not self._readers
         if last:
             self._let_go()

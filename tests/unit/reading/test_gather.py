@@ -52,7 +52,9 @@ def fixed_of(segment, ids, width=WIDTH):
 
 
 def texts_of(segment, ids, kind=String()):  # noqa: B008
-    return ValuesGather(segment.table, np.asarray(ids), 1, kind, "text", segment.is_cold, False)
+    values = ValuesGather(segment.table, np.asarray(ids), 1, kind, "text", segment.is_cold, False)
+    values.begin()
+    return values
 
 
 @pytest.fixture

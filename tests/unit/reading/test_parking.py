@@ -28,6 +28,7 @@ from arrowcache import Loader, Snapshot
 from arrowcache.reading import parking
 from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
+from arrowcache.storage import mapping
 
 
 @pytest.fixture
@@ -144,6 +145,19 @@ def test_close_waits_for_what_its_thread_is_at(cache, monkeypatch):
     go_on.set()
     closer.join(DEADLINE_SECONDS)
     assert not closer.is_alive()
+
+
+def test_when_the_interpreter_ends_nobody_waits_for_a_thread(cache, place, for_ever, monkeypatch):
+    """None runs any more: its wait would take as long as it may."""
+    monkeypatch.setattr(parking, "_JOIN_SECONDS", 3600.0)
+    parked(cache, place)
+    with pytest.MonkeyPatch.context() as ending:
+        ending.setattr(mapping, "_is_exiting", True)
+        place.close()
+        ended = place._ended
+        with Snapshot.take(cache.store) as snapshot:
+            place.park(snapshot)
+        assert place._ended is ended, "no thread was started"
 
 
 def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, for_ever, monkeypatch):

@@ -1,0 +1,105 @@
+"""The interpreter ends with jobs on their way: no crash, no hang, no lease."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import Script
+
+import arrowcache as ac
+
+EXITS = 40
+
+#: Each child ends as a script does, with everything that it left on its way.
+SCRIPT = """
+import os, sys, threading, time, warnings
+import numpy as np
+import arrowcache as ac
+
+path, exits = sys.argv[1], int(sys.argv[2])
+ac.Cache.open(path).snapshot().close()
+kept = []
+warnings.simplefilter("ignore", ResourceWarning)  # nothing is closed
+
+def gathers(cache, rng):
+    snapshot = cache.snapshot()
+    kept.append(snapshot)
+    for _ in range(4):
+        ids = rng.integers(0, len(snapshot), 64)
+        out = {"image": np.empty((64, 128, 128), np.float32), "id": np.empty(64, np.int64)}
+        addresses = {name: array.ctypes.data for name, array in out.items()}
+        kept.append(snapshot._begin(ids, ["id", "image", "name"], addresses, out))
+    kept.append(snapshot.fetch(0, len(snapshot), ["id", "image", "name"]))
+
+def thread(cache, rng):
+    is_begun = threading.Event()
+    def work():
+        with cache.snapshot() as snapshot:
+            snapshot.map_all()  # by Arrow's C++: no daemon thread may be in it when the interpreter ends
+            while True:
+                snapshot.gather(rng.integers(0, len(snapshot), 64))
+                is_begun.set()
+    threading.Thread(target=work, daemon=True).start()
+    is_begun.wait()
+    time.sleep(rng.random() * 0.05)
+
+def views(cache, rng):
+    kept.append(list(cache.snapshot().views(columns=["image"])))
+    gathers(cache, rng)
+
+def loads(cache, rng, **options):
+    loader = ac.Loader(cache, 16, **options)
+    epoch = loader.repeat()
+    kept.extend((loader, epoch, [next(epoch) for _ in range(int(rng.integers(1, 40)))]))
+
+def threads(cache, rng):
+    loads(cache, rng, workers=2, worker_type="thread", transform=dict)
+
+def processes(cache, rng):
+    loads(cache, rng, workers=1)
+
+def in_cycle(cache, rng):
+    loads(cache, rng, shuffle="window")
+    cycle = [kept.copy()]
+    cycle.append(cycle)
+    kept[:] = [cycle]
+
+SCENES = [gathers, thread, views, loads, threads, in_cycle, processes]
+
+def drop(folder):
+    for name in os.listdir(folder):
+        with open(os.path.join(folder, name), "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+for number in range(exits):
+    scene = SCENES[number % len(SCENES)]
+    if number % 2:
+        drop(os.path.join(path, "segments"))
+    pid = os.fork()
+    if not pid:
+        scene(ac.Cache.open(path), np.random.default_rng(number))
+        sys.exit()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status:
+        sys.exit(f"exit {number}, {scene.__name__}: {status}")
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_interpreters_that_end_with_jobs_on_their_way_neither_crash_nor_hang(tmp_path: Path) -> None:
+    schema = ac.Schema(
+        {"id": ac.Tensor("int64"), "image": ac.Tensor("float32", (128, 128)), "name": ac.String()}
+    )
+    cache = ac.Cache.create(tmp_path / "cache", schema, "64MiB", "4MiB")
+    with cache.writer() as writer:
+        for number in range(512):
+            writer.append(id=number, image=np.full((128, 128), number, np.float32), name=str(number))
+    with Script(SCRIPT, cache.path, EXITS) as script:
+        for number in range(EXITS):
+            assert script.line() == str(number)
+        assert script.end() == (0, "")
+    assert cache.stats().leased_bytes == 0

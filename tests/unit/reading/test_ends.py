@@ -1,0 +1,127 @@
+"""Epochs that end anywhere: after each, nothing is leased, and what was not delivered was not counted.
+
+In a cache that rolls, cold and warm: each row of a snapshot comes once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import append_rows, ids_of, make_cache, mapped_seqs, publish, segment_files
+from page_cache import drop_from_memory
+
+import arrowcache as ac
+from arrowcache.torch import Loader as TorchLoader
+
+SHUFFLES = pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
+ROWS, STEPS = 57, 9
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ac.Cache:
+    """Three segments of 16 rows and one of 9: ids 0 to 56."""
+    cache = make_cache(tmp_path / "cache")
+    append_rows(cache, range(ROWS))
+    return cache
+
+
+@pytest.mark.parametrize("how", ["iterator", "loader"])
+@pytest.mark.parametrize("prefetch", [1, 4, 12])
+@SHUFFLES
+def test_repeat_may_be_closed_after_any_step(cache, shuffle, prefetch, how):
+    """Also where the next epoch was begun, while the last batches of one are under way."""
+    options: dict[str, Any] = {"shuffle": shuffle, "prefetch": prefetch, "drop_last": False}
+    with ac.Loader(cache, 7, **options) as plain:
+        epochs = [ids_of(plain) for _ in range(4)]
+    for steps in range(2 * STEPS + 2):
+        loader = ac.Loader(cache, 7, **options)
+        endless = loader.repeat()
+        came = ids_of(next(endless) for _ in range(steps))
+        assert came == [*epochs[0], *epochs[1], *epochs[2]][: len(came)]
+        number, step = (
+            divmod(steps, STEPS) if steps % STEPS else (max(0, steps // STEPS - 1), STEPS * bool(steps))
+        )
+        state, stats = loader.state_dict(), loader.stats()
+        if steps:
+            assert (stats.epochs, stats.batches, stats.rows) == (number + 1, steps, len(came))
+            assert (state["epoch"], state["position"]) == (number, min(7 * step, ROWS))
+        (endless if how == "iterator" else loader).close()
+        if how == "iterator" and steps:
+            rest = ids_of(loader)
+            assert rest == epochs[number + 1], "the epoch after the one that was delivered"
+        loader.close()
+        assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+        with ac.Loader(cache, 7, **options) as resumed:
+            resumed.load_state_dict(state)
+            after = ids_of(resumed)
+            assert after == epochs[number][min(7 * step, ROWS) :] or (steps and step == STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ac.Loader, TorchLoader])
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+@SHUFFLES
+def test_epochs_of_a_cache_that_rolls_have_each_row_of_their_snapshot_once(tmp_path, shuffle, cold, make):
+    cache = make_cache(tmp_path / "cache", capacity="16MiB")
+    publish(cache, 20)
+    evicted = 0
+    first = itertools.count(20 * 16, 16)
+    with make(cache, 8, shuffle=shuffle, seed=3, with_ids=True) as loader:
+        endless = loader.repeat()
+        for _ in range(6):
+            if cold:
+                try:
+                    drop_from_memory(*segment_files(cache))
+                except pytest.skip.Exception:  # what is mapped stays there
+                    pass
+            batches = [next(endless)]
+            assert loader.steps is not None
+            for step in range(1, loader.steps):
+                batches.append(next(endless))
+                if step % 3 == 0:
+                    publish(cache, 1, first=next(first))
+                    evicted += bool(cache.evict("40KiB"))
+            came = ids_of(batches)
+            assert len(came) == len(set(came)) == 8 * len(batches)
+            for batch in batches:
+                assert (batch["image"][:, 0, 0] == batch["id"]).all()
+                assert (batch["image"][:, 15, 15] == batch["id"] + 255).all()
+                assert (batch["_seq"] * 16 + batch["_row"] == batch["id"]).all()
+    assert evicted
+    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+@SHUFFLES
+def test_two_ranks_that_are_resumed_deliver_each_row_once(cache, shuffle, cold):
+    """With batches of another size after it."""
+    options: dict[str, Any] = {"shuffle": shuffle, "drop_last": False, "world_size": 2, "run_id": "a"}
+    if cold:
+        drop_from_memory(*segment_files(cache))
+    came: list[int] = []
+    loaders = [ac.Loader(cache, 5, rank=rank, **options) for rank in range(2)]
+    epochs = [iter(loader) for loader in loaders]
+    for epoch in epochs:
+        came += ids_of([next(epoch), next(epoch)])
+    states = [loader.state_dict() for loader in loaders]
+    assert states[0] == states[1]
+    for loader in loaders:
+        loader.close()
+    assert cache.stats().leased_bytes == 0
+    if cold:
+        drop_from_memory(*segment_files(cache))
+    loaders = [ac.Loader(cache, 3, rank=rank, **options | {"run_id": "b"}) for rank in range(2)]
+    for loader in loaders:
+        loader.load_state_dict(states[0])
+    epochs = [iter(loader) for loader in loaders]
+    for epoch in epochs:
+        came += ids_of(epoch)
+    for loader in loaders:
+        loader.close()
+    assert sorted(set(came)) == list(range(ROWS)), "every row"
+    assert len(came) < ROWS + 2 * 3, "a step is filled for all ranks"
+    assert cache.stats().leased_bytes == 0

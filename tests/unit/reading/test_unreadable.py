@@ -1,0 +1,173 @@
+"""Segments that are truncated or go while they are read: an error names them, the next epoch leaves them out.
+
+Where rows come from the disk, that is. Whoever copies from a mapping gets SIGBUS: benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import ids_of, make_cache, mapped_seqs, segment_files, seqs
+
+import arrowcache as ac
+from arrowcache.reading import mapped
+from arrowcache.torch import Loader as TorchLoader
+from arrowcache.torch import dataloader
+
+SCHEMA = ac.Schema(
+    {
+        "id": ac.Tensor("int64"),
+        "image": ac.Tensor("float32", (64, 64)),
+        "name": ac.String(),
+        "boxes": ac.Ragged("float32", (4,)),
+    }
+)
+ROWS, SEGMENT_ROWS, DAMAGED = 96, 16, 3
+KINDS = pytest.mark.parametrize(
+    "columns", [["id", "image"], ["id", "name", "boxes"]], ids=["fixed", "variable"]
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ac.Cache:
+    """Six segments of 16 rows of 21 KiB, ids 0 to 95."""
+    cache = make_cache(tmp_path / "cache", SCHEMA, capacity="16MiB", segment_bytes="1MiB")
+    with cache.writer() as writer:
+        for number in range(ROWS):
+            image = np.full((64, 64), number, np.float32)
+            boxes = np.full((200, 4), number, np.float32)
+            writer.append(id=number, image=image, name=str(number) * 500, boxes=boxes)
+    return cache
+
+
+def damage(cache: ac.Cache, change: Callable[[Path], None]) -> str:
+    """Change a segment's file. Returns: its name."""
+    path = segment_files(cache)[DAMAGED]
+    change(path)
+    return path.name
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def others() -> list[int]:
+    first = DAMAGED * SEGMENT_ROWS
+    return [*range(first), *range(first + SEGMENT_ROWS, ROWS)]
+
+
+@KINDS
+def test_a_gather_of_a_truncated_segment_names_it_and_others_can_be_gathered(cache, columns):
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()
+        name = damage(cache, truncate)
+        for _ in range(2):
+            with pytest.raises(ac.CorruptSegmentError, match=rf"{name} .*its file was truncated"):
+                snapshot.gather(range(ROWS), columns)
+        assert snapshot.gather(others(), columns)["id"].tolist() == others()
+    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+
+
+def test_a_gather_of_a_segment_that_has_no_mapping_and_goes_names_it(cache, monkeypatch):
+    monkeypatch.setattr(mapped, "_most_mapped", 0)
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()
+        name = damage(cache, Path.unlink)
+        with pytest.raises(ac.CorruptSegmentError, match=rf"{name} .*No such file"):
+            snapshot.gather(range(ROWS))
+        assert snapshot.gather(others())["id"].tolist() == others()
+    assert cache.stats().leased_bytes == 0
+
+
+def test_other_readers_learn_of_a_segment_that_could_not_be_read(cache):
+    """Although it is mapped still: one that is read from the mapping would end the process."""
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()
+        name = damage(cache, truncate)
+        with pytest.raises(ac.CorruptSegmentError):
+            snapshot.gather(range(ROWS))
+        with cache.snapshot() as after:
+            with pytest.warns(RuntimeWarning, match=f"{name} left out, .* it has 100 bytes"):
+                assert after.map_all() == ROWS - SEGMENT_ROWS
+            assert after.gather(range(len(after)))["id"].tolist() == others()
+        with cache.snapshot() as lazy:
+            assert lazy.gather([0, ROWS - 1])["id"].tolist() == [0, ROWS - 1]
+            with (
+                pytest.warns(RuntimeWarning, match="left out"),
+                pytest.raises(ac.CorruptSegmentError, match=name),
+            ):
+                lazy.gather([DAMAGED * SEGMENT_ROWS])
+    with cache.snapshot() as last, pytest.warns(RuntimeWarning, match=f"{name} quarantined"):
+        assert last.map_all() == ROWS - SEGMENT_ROWS
+    assert seqs(cache) == [0, 1, 2, 4, 5]
+
+
+def test_a_segment_whose_read_failed_by_chance_is_read_on(cache):
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()
+        snapshot._doubted(DAMAGED * SEGMENT_ROWS)
+        with cache.snapshot() as after:
+            assert after.map_all() == ROWS
+            assert after.gather(range(ROWS))["id"].tolist() == list(range(ROWS))
+        assert not snapshot._found[DAMAGED].is_doubted
+
+
+def check_next_epochs(loader: Any, name: str) -> None:
+    """They warn, until nobody leases the segment any more."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert sorted(ids_of(loader)) == others()
+    assert name in str(caught[0].message)
+
+
+@KINDS
+@pytest.mark.parametrize("make", [ac.Loader, TorchLoader])
+@pytest.mark.parametrize("shuffle", ["rows", "window"])  # the others give views
+def test_a_step_that_meets_a_truncated_segment_names_it_and_the_next_epoch_goes_on(
+    cache, make, shuffle, columns
+):
+    with make(cache, 6, drop_last=False, prefetch=1, shuffle=shuffle, columns=columns) as loader:
+        epoch = iter(loader)
+        next(epoch)
+        name = damage(cache, truncate)
+        with pytest.raises(ac.CorruptSegmentError, match=rf"{name} .*its file was truncated"):
+            list(epoch)
+        assert next(epoch, None) is None
+        check_next_epochs(loader, name)
+    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+
+
+@pytest.mark.parametrize("worker_type", ["thread", "process"])
+def test_workers_that_meet_a_truncated_segment_name_it_and_the_next_epoch_goes_on(cache, worker_type):
+    options = {"workers": 2, "worker_type": worker_type, "transform": dict}
+    with ac.Loader(cache, 8, prefetch=1, **options) as loader:
+        epoch = iter(loader)
+        next(epoch)
+        name = damage(cache, truncate)
+        with pytest.raises(ac.CorruptSegmentError, match=name):
+            for _ in epoch:
+                pass
+        check_next_epochs(loader, name)
+    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataloader_that_meets_a_truncated_segment_names_it(cache, num_workers):
+    loader = dataloader(cache, 8, num_workers=num_workers, seed=1)
+    epoch = iter(loader)
+    next(epoch)
+    name = damage(cache, truncate)
+    with pytest.raises(ac.CorruptSegmentError, match=name):
+        for _ in epoch:
+            pass
+    del epoch
+    with pytest.warns(RuntimeWarning, match=name):
+        assert sorted(ids_of(loader)) == others()

@@ -81,12 +81,20 @@ class Kind:
         return bool(quick.maps_is_alike(file, self.address))
 
 
-def files(paths: Sequence[bytes]) -> ctypes.Array[File]:
-    """Files that are neither open nor mapped, by their absolute paths."""
-    made = (File * len(paths))()
-    made.paths = text = np.frombuffer(b"\0".join([*paths, b""]), np.uint8)  # type: ignore[attr-defined]
+def files(folder: str, names: Sequence[str]) -> ctypes.Array[File]:
+    """Files that are neither open nor mapped.
+
+    Args:
+        folder: its absolute path.
+        names: in it, of ASCII.
+    """
+    made = (File * len(names))()
+    before = os.fsencode(f"\0{folder}/")
+    text = before + before.join([name.encode() for name in names]) + b"\0"
+    made.paths = array = np.frombuffer(text, np.uint8)  # type: ignore[attr-defined]
+    lengths = np.fromiter(map(len, names), np.int64, len(names)) + len(before)
     words = words_of(made)
-    words[:, 0] = [*itertools.accumulate((len(path) + 1 for path in paths[:-1]), initial=address_of(text))]
+    words[:, 0] = address_of(array) + 1 + np.cumsum(lengths) - lengths
     words[:, 1] = -1
     return made
 

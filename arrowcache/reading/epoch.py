@@ -368,9 +368,15 @@ class Epochs:
     def _plan(self, number: int, snapshot: Snapshot) -> Plan:
         terms, rows = self._terms, snapshot.segment_rows
         window_rows = self._window_rows(len(snapshot), snapshot.nbytes)
-        seqs = np.array([segment.seq for segment in snapshot.segments], np.int64)
         return Plan(
-            number, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
+            number,
+            terms.seed,
+            terms.shuffle,
+            terms.epoch_rows,
+            window_rows,
+            terms.batch_size,
+            snapshot.seqs,
+            rows,
         )
 
     def _window_rows(self, rows: int, nbytes: int) -> int:
@@ -523,9 +529,10 @@ class Epochs:
         if not self._pacing.may_begin():
             return None
         where = self._pacing.where()
-        self._listed = self._store.segments()
-        self._rows_seen = sum(segment.rows for segment in self._listed if where is None or where(segment))
-        if self._rows_seen < self._needed_rows:  # found without cache.lock: so who waits never takes it
+        if self._rows_seen < self._needed_rows:  # last time: so who waits never takes cache.lock
+            self._listed = self._store.segments()
+            self._rows_seen = sum(segment.rows for segment in self._listed if where is None or where(segment))
+        if self._rows_seen < self._needed_rows:
             return None
         snapshot = Snapshot.take(self._store, where, yields_since=self.headroom.known)
         enough = False
@@ -537,4 +544,7 @@ class Epochs:
         finally:  # Ctrl-C while it maps, too, leaves nothing leased
             if not enough:
                 snapshot.close()
-        return snapshot if enough else None
+        if not enough:
+            self._listed = self._store.segments()
+            return None
+        return snapshot

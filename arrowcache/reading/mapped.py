@@ -7,7 +7,6 @@ which there is no mapping left is known, and not mapped.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import weakref
@@ -54,8 +53,8 @@ class MappedSegment:
 class Claim:
     """Segments that a reader needs mapped, oldest first, and gives up from the oldest on.
 
-    `seqs`: their numbers, which rise. `released`: so many of the oldest are not, or no longer, claimed; all of
-    them until `acquire`.
+    `seqs`: their numbers, which rise. `released`: so many of the oldest are not, or no longer, claimed; all
+    of them until `acquire`.
     """
 
     def __init__(self, seqs: NDArray[np.int64]) -> None:
@@ -196,7 +195,7 @@ class MappedSegments:
         self._let_go()
 
     def _map_alike(self, segments: Sequence[SegmentInfo], store: Store, template: Template) -> None:
-        files = _files(store, segments)
+        files = maps.files(os.fspath(store.folder.segments), [segment.name for segment in segments])
         made = {segment.seq: MappedSegment(file) for segment, file in zip(segments, files, strict=True)}
         self._segments.update(made)
         try:
@@ -231,7 +230,7 @@ class MappedSegments:
                     self._check(found, segment, store, check_bytes)
                 return found
             self._unmap([segment.seq])  # what Ctrl-C has left, or found no mapping
-        (file,) = _files(store, [segment])
+        (file,) = maps.files(os.fspath(store.folder.segments), [segment.name])
         found = MappedSegment(file)
         self._segments[segment.seq], self._opening = found, file
         try:
@@ -283,11 +282,6 @@ class MappedSegments:
     def __del__(self) -> None:
         if hasattr(self, "_opening"):
             self._let_go()  # what was cut short
-
-
-def _files(store: Store, segments: Sequence[SegmentInfo]) -> ctypes.Array[maps.File]:
-    folder = os.fsencode(store.folder.segments)
-    return maps.files([b"%s/%s" % (folder, segment.name.encode()) for segment in segments])
 
 
 def _after_fork_in_child() -> None:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-_rows_of, _seq_of, _published_of = map(attrgetter, ("rows", "seq", "published"))
+_seq_of, _rows_of, _nbytes_of, _published_of = map(attrgetter, ("seq", "rows", "nbytes", "published"))
 _MAPPED_AT_ONCE = 128  # segments: some 2 ms, while other threads wait for the GIL
 _MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
 
@@ -124,6 +124,7 @@ class Snapshot:
         self._published = np.fromiter(map(_published_of, segments), np.float64, count)
         self._starts = np.concatenate(([0], np.cumsum(rows)))
         self._length = int(self._starts[-1])
+        self._nbytes = int(sum(map(_nbytes_of, segments)))
         self._rows = Rows(self._starts)
         self._gatherer = Gatherer(self._store.settings.schema, self._rows)
         self._found: list[MappedSegment | None] = [None] * count  # what `_rows` tells of
@@ -135,6 +136,11 @@ class Snapshot:
         return self._segments
 
     @property
+    def seqs(self) -> NDArray[np.int64]:
+        """Numbers of its segments, which rise; not to be written to."""
+        return self._seqs
+
+    @property
     def segment_rows(self) -> NDArray[np.int64]:
         """Rows of each segment, oldest first."""
         return np.diff(self._starts)
@@ -142,7 +148,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of its segments' files."""
-        return sum(segment.nbytes for segment in self._segments)
+        return self._nbytes
 
     @property
     def row_bytes(self) -> int:
@@ -521,14 +527,14 @@ class Snapshot:
         """Have `_rows` tell of segments that are mapped by now. Returns: the others."""
         seqs = self._seqs[indices].tolist()
         found = self._mapped.found(seqs, check_bytes_below=self._suspect_below)
-        there, others = [], []
-        for index, each in zip(indices, found, strict=True):
-            if each is None:
-                others.append(index)
-            else:
-                there.append(index)
-                self._found[index] = each  # first: it keeps what `_rows` tells of
-        self._rows.put(there, [each.entry for each in found if each is not None])
+        others = []
+        if None in found:
+            others = [index for index, each in zip(indices, found, strict=True) if each is None]
+            indices = [index for index, each in zip(indices, found, strict=True) if each is not None]
+        there = [each for each in found if each is not None]
+        for index, each in zip(indices, there, strict=True):
+            self._found[index] = each  # first: it keeps what `_rows` tells of
+        self._rows.put(indices, [each.entry for each in there])
         return others
 
     def _map(self, index: int) -> MappedSegment:

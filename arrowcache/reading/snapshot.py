@@ -222,14 +222,15 @@ class Snapshot:
         reader = _Reader(self)
         try:
             self._map_segments_of(ids)
+            is_cold = self.temperature.is_cold
             gather = self._gatherer.begin(
                 ids,
                 names,
                 out,
                 keep,
                 lambda index: self._name_of(int(ids[index])),
-                is_cold=self.temperature.is_cold,
-                drops=self._is_larger_than_memory,
+                is_cold=is_cold,
+                drops=is_cold and self._is_larger_than_memory,
             )
         except BaseException:
             reader.end()

@@ -234,13 +234,12 @@ class Store:
         names, known = self.folder.names_in_segments(), self._listing
         if names == known.names:
             return known
-        present = set(names)
-        segments = known.segments.copy()
-        for name in known.segments.keys() - present:
+        present, segments = set(names), known.segments.copy()
+        for name in [name for name in known.segments if name not in present]:
             del segments[name]
         last = next(reversed(segments.values()), None)
         foreign, passing, rises = [], False, True
-        for name in sorted(present.difference(segments)):
+        for name in sorted(name for name in names if name not in segments):
             info = self.folder.segment_info(name)
             if info is not None:
                 rises = rises and (last is None or info.seq > last.seq)

@@ -9,6 +9,7 @@ point to is the caller's to keep.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from ctypes import Array, c_int64, c_void_p
 
@@ -20,16 +21,29 @@ from arrowcache.native.maps import File, words_of
 
 _SEGMENT_WORDS = 7  # of `engine_segment`
 _BASE, _NBYTES, _AT, _FIRST_ROW, _PATH = range(5)  # and device, inode
+_ENTRY = struct.Struct("@5q2Q")
+_ALL_BITS = 2**64 - 1  # of what some give with a sign and some without
 _FIRST = 3  # of `engine_rows`
 _BLOCKS_A_SEGMENT = 4
 
 
-def entries_of(files: Array[File] | File, layout_address: int) -> list[bytes]:
-    """What `Rows.put` is told of segments' files: as of now. One that is not mapped is read.
+def entry(
+    base: int, nbytes: int, layout_address: int, path_address: int = 0, device: int = 0, inode: int = 0
+) -> bytes:
+    """What `Rows.put` is told of a segment's file.
 
     Args:
+        base: its address; 0: it is not mapped, and its rows are read.
+        nbytes: of the file.
         layout_address: of int64 that say where each buffer begins, in bytes of the file.
+        path_address: of its absolute path, which a zero byte ends; 0: it is mapped, and never read.
+        device, inode: of the file.
     """
+    return _ENTRY.pack(base, nbytes, layout_address, 0, path_address, device & _ALL_BITS, inode & _ALL_BITS)
+
+
+def entries_of(files: Array[File], layout_address: int) -> list[bytes]:
+    """The `entry` of each of some files: as of now."""
     words = words_of(files)
     told = np.zeros((len(words), _SEGMENT_WORDS), np.int64)
     told[:, [_PATH, _BASE, _NBYTES, _PATH + 1, _PATH + 2]] = words[:, [0, 2, 3, 4, 5]]

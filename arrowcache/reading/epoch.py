@@ -205,6 +205,14 @@ class Epochs:
             undo.pop_all()
         return epoch
 
+    def look(self) -> None:
+        """Have what is new in the cache be known: the next epoch begins the sooner, at another moment.
+
+        Never fails: who begins that epoch says what is wrong.
+        """
+        with suppress(OSError, ArrowCacheError):
+            self._store.segments()
+
     def begin_after(
         self, previous: Epoch, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
     ) -> Epoch | None:

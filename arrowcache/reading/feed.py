@@ -54,6 +54,9 @@ class Feed:
             if not self._endless:
                 return
             is_awaited = False
+            if self.stream.begun:  # else there is nothing to deliver meanwhile
+                self._epochs.look()
+                yield LATER
             following = self._epochs.try_begin_after(epoch)
             if following is None:
                 yield BARRIER

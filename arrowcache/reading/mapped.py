@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts, Template
 from arrowcache.native import maps
-from arrowcache.native.rows import entries_of
+from arrowcache.native.rows import entries_of, entry
 from arrowcache.storage import mapping
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.locks import file_identity
@@ -201,9 +201,9 @@ class MappedSegments:
         try:
             alike = maps.open_alike(files, template.kind, _most_mapped)
             entries = entries_of(files, template.layout.buffers.buffer_info()[0])
-            for each, entry, is_alike in zip(made.values(), entries, alike, strict=True):
+            for each, told, is_alike in zip(made.values(), entries, alike, strict=True):
                 if is_alike:
-                    each.know(template.layout, entry)
+                    each.know(template.layout, told)
         finally:
             if others := [seq for seq, each in made.items() if not each.entry]:
                 self._unmap(others)
@@ -253,8 +253,8 @@ class MappedSegments:
             layout = template.layout
         else:
             layout = self._check(found, segment, store, check_bytes)
-        (entry,) = entries_of(file, layout.buffers.buffer_info()[0])
-        found.know(layout, entry)
+        ((path, _, address, nbytes, device, inode),) = maps.words_of(file).tolist()
+        found.know(layout, entry(address, nbytes, layout.buffers.buffer_info()[0], path, device, inode))
 
     def _check(self, found: MappedSegment, segment: SegmentInfo, store: Store, check_bytes: bool) -> Layout:
         """Check a file the complete way; one that is open is mapped for as long as that takes."""

@@ -391,7 +391,7 @@ class Snapshot:
         """
         with _Reader(self):
             damaged: list[int] = []
-            self._map_some(np.arange(self._released, len(self._segments)).tolist(), damaged)
+            self._map_some(range(self._released, len(self._segments)), damaged)
             if damaged:
                 kept = [index for index in range(len(self._segments)) if index not in set(damaged)]
                 self._set_segments([self._segments[index] for index in kept])
@@ -526,9 +526,11 @@ class Snapshot:
 
     def _put_found(self, indices: Sequence[int]) -> Sequence[int]:
         """Have `_rows` tell of segments that are mapped by now. Returns: the others."""
-        seqs = self._seqs[indices].tolist()
-        found = self._mapped.found(seqs, check_bytes_below=self._suspect_below)
-        others = []
+        if not indices:
+            return indices
+        seqs = self._seqs[indices[0] : indices[-1] + 1] if isinstance(indices, range) else self._seqs[indices]
+        found = self._mapped.found(seqs.tolist(), check_bytes_below=self._suspect_below)
+        others: Sequence[int] = []
         if None in found:
             others = [index for index, each in zip(indices, found, strict=True) if each is None]
             indices = [index for index, each in zip(indices, found, strict=True) if each is not None]

@@ -54,7 +54,7 @@ class Feed:
             if not self._endless:
                 return
             is_awaited = False
-            if self.stream.begun:  # else there is nothing to deliver meanwhile
+            if self.stream.begun and epoch.order.steps > self._assembly.wanted():  # else too little is ahead
                 self._epochs.look()
                 yield LATER
             following = self._epochs.try_begin_after(epoch)

@@ -205,6 +205,14 @@ class Epochs:
             undo.pop_all()
         return epoch
 
+    def look(self) -> None:
+        """Have what is new in the cache be known: the next epoch begins the sooner, at another moment.
+
+        Never fails: who begins that epoch says what is wrong.
+        """
+        with suppress(OSError, ArrowCacheError):
+            self._store.segments()
+
     def begin_after(
         self, previous: Epoch, is_cancelled: Callable[[], bool], before_waiting: Callable[[], None]
     ) -> Epoch | None:
@@ -368,9 +376,15 @@ class Epochs:
     def _plan(self, number: int, snapshot: Snapshot) -> Plan:
         terms, rows = self._terms, snapshot.segment_rows
         window_rows = self._window_rows(len(snapshot), snapshot.nbytes)
-        seqs = np.array([segment.seq for segment in snapshot.segments], np.int64)
         return Plan(
-            number, terms.seed, terms.shuffle, terms.epoch_rows, window_rows, terms.batch_size, seqs, rows
+            number,
+            terms.seed,
+            terms.shuffle,
+            terms.epoch_rows,
+            window_rows,
+            terms.batch_size,
+            snapshot.seqs,
+            rows,
         )
 
     def _window_rows(self, rows: int, nbytes: int) -> int:
@@ -523,9 +537,10 @@ class Epochs:
         if not self._pacing.may_begin():
             return None
         where = self._pacing.where()
-        self._listed = self._store.segments()
-        self._rows_seen = sum(segment.rows for segment in self._listed if where is None or where(segment))
-        if self._rows_seen < self._needed_rows:  # found without cache.lock: so who waits never takes it
+        if self._rows_seen < self._needed_rows:  # last time: so who waits never takes cache.lock
+            self._listed = self._store.segments()
+            self._rows_seen = sum(segment.rows for segment in self._listed if where is None or where(segment))
+        if self._rows_seen < self._needed_rows:
             return None
         snapshot = Snapshot.take(self._store, where, yields_since=self.headroom.known)
         enough = False
@@ -537,4 +552,7 @@ class Epochs:
         finally:  # Ctrl-C while it maps, too, leaves nothing leased
             if not enough:
                 snapshot.close()
-        return snapshot if enough else None
+        if not enough:
+            self._listed = self._store.segments()
+            return None
+        return snapshot

@@ -54,6 +54,9 @@ class Feed:
             if not self._endless:
                 return
             is_awaited = False
+            if self.stream.begun and epoch.order.steps > self._assembly.wanted():  # else too little is ahead
+                self._epochs.look()
+                yield LATER
             following = self._epochs.try_begin_after(epoch)
             if following is None:
                 yield DRAIN  # first all is delivered: the next epoch has to wait

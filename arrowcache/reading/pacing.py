@@ -8,12 +8,11 @@ unless its process was killed. A loader that is not paced neither waits nor coun
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError
 from arrowcache.reading.snapshot import Snapshot
@@ -54,12 +53,13 @@ class Pacing:
         """
         self.reason = ""
         if self._paced:
-            listed = self._store.segments()  # first: of a folder that is gone it says so
             with explaining(self._store.folder.path):
+                os.stat(self._store.folder.segments)  # first: of a folder that is gone it says so
                 self._store.refresh_settings()
             pace = self._store.settings.pace
             if pace is not None:
-                self.reason = pace.keeps_loader(self._store.flow(listed), self._epoch_rows)
+                flow = self._store.flow(self._store.segments())
+                self.reason = pace.keeps_loader(flow, self._epoch_rows)
         return not self.reason
 
     def where(self) -> Callable[[SegmentInfo], bool] | None:
@@ -68,7 +68,7 @@ class Pacing:
         if most is None:
             return self._where
         listed = self._store.segments()
-        seqs = _seqs(listed)
+        seqs = np.array([segment.seq for segment in listed], np.int64)
         spent = set(seqs[self._store.usage.served(seqs) >= most].tolist())
         if spent:
             self.reason = (
@@ -82,7 +82,7 @@ class Pacing:
         if not self._paced:
             return True
         self._pid = os.getpid()
-        seqs, most = _seqs(snapshot.segments), self._most_passes()
+        seqs, most = snapshot.seqs, self._most_passes()
         with self._store.locked():
             if most is not None and (self._store.usage.served(seqs) >= most).any():
                 return False
@@ -112,7 +112,7 @@ class Pacing:
         with suppress(OSError, ArrowCacheError), self._store.locked(_GIVE_BACK_SECONDS):
             self._store.usage.add_served(-rows)
             if snapshot is not None:
-                self._store.usage.count_epoch(_seqs(snapshot.segments), -self._passes(len(snapshot)))
+                self._store.usage.count_epoch(snapshot.seqs, -self._passes(len(snapshot)))
 
     def _most_passes(self) -> int | None:
         pace = self._store.settings.pace
@@ -120,7 +120,3 @@ class Pacing:
 
     def _passes(self, rows: int) -> int:
         return 1 if self._epoch_rows is None else max(1, -(-self._epoch_rows // max(1, rows)))
-
-
-def _seqs(segments: Sequence[SegmentInfo]) -> NDArray[np.int64]:
-    return np.array([segment.seq for segment in segments], np.int64)

@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+_seq_of, _rows_of, _nbytes_of, _published_of = map(attrgetter, ("seq", "rows", "nbytes", "published"))
+_MAPPED_AT_ONCE = 128  # segments: some 2 ms, while other threads wait for the GIL
 _MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
 
 
@@ -84,7 +87,7 @@ class Snapshot:
         self.temperature = Temperature()  # of its rows; a loader has one for all its epochs
         self._suspect_below = store.suspect_below()
         self._set_segments(segments)
-        self._claim = Claim(self._segments)
+        self._claim = Claim(self._seqs)
         self._closed = False
         try:
             self._mapped.acquire(self._claim)
@@ -115,20 +118,27 @@ class Snapshot:
 
     def _set_segments(self, segments: Sequence[SegmentInfo]) -> None:
         self._segments = tuple(segments)
-        rows = np.fromiter((segment.rows for segment in segments), np.int64, len(segments))
+        count = len(self._segments)
+        rows = np.fromiter(map(_rows_of, segments), np.int64, count)
+        self._seqs = np.fromiter(map(_seq_of, segments), np.int64, count)
+        self._published = np.fromiter(map(_published_of, segments), np.float64, count)
         self._starts = np.concatenate(([0], np.cumsum(rows)))
         self._length = int(self._starts[-1])
+        self._nbytes = int(sum(map(_nbytes_of, segments)))
         self._rows = Rows(self._starts)
         self._gatherer = Gatherer(self._store.settings.schema, self._rows)
-        self._found: list[MappedSegment | None] = [None] * len(segments)  # what `_rows` tells of
+        self._found: list[MappedSegment | None] = [None] * count  # what `_rows` tells of
         self._is_known = not segments  # it tells of all
-        self._seqs = np.fromiter((segment.seq for segment in segments), np.int64, len(segments))
-        self._published = np.fromiter((s.published for s in segments), np.float64, len(segments))
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
         """The segments that it reads, oldest first."""
         return self._segments
+
+    @property
+    def seqs(self) -> NDArray[np.int64]:
+        """Numbers of its segments, which rise; not to be written to."""
+        return self._seqs
 
     @property
     def segment_rows(self) -> NDArray[np.int64]:
@@ -138,7 +148,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of its segments' files."""
-        return sum(segment.nbytes for segment in self._segments)
+        return self._nbytes
 
     @property
     def row_bytes(self) -> int:
@@ -216,6 +226,7 @@ class Snapshot:
         except BaseException:
             reader.end()
             raise
+        is_cold = self.temperature.is_cold
         return self._gatherer.begin(
             ids,
             names,
@@ -223,8 +234,8 @@ class Snapshot:
             (keep, reader),
             lambda index: self._doubted(int(ids[index])),
             reader.end,
-            is_cold=self.temperature.is_cold,
-            drops=self._is_larger_than_memory,
+            is_cold=is_cold,
+            drops=is_cold and self._is_larger_than_memory,
         )
 
     def _map_segments_of(self, ids: NDArray[np.int64]) -> None:
@@ -394,21 +405,17 @@ class Snapshot:
             self._map_some(range(self._released, len(self._segments)), damaged)
             if damaged:
                 kept = [index for index in range(len(self._segments)) if index not in set(damaged)]
-                found = [self._found[index] for index in kept]
                 self._set_segments([self._segments[index] for index in kept])
-                for index, each in enumerate(found):
-                    if each is not None:
-                        self._put(index, each)
-                self._is_known = True
-                before, self._claim = self._claim, Claim(self._segments)
+                self._is_known = not self._put_found(range(len(kept)))
+                before, self._claim = self._claim, Claim(self._seqs)
                 self._mapped.acquire(self._claim)
-                self._mapped.release(before, len(before.segments))
+                self._mapped.release(before, len(before.seqs))
         return len(self)
 
     def map_ahead(self) -> None:
         """Map all segments that can be: the folder is not needed any more. Errors come with their rows."""
         with _Reader(self), self._mapping:
-            for index in self._rows.unknown().tolist():
+            for index in self._put_alike(self._rows.unknown().tolist()):
                 with suppress(CorruptSegmentError, OSError):
                     self._open(index)
 
@@ -494,7 +501,7 @@ class Snapshot:
     def _let_go(self) -> None:
         unlease = self._lease.close if self._lease is not None else lambda: None
         if self._pid == os.getpid():
-            self._mapped.release(self._claim, len(self._claim.segments), unlease)
+            self._mapped.release(self._claim, len(self._claim.seqs), unlease)
         else:
             unlease()
 
@@ -508,10 +515,10 @@ class Snapshot:
         if self._lease is not None:
             self._lease.on_contention = let_go
 
-    def _map_some(self, indices: Iterable[int], damaged: list[int] | None = None) -> None:
+    def _map_some(self, indices: Sequence[int], damaged: list[int] | None = None) -> None:
         """Map and check segments; a damaged one is noted in `damaged`, or raises."""
         with self._mapping:
-            for index in indices:
+            for index in self._put_alike(indices):
                 try:
                     self._map(index)
                 except CorruptSegmentError:
@@ -519,6 +526,32 @@ class Snapshot:
                         raise
                     damaged.append(index)
         self._is_known = not len(self._rows.unknown())
+
+    def _put_alike(self, indices: Sequence[int]) -> Iterator[int]:
+        """Map segments whose layout is known, some at a time. Yields: each of the others, in its turn."""
+        left = self._put_found(indices)
+        for start in range(0, len(left), _MAPPED_AT_ONCE):
+            some = left[start : start + _MAPPED_AT_ONCE]
+            trusted = [self._segments[index] for index in some]
+            trusted = [segment for segment in trusted if segment.seq >= self._suspect_below]
+            self._mapped.map_alike(trusted, self._store)
+            yield from self._put_found(some)
+
+    def _put_found(self, indices: Sequence[int]) -> Sequence[int]:
+        """Have `_rows` tell of segments that are mapped by now. Returns: the others."""
+        if not indices:
+            return indices
+        seqs = self._seqs[indices[0] : indices[-1] + 1] if isinstance(indices, range) else self._seqs[indices]
+        found = self._mapped.found(seqs.tolist(), check_bytes_below=self._suspect_below)
+        others: Sequence[int] = []
+        if None in found:
+            others = [index for index, each in zip(indices, found, strict=True) if each is None]
+            indices = [index for index, each in zip(indices, found, strict=True) if each is not None]
+        there = [each for each in found if each is not None]
+        for index, each in zip(indices, there, strict=True):
+            self._found[index] = each  # first: it keeps what `_rows` tells of
+        self._rows.put(indices, [each.entry for each in there])
+        return others
 
     def _map(self, index: int) -> MappedSegment:
         try:
@@ -530,12 +563,9 @@ class Snapshot:
         segment = self._segments[index]
         check = segment.seq < self._suspect_below
         found = self._mapped.map(segment, self._store, check_bytes=check)
-        self._put(index, found)
+        self._found[index] = found  # first, as above
+        self._rows.put([index], [found.entry])
         return found
-
-    def _put(self, index: int, found: MappedSegment) -> None:
-        self._found[index] = found  # first: it keeps what `_rows` tells of
-        self._rows.put(index, *found.words)
 
     def _condemn(self, segment: SegmentInfo, error: CorruptSegmentError) -> NoReturn:
         """Quarantine a segment, which is no longer mapped here, and raise with its name."""

@@ -173,16 +173,19 @@ class Pool:
     def drop(self) -> None:
         """Have workers let go of what they lease of epochs that have ended.
 
-        Blocks: until they have, at most a second: one may be in a transform.
+        Blocks: until those that are ready have, at most a second: one may be in a transform.
         """
         if self._is_stopping or self._is_here:
             return
         done, deadline = threading.Semaphore(0), time.monotonic() + _DROP_SECONDS
         with self._held():
             asked = [worker for worker in self._workers if worker.tell({"do": "drop"})]
+            awaited = [
+                worker for worker in asked if worker.is_ready
+            ]  # others have leased nothing, or just now
             for worker in asked:
-                worker.drops.append(done)
-        for _ in asked:
+                worker.drops.append(done if worker in awaited else threading.Semaphore(0))
+        for _ in awaited:
             if not done.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 return
 

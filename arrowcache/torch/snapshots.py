@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
+from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import start
@@ -79,33 +80,28 @@ class SnapshotName:
 
 
 class Sending:
-    """An epoch whose batches are on their way: it owns the snapshot until the last has arrived.
+    """Batches of an epoch, which it owns until the last has arrived.
 
     `sent` and `complete` are called by whoever draws the batches, `read` and `delivered` by any
     thread that receives them, `close` by any.
 
     Args:
-        store, snapshot: what is read; the snapshot is closed by this.
+        store, epoch: what is read; the epoch is ended by this.
         batch_size: rows of a batch, at most.
         slots: memory for batches, by columns: kept by the caller for the epochs after this one.
-        on_release: called when the oldest segments were given up.
-        on_close: called once, after the snapshot was closed, with how many batches had arrived.
     """
 
     def __init__(
         self,
         store: Store,
-        snapshot: Snapshot,
+        epoch: Epoch,
         batch_size: int,
         slots: dict[tuple[str, ...], Slots],
-        on_release: Callable[[], object],
-        on_close: Callable[[int], object],
     ) -> None:
-        self.name = SnapshotName.of(str(store.folder.path), snapshot.segments)
+        self.name = SnapshotName.of(str(store.folder.path), epoch.snapshot.segments)
         self.pid = os.getpid()
-        self.store, self._snapshot = store, snapshot
+        self.store, self._epoch = store, epoch
         self._batch_size, self._slots = batch_size, slots
-        self._on_release, self._on_close = on_release, on_close
         self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
         self._sent = 0
         self._complete = False
@@ -131,7 +127,7 @@ class Sending:
         if slots is None:
             columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
             slots = self._slots.setdefault(names, Slots(columns, self._batch_size))
-        return dict(self._snapshot.gather(ids, names, out=slots.lend(len(ids)).arrays()))
+        return dict(self._epoch.snapshot.gather(ids, names, out=slots.lend(len(ids)).arrays()))
 
     def delivered(self, step: int) -> None:
         """A batch has arrived, whatever came of it: let go of what no other one needs."""
@@ -142,8 +138,7 @@ class Sending:
         oldest = min(list(self._pending.values()), default=oldest)
         if oldest > self._oldest:
             self._oldest = oldest
-            self._snapshot.release_oldest(oldest)
-            self._on_release()
+            self._epoch.release_oldest(oldest)
 
     def close(self, *, is_stale: bool = False) -> None:
         """Unlease. A batch that arrives later is read anew, or refused if `is_stale`. Idempotent."""
@@ -154,8 +149,8 @@ class Sending:
         if _sending.pop(self.name.key, None) is None:
             return
         self.is_closed = True
-        self._snapshot.close()
-        self._on_close(self._sent - len(self._pending))
+        self._epoch.delivered = self._sent - len(self._pending)
+        self._epoch.end()
 
 
 # Single operations, without a lock that a fork could find held.

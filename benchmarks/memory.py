@@ -2,7 +2,7 @@
 
 Question: growth of the process' private resident memory (RssAnon) over what it was after `import
 arrowcache` and opening the cache: with all segments mapped, and after each of three epochs; beyond
-the loader's ring, which is what the same loader takes for the same rows in 16 segments.
+the loader's slots, which are what the same loader takes for the same rows in 16 segments.
 Method: 64,000 rows of 1 KiB and a label, in 16,000 segments of 4 and in 16 of 4,000, in memory
 (/dev/shm); a fresh process each; every epoch reads all. The page cache is not private memory.
 Run: `python -m benchmarks.memory`. Results: benchmarks/RESULTS.md.

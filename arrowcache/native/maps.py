@@ -78,7 +78,7 @@ def unmap(files: Sequence[File]) -> None:
 
 
 def count() -> int:
-    """How many files are mapped."""
+    """The number of files that are mapped."""
     return int(quick.maps_count())
 
 

@@ -1,10 +1,10 @@
 """Rows: those of segments, numbered one after another, as the engine reads them.
 
-A table of segments that is filled in place, segment by segment, as their files are mapped: threads that copy
-rows of others go on meanwhile.
+It is a table of segments. It is filled in place, segment by segment, as their files are mapped; threads that
+copy rows of other segments go on meanwhile.
 
-Must never: tell of a segment that is unmapped while its rows may still be asked for. What the addresses in it
-point to is the caller's to keep.
+Must never: have the address of a segment that is unmapped while its rows may still be asked for. The caller
+keeps all memory whose addresses are in the table.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Rows:
         return segments if bad < 0 else int(bad)
 
     def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """Which segments were not put yet, each once and in order: of these, or of all."""
+        """The segments that were not put yet, each once and in order: of these, or of all."""
         if segments is None:
             return np.flatnonzero(~self._is_known)
         return np.unique(segments[~self._is_known[segments]])

@@ -66,7 +66,7 @@ class Epoch:
         self._is_let_go = False
 
     def rest(self) -> Plan:
-        """What was not delivered yet."""
+        """The part that was not delivered yet."""
         return self.plan.at(self.order.position_after(self.delivered))
 
     @property
@@ -207,7 +207,7 @@ class Epochs:
         """Begin the next epoch: take its snapshot.
 
         Args:
-            made: the steps that this process makes; other processes make the rest of this shard.
+            made: the range of steps that this process makes.
         Blocks: until enough rows are published.
         Returns: None: it was cancelled while it waited.
         Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
@@ -225,7 +225,7 @@ class Epochs:
         return epoch
 
     def begin_after(self, previous: Epoch, wait: Wait | None = None) -> Epoch | None:
-        """Begin the epoch after one that is made, ahead of its delivery, on any thread.
+        """Begin the epoch after one whose batches are all under way, before they are delivered.
 
         It changes nothing here: an epoch of which no batch is delivered was never begun.
         Args:
@@ -364,7 +364,7 @@ class Epochs:
     def _agreed(
         self, number: int, position: int, take: Callable[[], Snapshot | None], *, ahead: bool = False
     ) -> Snapshot | None:
-        """What `take` gives, or another rank of the same job has taken already."""
+        """The snapshot of `take`, or the one that another rank of the same job has taken already."""
         if self._agreement is None:
             return take()
         terms = self._options.terms() | {"position": position, "order_version": ORDER_VERSION}

@@ -2,9 +2,9 @@
 
 `iter` takes the snapshot, so whatever was published before it is in the epoch. `next` begins batches ahead,
 which native threads copy, and hands out the oldest: no Python thread lies on their way. One epoch is
-delivered at a time. This module is the face: what users say and get. iterator.py hands batches over, epoch.py
-decides what an epoch is, plan.py and order.py which rows it has, assembly.py how its batches are made,
-pipeline.py when, slots.py and view.py in which memory, readahead.py what is warm by then.
+delivered at a time. This module is the face. iterator.py hands batches over; epoch.py begins epochs; plan.py
+and order.py say which rows a batch has; assembly.py makes batches, in memory of slots.py or view.py; feed.py
+and pipeline.py say when; temperature.py says how rows are read; parking.py keeps an ended epoch for a second.
 """
 
 from __future__ import annotations
@@ -56,21 +56,23 @@ class Loader:
     Args:
         cache: a Cache, or the path of one.
         batch_size: rows of a batch; below 2**31, and no more than fit into the memory.
-        shuffle: "rows" (the whole snapshot, uniformly); "window" (within a window that slides from the
-            oldest segment to the newest, which reads the disk in order and lets samplers replace what it
-            has passed); "blocks" (runs of batch_size contiguous rows, in random order); None (oldest
-            first). Batches of "blocks" and None are zero-copy views where they are one run of rows.
+        shuffle: "rows" (the whole snapshot, uniformly; from the disk row by row); "window" (within a window
+            that slides from the oldest segment to the newest; it reads the disk in order, and lets samplers
+            replace the segments that it has passed); "blocks" (runs of batch_size contiguous rows, in random
+            order); None (oldest first). Batches of "blocks" and None are zero-copy views where they are one
+            run of rows.
         seed: with the epoch's number it decides the order, for given segments.
         columns: which; None for all.
         drop_last: leave out an incomplete last batch; else it is short, or with several ranks padded
             with the epoch's first rows.
-        transform: called with each batch, in a thread or worker, ahead; what it returns is yielded.
+        transform: called with each batch, ahead, in a thread or process of a worker; its result is yielded.
         workers: threads or processes that run the transform, at most 256; 0: one thread does.
-        worker_type: "process" (transforms that hold the GIL; they must be picklable by cloudpickle, and
-            return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes, which have the same
-            dtypes and row shapes in every batch) or "thread" (transforms that release it, small rows).
-        prefetch: batches that are begun ahead, beside one for each worker; at most 65536. None: two to eight,
-            as many as the processor's cache holds.
+        worker_type: "process" (for transforms that hold the GIL; they must be picklable by cloudpickle, and
+            return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes) or "thread" (for
+            transforms that release it).
+        prefetch: batches that are begun ahead, beside those that workers are at; at most 65536. None: two to
+            eight, as many as the processor's cache holds; while rows come from the disk, as many as have 256
+            rows, but at most 64 MiB; with worker processes four.
         where: SegmentInfo -> bool, which segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank, world_size: this process' part of each step, and of how many; None: it is alone. Each step
@@ -82,9 +84,9 @@ class Loader:
         wait_rows: an epoch waits until so many rows, and one full step, are published.
         timeout: seconds that a step waits for its batch, and an epoch for rows: counted from the last row
             that a sampler of the cache drew, if that is later; but once segments are published and bring it
-            no more rows for so long, as where `where` refuses them or the cache is full, it gives up. At
-            once, about, where there are too few rows for a step, nobody writes and no other rank is there
-            that might begin to. None: for ever, but for the last case.
+            no more rows for so long, as where `where` refuses them or the cache is full, it gives up. It
+            gives up after a second where there are too few rows for a step, nobody writes, and there is no
+            other rank that might begin to. None: for ever, but for the last case.
         window_bytes: of shuffle="window"; None: a quarter of the memory or of the capacity, the lesser.
         paced: keep the cache's pace, and count what is served; False: neither, such as for validation.
 
@@ -185,8 +187,8 @@ class Loader:
     def repeat(self) -> Batches:
         """Batches without end, for step-based training: epochs follow one another without a seam.
 
-        The next snapshot is taken when the last batch of an epoch has been made, while batches are
-        still ready. `steps`, `stats` and `state_dict` tell of the epoch that is being delivered.
+        The next snapshot is taken when the last batch of an epoch has been begun. `steps`, `stats` and
+        `state_dict` tell of the epoch that is being delivered.
         Blocks, Raises: as `iter`; later epochs that find too few rows raise in the step that needs them.
         """
         return self._begin(endless=True)
@@ -198,7 +200,7 @@ class Loader:
         return None if progress is None else progress.order.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is: which rows of the epoch were delivered, not what is prefetched.
+        """The state of this loader: which rows of the epoch were delivered, without those on their way.
 
         Returns: plain ints, strings and lists, a few hundred bytes, and some 15 more for each segment of
             other rows than the one before it: the same on all ranks, and loadable with
@@ -264,14 +266,17 @@ class Loader:
         self._assembly.require_views()
 
     def stats(self) -> LoaderStats:
-        """What was delivered so far, what held it up, and what it held up."""
+        """Counts of what was delivered so far, of waits for it, and of samplers' waits for this loader."""
         if self._epochs.progress is not None:
             self._epochs.progress.note_held_up()
         ring_bytes, ring_growths = self._assembly.ring_stats()
         return self._meter.stats(ring_bytes, ring_growths, self._assembly.in_progress())
 
     def close(self) -> None:
-        """End the epoch and the background threads; leases nothing afterwards. Idempotent."""
+        """End the epoch, and the threads and processes of workers; lease nothing afterwards. Idempotent.
+
+        Blocks: at most some seconds, for a transform that runs.
+        """
         self._closed = True
         self._end_current()
         if self._running is not None:
@@ -323,7 +328,7 @@ class Loader:
         return batch
 
     def _hand_out(self, epoch: EpochIterator) -> Batches:
-        """What the consumer gets; loaders for a device put their own iterator around an epoch's."""
+        """The iterator that the consumer gets; loaders for a device put their own around an epoch's."""
         return epoch
 
     def _find_rank(self) -> tuple[int | None, int | None]:
@@ -379,7 +384,7 @@ class Loader:
         return self._hand_out(iterator)
 
     def _is_over(self, epoch: Epoch) -> bool:
-        """Whether an epoch was delivered to its end, and its consumer knows."""
+        """True if an epoch was delivered to its end, and its consumer knows."""
         iterator = self._delivering()
         return epoch.is_delivered and (iterator is None or iterator.has_stopped)
 

@@ -1,8 +1,8 @@
 """Mapped: the segments of a cache that are mapped in this process, each by itself, for all its snapshots.
 
-Guarantees: mapped implies leased, by whoever called `acquire`; a mapped file's structure was
-checked; all caches of a process together map at most half of vm.max_map_count segments. One for
-which there is no mapping left is known, and not mapped.
+Guarantees: mapped implies leased, by the caller of `acquire`; a mapped file's structure was checked; all
+caches of a process together map at most half of vm.max_map_count segments. A segment for which no mapping is
+left is checked and known, but not mapped: its rows are read from its file.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _most_mapped = mapping.most_mappings() // 2
 
 
 class MappedSegment:
-    """A segment's file, mapped where `file.address` says so.
+    """A segment's file. It is mapped if `file.address` is not 0.
 
-    `layout` is where its buffers lie, and `words` are what `Rows.put` is told of it: once it was checked.
+    Once it was checked, `layout` tells where its buffers lie, and `words` are the arguments of `Rows.put`.
     """
 
     __slots__ = ("file", "layout", "was_read", "words")
@@ -43,21 +43,21 @@ class MappedSegment:
         self.was_read = False  # its bytes were checked
 
     def is_ready(self, *, check_bytes: bool) -> bool:
-        """Whether no more can be done for it."""
+        """True if `map` has nothing more to do for it."""
         is_mapped = self.file.address or maps.count() >= _most_mapped
         return bool(self.words and is_mapped and (self.was_read or not check_bytes))
 
     def know(self, layout: Layout) -> None:
-        """It was checked."""
+        """Note that it was checked, and its layout."""
         self.layout = layout
         path, address, nbytes, device, inode = self.file.words()
         self.words = address, nbytes, layout.buffers.buffer_info()[0], path, device, inode
 
 
 class Claim:
-    """Segments that a reader needs mapped, oldest first, and gives up from the oldest on.
+    """Segments that a reader needs mapped, oldest first. It gives them up from the oldest on.
 
-    `released`: so many of the oldest are not, or no longer, claimed; all of them until `acquire`.
+    `released`: so many of the oldest are not claimed any more. Before `acquire` none is claimed.
     """
 
     def __init__(self, segments: Sequence[SegmentInfo]) -> None:
@@ -83,7 +83,7 @@ class MappedSegments:
 
     @classmethod
     def of(cls, store: Store) -> MappedSegments:
-        """Those that all readers of a cache share in this process, however often it was opened.
+        """The mapped segments that all readers of a cache share in this process, however often it was opened.
 
         A cache is known by its lease.lock, not by its path. Whatever is mapped is leased, which keeps that
         file open: while anything is mapped, no other cache can get its identity.
@@ -103,9 +103,9 @@ class MappedSegments:
             return found
 
     def acquire(self, claim: Claim) -> None:
-        """Keep its segments mapped, once they are; the caller leases them until it released them.
+        """Keep the claim's segments mapped, once they are; the caller leases them until it released them.
 
-        All of them or none, also when Ctrl-C comes in between: counts are replaced as a whole.
+        It claims all of them or none, also when Ctrl-C comes in between: counts are replaced as a whole.
         """
         with self._lock:
             users = self._users.copy()
@@ -115,12 +115,12 @@ class MappedSegments:
         self._let_go()
 
     def release(self, claim: Claim, count: int, then: Callable[[], None] = lambda: None) -> None:
-        """Unmap the `count` oldest segments of a claim that no other one has; then call `then`.
+        """Unmap the `count` oldest segments of a claim that no other claim has; then call `then`.
 
-        `then` ends their lease, and may be called twice: what Ctrl-C cuts short is done anew, by whatever
-        is asked of this next. The garbage collector may call this at any point of any thread, also of one
-        that is just at work here: that thread does it then, as soon as it is done. While the interpreter
-        ends nothing is unmapped or unleased: a thread may still be copying, and the kernel does both.
+        `then` ends their lease, and may be called twice: a release that Ctrl-C cut short is done anew by the
+        next call of any method. The garbage collector may call this at any point of any thread. Where that
+        thread is at work here, it does the release when it is done. While the interpreter ends nothing is
+        unmapped or unleased: a thread may still be copying, and the kernel does both.
         """
         self._released.append((claim, count, then))
         self._let_go()
@@ -141,7 +141,7 @@ class MappedSegments:
                     self._released.popleft()
 
     def _without(self, segments: Sequence[SegmentInfo]) -> tuple[dict[int, int], list[int]]:
-        """Who uses what without one user of these segments, and which of them nobody uses then."""
+        """The users by segment, with one less of each of these, and those of them that nobody uses then."""
         users, unused = self._users.copy(), []
         for segment in segments:
             users[segment.seq] -= 1
@@ -151,7 +151,7 @@ class MappedSegments:
         return users, unused
 
     def _unmap(self, seqs: Sequence[int]) -> None:
-        """Unmap what is mapped of these. Raises: OSError: not all; what is left is as it was."""
+        """Unmap those of these that are mapped. Raises: OSError: some are left, as they were."""
         found = {seq: self._segments[seq] for seq in seqs if seq in self._segments}
         try:
             maps.unmap([each.file for each in found.values()])
@@ -161,12 +161,12 @@ class MappedSegments:
                     del self._segments[seq]
 
     def map(self, segment: SegmentInfo, store: Store, *, check_bytes: bool) -> MappedSegment:
-        """Map and check an acquired segment, if it is not yet; where no mapping is left it is only checked.
+        """Map and check an acquired segment, if it is not yet. Where no mapping is left it is only checked.
 
         Args:
-            store: who asks: its folder has the file.
-            check_bytes: check its bytes too, also where another reader has mapped it without.
-        Raises: CorruptSegmentError: what is wrong; it is not mapped then, but for others who read it.
+            store: the caller's: its folder has the file.
+            check_bytes: check its bytes too, also where another reader has mapped it without that.
+        Raises: CorruptSegmentError: it is damaged; it stays mapped only where others read it.
             OSError: the process has too little memory or too many files open.
         """
         found = self._segments.get(segment.seq)
@@ -183,7 +183,7 @@ class MappedSegments:
                 if check_bytes and not found.was_read:
                     self._check(found, segment, store, check_bytes)
                 return found
-            self._unmap([segment.seq])  # what Ctrl-C has left, or found no mapping
+            self._unmap([segment.seq])  # a map that Ctrl-C cut short, or one for which no mapping was left
         found = MappedSegment(os.fsencode(f"{store.folder.segments}/{segment.name}"))
         self._segments[segment.seq], self._opening = found, found.file
         try:
@@ -206,7 +206,7 @@ class MappedSegments:
         found.know(layout or self._check(found, segment, store, check_bytes))
 
     def _check(self, found: MappedSegment, segment: SegmentInfo, store: Store, check_bytes: bool) -> Layout:
-        """Check a file the complete way; one that is open is mapped for as long as that takes."""
+        """Check a file by parsing it; it is mapped for as long as that takes."""
         file, was_mapped = found.file, found.file.address
         file.map()
         try:
@@ -230,7 +230,7 @@ class MappedSegments:
 
     def __del__(self) -> None:
         if hasattr(self, "_opening"):
-            self._let_go()  # what was cut short
+            self._let_go()  # releases that were cut short
 
 
 def _after_fork_in_child() -> None:

@@ -1,4 +1,4 @@
-"""Options: what a user asked of every epoch, checked."""
+"""Options: the user's arguments that hold for every epoch, checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TERMS = ("batch_size", "shuffle", "seed", "epoch_rows", "drop_last", "window_by
 
 @dataclass(frozen=True, slots=True)
 class EpochOptions:
-    """What a user asked of every epoch; the same on all ranks. Arguments are those of `Loader`."""
+    """The user's arguments that hold for every epoch, as of `Loader`; the same on all ranks."""
 
     batch_size: int
     shuffle: str | None
@@ -46,7 +46,7 @@ class EpochOptions:
         window_bytes: int | str | None,
         paced: bool,
     ) -> EpochOptions:
-        """What a user gave; `names` are the columns of a batch.
+        """Check arguments; `names` are the columns of a batch.
 
         Raises: ValueError, TypeError: an argument that does not fit.
         """
@@ -68,7 +68,7 @@ class EpochOptions:
         )
 
     def terms(self) -> dict[str, Term]:
-        """What decides an epoch's order: ranks agree on it."""
+        """Those that decide an epoch's order: ranks agree on them."""
         return {name: getattr(self, name) for name in _TERMS}
 
     def step_rows(self, world_size: int) -> int:

@@ -1,9 +1,9 @@
-"""Snapshot: an ordered, leased, immutable list of segments: what one epoch reads.
+"""Snapshot: an ordered, leased, immutable list of segments. An epoch reads one.
 
-It owns its lease and its claim on mapped segments, and lets go of them in that order reversed:
-unmapped first, then unleased, all at once or oldest first. Rows are numbered 0..len-1, oldest
-segment first. Segments are mapped and checked when their rows are first asked for, or all at
-once by `map_all`.
+It owns its lease and its claim on mapped segments. It lets go of them in the other order: segments are
+unmapped first, then unleased, all at once or oldest first. Rows are numbered 0..len-1, oldest segment first.
+Segments are mapped and checked when their rows are first asked for, or all at once by `map_all`. Rows are
+copied from memory or read from the disk, as the snapshot's `temperature` says.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Snapshot:
         *,
         yields_since: float | None = None,
     ) -> Snapshot:
-        """Lease what is published now: all of it, but for a loader, which says so by `yields_since`.
+        """Lease the segments that are published now; a loader, by `yields_since`, may leave some out.
 
         Args:
             where, yields_since: as of `Store.lease`.
@@ -127,7 +127,7 @@ class Snapshot:
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
-        """What it reads, oldest first."""
+        """The segments that it reads, oldest first."""
         return self._segments
 
     @property
@@ -160,13 +160,14 @@ class Snapshot:
             row_ids: (n,) integers in [0, len(self)), any order, repeats allowed.
             columns: which; None for all.
             out: for fixed-width columns, C-contiguous arrays of shape (n, *shape) and the column's
-                dtype, which are filled and returned; what is absent is allocated.
+                dtype, which are filled and returned; others are allocated.
         Returns: name -> (n, *shape), row i being row_ids[i]; a list of str or bytes for a String or
             Binary column; `Values(data, offsets)` for a Ragged one.
-        Blocks: while pages come from the disk.
+        Blocks: while rows come from the disk.
         Raises: IndexError: a row outside the snapshot; nothing was written. ValueError: an unknown
             column, an unfit `out`, a closed snapshot. CorruptSegmentError: a damaged segment, which
-            was quarantined; the other segments' rows can still be read.
+            was quarantined, or one whose file cannot be read any more; the other segments' rows can
+            still be read.
         """
         given = np.asarray(row_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -200,9 +201,9 @@ class Snapshot:
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
-        """Begin `gather_into`, with the fixed-width columns in a slot; it reads this until it has ended.
+        """Begin `gather_into`, with the fixed-width columns in a slot; until its end this stays open.
 
-        Whoever has it tells `temperature` what it missed.
+        The caller tells `temperature` what it missed.
         """
         return self._begin(ids, names, slot.addresses, slot)
 
@@ -243,7 +244,8 @@ class Snapshot:
     def fetch(self, first: int, last: int, names: Sequence[str]) -> Fetch:
         """Have the disk begin to read columns of rows first..last-1, which are to be asked for soon.
 
-        A hint, which ends where it is dropped, and reads this until then. What is not mapped yet is left out.
+        A hint, which ends when it is dropped; the snapshot stays open until then. Rows of segments that were
+        not checked yet are left out.
         """
         return self._gatherer.fetch(first, last, names, _Reader(self).end)
 
@@ -284,7 +286,7 @@ class Snapshot:
             return self._batch(segment, sparse=True).select(names)
 
     def locate(self, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Where rows come from: `_seq`, `_row` (int64) and `_age_seconds` (float64) of each."""
+        """The origin of rows: `_seq`, `_row` (int64) and `_age_seconds` (float64) of each."""
         segments = self._starts.searchsorted(ids, side="right") - 1
         now = dt.datetime.now(dt.timezone.utc).timestamp()
         return {
@@ -294,12 +296,16 @@ class Snapshot:
         }
 
     def published(self, ids: NDArray[np.int64]) -> float:
-        """When rows were published, on average, in seconds since 1970."""
+        """The mean time at which rows were published, in seconds since 1970."""
         return float(self._published[self._starts.searchsorted(ids, side="right") - 1].mean())
 
-    def view(self, first: int, count: int, viewer: Viewer) -> dict[str, Column] | None:
+    def view(
+        self, first: int, count: int, viewer: Viewer, *, is_fetched: bool = False
+    ) -> dict[str, Column] | None:
         """Rows first..first+count-1 as arrays over a mapping of their own, without a copy; see view.py.
 
+        Args:
+            is_fetched: they were asked of the disk: it is to read nothing around them.
         Returns: None: they lie in several segments, or the process has too many mappings.
         """
         index = int(self._starts.searchsorted(first, side="right")) - 1
@@ -312,7 +318,9 @@ class Snapshot:
             end_lease = lease.share(segment.seq)
             try:
                 path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
-                return dict(viewer.view(path, segment.nbytes, found.layout.buffers, rows, end_lease))
+                layout = found.layout.buffers
+                view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
+                return dict(view)
             except OSError:  # no address space or file descriptor is left
                 end_lease()
                 return None
@@ -395,7 +403,7 @@ class Snapshot:
         return len(self)
 
     def map_ahead(self) -> None:
-        """Map what can be, so that the folder is not needed any more; the rest tells when it is asked for."""
+        """Map all segments that can be: the folder is not needed any more. Errors come with their rows."""
         with _Reader(self), self._mapping:
             for index in self._rows.unknown().tolist():
                 with suppress(CorruptSegmentError, OSError):
@@ -486,7 +494,7 @@ class Snapshot:
             unlease()
 
     def covers(self, seq: int) -> bool:
-        """Whether its lease is on a segment, by its number."""
+        """True if its lease is on the segment of this number."""
         lease = self._lease
         return lease is not None and lease.covers(seq)
 
@@ -552,9 +560,9 @@ class Snapshot:
 
 
 class _Reader:
-    """Who reads a snapshot, which stays as it is until that has ended: a context manager.
+    """A reader of a snapshot, which stays open until the reader has ended: a context manager.
 
-    Ended by being dropped, too, where Ctrl-C came into its end.
+    Dropping it ends it, too, where Ctrl-C came into its end.
     Raises: ValueError: the snapshot is closed, or another process'.
     """
 

@@ -21,13 +21,13 @@ from arrowcache.reading.feed import Feed
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import membership
 from arrowcache.reading.options import EpochOptions, parse_flag
-from arrowcache.reading.panel import Panel
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.patience import Wait
 from arrowcache.reading.pipeline import Pipeline, Stream
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
+from arrowcache.storage.counters import CounterPage
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.store import once_unlocked
@@ -354,8 +354,8 @@ class Loader:
         self._join()
         if self._running is None:
             making = self._assembly
-            panel = Panel.open(self._store.folder.path, self._workers, self._options.shuffle)
-            self._meter.show_on(panel, making.in_progress)
+            page = CounterPage.open(self._store.folder.path, self._workers, self._options.shuffle)
+            self._meter.show_on(page, making.in_progress)
             parking = Parking(self._epochs.settle, making.drop)
             self._running = Pipeline(making.wanted, self._meter.show), parking
         pipeline, parking = self._running

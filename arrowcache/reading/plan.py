@@ -65,10 +65,7 @@ class Plan:
         return index < len(self.seqs) and self.seqs[index] == segment.seq and self.rows[index] == segment.rows
 
     def to_state(self) -> dict[str, Any]:
-        """Plain ints, strings, lists and None; segments as runs of (first seq, how many, rows of each)."""
-        breaks = np.flatnonzero((np.diff(self.seqs) != 1) | (np.diff(self.rows) != 0)) + 1
-        firsts = np.concatenate(([0], breaks)).astype(np.int64) if len(self.seqs) else breaks
-        counts = np.diff(np.append(firsts, len(self.seqs)))
+        """Plain ints, strings, lists and None; segments as runs."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -79,7 +76,7 @@ class Plan:
             "epoch_rows": self.epoch_rows,
             "window_rows": self.window_rows,
             "block_rows": self.block_rows,
-            "segments": np.stack([self.seqs[firsts], counts, self.rows[firsts]], axis=1).tolist(),
+            "segments": runs_of(self.seqs, self.rows).tolist(),
         }
 
     @classmethod
@@ -108,7 +105,7 @@ class Plan:
             seq = max((first + count for first, count, _ in runs.tolist()), default=0)
             if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED or seq > MOST_SEQ:
                 raise ValueError(f"{segments} segments of {rows} rows")
-            seqs = [np.arange(first, first + count) for first, count, _ in runs.tolist()]
+            seqs, rows_of_each = segments_of(runs)
             epoch_rows = state["epoch_rows"]
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
@@ -117,8 +114,8 @@ class Plan:
                 epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
                 window_rows=parse_count(state["window_rows"], "window_rows"),
                 block_rows=parse_count(state["block_rows"], "block_rows"),
-                seqs=np.concatenate([np.empty(0, np.int64), *seqs]),
-                rows=np.repeat(runs[:, 2], runs[:, 1]),
+                seqs=seqs,
+                rows=rows_of_each,
                 position=parse_count(state["position"], "position", least=0),
             )
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
@@ -146,3 +143,17 @@ class Plan:
                 f"the state is damaged: position={plan.position} of an epoch of {plan.stream_rows} rows"
             )
         return plan
+
+
+def runs_of(seqs: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Segments, oldest first, as runs: (n, 3) int64 of first seq, how many in a row, rows of each."""
+    firsts = np.flatnonzero((np.diff(seqs, prepend=-2) != 1) | (np.diff(rows, prepend=-1) != 0))
+    counts = np.diff(np.append(firsts, len(seqs)))
+    return np.stack([seqs[firsts], counts, rows[firsts]], axis=1)
+
+
+def segments_of(runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The inverse of `runs_of`: seq and rows of each segment."""
+    firsts, counts, rows = runs.T
+    before = np.cumsum(counts) - counts
+    return np.repeat(firsts - before, counts) + np.arange(counts.sum()), np.repeat(rows, counts)

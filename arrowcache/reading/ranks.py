@@ -17,14 +17,13 @@ those segments. This module owns the file and a lease on its segments; the loade
 Guarantees:
 - ranks that join one file read the same rows, in the same order, or an error says why not;
 - holding is a kernel lock: a rank that is killed leaves nothing that a person must clean;
-- a rank that waits for rows holds nothing of that epoch, and never waits for another rank;
+- no rank waits for another, and one that waits for rows holds nothing of that epoch;
+- a path is never made of what a file or a user says: a run's name goes through `ranks_name`;
 - ending an epoch is safe in any thread, finalizers and forked children included. A child is
   never its parent: it holds nothing, and a beginning there is one more process that joins.
 
-It must never: wait for another rank; believe a file that nobody holds; make a path of what a
-file or a user says (a run's name goes through `ranks_name`); let a rank go on with other rows
-than the rest. What it cannot see: a rank that begins an epoch only after all others closed their
-loaders finds no file, and reads what is there then.
+A rank that begins an epoch only after all others closed their loaders finds no file, and reads what
+is there then.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from torch.utils.data import get_worker_info
 
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
 from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.plan import runs_of, segments_of
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import start
@@ -51,7 +52,7 @@ Columns = dict[str, Any]
 class SnapshotName:
     """What identifies a snapshot in any process of this machine.
 
-    `runs` is (n, 3) int64: segments as runs of (first seq, how many, rows of each), oldest first.
+    `runs` are its segments, as of `runs_of`.
     """
 
     key: str
@@ -63,20 +64,7 @@ class SnapshotName:
         """A new name, for one epoch."""
         seqs = np.array([segment.seq for segment in segments], np.int64)
         rows = np.array([segment.rows for segment in segments], np.int64)
-        starts = (np.diff(seqs, prepend=-2) != 1) | (np.diff(rows, prepend=-1) != 0)
-        firsts = np.flatnonzero(starts)
-        counts = np.diff(np.append(firsts, len(seqs)))
-        return cls(uuid.uuid4().hex, path, np.stack([seqs[firsts], counts, rows[firsts]], axis=1))
-
-    def seqs(self) -> NDArray[np.int64]:
-        """Of each segment, oldest first."""
-        firsts, counts = self.runs[:, 0], self.runs[:, 1]
-        before = np.cumsum(counts) - counts
-        return np.repeat(firsts - before, counts) + np.arange(counts.sum())
-
-    def rows(self) -> NDArray[np.int64]:
-        """Of each segment."""
-        return np.repeat(self.runs[:, 2], self.runs[:, 1])
+        return cls(uuid.uuid4().hex, path, runs_of(seqs, rows))
 
 
 class Sending:
@@ -214,7 +202,7 @@ class _Retaken:
     """A snapshot leased by its name: from segment `oldest` on."""
 
     def __init__(self, name: SnapshotName, store: Store, oldest: int) -> None:
-        seqs, rows = name.seqs(), name.rows()
+        seqs, rows = segments_of(name.runs)
         wanted = set(seqs[oldest:].tolist())
         self._rows_before, self._oldest = int(rows[:oldest].sum()), oldest
         self._snapshot = Snapshot.take(store, lambda s: s.seq in wanted)

@@ -66,9 +66,10 @@ class Supply:
         if not self._may_begin():
             return None
         where = self._fresh()
-        self.listed = self.store.segments()
-        self.rows = sum(segment.rows for segment in self.listed if where is None or where(segment))
-        if self.rows < least_rows:  # found without cache.lock: so who waits never takes it
+        if self.rows < least_rows:  # last time: so who waits never takes cache.lock
+            self.listed = self.store.segments()
+            self.rows = sum(segment.rows for segment in self.listed if where is None or where(segment))
+        if self.rows < least_rows:
             return None
         with ExitStack() as undo:  # Ctrl-C while it maps, too, leaves nothing leased
             snapshot = undo.enter_context(Snapshot.take(self.store, where, yields_since=since))
@@ -76,6 +77,7 @@ class Supply:
             if self.rows >= least_rows:
                 self.rows = snapshot.map_all()
             if self.rows < least_rows or not claim.count(snapshot):
+                self.listed = self.store.segments()
                 return None
             undo.pop_all()
         return snapshot
@@ -105,12 +107,12 @@ class Supply:
         """Whether an epoch may begin now, whatever it reads."""
         self.pace_says = ""
         if self.is_paced:
-            listed = self.store.segments()  # first: of a folder that is gone it says so
             with explaining(self.store.folder.path):
+                os.stat(self.store.folder.segments)  # first: of a folder that is gone it says so
                 self.store.refresh_settings()
-            pace = self.store.settings.pace
-            if pace is not None:
-                self.pace_says = pace.keeps_loader(self.store.flow(listed), self._epoch_rows)
+            if (pace := self.store.settings.pace) is not None:
+                flow = self.store.flow(self.store.segments())
+                self.pace_says = pace.keeps_loader(flow, self._epoch_rows)
         return not self.pace_says
 
     def _fresh(self) -> Callable[[SegmentInfo], bool] | None:

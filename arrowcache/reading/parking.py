@@ -13,6 +13,7 @@ from __future__ import annotations
 import _thread
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -88,7 +89,8 @@ class Parking:
             self._is_closed = True
         try:
             self._over.set_result(None)
-            self._ended.wait(_JOIN_SECONDS)  # what it is closing is leased until it is done
+            if not sys.is_finalizing():  # else no other thread runs any more
+                self._ended.wait(_JOIN_SECONDS)  # what it is closing is leased until it is done
         finally:
             self.drop()
 

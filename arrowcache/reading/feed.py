@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.parking import Parking
+from arrowcache.reading.patience import Wait
 from arrowcache.reading.pipeline import DRAIN, Job, Made, Pending, Pipeline, Stream
+from arrowcache.reading.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from arrowcache.reading.workers.remote import RemoteAssembly
@@ -54,14 +56,11 @@ class Feed:
             if not self._endless:
                 return
             is_awaited = False
-            if self.stream.begun and epoch.order.steps > self._assembly.wanted():  # else too little is ahead
-                self._epochs.look()
-                yield LATER
-            following = self._epochs.try_begin_after(epoch)
+            following = self._epochs.begin_after(epoch)
             if following is None:
                 yield DRAIN  # first all is delivered: the next epoch has to wait
                 retire = partial(self._retire, epoch)
-                following = self._epochs.begin_after(epoch, lambda: self.stream.ended, retire)
+                following = self._epochs.begin_after(epoch, Wait(lambda: self.stream.ended, retire))
             epoch = self._keep(following)
 
     def _jobs_of(self, epoch: Epoch, *, is_awaited: bool) -> Iterator[Job]:
@@ -95,16 +94,14 @@ class Feed:
                 if not self.stream.begun:  # else the last of its jobs does that
                     self._retire(each)
             return epoch
-        if epoch not in self._making:  # else whoever ended the stream dropped it
-            self._epochs.drop(epoch)
+        if epoch not in self._making:  # else whoever ended the stream ended it
+            epoch.end()
         return None
 
     def _retire(self, epoch: Epoch) -> None:
         """Let go of an epoch whose batches are all made. Idempotent."""
         self._assembly.end(epoch)
-        self._epochs.note_held_up(epoch)
-        epoch.snapshot.close()
-        self._epochs.ended(epoch)
+        epoch.let_go()
         self._parking.drop()
         self._making = [each for each in self._making if each is not epoch or each is self._making[-1]]
 
@@ -113,11 +110,7 @@ class Feed:
         for epoch in older:
             self._retire(epoch)
         self._assembly.end(newest)
-        self._epochs.note_held_up(newest)
-        if self.stream.has_failed:
-            newest.snapshot.close()  # so that the next one checks its segments anew
-        else:
-            self._parking.park(newest.snapshot)
-        self._epochs.ended(newest)
+        # After a failure it is not parked: the next epoch checks its segments anew.
+        newest.let_go(Snapshot.close if self.stream.has_failed else self._parking.park)
         for each in self._undelivered:
-            self._epochs.give_back(each)
+            each.end()

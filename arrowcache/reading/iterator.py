@@ -108,7 +108,7 @@ class EpochIterator:
             self.has_stopped = True
             self.close()
             raise StopIteration
-        self._epochs.deliver(made.epoch)
+        made.epoch.deliver()
         self._meter.deliver(made)
 
     def fail(self) -> None:

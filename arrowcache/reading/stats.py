@@ -29,9 +29,9 @@ from arrowcache.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from typing import Self
 
-    from arrowcache.reading.panel import Counts, Panel
     from arrowcache.reading.pipeline import Made
     from arrowcache.reading.temperature import Temperature
+    from arrowcache.storage.counters import CounterPage, Counts
 
 STAGES = ("samplers", "pace", "store", "gather", "transform", "start")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
@@ -165,13 +165,13 @@ class Meter:
         self._waits: dict[int, float] = {}
         self._runs: dict[object, float] = {}
         # When to show more on the panel. While it shows a wait it shows each change, until a delivery
-        self._panel: Panel | None = None
+        self._panel: CounterPage | None = None
         self._elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
         self._due, self._shows_a_wait = math.inf, False
         _meters.add(self)
 
     def show_on(
-        self, panel: Panel | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
+        self, panel: CounterPage | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
     ) -> None:
         """Show what is counted on a panel from now on; None: on none any more. The one before is closed.
 

@@ -2,13 +2,15 @@
 
 General layout, from top to bottom; an import only points down:
 
-    cache.py                 the public Cache
-    torch/                   batches as PyTorch tensors (imports torch: `import arrowcache.torch`)
+    cli/, explore/           look into a cache: the `arrowcache` command; observations, monitors, plots
+    torch/, tensorflow/      batches as tensors (each imports its framework: `import arrowcache.torch`)
     ray/                     samplers all over a cluster (imports ray: `import arrowcache.ray`)
+    cache.py                 the public Cache
     sampling/                samplers: user code that draws samples, on any executor
     reading/                 snapshots, orders, mapped segments, loaders: one pass over what is there
     storage/                 the folder: publish, evict, lease, recover
     arrow/                   schema <-> columns, segment <-> file
+    native/                  the engine: a library in C whose threads copy rows and read them from the disk
     linux.py                 the kernel's calls; errors.py, units.py: the exception tree; sizes in bytes
     html.py, text.py         what displays are made of
 

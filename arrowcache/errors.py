@@ -16,6 +16,9 @@ Every message states the fact, the numbers and the way out. Plain wrong argument
 message, so it survives pickling through a worker process.
 """
 
+import sys
+import warnings
+
 
 class ArrowCacheError(Exception):
     """Base of every error that arrowcache raises on its own account."""
@@ -64,3 +67,14 @@ def sentence_of(error: BaseException) -> str:
     else:
         text = str(error) or type(error).__name__
     return " ".join(text.split())
+
+
+def warn(message: str) -> None:
+    """Give a RuntimeWarning that names the user's line, however deep below it this is.
+
+    Raises: RuntimeWarning: a filter makes an error of it.
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("arrowcache."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -1,9 +1,8 @@
 """Process: a child of this one, and messages to and from it.
 
-A child is started as `python -c`, whatever start method `multiprocessing` uses here: it imports no main
-module, so neither scripts nor notebooks need any precaution, and inherits no thread, no lock, no
-framework, and no file but those named. It must be started by a thread that outlives it: it is killed when
-that thread ends.
+A child is started as `python -c`, whatever start method `multiprocessing` uses here. It imports no main
+module, so scripts and notebooks need no precaution. It inherits no thread, no lock, no framework, and only
+the named files. The thread that starts it must outlive it: the child is killed when that thread ends.
 
 A message is a dict of plain values, as JSON, and perhaps bytes under "data", over a pair of sockets without a
 name. Message boundaries are kept, the end of the other process is an end of file.
@@ -53,7 +52,7 @@ def _file_of(data: bytes) -> int:
 
 
 def _bytes_of(fd: int) -> bytes:
-    """What a file holds, whoever else reads it; leaves it open."""
+    """The bytes of a file, which stays open; others may read it at the same time."""
     pieces, nbytes = [], 0
     while piece := os.pread(fd, 1 << 24, nbytes):
         pieces.append(piece)
@@ -81,7 +80,7 @@ class Channel:
         """Send a message.
 
         Raises: BrokenPipeError, ConnectionResetError: the other process is gone. BlockingIOError: it has
-            not read for long. OSError: it cannot be sent now, such as for want of a descriptor.
+            not read for long. OSError: the message cannot be sent now, for example for want of a descriptor.
         """
         text = json.dumps(message).encode()
         content = len(text).to_bytes(_LENGTH_BYTES, "little") + text + data
@@ -143,12 +142,12 @@ def _message(content: bytes) -> Message:
 class WorkerProcess:
     """A process that runs `worker.main`, or what `start` says.
 
-    Owns the process, our end of its channel, and what tells its end.
+    Owns the process, our end of its channel, and a descriptor that tells its end (`watch`).
 
     Args:
         memory: a descriptor of memory that both have.
-        start: Python code that takes the same words as `_START`.
-        environment: what it has beside, or instead of, this process' variables.
+        start: Python code to run; it takes the arguments that `_START` takes.
+        environment: variables that it has beside this process' own, or in their place.
     Raises: OSError: no process, or no descriptor, can be had.
     """
 
@@ -188,7 +187,7 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """As far as anybody has waited for it."""
+        """True if its end was seen by `wait` or `end`."""
         return self._process.returncode is not None
 
     def kill(self) -> None:
@@ -197,7 +196,7 @@ class WorkerProcess:
             self._process.kill()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end, at most so long; whether it has come."""
+        """Wait for its end, at most so long. Returns: True: it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
         return self.has_ended
@@ -213,12 +212,12 @@ class WorkerProcess:
         self.channel.close()
 
     def forget(self) -> None:
-        """It is the child of the process that forked this one."""
+        """Give up the descriptors in a forked child: the process is its parent's."""
         self.close()
         self._process.returncode = 0  # nobody warns of it
 
     def how_it_ended(self) -> str:
-        """For messages: what came of it."""
+        """Its end in words, for messages."""
         code = self._process.returncode
         if code is None:
             return "was killed and does not end"
@@ -232,7 +231,7 @@ class WorkerProcess:
 
 
 def tie_to(parent: int) -> bool:
-    """Leave Ctrl-C to the main process, and die when it does; False: it died before we asked to be told."""
+    """Leave Ctrl-C to the main process, and die when it dies. Returns: False: it has died already."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     linux.die_with_parent()

@@ -1,8 +1,9 @@
-"""How fast can rows be gathered from a mapped file at random, whoever does it?
+"""How fast does NumPy gather rows from a mapped file at random?
 
-Question: NumPy's `take` of random rows into a slot of 8 MiB, as no loader that copies rows is faster:
-from one thread and from two, in the order of the file within each slot, from huge pages, with the first
-byte of each of the next 256 rows read ahead, and into a slot of 1 MiB, which stays in the cache.
+Question: NumPy's `take` of random rows into a slot of 8 MiB: a loader without C of its own gets no further.
+(The engine prefetches rows, and so is not bound by this.) From one thread and from two, in the order of the
+file within each slot, from huge pages, with the first byte of each of the next 256 rows read ahead, and into
+a slot of 1 MiB, which stays in the cache.
 Method: 64 MiB and 512 MiB in the page cache, mapped; a pass takes every row once; ways take turns; medians.
 Run: `python -m benchmarks.ceiling`. Results: benchmarks/RESULTS.md.
 """

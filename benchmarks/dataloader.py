@@ -1,7 +1,7 @@
 """How fast is a stock torch DataLoader over a cache, without a transform, beside our own Loader?
 
 Question: batches of 64 rows of 64 KiB, shuffled by rows, through `DataLoader(CacheDataset)` with two
-workers and with none, against `arrowcache.torch.Loader` (one background thread) in the same run; and
+workers and with none, against `arrowcache.torch.Loader` (without workers) in the same run; and
 against the same DataLoader whose workers return tensors (an identity transform), as others do.
 Method: 1 GiB in 64 MiB segments, page cache warm; one epoch a turn, after one that is not counted;
 cases take turns; medians. The consumer takes each batch, reads one value per 4 KiB, and drops it.

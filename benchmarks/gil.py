@@ -2,7 +2,7 @@
 
 Question: a pure-Python loop in the main thread that takes a batch from a Loader at a fixed rate
 (0.6 and 2 GB/s), against the same loop while *another process* copies as much from the same
-files: the difference is what the loader's thread takes of the GIL; memory traffic and the
+files: the difference is the time for which the loader holds the GIL; memory traffic and the
 machine's noise are in both.
 Method: 64 KiB rows, batches of 64, page cache warm; 2 s a turn, turns interleaved, medians. Also
 printed: the rate that was really delivered.

@@ -19,6 +19,10 @@ from typing import Any
 import numpy as np
 
 import arrowcache as ac
+from arrowcache.storage.layout import segment_name
+
+MANY_SEGMENTS = 16_000
+MANY_ROWS = 100  # of each
 
 
 def hardware() -> str:
@@ -56,6 +60,18 @@ def filled_cache(
             x = rng.random((chunk, row_bytes // 4), dtype=np.float32)
             writer.extend(x=x, y=np.arange(start, start + chunk))
     return cache
+
+
+def many_segments(path: Path) -> bytes:
+    """A cache whose one published segment stands there 16,000 times. Returns: the bytes of its file."""
+    schema = ac.Schema({"x": ac.Tensor("float32", (16,))})
+    with ac.Cache.create(path, schema, capacity="10GB", segment_bytes="16KiB") as cache:
+        with cache.writer() as writer:
+            writer.extend(x=np.zeros((MANY_ROWS, 16), np.float32))
+        data = next((path / "segments").iterdir()).read_bytes()
+        for seq in range(1, MANY_SEGMENTS):
+            (path / "segments" / segment_name(seq, MANY_ROWS, "")).write_bytes(data)
+    return data
 
 
 def mapped_files(cache: ac.Cache) -> list[np.ndarray[Any, Any]]:

@@ -1,8 +1,9 @@
-"""How much private memory does a loader over 16,000 segments need?
+"""How much private memory does a loader need, over 16,000 segments and with large batches?
 
 Question: growth of the process' private resident memory (RssAnon) over what it was after `import
 arrowcache` and opening the cache: with all segments mapped, and after each of three epochs; beyond
-the loader's ring, which is what the same loader takes for the same rows in 16 segments.
+the loader's slots, which are what the same loader takes for the same rows in 16 segments; and with batches of
+4 MiB, 64 rows of 64 KiB, of 256 MiB in 4 segments.
 Method: 64,000 rows of 1 KiB and a label, in 16,000 segments of 4 and in 16 of 4,000, in memory
 (/dev/shm); a fresh process each; every epoch reads all. The page cache is not private memory.
 Run: `python -m benchmarks.memory`. Results: benchmarks/RESULTS.md.
@@ -19,7 +20,7 @@ import numpy as np
 
 import arrowcache as ac
 from arrowcache.reading.stats import resident_bytes
-from benchmarks.measure import machine
+from benchmarks.measure import filled_cache, machine
 
 ROWS = 64_000
 SCHEMA = ac.Schema({"x": ac.Tensor("float32", (256,)), "y": ac.Tensor("int64")})
@@ -42,9 +43,16 @@ def measure(folder: Path) -> None:
         grown = [resident_bytes()[0] - before]
     with ac.Loader(cache, 64) as loader:
         for _ in range(3):
-            assert sum(len(batch["y"]) for batch in loader) == ROWS
+            assert sum(len(batch["y"]) for batch in loader) == len(snapshot)
             grown.append(resident_bytes()[0] - before)
     print(*(nbytes / 1e6 for nbytes in grown))
+
+
+def needed(folder: Path) -> list[float]:
+    """What `measure` prints in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.memory", str(folder)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [float(word) for word in text.split()]
 
 
 def main() -> None:
@@ -56,14 +64,16 @@ def main() -> None:
     for segment_rows in (4, 4000):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             fill(Path(folder) / "cache", segment_rows)
-            command = [sys.executable, "-m", "benchmarks.memory", str(Path(folder) / "cache")]
-            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            needs[segment_rows] = [float(word) for word in text.split()]
+            needs[segment_rows] = needed(Path(folder) / "cache")
     print(f"{'MB':>12} {'16,000 segments':>16} {'16':>6} {'difference':>11}")
     for name, many, few in zip(
         ("mapped", "epoch 0", "epoch 1", "epoch 2"), needs[4], needs[4000], strict=True
     ):
         print(f"{name:>12} {many:16.1f} {few:6.1f} {many - few:11.1f}")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        filled_cache(Path(folder) / "cache", 65536, 256 << 20).close()
+        grown = needed(Path(folder) / "cache")
+    print(f"batches of 4 MiB: {max(grown) * 1e6 / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -15,21 +15,25 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.reading.order import EpochOrder
+from arrowcache.reading.order import EpochOrder, Shard
+from arrowcache.reading.plan import Plan
 
 SEGMENTS, ROWS, BATCH, EPOCHS = 64, 1024, 64, 5
 
 
 def segments_by_position(shuffle: str | None, window: float, epoch: int) -> NDArray[np.int64]:
     """Of which segment the row at each position of an epoch is."""
-    order = EpochOrder(
-        [ROWS] * SEGMENTS,
-        BATCH,
-        shuffle=shuffle,
-        seed=0,
+    plan = Plan(
         epoch=epoch,
+        seed=0,
+        shuffle=shuffle,
+        epoch_rows=None,
         window_rows=max(1, round(window * SEGMENTS * ROWS)),
+        block_rows=BATCH,
+        seqs=np.arange(SEGMENTS),
+        rows=np.full(SEGMENTS, ROWS),
     )
+    order = EpochOrder(plan, BATCH, Shard(), drop_last=True)
     return order.batches(0, order.steps) // ROWS
 
 

@@ -1,8 +1,8 @@
-"""What do two threads give over one, for small rows?
+"""Do thread workers change the rate where there is no transform?
 
 Question: `Loader(workers=2, worker_type="thread")` against `workers=1` and the default, batches of
-1 KiB rows, shuffle="rows": rows of this size are bound by the memory's latency, so two gathers at
-a time should pay. Also one large batch a step (64 MiB), which is split among the threads.
+1 KiB rows, shuffle="rows"; also one large batch a step (64 MiB). The engine's threads copy the rows, and
+share a large batch; thread workers run transforms only. So all ratios should be 1.
 Method: 1 GiB in 64 MiB segments, page cache warm; an epoch a turn, the cases take turns; medians,
 and the median of the ratios of each turn. The consumer drops each batch.
 Run: `python -m benchmarks.threads`. Results: benchmarks/RESULTS.md.

@@ -5,7 +5,7 @@ same files one after another, in the same run, both with the page cache emptied 
 Method: 3 GiB of 64 KiB rows in 64 MiB segments, window_bytes=512 MiB; POSIX_FADV_DONTNEED on every
 file before each turn (after a sync); the cases take turns; medians and the median of the ratios of each
 turn. dd reads with the kernel's read-ahead (`bs=1M`, as `cat` would), and for comparison with WILLNEED
-of the next file, which is what the loader's read-ahead does.
+of the next file, so that the disk reads ahead of it, as the loader has it do.
 Run: `python -m benchmarks.window`. Results: benchmarks/RESULTS.md.
 """
 

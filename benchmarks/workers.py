@@ -2,14 +2,14 @@
 
 Questions, each against the same in the same run:
 - rate: `Loader(workers=1 and 2)` with an identity transform and without one, batches of 64 rows of
-  64 KiB, over a memcpy of as many bytes; the default (a thread) beside them;
+  64 KiB, over a memcpy of as many bytes; the default (no workers) beside them;
 - python: a transform that holds the GIL for 10 ms of pure Python a batch, with two worker processes
   and with two threads, over the default; the consumer only takes the batches;
 - start: seconds from `iter` to the first batch of a new loader of two workers, and of its later epochs;
 - memory: private memory (RssAnon) of a worker that has read 16,000 segments, above that of an
   interpreter that has imported NumPy and nothing else, and above a worker's over 16 segments.
 Method: 1 GiB in 64 MiB segments, page cache warm; an epoch a turn, after two that are not counted (in
-the first two a ring gets its memory); cases take turns; medians. The consumer of "rate" reads a value
+the first two slots get their memory); cases take turns; medians. The consumer of "rate" reads a value
 per 4 KiB, as that of benchmarks.dataloader does. Workers start as `python -c`, whatever the start method of
 `multiprocessing`: as slow as its spawn, without importing the main module.
 Run: `python -m benchmarks.workers`. Results: benchmarks/RESULTS.md.

@@ -17,7 +17,7 @@ import numpy as np
 
 from arrowcache.native import engine
 from arrowcache.native.engine import Column, Found, Job, Read
-from arrowcache.native.rows import Rows
+from arrowcache.native.rows import Rows, entry
 
 STOP_NANOSECONDS = 60_000_000_000
 Array = np.ndarray[Any, Any]
@@ -129,7 +129,8 @@ class Table(Rows):
             self.kept.append(data)
         self.kept += [layout, name]
         address = name.ctypes.data if has_path else 0
-        self.put(number, base, status.st_size, layout.ctypes.data, address, status.st_dev, status.st_ino)
+        told = entry(base, status.st_size, layout.ctypes.data, address, status.st_dev, status.st_ino)
+        self.put([number], [told])
 
 
 def columns_of(arrays: Sequence[Array]) -> list[Column]:

@@ -14,42 +14,27 @@ variable-length columns, whose offsets are data, have no template.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Layout, rewrite
+from arrowcache.native.maps import Kind
 
-_CLOSE_BYTES = 8 << 10  # reading on takes no longer than another call
 _MOST_TEMPLATES = 8
 _MOST_SEEN = 64
 _LARGEST_TEMPLATE_BYTES = 512 << 10  # of a larger one the offsets are most, and to be read anyway
 
 
-Read = Callable[[int, int], bytes]
-"""(bytes, start) -> a stretch of a file, shorter at its end: `functools.partial(os.pread, fd)`."""
-
-
 class Template(NamedTuple):
     """What files of one layout have in common.
 
-    `reads` are (start, bytes, parts): a stretch to read, and the parts of it to compare, each as
-    (its place in the stretch, its bytes).
+    `kind` is of the files that have this layout, if they are of as many rows.
     """
 
     layout: Layout
-    reads: tuple[tuple[int, int, tuple[tuple[int, bytes], ...]], ...]
-
-    def fits(self, read: Read) -> bool:
-        """Whether another file of as many bytes and rows has this layout."""
-        for start, length, parts in self.reads:
-            data = read(length, start)
-            for at, part in parts:
-                if not data.startswith(part, at):
-                    return False
-        return True
+    kind: Kind
 
 
 def make_template(file: pa.Buffer, schema: Schema, layout: Layout) -> Template | None:
@@ -86,29 +71,7 @@ def make_template(file: pa.Buffer, schema: Schema, layout: Layout) -> Template |
         return None
     at = footer.index(checksums)
     end = at + len(checksums)
-    return Template(layout, _reads([*parts, (start, footer[:at]), (start + end, footer[end:])]))
-
-
-def _reads(
-    parts: list[tuple[int, bytes]],
-) -> tuple[tuple[int, int, tuple[tuple[int, bytes], ...]], ...]:
-    """Parts in rising order, those close to each other in one read."""
-    groups: list[list[tuple[int, bytes]]] = []
-    end = -_CLOSE_BYTES
-    for start, part in parts:
-        if start - end < _CLOSE_BYTES:
-            groups[-1].append((start, part))
-        else:
-            groups.append([(start, part)])
-        end = start + len(part)
-    return tuple(
-        (
-            group[0][0],
-            group[-1][0] + len(group[-1][1]) - group[0][0],
-            tuple((start - group[0][0], part) for start, part in group),
-        )
-        for group in groups
-    )
+    return Template(layout, Kind(file.size, [*parts, (start, footer[:at]), (start + end, footer[end:])]))
 
 
 class KnownLayouts:
@@ -119,13 +82,15 @@ class KnownLayouts:
         self._templates: dict[tuple[int, int], Template] = {}  # by (bytes, rows), last used last
         self._seen: dict[tuple[int, int], None] = {}  # met once, oldest first: many never come again
 
-    def find(self, read: Read, nbytes: int, rows: int) -> Layout | None:
-        """The layout of a file of so many bytes; None: unknown, so it must be checked the complete way."""
+    def find(self, nbytes: int, rows: int) -> Template | None:
+        """What a file of so many bytes and rows is to be compared with.
+
+        None: none is known, so it must be checked the complete way, as one that is of another kind.
+        """
         template = self._templates.pop((nbytes, rows), None)
-        if template is None:
-            return None
-        self._templates[nbytes, rows] = template
-        return template.layout if template.fits(read) else None
+        if template is not None:
+            self._templates[nbytes, rows] = template
+        return template
 
     def learn(self, file: pa.Buffer, layout: Layout) -> None:
         """Remember the layout of a mapped file that was checked the complete way."""

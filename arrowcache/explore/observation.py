@@ -1,9 +1,9 @@
 """Observation: what one sees of a cache at one moment from outside, whichever processes use it.
 
 The folder says what is published, the kernel's locks who leases and who waits, /proc which processes those
-are, and their pages how loaders (reading/panel.py) and samplers (storage/progress.py) do. Nothing is leased,
-and nobody has to cooperate: cache.lock is held for as long as a listing takes. Processes of other users hold
-leases that are counted, but not named; their loaders and samplers are not seen.
+are, and their pages how loaders (storage/counters.py) and samplers (storage/progress.py) do. Nothing is
+leased, and nobody has to cooperate: cache.lock is held for as long as a listing takes. Processes of other
+users hold leases that are counted, but not named; their loaders and samplers are not seen.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arrowcache.reading.panel import PANEL, Readout, parse_panel
 from arrowcache.reading.stats import STAGES, bottleneck_of
+from arrowcache.storage.counters import COUNTERS, Readout, parse_counters
 from arrowcache.storage.layout import WAIT, SegmentInfo
 from arrowcache.storage.locks import Holder, file_identity, flock_holders, range_holders
 from arrowcache.storage.overview import CacheStats
@@ -140,7 +140,7 @@ def observe(
     identity = file_identity(os.stat(store.folder.path))
     survey = store.survey(lock_timeout)
     now, clock = time.time(), time.monotonic()
-    mine = {store.folder.lease_lock.name, *(kind.link.rpartition("/")[2] for kind in (PANEL, PROGRESS))}
+    mine = {store.folder.lease_lock.name, *(kind.link.rpartition("/")[2] for kind in (COUNTERS, PROGRESS))}
     files = [file for file in open_files() if file.link.rpartition("/")[2] in mine]
     holders = range_holders(store.folder.lease_lock, files)
     still_leased = store.leased(survey.segments)
@@ -236,8 +236,8 @@ def _why(listed: Sequence[SegmentInfo], holders: Sequence[Holder]) -> str:
 
 
 def _loaders(files: Sequence[OpenFile], cache: tuple[int, int]) -> tuple[SeenLoader, ...]:
-    pages = seen_pages(PANEL, cache, files)
-    shown = [(page, parse_panel(page.data, time.perf_counter())) for page in pages]
+    pages = seen_pages(COUNTERS, cache, files)
+    shown = [(page, parse_counters(page.data, time.perf_counter())) for page in pages]
     return tuple(_loader(page.key, page.pid, each) for page, each in shown if each is not None)
 
 

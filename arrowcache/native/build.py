@@ -80,12 +80,12 @@ def refresh() -> None:
 
 
 class EngineHook(BuildHookInterface[Any]):
-    """What hatchling calls for a wheel, and for an editable install."""
+    """Hatchling calls it for a wheel, and for an editable install."""
 
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """What pip brings for the build: a compiler, where there is none."""
+        """Packages that pip brings for the build: a compiler, where there is none."""
         try:
             compiler()
         except NoCompilerError:

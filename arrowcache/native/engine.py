@@ -1,10 +1,10 @@
 """Engine: this process' native threads, which bring rows of segments into arrays. The face of engine.h.
 
-A call begins a job and returns: rows are named by their numbers (`Rows`). What is in memory is copied from
-mapped files (`copy_rows`); what may be on the disk is asked for, then read (`read_rows`). Columns of variable
-width take two jobs: `find_values`, then `copy_values` or `read_values`. `fetch_rows` and `fetch_values` have
-the disk begin to read rows that follow one another. The thread that waits for a copy helps, so it needs no
-other.
+A call begins a job and returns. Rows are named by their numbers (`Rows`). Rows that are in memory are copied
+from mapped files (`copy_rows`); rows that may be on the disk are asked for, then read (`read_rows`). Columns
+of variable width take two jobs: `find_values`, then `copy_values` or `read_values`. `fetch_rows` and
+`fetch_values` have the disk begin to read rows that follow one another. The thread that waits for a copy
+helps, so a copy ends also where there are no other threads.
 
 Owns: the engine of this process and its threads. They are started by the first job with work for more than
 one, end before a fork and at exit, and are started again by the next job.
@@ -71,12 +71,12 @@ class Failure:
 
 
 class Job:
-    """Rows on their way. Whoever has it calls `take` until that is True, or `cancel`; one thread at a time.
+    """Rows on their way. Its owner calls `take` until that returns True, or `cancel`; one thread at a time.
 
-    It holds what it touches, and ends before it lets go of that.
+    It keeps alive all that it touches, until it has ended.
 
-    `refused`: once it has ended, -1, or the index of a number that is out of range or whose segment is not
-    known; nothing was copied then.
+    `refused` is -1, or the index of a row number that is out of range or whose segment is not known; nothing
+    was copied then. Valid once the job has ended.
     """
 
     refused = _DONE
@@ -122,9 +122,9 @@ class Job:
         self._has_ended = self.refused != _DONE
 
     def take(self, seconds: float) -> bool:
-        """Help with a copy, then wait. Returns: whether it has ended.
+        """Help with a copy, then wait for the job. Returns: True: it has ended.
 
-        Blocks: so long, and as long as one chunk takes; Ctrl-C is seen at its end.
+        Blocks: at most so long, and the time of one chunk more; Ctrl-C is seen at a chunk's end.
         Raises: RuntimeError: this process was forked from the one that copies.
         """
         if self._has_ended:
@@ -144,7 +144,7 @@ class Job:
         return self._has_ended
 
     def go_on(self) -> None:
-        """Begin what had to wait for a first part: nothing here."""
+        """Begin the second part, if there is one and the first has ended: not here."""
 
     def cancel(self, seconds: float | None = None) -> bool:
         """End it. Returns: False: the kernel holds a thread that copies, and what it touches must stay.
@@ -168,7 +168,7 @@ class Job:
         return self._has_ended
 
     def _leave_behind(self) -> None:
-        """Have it outlive the interpreter, with all that it touches."""
+        """Keep the job and all that it touches until the process ends."""
         if not self._is_left_behind:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             self._is_left_behind = True
@@ -176,19 +176,19 @@ class Job:
             _warn()
 
     def has_ended(self) -> bool:
-        """Whether it has, by now and by others."""
+        """True if the job has ended. Does not help, does not wait."""
         if not self._has_ended and not self._is_late:
             self._has_ended = not quick.engine_help(self._handle, self._address, 0)
         return self._has_ended
 
     @property
     def missed(self) -> int:
-        """Once it has ended: how much was not in memory: pages of a copy; pieces of what was asked for."""
+        """Pages of a copy, or pieces of a read, that were not in memory. Valid once it has ended."""
         return self._job[_MISSED]
 
     @property
     def failure(self) -> Failure | None:
-        """Once it has ended: a row that could not be read."""
+        """A row that could not be read; None: all were. Valid once it has ended."""
         index = self._job[_FAILED] - 1
         return None if index < 0 else Failure(index, self._job[_ERROR])
 
@@ -198,7 +198,7 @@ class Job:
 
 
 class Read:
-    """Rows that may be on the disk: asked for, then read. As a `Job`, but for `go_on`."""
+    """Rows that may be on the disk: asked for, then read. It has the methods of a `Job`."""
 
     _read: Job | None = None
     _is_over = False
@@ -208,12 +208,12 @@ class Read:
         self._ask = begin(_ASK)
 
     def go_on(self) -> None:
-        """Begin to read what was not in memory, if all is asked for."""
+        """Begin to read the rows that were not in memory, if all have been asked for."""
         if self._read is None and not self._is_over and self._ask.has_ended() and self._ask.missed:
             self._read = self._begin(_READ)
 
     def take(self, seconds: float) -> bool:
-        """As of a `Job`."""
+        """See `Job`."""
         if self._read is None and not self._is_over:
             if not self._ask.take(seconds):
                 return False
@@ -231,25 +231,25 @@ class Read:
 
     @property
     def refused(self) -> int:
-        """As of a `Job`."""
+        """See `Job`."""
         return self._ask.refused
 
     @property
     def missed(self) -> int:
-        """As of a `Job`."""
+        """See `Job`."""
         return self._ask.missed
 
     @property
     def failure(self) -> Failure | None:
-        """As of a `Job`."""
+        """See `Job`."""
         return None if self._read is None else self._read.failure
 
 
 class Found(Job):
-    """Where the values of some rows are, and where they go; once it has ended.
+    """A job that finds where the values of some rows are, and where they go.
 
-    `source` (n,) are places in their files; `offsets` (n + 1,) count bytes. `damaged` is the index of a row
-    whose offsets point out of its file, or -1.
+    Once it has ended, `source` (n,) are places in their files, `offsets` (n + 1,) are those of the copied
+    values, in bytes, and `damaged` is the index of a row whose offsets point out of its file, or -1.
     """
 
     def __init__(self, rows: Rows, ids: NDArray[np.int64], table: array[int], way: int, keep: object) -> None:
@@ -287,7 +287,7 @@ def read_rows(
 
     Args:
         rows, ids, columns, keep: as of `copy_rows`.
-        drops: what comes from the disk leaves the page cache again, so that what was there stays.
+        drops: rows that come from the disk leave the page cache again, so that others stay there.
     """
     ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
     got = np.zeros(len(ids) * sum(-(-width // PIECE_BYTES) for width in table[1::3]), np.uint8)
@@ -383,7 +383,7 @@ def _table(columns: Sequence[Column]) -> array[int]:
 
 
 def limit_threads(count: int) -> None:
-    """Have no more threads than this: for a process that works beside others like it."""
+    """Have at most so many threads. For a process that works beside others like it."""
     _engine.most_threads = count
 
 
@@ -403,7 +403,7 @@ class _Engine:
         """Queue a job. Returns: as `engine_submit`."""
         if not self._has_threads:
             self._start()
-        return int(library.engine_submit(handle, address))
+        return int(quick.engine_submit(handle, address))
 
     def _start(self) -> None:
         with self._lock:

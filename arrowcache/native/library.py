@@ -14,7 +14,7 @@ PATH = Path(__file__).with_name("libengine.so")
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Where an array's memory begins."""
+    """The address of an array's first byte."""
     return int(array.__array_interface__["data"][0])
 
 

@@ -5,13 +5,15 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdbool.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #define PUBLIC __attribute__((visibility("default")))
 static const uintptr_t HUGE_PAGE = 2 << 20;
-static int64_t mapped; /* files */
+enum { WINDOW = 32 << 10, CLOSE = 8 << 10 }; /* reading on over so much takes no longer than another call */
+static int64_t mapped;                       /* files */
 
 static int opened(const char *path)
 {
@@ -96,6 +98,52 @@ PUBLIC void maps_close(maps_file *file)
     file->fd = -1; /* first: once it is closed, the number is anybody's */
     if (fd >= 0)
         close(fd);
+}
+
+/* Up to where a file is read at once from `start` on, within one part: the parts after it that are close, too. */
+static int64_t end_of_read(const maps_kind *kind, int64_t part, int64_t start)
+{
+    const maps_part *parts = kind->parts;
+    int64_t end = parts[part].start + parts[part].nbytes;
+    while (++part < kind->count && end - start < WINDOW && parts[part].start - end < CLOSE)
+        end = parts[part].start + parts[part].nbytes;
+    return end - start < WINDOW ? end : start + WINDOW;
+}
+
+PUBLIC int64_t maps_is_alike(const maps_file *file, const maps_kind *kind)
+{
+    uint8_t window[WINDOW];
+    int64_t from = 0, to = 0; /* bytes of the file that it holds */
+    if (file->nbytes != kind->nbytes)
+        return 0;
+    for (int64_t i = 0; i < kind->count; i++) {
+        const maps_part *part = &kind->parts[i];
+        for (int64_t at = part->start, end = at + part->nbytes; at < end;) {
+            if (at >= to) {
+                ssize_t got = pread((int)file->fd, window, (size_t)(end_of_read(kind, i, at) - at), at);
+                if (got <= 0)
+                    return 0;
+                from = at;
+                to = at + got;
+            }
+            int64_t count = (end < to ? end : to) - at;
+            if (memcmp(window + (at - from), part->bytes + (at - part->start), (size_t)count))
+                return 0;
+            at += count;
+        }
+    }
+    return 1;
+}
+
+PUBLIC void maps_open_alike(maps_file *files, int64_t count, const maps_kind *kind, int64_t most, uint8_t *alike)
+{
+    for (int64_t i = 0; i < count; i++) {
+        maps_file *file = &files[i];
+        alike[i] = !maps_open(file, kind->nbytes, most) && maps_is_alike(file, kind);
+        if (!alike[i])
+            maps_unmap(&file, 1);
+        maps_close(file);
+    }
 }
 
 PUBLIC int64_t maps_unmap(maps_file *const *files, int64_t count)

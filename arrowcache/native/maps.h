@@ -1,4 +1,4 @@
-/* Maps: read-only mappings of whole files, one call each.
+/* Maps: read-only mappings of whole files, without a descriptor each.
  *
  * Owns: the number of files that are mapped in this process; nothing else. It allocates nothing.
  *
@@ -32,10 +32,30 @@ typedef struct {
     int64_t device, inode;
 } maps_file;
 
+/* Bytes that files have in common. */
+typedef struct {
+    int64_t start, nbytes; /* where in a file */
+    const uint8_t *bytes;
+} maps_part;
+
+/* Files that are alike: as long, and equal in these parts, which rise and do not overlap. */
+typedef struct {
+    int64_t nbytes;
+    int64_t count;
+    const maps_part *parts;
+} maps_kind;
+
 /* Open a file of 1 to `limit` bytes, and map it, if less than `most` files are mapped then and there are addresses.
    Returns: 0: it is open, and `address` says whether it is mapped; MAPS_LENGTH; else the error's number. It is neither
    open nor mapped then, but `nbytes` tells how long it is. */
 int64_t maps_open(maps_file *, int64_t limit, int64_t most);
+
+/* Open files that lie side by side, one after another, map those of a kind, as `maps_open`, and close them all.
+   `alike`: for each file 1, or 0: it is of another kind, or cannot be opened or read; it is not mapped then. */
+void maps_open_alike(maps_file *, int64_t count, const maps_kind *, int64_t most, uint8_t *alike);
+
+/* Whether a file that is open is of a kind; 0 also where it cannot be read. */
+int64_t maps_is_alike(const maps_file *, const maps_kind *);
 
 /* Map a file that is open, however many are mapped. Returns: 0, or the error's number. */
 int64_t maps_map(maps_file *);

@@ -1,28 +1,55 @@
 """Rows: those of segments, numbered one after another, as the engine reads them.
 
-A table of segments that is filled in place, segment by segment, as their files are mapped: threads that copy
-rows of others go on meanwhile.
+It is a table of segments. It is filled in place, segment by segment, as their files are mapped; threads that
+copy rows of other segments go on meanwhile.
 
-Must never: tell of a segment that is unmapped while its rows may still be asked for. What the addresses in it
-point to is the caller's to keep.
+Must never: have the address of a segment that is unmapped while its rows may still be asked for. The caller
+keeps all memory whose addresses are in the table.
 """
 
 from __future__ import annotations
 
 import struct
-from ctypes import c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import Array, c_int64, c_void_p
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.native.library import address_of, declare, quick
+from arrowcache.native.maps import File, words_of
 
 _SEGMENT_WORDS = 7  # of `engine_segment`
-_REST_AT, _FIRST_ROW = 8, 3
-_FIRST = 3  # of `engine_rows`
-_BASE, _REST = struct.Struct("@q"), struct.Struct("@4q2Q")
+_BASE, _NBYTES, _AT, _FIRST_ROW, _PATH = range(5)  # and device, inode
+_ENTRY = struct.Struct("@5q2Q")
 _ALL_BITS = 2**64 - 1  # of what some give with a sign and some without
+_FIRST = 3  # of `engine_rows`
 _BLOCKS_A_SEGMENT = 4
+
+
+def entry(
+    base: int, nbytes: int, layout_address: int, path_address: int = 0, device: int = 0, inode: int = 0
+) -> bytes:
+    """What `Rows.put` is told of a segment's file.
+
+    Args:
+        base: its address; 0: it is not mapped, and its rows are read.
+        nbytes: of the file.
+        layout_address: of int64 that say where each buffer begins, in bytes of the file.
+        path_address: of its absolute path, which a zero byte ends; 0: it is mapped, and never read.
+        device, inode: of the file.
+    """
+    return _ENTRY.pack(base, nbytes, layout_address, 0, path_address, device & _ALL_BITS, inode & _ALL_BITS)
+
+
+def entries_of(files: Array[File], layout_address: int) -> list[bytes]:
+    """The `entry` of each of some files: as of now."""
+    words = words_of(files)
+    told = np.zeros((len(words), _SEGMENT_WORDS), np.int64)
+    told[:, [_PATH, _BASE, _NBYTES, _PATH + 1, _PATH + 2]] = words[:, [0, 2, 3, 4, 5]]
+    told[:, _AT] = layout_address
+    data, step = told.tobytes(), 8 * _SEGMENT_WORDS
+    return [data[start : start + step] for start in range(0, len(data), step)]
 
 
 class Rows:
@@ -36,8 +63,6 @@ class Rows:
         count, rows = len(starts) - 1, int(starts[-1])
         self._table = np.zeros((count + 1, _SEGMENT_WORDS), np.int64)
         self._table[:, _FIRST_ROW] = starts
-        self._memory = self._table.data.cast("B")
-        self._starts = starts.tolist()
         self._is_known = np.zeros(count, np.bool_)
         each = np.diff(starts)
         alike = count > 0 and bool((each[:-1] == each[0]).all()) and each[-1] <= each[0]
@@ -50,31 +75,17 @@ class Rows:
         self._words = np.array(words, np.int64)
         self.address = address_of(self._words)
 
-    def put(
-        self,
-        index: int,
-        base: int,
-        nbytes: int,
-        layout_address: int,
-        path_address: int,
-        device: int,
-        inode: int,
-    ) -> None:
-        """Tell where a segment's file is.
-
-        Args:
-            index: of the segment.
-            base: the address of its file; 0: it is not mapped, and its rows are read.
-            nbytes: of the file.
-            layout_address: of int64 that say where each buffer begins, in bytes of the file.
-            path_address: of its absolute path, which a zero byte ends; 0: it is mapped, and never read.
-            device, inode: of the file.
-        """
-        at, first = 8 * _SEGMENT_WORDS * index, self._starts[index]
-        rest = nbytes, layout_address, first, path_address, device & _ALL_BITS, inode & _ALL_BITS
-        _REST.pack_into(self._memory, at + _REST_AT, *rest)
-        _BASE.pack_into(self._memory, at, base)  # last, in one piece: threads may read it by now
-        self._is_known[index] = True
+    def put(self, indices: Sequence[int], entries: Sequence[bytes]) -> None:
+        """Tell where the files of segments are, by their `entries`. The indices rise."""
+        if not indices:
+            return
+        first, last = indices[0], indices[-1]
+        at = slice(first, last + 1) if last - first + 1 == len(indices) else indices  # a slice is faster
+        told = np.frombuffer(b"".join(entries), np.int64).reshape(-1, _SEGMENT_WORDS)
+        self._table[at, _NBYTES:_FIRST_ROW] = told[:, _NBYTES:_FIRST_ROW]
+        self._table[at, _PATH:] = told[:, _PATH:]
+        self._table[at, _BASE] = told[:, _BASE]  # last, in one piece: threads may read it by now
+        self._is_known[at] = True
 
     def release(self, first: int) -> None:
         """Refuse rows before this one from now on."""
@@ -88,7 +99,7 @@ class Rows:
         return segments if bad < 0 else int(bad)
 
     def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """Which segments were not put yet, each once and in order: of these, or of all."""
+        """The segments that were not put yet, each once and in order: of these, or of all."""
         if segments is None:
             return np.flatnonzero(~self._is_known)
         return np.unique(segments[~self._is_known[segments]])

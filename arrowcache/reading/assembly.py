@@ -1,11 +1,12 @@
-"""Assembly: how the batches of an epoch are made: into which memory, by which calls.
+"""Assembly: makes the batches of an epoch.
 
 It cuts an epoch into jobs, in step order; the pipeline decides when they run. A batch that is one run of
-rows of one segment is a zero-copy view, where the order has such runs; every other is gathered into the
-slots by the engine's threads, a job each. Where there is a transform, threads of a crew gather and transform.
+rows of one segment is a zero-copy view, where the order has such runs. Every other batch is gathered into a
+slot by the engine's threads; small batches share a slot and a job. Where there is a transform, threads of a
+crew gather and transform.
 
-What may be on the disk is asked for long before it is needed: of rows in any order some hundred, of rows in
-order some megabytes.
+Rows that may be on the disk are asked for before they are needed: some hundred rows ahead where they come in
+any order, some megabytes ahead where they come in order.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.fetching import FETCHED_BYTES, Fetched, Fetching
 from arrowcache.reading.gather import Fetch, Gather
 from arrowcache.reading.memory import page_aligned
-from arrowcache.reading.pipeline import Done, Elsewhere, Job, Made
+from arrowcache.reading.pipeline import Elsewhere, Job, Made
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.temperature import Temperature
@@ -40,8 +42,6 @@ _WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
 _MOST_UNDER_WAY = 8
 _MOST_GROUPED = 256
 _COLD_ROWS, _COLD_BYTES = 256, 64 << 20  # asked of the disk ahead, so that it can choose their order
-_FETCHED_BYTES = 8 << 20  # ahead, of rows in order
-_FETCHED_SHARE = 1.25  # of the rows of a job, while the window's next segments are fetched
 _ELEMENTS_UNDER_GIL = 500
 _GROUP_BYTES = 512 << 10  # small batches share a slot and a job, which cost as much as copying so much
 
@@ -56,7 +56,8 @@ class Assembly:
         with_ids: add `_seq`, `_row` and `_age_seconds`.
         views: whether batches may be zero-copy views.
         workers: threads that run a transform; 0: one.
-        prefetch: batches that are begun ahead; None: as many as the processor's cache holds.
+        prefetch: batches that are begun ahead; None: as many as the processor's cache holds, or, of rows on
+            the disk, as many as let it choose their order.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class Assembly:
         grouped = 1  # batches of a job that lie side by side
         if self._transform is None and len(self._fixed) == len(self._names):
             grouped = max(1, min(_MOST_GROUPED, group_bytes // self._batch_bytes))
-        self._group = grouped if self._viewer is None else _VIEWS if self._transform is None else 1
+        views = max(1, min(_VIEWS, FETCHED_BYTES // self._batch_bytes)) if self._transform is None else 1
+        self._group = grouped if self._viewer is None else views
         rows = self._batch_size * (grouped if self._viewer is None else 1)
         self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
         self.slots = self._new_slots()
@@ -111,13 +113,15 @@ class Assembly:
         """An epoch is wanted soon: nothing has to start."""
 
     def wanted(self) -> int:
-        """How many batches are to be under way or ready."""
+        """The number of batches that are to be under way or ready."""
         if self._prefetch is not None:
             return self._prefetch + self._workers
         if self.temperature.is_cold:
             usual = max(2, min(-(-_COLD_ROWS // self._batch_size), _COLD_BYTES // self._batch_bytes))
         else:
             usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
+        if self._viewer is not None:  # which costs no memory before it is made
+            usual = max(usual, self._group + FETCHED_BYTES // self._batch_bytes)
         return usual + self._workers
 
     def after_fork(self) -> None:
@@ -163,7 +167,7 @@ class Assembly:
         return self.slots.allocated_bytes, self.slots.growths
 
     def in_progress(self) -> list[tuple[str, float]]:
-        """What other processes are at: the stage, and since when."""
+        """The stages that other processes are at, and since when: none here."""
         return []
 
     def _job(
@@ -261,7 +265,7 @@ class Assembly:
         """Batches of one run of rows: views of them, as far as they are of one segment, else copies."""
         size = self._batch_size
         with self._meter.reading(self.temperature):
-            view = epoch.snapshot.view(int(ids[0]), len(ids), viewer)
+            view = epoch.snapshot.view(int(ids[0]), len(ids), viewer, is_fetched=True)
         if view is not None:
             yield from self._cut(epoch, ids, view, published, copied=False)
         elif len(ids) > size:
@@ -310,7 +314,7 @@ class Assembly:
 
 
 class Gathered:
-    """Rows on their way into a slot, as of `Pending`; waiting for them counts as "gather" or "store"."""
+    """Rows on their way into a slot: a `Pending`. Waiting for them counts as "gather" or "store"."""
 
     def __init__(self, slot: Slot, gather: Gather, meter: Meter, fetched: Sequence[Fetch]) -> None:
         self.slot, self.gather, self._meter, self._fetched = slot, gather, meter, fetched
@@ -342,69 +346,14 @@ class Gathered:
         self.gather.go_on()
 
 
-class Fetched(Done):
-    """Nothing is under way but what the disk was asked for."""
-
-    def __init__(self, fetched: Sequence[Fetch]) -> None:
-        self._fetched = fetched
-
-    def abandon(self) -> None:
-        for fetch in self._fetched:
-            fetch.abandon()
-
-
-class Fetching:
-    """Has the disk read ahead of an epoch in order, or of runs of rows.
-
-    Args:
-        names: of the columns.
-    """
-
-    def __init__(self, epoch: Epoch, names: Sequence[str]) -> None:
-        self._epoch, self._names = epoch, names
-        self._is_window = epoch.plan.shuffle == "window"
-        self._fetched_rows = 0  # of a window: all before are fetched, or passed
-        self._ahead_steps = 0
-        if self._is_window and epoch.order.steps:
-            rows_a_step = max(1, len(epoch.snapshot) // epoch.order.steps)
-            ahead_rows = epoch.plan.window_rows // 2 + _FETCHED_BYTES // epoch.snapshot.row_bytes
-            self._ahead_steps = -(-ahead_rows // rows_a_step)
-            self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
-
-    def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Fetch]:
-        """What is asked of the disk as a job of these rows is begun; it is to be kept as long as that."""
-        if self._is_window:
-            return self._fetch_window(step, len(ids))
-        if self._epoch.plan.shuffle == "rows" or not len(ids):
-            return ()
-        size = len(ids) if self._is_run(ids) else self._epoch.plan.block_rows
-        runs = [ids[start : start + size] for start in range(0, len(ids), size)]
-        fetch = self._epoch.snapshot.fetch
-        return [fetch(int(run[0]), int(run[-1]) + 1, self._names) for run in runs if self._is_run(run)]
-
-    def _is_run(self, ids: NDArray[np.int64]) -> bool:
-        return bool(int(ids[-1]) - int(ids[0]) == len(ids) - 1)
-
-    def _fetch_window(self, step: int, rows: int) -> Sequence[Fetch]:
-        """All that the first step may read, then evenly, so that it is there when the window comes to it."""
-        order, snapshot = self._epoch.order, self._epoch.snapshot
-        first = self._fetched_rows
-        here = snapshot.rows_before(order.segments_span(step).stop)
-        last_step = min(step + self._ahead_steps, order.steps - 1)
-        stop = snapshot.rows_before(order.segments_span(last_step).stop)
-        self._fetched_rows = max(first, min(stop, max(here, first + int(rows * _FETCHED_SHARE))))
-        return [snapshot.fetch(first, self._fetched_rows, self._names)] if self._fetched_rows > first else ()
-
-
 def _of_crew(done: Elsewhere) -> Iterator[Made]:
     return iter((done.result(),))
 
 
 def _breaks(ids: NDArray[np.int64]) -> list[int]:
-    """Where a row does not follow the one before it.
+    """The places of rows that do not follow the row before them.
 
-    In pieces: NumPy hands the GIL over in work on more elements, and beside a busy thread it takes 5 ms to
-    come back.
+    In pieces: NumPy lets go of the GIL for more elements, and a busy thread gives it back after 5 ms.
     """
     breaks: list[int] = []
     for start in range(0, len(ids) - 1, _ELEMENTS_UNDER_GIL):
@@ -414,7 +363,7 @@ def _breaks(ids: NDArray[np.int64]) -> list[int]:
 
 
 def mean_published(epoch: Epoch, ids: NDArray[np.int64]) -> float:
-    """When rows were published, on average, as some of them tell."""
+    """The mean time at which rows were published, of some of them."""
     return epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
 
 

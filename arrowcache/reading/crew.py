@@ -1,6 +1,6 @@
-"""Crew: daemon threads that run functions in the order in which they are given.
+"""Crew: daemon threads that run functions, in the order in which they are given: transforms.
 
-Not a ThreadPoolExecutor: the interpreter waits at its exit for what those run.
+Not a ThreadPoolExecutor: at its exit the interpreter waits for the functions that those run.
 """
 
 from __future__ import annotations

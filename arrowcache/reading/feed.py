@@ -1,8 +1,8 @@
-"""Feed: what one iterator is fed with: the jobs of an epoch, or of one epoch after another.
+"""Feed: gives one iterator its jobs: those of one epoch, or of one epoch after another.
 
-It owns the epochs that are being made, and their snapshots, until all is made of them or the stream ends. The
-next one is begun when the last batch of one is under way, so that there is no seam. Runs in the consumer's
-thread.
+It owns the epochs that are under way, and their snapshots, until all their batches are made or the stream
+ends. The next epoch begins when the last batch of one is under way, so that there is no seam. Runs in the
+consumer's thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.parking import Parking
-from arrowcache.reading.pipeline import BARRIER, LATER, Job, Made, Pending, Pipeline, Stream
+from arrowcache.reading.patience import Wait
+from arrowcache.reading.pipeline import DRAIN, Job, Made, Pending, Pipeline, Stream
+from arrowcache.reading.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from arrowcache.reading.workers.remote import RemoteAssembly
@@ -24,9 +26,9 @@ class Feed:
     """Jobs for one stream.
 
     Args:
-        parking: keeps the last epoch's snapshot for a moment.
+        parking: keeps the last epoch's snapshot for a second.
         epoch: the first one, begun already.
-        endless: whether the next follows when the last batch of one is under way.
+        endless: the next epoch follows when the last batch of one is under way.
     """
 
     def __init__(
@@ -54,13 +56,11 @@ class Feed:
             if not self._endless:
                 return
             is_awaited = False
-            following = self._epochs.try_begin_after(epoch)
+            following = self._epochs.begin_after(epoch)
             if following is None:
-                yield BARRIER
-                while self.stream.ready:
-                    yield LATER  # first they are delivered: the next epoch has to wait
+                yield DRAIN  # first all is delivered: the next epoch has to wait
                 retire = partial(self._retire, epoch)
-                following = self._epochs.begin_after(epoch, lambda: self.stream.ended, retire)
+                following = self._epochs.begin_after(epoch, Wait(lambda: self.stream.ended, retire))
             epoch = self._keep(following)
 
     def _jobs_of(self, epoch: Epoch, *, is_awaited: bool) -> Iterator[Job]:
@@ -74,14 +74,14 @@ class Feed:
     def _finish_last(
         self, finish: Callable[[Pending], Iterator[Made]], epoch: Epoch, pending: Pending
     ) -> Iterator[Made]:
-        """All of an epoch is made: let go of it, if the next one has mapped what both read."""
+        """Make the last batches of an epoch; then let go of it, if the next one has mapped what both read."""
         made = finish(pending)
         yield from made
         if epoch is not self._making[-1]:
             self._retire(epoch)
 
     def _keep(self, epoch: Epoch | None) -> Epoch | None:
-        """Make an epoch, from now on. Returns: None: there is none, or the stream has ended meanwhile."""
+        """Have an epoch under way from now on. Returns: None: there is none, or the stream has ended."""
         if epoch is None:
             return None
 
@@ -94,16 +94,14 @@ class Feed:
                 if not self.stream.begun:  # else the last of its jobs does that
                     self._retire(each)
             return epoch
-        if epoch not in self._making:  # else whoever ended the stream dropped it
-            self._epochs.drop(epoch)
+        if epoch not in self._making:  # else whoever ended the stream ended it
+            epoch.end()
         return None
 
     def _retire(self, epoch: Epoch) -> None:
-        """Let go of an epoch of which all is made. Idempotent."""
+        """Let go of an epoch whose batches are all made. Idempotent."""
         self._assembly.end(epoch)
-        self._epochs.note_held_up(epoch)
-        epoch.snapshot.close()
-        self._epochs.ended(epoch)
+        epoch.let_go()
         self._parking.drop()
         self._making = [each for each in self._making if each is not epoch or each is self._making[-1]]
 
@@ -112,11 +110,7 @@ class Feed:
         for epoch in older:
             self._retire(epoch)
         self._assembly.end(newest)
-        self._epochs.note_held_up(newest)
-        if self.stream.has_failed:
-            newest.snapshot.close()  # so that the next one checks its segments anew
-        else:
-            self._parking.park(newest.snapshot)
-        self._epochs.ended(newest)
+        # After a failure it is not parked: the next epoch checks its segments anew.
+        newest.let_go(Snapshot.close if self.stream.has_failed else self._parking.park)
         for each in self._undelivered:
-            self._epochs.give_back(each)
+            each.end()

@@ -1,9 +1,9 @@
-"""Future: what another thread makes, for one that waits and may be interrupted.
+"""Future: the result of another thread's work, for a thread that waits and may be interrupted.
 
-As of concurrent.futures, but for this: Ctrl-C in any line of a wait, a cancel or a set leaves it usable.
+It is like that of concurrent.futures, but Ctrl-C in any line of a wait, a cancel or a set leaves it usable.
 There a KeyboardInterrupt within `Condition.__enter__` or `__exit__`, which are Python, leaves the lock taken,
-and whoever sets the future waits for ever. Here nothing is held: a raw lock is released at the end, and
-whoever gets it lets it go at once.
+and the thread that sets the future waits for ever. Here no lock is held: a raw lock is released when the
+future ends, and each thread that gets it releases it at once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Future(Generic[T]):
         self._is_done = False
         self._result: T | None = None
         self._error: BaseException | None = None
-        self._claim = _thread.allocate_lock()  # taken by who runs it, or cancels it
+        self._claim = _thread.allocate_lock()  # taken by the thread that runs it, or cancels it
         self._pending = _thread.allocate_lock()
         self._pending.acquire()
 
     def begin(self) -> bool:
-        """Whoever makes it begins. Returns: False: it was begun, or cancelled."""
+        """Claim the work. Returns: False: it was begun or cancelled before."""
         return self._claim.acquire(blocking=False)
 
     def cancel(self) -> bool:
-        """Have it not begin. Returns: False: it was begun, or cancelled."""
+        """Keep the work from beginning. Returns: False: it was begun or cancelled before."""
         if not self._claim.acquire(blocking=False):
             return False
         self.set_exception(CancelledError())
@@ -57,20 +57,20 @@ class Future(Generic[T]):
             self._pending.release()
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self._is_done
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end. Returns: whether it has ended. Blocks: so long."""
+        """Wait for its end. Returns: True: it has ended. Blocks: at most so long."""
         if not self._is_done and self._pending.acquire(timeout=max(0.0, seconds)):
-            self._end()  # for who waits, too
+            self._end()  # for others who wait
         return self._is_done
 
     def result(self, seconds: float = _thread.TIMEOUT_MAX) -> T:
-        """What was made.
+        """The result of the work.
 
         Blocks: until it has ended, at most so long.
-        Raises: the exception it has ended with; CancelledError; TimeoutError: it has not ended.
+        Raises: the exception that the work ended with; CancelledError; TimeoutError: it has not ended.
         """
         if not self.wait(seconds):
             raise TimeoutError(f"it has not ended within {seconds:g} s")

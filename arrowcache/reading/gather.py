@@ -1,9 +1,8 @@
 """Gather: columns of some rows on their way out of segments.
 
-Fixed-width columns are one job of the engine, all together. A variable-length one takes two: where its
-values are, then the values. Rows are copied from mapped memory, or asked of the disk and read. Guarantees:
-nothing is touched any more once it has ended, in whatever way; what cannot be read is told with its segment's
-name.
+Fixed-width columns are one job of the engine, all together. A variable-length column takes two: one finds its
+values, one copies them. Rows are copied from mapped memory, or asked of the disk and read. Guarantees: once a
+gather has ended, in whatever way, it touches nothing; an error of reading names the segment.
 """
 
 from __future__ import annotations
@@ -90,9 +89,9 @@ class Gatherer:
             named: tells segments.
             then: called once it has ended, in whatever way, also where this raises; idempotent.
             is_cold: rows may be on the disk: have it read them side by side.
-            drops: then what it reads leaves the page cache again.
-        Raises: OutsideError: a row is out of range, or its segment not known; nothing is written then. What
-            is small and warm is checked when it is taken: see `engine.Job`.
+            drops: rows that are read from the disk leave the page cache again.
+        Raises: OutsideError: a row is out of range, or its segment not known; nothing is written then. A
+            small warm job raises this when it is taken: see `engine.Job`.
         """
         columns = [self._column(name, address) for name, address in out.items() if self._width_of(name)]
         others = () if len(names) == len(out) else [name for name in names if name not in out]
@@ -136,7 +135,7 @@ class Gatherer:
 
 
 class Gather:
-    """Columns of some rows on their way. Whoever has it calls `take` until that is True, or `cancel`."""
+    """Columns of some rows on their way. Its owner calls `take` until that returns True, or `cancel`."""
 
     then: Callable[[], None] | None = None  # called once it has ended, in whatever way; idempotent
 
@@ -163,7 +162,7 @@ class Gather:
         values.begin()
 
     def take(self, seconds: float) -> bool:
-        """Help, then wait. Returns: whether it has ended.
+        """Help, then wait. Returns: True: it has ended.
 
         Blocks: as `engine.Job.take`.
         Raises: OutsideError: as `Gatherer.begin`; CorruptSegmentError: a file has changed since it was
@@ -191,7 +190,7 @@ class Gather:
                 )
 
     def go_on(self) -> None:
-        """Begin what could not be begun before something else had ended."""
+        """Begin second parts whose first part has ended."""
         if self._fixed is not None:
             self._fixed.go_on()
         for values in self._values.values():
@@ -210,7 +209,7 @@ class Gather:
     def cancel(self) -> None:
         """End it. Idempotent. Blocks: as `engine.Job.cancel`.
 
-        What the kernel holds longer stays as it is for ever: `then` is not called.
+        Where the kernel holds a thread longer than that, its memory stays for ever and `then` is not called.
         """
         self._cancel(None)
 
@@ -240,12 +239,12 @@ class Gather:
             self.cancel()
 
     def values(self) -> dict[str, Column]:
-        """The columns of variable length, once it has ended. Raises: CorruptSegmentError: text is none."""
+        """Columns of variable length, once it has ended. Raises: CorruptSegmentError: text is not UTF-8."""
         return {**self._gathered, **{name: values.column() for name, values in self._values.items()}}
 
     @property
     def missed(self) -> int:
-        """Once it has ended: how much of it was not in memory."""
+        """Rows or pages that were not in memory. Valid once it has ended."""
         missed = 0 if self._fixed is None else self._fixed.missed
         return missed + sum(values.missed for values in self._values.values())
 
@@ -255,6 +254,10 @@ class Fetch:
 
     def __init__(self, jobs: Sequence[engine.Job]) -> None:
         self._jobs = jobs
+
+    def take(self, seconds: float) -> bool:
+        """Wait until the disk is asked. Returns: whether it is. Blocks: so long for each column at most."""
+        return all(job.take(seconds) for job in self._jobs)
 
     def abandon(self) -> None:
         """End it, as `Gather.abandon`."""
@@ -349,6 +352,6 @@ def in_a_thread(function: Callable[[], object]) -> None:
 
 
 def accepted(job: engine.Job | engine.Read) -> None:
-    """Make sure that a job was begun, or has ended. Raises: OutsideError: it was refused."""
+    """Raise if a job was refused. Raises: OutsideError: a row is out of range."""
     if job.refused >= 0:
         raise OutsideError(job.refused)

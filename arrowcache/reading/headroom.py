@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-import warnings
 
+from arrowcache.errors import warn
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import Settings
 from arrowcache.units import format_bytes
@@ -52,14 +51,6 @@ class Headroom:
             "said once"
         )
         try:
-            warnings.warn(message, RuntimeWarning, stacklevel=_callers_level())
+            warn(message)
         except RuntimeWarning:
             _log.warning(message)
-
-
-def _callers_level() -> int:
-    """The `stacklevel` by which a warning of the function that asks names the user's line."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("arrowcache."):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -1,9 +1,8 @@
-"""Iterator: what a consumer holds of an epoch: it takes batches and is told how the epoch ends.
+"""Iterator: the consumer's end of an epoch: it takes batches and is told how the epoch ends.
 
-An epoch ends by exhaustion, `close()`, or being dropped: silently; by a newer one or a loaded state:
-with an error in its consumer, which would take the part for the whole; by an error in place of a
-batch. Any thread may end it, also while its consumer waits; what a step makes of that is decided in
-one place.
+An epoch ends in silence by exhaustion, by `close()`, or when its iterator is dropped. It ends with an error
+in its consumer when a newer epoch begins or a state is loaded: else the consumer would take the part for the
+whole. It also ends by an error in place of a batch. Any thread may end it, also while its consumer waits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from arrowcache.reading.stats import Meter
 
 
 class Batches(Protocol):
-    """What a consumer holds: `next` gives a batch; dropping or closing it ends the epoch."""
+    """An iterator of batches; dropping or closing it ends the epoch."""
 
     def __iter__(self) -> Batches: ...
 
@@ -109,7 +108,7 @@ class EpochIterator:
             self.has_stopped = True
             self.close()
             raise StopIteration
-        self._epochs.deliver(made.epoch)
+        made.epoch.deliver()
         self._meter.deliver(made)
 
     def fail(self) -> None:

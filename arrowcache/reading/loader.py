@@ -2,9 +2,9 @@
 
 `iter` takes the snapshot, so whatever was published before it is in the epoch. `next` begins batches ahead,
 which native threads copy, and hands out the oldest: no Python thread lies on their way. One epoch is
-delivered at a time. This module is the face: what users say and get. iterator.py hands batches over, epoch.py
-decides what an epoch is, plan.py and order.py which rows it has, assembly.py how its batches are made,
-pipeline.py when, slots.py and view.py in which memory, readahead.py what is warm by then.
+delivered at a time. This module is the face. iterator.py hands batches over; epoch.py begins epochs; plan.py
+and order.py say which rows a batch has; assembly.py makes batches, in memory of slots.py or view.py; feed.py
+and pipeline.py say when; temperature.py says how rows are read; parking.py keeps an ended epoch for a second.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from arrowcache.arrow.schema import Schema
-from arrowcache.arrow.segment import row_bytes
-from arrowcache.cgroup import memory_bytes
 from arrowcache.reading.assembly import Assembly, Batch
-from arrowcache.reading.epoch import Epoch, Epochs, Terms
+from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.feed import Feed
 from arrowcache.reading.iterator import Batches, EpochIterator
-from arrowcache.reading.membership import Membership, membership
-from arrowcache.reading.order import SHUFFLES
-from arrowcache.reading.panel import Panel
+from arrowcache.reading.membership import membership
+from arrowcache.reading.options import EpochOptions, parse_flag
 from arrowcache.reading.parking import Parking
+from arrowcache.reading.patience import Wait
 from arrowcache.reading.pipeline import Pipeline, Stream
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.view import uncopied
-from arrowcache.storage.layout import SegmentInfo, Settings
+from arrowcache.storage.counters import CounterPage
+from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.storage.store import Store, once_unlocked
-from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds, require_function
+from arrowcache.storage.store import once_unlocked
+from arrowcache.units import parse_count, parse_seconds, require_function
 
 if TYPE_CHECKING:
     from typing import Self
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 WORKER_TYPES = ("process", "thread")
 _MOST_WORKERS = 256
 _MOST_PREFETCHED = 1 << 16
-_MOST_BATCH_ROWS = (1 << 31) - 1
 _CLOSED = "the loader is closed: make a new one"
 _NO_DATASET = (
     "a Loader is no dataset: it has no length and no items, since the rows of a rolling cache are others in "
@@ -59,21 +56,23 @@ class Loader:
     Args:
         cache: a Cache, or the path of one.
         batch_size: rows of a batch; below 2**31, and no more than fit into the memory.
-        shuffle: "rows" (the whole snapshot, uniformly); "window" (within a window that slides from the
-            oldest segment to the newest, which reads the disk in order and lets samplers replace what it
-            has passed); "blocks" (runs of batch_size contiguous rows, in random order); None (oldest
-            first). Batches of "blocks" and None are zero-copy views where they are one run of rows.
+        shuffle: "rows" (the whole snapshot, uniformly; from the disk row by row); "window" (within a window
+            that slides from the oldest segment to the newest; it reads the disk in order, and lets samplers
+            replace the segments that it has passed); "blocks" (runs of batch_size contiguous rows, in random
+            order); None (oldest first). Batches of "blocks" and None are zero-copy views where they are one
+            run of rows.
         seed: with the epoch's number it decides the order, for given segments.
         columns: which; None for all.
         drop_last: leave out an incomplete last batch; else it is short, or with several ranks padded
             with the epoch's first rows.
-        transform: called with each batch, in a thread or worker, ahead; what it returns is yielded.
+        transform: called with each batch, ahead, in a thread or process of a worker; its result is yielded.
         workers: threads or processes that run the transform, at most 256; 0: one thread does.
-        worker_type: "process" (transforms that hold the GIL; they must be picklable by cloudpickle, and
-            return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes, which have the same
-            dtypes and row shapes in every batch) or "thread" (transforms that release it, small rows).
-        prefetch: batches that are begun ahead, beside one for each worker; at most 65536. None: two to eight,
-            as many as the processor's cache holds.
+        worker_type: "process" (for transforms that hold the GIL; they must be picklable by cloudpickle, and
+            return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes) or "thread" (for
+            transforms that release it).
+        prefetch: batches that are begun ahead, beside those that workers are at; at most 65536. None: two to
+            eight, as many as the processor's cache holds; while rows come from the disk, as many as have 256
+            rows, but at most 64 MiB; with worker processes four.
         where: SegmentInfo -> bool, which segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank, world_size: this process' part of each step, and of how many; None: it is alone. Each step
@@ -85,9 +84,9 @@ class Loader:
         wait_rows: an epoch waits until so many rows, and one full step, are published.
         timeout: seconds that a step waits for its batch, and an epoch for rows: counted from the last row
             that a sampler of the cache drew, if that is later; but once segments are published and bring it
-            no more rows for so long, as where `where` refuses them or the cache is full, it gives up. At
-            once, about, where there are too few rows for a step, nobody writes and no other rank is there
-            that might begin to. None: for ever, but for the last case.
+            no more rows for so long, as where `where` refuses them or the cache is full, it gives up. It
+            gives up after a second where there are too few rows for a step, nobody writes, and there is no
+            other rank that might begin to. None: for ever, but for the last case.
         window_bytes: of shuffle="window"; None: a quarter of the memory or of the capacity, the lesser.
         paced: keep the cache's pace, and count what is served; False: neither, such as for validation.
 
@@ -129,7 +128,7 @@ class Loader:
         self._names = settings.schema.select(columns, least=1)
         require_function(transform, "transform")
         require_function(where, "where")
-        self._terms = terms_of(
+        self._options = EpochOptions.checked(
             settings,
             self._names,
             batch_size,
@@ -152,10 +151,9 @@ class Loader:
         self._given, self._run_id = (rank, world_size), run_id
         self._rank = self._find_rank()
         ranks = membership(*self._rank, run_id)
-        require_step(self._terms, ranks)
-        require_room(self._store, self._terms, ranks)
+        self._options.require_fit(self._store, ranks)
         self._meter = Meter(self._workers, shuffle)
-        self._epochs = Epochs(self._store, where, self._terms, self._timeout, ranks, self._meter)
+        self._epochs = Epochs(self._store, where, self._options, self._timeout, ranks, self._meter)
         make: type[Assembly | RemoteAssembly] = Assembly
         if self._workers > 0 and worker_type == "process":
             from arrowcache.reading.workers import remote  # brings much that others do without
@@ -164,9 +162,9 @@ class Loader:
         self._assembly = make(
             self._store,
             self._names,
-            self._terms.batch_size,
+            self._options.batch_size,
             transform,
-            with_ids=_flag(with_ids, "with_ids"),
+            with_ids=parse_flag(with_ids, "with_ids"),
             views=self._may_yield_views and shuffle in ("blocks", None),
             workers=self._workers,
             prefetch=self._prefetch,
@@ -189,8 +187,8 @@ class Loader:
     def repeat(self) -> Batches:
         """Batches without end, for step-based training: epochs follow one another without a seam.
 
-        The next snapshot is taken when the last batch of an epoch has been made, while batches are
-        still ready. `steps`, `stats` and `state_dict` tell of the epoch that is being delivered.
+        The next snapshot is taken when the last batch of an epoch has been begun. `steps`, `stats` and
+        `state_dict` tell of the epoch that is being delivered.
         Blocks, Raises: as `iter`; later epochs that find too few rows raise in the step that needs them.
         """
         return self._begin(endless=True)
@@ -202,7 +200,7 @@ class Loader:
         return None if progress is None else progress.order.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is: which rows of the epoch were delivered, not what is prefetched.
+        """The state of this loader: which rows of the epoch were delivered, without those on their way.
 
         Returns: plain ints, strings and lists, a few hundred bytes, and some 15 more for each segment of
             other rows than the one before it: the same on all ranks, and loadable with
@@ -245,10 +243,10 @@ class Loader:
         """
         if self._closed:
             raise ValueError(_CLOSED)
-        schema, size = self._store.settings.schema, self._terms.batch_size
-        if self._terms.shuffle not in ("blocks", None):
+        schema, size = self._store.settings.schema, self._options.batch_size
+        if self._options.shuffle not in ("blocks", None):
             raise ValueError(
-                f"shuffle={self._terms.shuffle!r} gathers rows from everywhere, which copies them: "
+                f"shuffle={self._options.shuffle!r} gathers rows from everywhere, which copies them: "
                 "use shuffle='blocks' or None"
             )
         if copied := [name for name in self._names if name not in uncopied(schema, self._names)]:
@@ -268,14 +266,17 @@ class Loader:
         self._assembly.require_views()
 
     def stats(self) -> LoaderStats:
-        """What was delivered so far, what held it up, and what it held up."""
+        """Counts of what was delivered so far, of waits for it, and of samplers' waits for this loader."""
         if self._epochs.progress is not None:
-            self._epochs.note_held_up(self._epochs.progress)
+            self._epochs.progress.note_held_up()
         ring_bytes, ring_growths = self._assembly.ring_stats()
         return self._meter.stats(ring_bytes, ring_growths, self._assembly.in_progress())
 
     def close(self) -> None:
-        """End the epoch and the background threads; leases nothing afterwards. Idempotent."""
+        """End the epoch, and the threads and processes of workers; lease nothing afterwards. Idempotent.
+
+        Blocks: at most some seconds, for a transform that runs.
+        """
         self._closed = True
         self._end_current()
         if self._running is not None:
@@ -318,8 +319,8 @@ class Loader:
 
     def __repr__(self) -> str:
         return (
-            f"<{type(self).__name__} of {self._store.folder.path}: batch_size={self._terms.batch_size}, "
-            f"shuffle={self._terms.shuffle!r}, epoch {self._epochs.next}>"
+            f"<{type(self).__name__} of {self._store.folder.path}: batch_size={self._options.batch_size}, "
+            f"shuffle={self._options.shuffle!r}, epoch {self._epochs.next}>"
         )
 
     def _finish(self, batch: Batch) -> Batch:
@@ -327,7 +328,7 @@ class Loader:
         return batch
 
     def _hand_out(self, epoch: EpochIterator) -> Batches:
-        """What the consumer gets; loaders for a device put their own iterator around an epoch's."""
+        """The iterator that the consumer gets; loaders for a device put their own around an epoch's."""
         return epoch
 
     def _find_rank(self) -> tuple[int | None, int | None]:
@@ -339,8 +340,7 @@ class Loader:
         found = self._find_rank()
         if found not in (self._rank, (None, None)):
             ranks = membership(*found, self._run_id)
-            require_step(self._terms, ranks)
-            require_room(self._store, self._terms, ranks)
+            self._options.require_fit(self._store, ranks)
             self._epochs.join(ranks)
             self._rank = found
 
@@ -354,8 +354,8 @@ class Loader:
         self._join()
         if self._running is None:
             making = self._assembly
-            panel = Panel.open(self._store.folder.path, self._workers, self._terms.shuffle)
-            self._meter.show_on(panel, making.in_progress)
+            page = CounterPage.open(self._store.folder.path, self._workers, self._options.shuffle)
+            self._meter.show_on(page, making.in_progress)
             parking = Parking(self._epochs.settle, making.drop)
             self._running = Pipeline(making.wanted, self._meter.show), parking
         pipeline, parking = self._running
@@ -365,7 +365,7 @@ class Loader:
         try:
             self._meter.begin_run(run)
             with self._meter.waiting():
-                epoch = self._epochs.begin(lambda: self._closed, before_waiting=parking.drop)
+                epoch = self._epochs.begin(Wait(lambda: self._closed, parking.drop))
             if epoch is None or self._closed:  # by another thread
                 raise ValueError(_CLOSED)
             parking.drop()  # what both read stays mapped
@@ -377,14 +377,14 @@ class Loader:
             self._meter.end_run(run)
             if epoch is not None:
                 self._epochs.take_back(epoch)
-                self._epochs.drop(epoch)
+                epoch.end()
             raise
         self._stream, self._current = feed.stream, weakref.ref(iterator)
         pipeline.begin(feed.stream)
         return self._hand_out(iterator)
 
     def _is_over(self, epoch: Epoch) -> bool:
-        """Whether an epoch was delivered to its end, and its consumer knows."""
+        """True if an epoch was delivered to its end, and its consumer knows."""
         iterator = self._delivering()
         return epoch.is_delivered and (iterator is None or iterator.has_stopped)
 
@@ -400,98 +400,7 @@ class Loader:
         self._stream = None
 
 
-def terms_of(
-    settings: Settings,
-    names: Sequence[str],
-    batch_size: int,
-    *,
-    shuffle: str | None,
-    seed: int,
-    drop_last: bool,
-    epoch_rows: int | None,
-    wait_rows: int,
-    window_bytes: int | str | None,
-    paced: bool,
-) -> Terms:
-    """What a user asked of every epoch, checked; `names` are the columns of a batch.
-
-    Raises: ValueError, TypeError: an argument that does not fit.
-    """
-    if shuffle not in SHUFFLES:
-        raise ValueError(f"shuffle={shuffle!r} is unknown: use one of {SHUFFLES}")
-    if window_bytes is not None and shuffle != "window":
-        raise ValueError(f"window_bytes belongs to shuffle='window', not {shuffle!r}: leave it out")
-    return Terms(
-        batch_size=_batch_rows(batch_size, settings.schema, names),
-        shuffle=shuffle,
-        seed=parse_count(seed, "seed", least=0, most=None),
-        epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
-        drop_last=_flag(drop_last, "drop_last"),
-        window_bytes=_window(window_bytes, settings.capacity_bytes),
-        wait_rows=parse_count(wait_rows, "wait_rows"),
-        paced=_flag(paced, "paced"),
-    )
-
-
-def require_step(terms: Terms, ranks: Membership | None) -> None:
-    """Make sure that an epoch of given rows has a step of all ranks.
-
-    Raises: ValueError: it has none.
-    """
-    step_rows = terms.batch_size * (ranks.world_size if ranks else 1)
-    if terms.epoch_rows is not None and terms.drop_last and terms.epoch_rows < step_rows:
-        raise ValueError(
-            f"epoch_rows={terms.epoch_rows} is less than one step of {step_rows} rows: "
-            "raise it, or pass drop_last=False"
-        )
-
-
-def require_room(store: Store, terms: Terms, ranks: Membership | None) -> None:
-    """Make sure that the capacity, as it is now, may hold the rows that an epoch waits for.
-
-    Raises: ValueError: it cannot. A cache that is to be resized later must be so before.
-    """
-    step_rows = terms.batch_size * (ranks.world_size if ranks else 1) if terms.drop_last else 1
-    rows = max(terms.wait_rows, step_rows)
-    least = rows * row_bytes(store.settings.schema)  # variable-length data not counted
-    if least <= store.settings.capacity_bytes:
-        return
-    store.refresh_settings()  # somebody may have resized it
-    capacity_bytes = store.settings.capacity_bytes
-    if least > capacity_bytes:
-        fact, way = f"wait_rows={rows} take", "lower wait_rows"
-        if step_rows > terms.wait_rows:
-            fact, way = f"one step of {rows} rows takes", "lower batch_size, pass drop_last=False"
-        raise ValueError(
-            f"{fact} {format_bytes(least)} or more, and the capacity is {format_bytes(capacity_bytes)} now: "
-            f"{way}, or raise the capacity first"
-        )
-
-
-def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:
-    rows = parse_count(batch_size, "batch_size", most=_MOST_BATCH_ROWS)
-    nbytes = rows * sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
-    if nbytes > memory_bytes():
-        raise ValueError(
-            f"batch_size={batch_size} rows take {format_bytes(nbytes)}, and there are "
-            f"{format_bytes(memory_bytes())} of memory: lower it, or name fewer columns"
-        )
-    return rows
-
-
-def _window(window_bytes: int | str | None, capacity_bytes: int) -> int:
-    if window_bytes is None:
-        return min(memory_bytes(), capacity_bytes) // 4
-    return parse_bytes(window_bytes, "window_bytes")
-
-
 def _workers(workers: int, worker_type: str) -> int:
     if worker_type not in WORKER_TYPES:
         raise ValueError(f"worker_type={worker_type!r} is unknown: use one of {WORKER_TYPES}")
     return parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
-
-
-def _flag(value: bool, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
-    return value

@@ -12,13 +12,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from arrowcache.arrow.segment import Layout
-from arrowcache.arrow.template import KnownLayouts
+from arrowcache.arrow.template import KnownLayouts, Template
 from arrowcache.native import maps
+from arrowcache.native.rows import entries_of, entry
 from arrowcache.storage import mapping
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.locks import file_identity
@@ -26,45 +28,40 @@ from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
 _most_mapped = mapping.most_mappings() // 2
+_KNOWN = 3  # of a `maps_file`, from here on: its length, device and inode
 
 
 class MappedSegment:
     """A segment's file, mapped where `file.address` says so.
 
-    `layout` is where its buffers lie, and `words` are what `Rows.put` is told of it: once it was checked.
+    Once it was checked, `layout` tells where its buffers lie, and `entry` is its line in the table of `Rows`.
     """
 
-    __slots__ = ("file", "is_doubted", "layout", "was_read", "words")
+    __slots__ = ("entry", "file", "is_doubted", "is_mapped", "layout", "was_read")
     layout: Layout
 
-    def __init__(self, path: bytes) -> None:
-        self.file = maps.file(path)
-        self.words: tuple[int, ...] = ()
+    def __init__(self, file: maps.File) -> None:
+        self.file = file
+        self.entry = b""
+        self.is_mapped = False  # and checked
         self.was_read = False  # its bytes were checked
         self.is_doubted = False  # a read of it failed since
 
-    def is_ready(self, *, check_bytes: bool) -> bool:
-        """Whether no more can be done for it."""
-        is_mapped = self.file.address or maps.count() >= _most_mapped
-        was_checked = (self.was_read or not check_bytes) and not self.is_doubted
-        return bool(self.words and is_mapped and was_checked)
-
-    def know(self, layout: Layout) -> None:
-        """It was checked."""
-        self.layout = layout
-        path, address, nbytes, device, inode = self.file.words()
-        self.words = address, nbytes, layout.buffers.buffer_info()[0], path, device, inode
+    def know(self, layout: Layout, entry: bytes) -> None:
+        """Note that it was checked, and its layout."""
+        self.layout, self.entry, self.is_mapped = layout, entry, bool(self.file.address)
 
 
 class Claim:
     """Segments that a reader needs mapped, oldest first, and gives up from the oldest on.
 
-    `released`: so many of the oldest are not, or no longer, claimed; all of them until `acquire`.
+    `seqs`: their numbers, which rise. `released`: so many of the oldest are not claimed any more. Before
+    `acquire` none is claimed.
     """
 
-    def __init__(self, segments: Sequence[SegmentInfo]) -> None:
-        self.segments = tuple(segments)
-        self.released = len(self.segments)
+    def __init__(self, seqs: NDArray[np.int64]) -> None:
+        self.seqs = seqs
+        self.released = len(seqs)
 
 
 class MappedSegments:
@@ -79,7 +76,7 @@ class MappedSegments:
         self._known = KnownLayouts(settings.schema)
         self._lock = threading.Lock()
         self._segments: dict[int, MappedSegment] = {}  # by seq: whatever is mapped is here
-        self._users: dict[int, int] = {}  # by seq: snapshots that may read it
+        self._claims: list[Claim] = []  # of snapshots that may read them; replaced as a whole
         self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
         self._opening: maps.File | None = None
 
@@ -107,13 +104,10 @@ class MappedSegments:
     def acquire(self, claim: Claim) -> None:
         """Keep its segments mapped, once they are; the caller leases them until it released them.
 
-        All of them or none, also when Ctrl-C comes in between: counts are replaced as a whole.
+        It claims all of them or none, also when Ctrl-C comes in between.
         """
         with self._lock:
-            users = self._users.copy()
-            for segment in claim.segments:
-                users[segment.seq] = users.get(segment.seq, 0) + 1
-            self._users, claim.released = users, 0
+            claim.released, self._claims = 0, [*self._claims, claim]
         self._let_go()
 
     def release(self, claim: Claim, count: int, then: Callable[[], None] = lambda: None) -> None:
@@ -133,34 +127,91 @@ class MappedSegments:
                 while self._released:
                     claim, count, then = self._released[0]
                     if count > claim.released:
-                        users, unused = self._without(claim.segments[claim.released : count])
                         try:
-                            self._unmap(unused)
+                            self._unmap(self._unused(claim, count))
                         except OSError:  # mapped implies leased: later, then
                             return
-                        self._users, claim.released = users, count  # last: what is cut short is done anew
+                        claim.released = count  # after it: what is cut short is done anew
+                    if claim.released == len(claim.seqs):
+                        self._claims = [each for each in self._claims if each is not claim]
                     then()
                     self._released.popleft()
 
-    def _without(self, segments: Sequence[SegmentInfo]) -> tuple[dict[int, int], list[int]]:
-        """Who uses what without one user of these segments, and which of them nobody uses then."""
-        users, unused = self._users.copy(), []
-        for segment in segments:
-            users[segment.seq] -= 1
-            if not users[segment.seq]:
-                del users[segment.seq]
-                unused.append(segment.seq)
-        return users, unused
+    def _unused(self, claim: Claim, count: int) -> list[int]:
+        """What nobody else claims of the `count` oldest segments of a claim, those that it still has."""
+        seqs = claim.seqs[claim.released : count]
+        for other in self._claims:
+            if other is not claim and len(seqs):
+                seqs = seqs[~np.isin(seqs, other.seqs[other.released :])]
+        return [*map(int, seqs)]
 
     def _unmap(self, seqs: Sequence[int]) -> None:
         """Unmap what is mapped of these. Raises: OSError: not all; what is left is as it was."""
         found = {seq: self._segments[seq] for seq in seqs if seq in self._segments}
+        for each in found.values():
+            each.is_mapped = False  # first: what Ctrl-C leaves here may not be any more
         try:
             maps.unmap([each.file for each in found.values()])
         finally:
             for seq, each in found.items():
+                each.is_mapped = bool(each.file.address and each.entry)
                 if not each.file.address:
                     del self._segments[seq]
+
+    def found(self, seqs: Sequence[int], *, check_bytes_below: int) -> list[MappedSegment | None]:
+        """What there is of acquired segments; None: it is to be mapped, or checked, by `map`.
+
+        Args:
+            seqs: their numbers, which rise.
+            check_bytes_below: below this number their bytes were to be checked, too.
+        """
+        is_full = maps.count() >= _most_mapped  # then those without a mapping stay so
+
+        def is_ready(each: MappedSegment) -> bool:
+            return bool(each.is_mapped or (is_full and each.entry)) and not each.is_doubted
+
+        found = [
+            each if each is not None and is_ready(each) else None for each in map(self._segments.get, seqs)
+        ]
+        if seqs and seqs[0] < check_bytes_below:
+            for index, each in enumerate(found):
+                if each is not None and seqs[index] < check_bytes_below and not each.was_read:
+                    found[index] = None
+        return found
+
+    def map_alike(self, segments: Sequence[SegmentInfo], store: Store) -> None:
+        """Map acquired segments whose layout is known, if they are not yet; see `found`.
+
+        What is of another layout, cannot be opened or is damaged is left to `map`.
+
+        Args:
+            segments: few enough that the GIL is kept for as long; their bytes need no check.
+            store: who asks: its folder has the files.
+        """
+        kinds: dict[tuple[int, int], list[SegmentInfo]] = {}
+        for segment in segments:
+            kinds.setdefault((segment.nbytes, segment.rows), []).append(segment)
+        with self._lock:
+            for (nbytes, rows), some in kinds.items():
+                template = self._known.find(nbytes, rows)
+                new = [segment for segment in some if segment.seq not in self._segments]
+                if template is not None and new:
+                    self._map_alike(new, store, template)
+        self._let_go()
+
+    def _map_alike(self, segments: Sequence[SegmentInfo], store: Store, template: Template) -> None:
+        files = maps.files(os.fspath(store.folder.segments), [segment.name for segment in segments])
+        made = {segment.seq: MappedSegment(file) for segment, file in zip(segments, files, strict=True)}
+        self._segments.update(made)
+        try:
+            alike = maps.open_alike(files, template.kind, _most_mapped)
+            entries = entries_of(files, template.layout.buffers.buffer_info()[0])
+            for each, told, is_alike in zip(made.values(), entries, alike, strict=True):
+                if is_alike:
+                    each.know(template.layout, told)
+        finally:
+            if others := [seq for seq, each in made.items() if not each.entry]:
+                self._unmap(others)
 
     def map(self, segment: SegmentInfo, store: Store, *, check_bytes: bool) -> MappedSegment:
         """Map and check an acquired segment, if it is not yet; where no mapping is left it is only checked.
@@ -171,11 +222,9 @@ class MappedSegments:
         Raises: CorruptSegmentError: what is wrong; it is not mapped then, but for others who read it.
             OSError: the process has too little memory or too many files open.
         """
-        found = self._segments.get(segment.seq)
-        if found is None or not found.is_ready(check_bytes=check_bytes):
-            with self._lock:
-                found = self._map(segment, store, check_bytes)
-            self._let_go()
+        with self._lock:
+            found = self._map(segment, store, check_bytes)
+        self._let_go()
         return found
 
     def _map(self, segment: SegmentInfo, store: Store, check_bytes: bool) -> MappedSegment:
@@ -183,21 +232,22 @@ class MappedSegments:
         if found is not None:
             if found.is_doubted:
                 self._read_again(found, segment, store)
-            if found.words and found.file.address:
+            if found.is_mapped:
                 if check_bytes and not found.was_read:
                     self._check(found, segment, store, check_bytes)
                 return found
             self._unmap([segment.seq])  # what Ctrl-C has left, or found no mapping
-        found = MappedSegment(os.fsencode(f"{store.folder.segments}/{segment.name}"))
-        self._segments[segment.seq], self._opening = found, found.file
+        (file,) = maps.files(os.fspath(store.folder.segments), [segment.name])
+        found = MappedSegment(file)
+        self._segments[segment.seq], self._opening = found, file
         try:
             self._open(found, segment, store, check_bytes)
         except (OSError, ValueError) as error:
             shown = mapping.explained_at_open(error)
             raise unfit(shown) or shown from None
         finally:
-            found.file.close()
-            if not found.words:
+            file.close()
+            if not found.entry:
                 self._unmap([segment.seq])
         return found
 
@@ -205,16 +255,20 @@ class MappedSegments:
         """Map a segment and check it: by comparison where its layout is known."""
         file = found.file
         file.open(self._settings.segment_bytes, _most_mapped)
-        read = partial(os.pread, file.fd)
-        layout = None if check_bytes else self._known.find(read, file.nbytes, segment.rows)
-        found.know(layout or self._check(found, segment, store, check_bytes))
+        template = None if check_bytes else self._known.find(file.nbytes, segment.rows)
+        if template is not None and template.kind.has(file):
+            layout = template.layout
+        else:
+            layout = self._check(found, segment, store, check_bytes)
+        ((path, _, address, nbytes, device, inode),) = maps.words_of(file).tolist()
+        found.know(layout, entry(address, nbytes, layout.buffers.buffer_info()[0], path, device, inode))
 
     def _read_again(self, found: MappedSegment, segment: SegmentInfo, store: Store) -> None:
         """Check a file without its mapping, which may end before its address says: others may read that."""
-        file = maps.file(found.file.path)
+        (file,) = maps.files(os.fspath(store.folder.segments), [segment.name])
         try:
             file.open(self._settings.segment_bytes, 0)
-            if file.words()[2:] != found.file.words()[2:]:
+            if maps.words_of(file)[0, _KNOWN:].tolist() != maps.words_of(found.file)[0, _KNOWN:].tolist():
                 raise ValueError(
                     f"{segment.name} has changed since it was mapped: it has {file.nbytes} bytes"
                 )

@@ -1,10 +1,10 @@
-"""Memory: what slots are made of.
+"""Memory: the memory of slots.
 
-An allocator gives memory for one buffer, (nbytes,) uint8. `page_aligned` gives plain memory; `SharedBuffers`
-a part of an anonymous file, which another process finds by its offset; memory that a device reads by itself
-comes from torch/backend.py.
+An allocator gives memory for one buffer, (nbytes,) uint8. `page_aligned` gives plain memory. `SharedBuffers`
+gives a part of an anonymous file, which another process finds by its offset. Memory that a device reads by
+itself comes from torch/backend.py.
 
-Guarantee: a buffer of a file has its memory before anybody writes: else a full disk or memory would be a
+Guarantee: a buffer of a file has its memory before anybody writes. Otherwise a full disk or memory would be a
 SIGBUS, not an error.
 """
 
@@ -42,11 +42,11 @@ def page_aligned(nbytes: int) -> NDArray[np.uint8]:
 class SharedMemory(mmap.mmap):
     """An anonymous file, mapped by several processes; it lives as long as any array over it.
 
-    It is sparse and far larger than what is ever used of it, so it is mapped once and nothing in it moves.
+    It is sparse and far larger than what is ever used of it. So it is mapped once, and nothing in it moves.
     `words` are its first page, int64; buffers follow. It owns its descriptor.
 
-    A forked child may write into arrays that it inherits: its parent does not see that. But as the parent
-    goes on, it uses their memory again: what the child keeps of a batch it must copy.
+    A forked child may write into arrays that it inherits: its parent does not see that. But the parent uses
+    their memory again for other batches, so the child must copy a batch that it wants to keep.
     """
 
     fd = -1
@@ -59,7 +59,7 @@ class SharedMemory(mmap.mmap):
 
     @classmethod
     def create(cls, parts: int = 1) -> Self:
-        """A new one, where `parts` of them share the addresses that this process may use.
+        """Make one. `parts` of them share the addresses that this process may use.
 
         Raises: OSError: neither a memfd nor a temporary file can be had.
         """
@@ -78,7 +78,7 @@ class SharedMemory(mmap.mmap):
         return np.frombuffer(self, np.int64, PAGE_BYTES // 8)
 
     def forget_in_child(self) -> None:
-        """See the class."""
+        """Map it privately: a write of the child is not seen by its parent."""
         flags = mmap.MAP_PRIVATE | linux.MAP_FIXED | linux.MAP_NORESERVE
         linux.map_memory(self.words.ctypes.data, len(self), mmap.PROT_READ | mmap.PROT_WRITE, flags, self.fd)
 
@@ -90,7 +90,7 @@ class SharedMemory(mmap.mmap):
 class SharedBuffers:
     """Gives parts of a `SharedMemory`, as its only allocator. Not thread-safe.
 
-    Sizes of parts are powers of two, so that each is used again; only what is used of one has memory.
+    Sizes of parts are powers of two, so that each is used again. Only the used bytes of a part have memory.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -133,7 +133,7 @@ class SharedBuffers:
         self._release(self.offset(memory.ctypes.data), _size(memory.nbytes))
 
     def offset(self, address: int) -> int:
-        """The name of an address in other processes."""
+        """The offset of an address in the file: other processes find it by that."""
         return address - self._start
 
     def _release(self, offset: int, size: int) -> None:

@@ -4,26 +4,30 @@ An order is a function of (segment sizes, seed, epoch, rank, world size): any pa
 be computed without what came before, so resuming anywhere costs nothing. An epoch is a stream of
 positions 0, 1, 2, ...: passes over all rows, one after another, each with a row order of its own
 (shuffle.py). Step `s` of rank `r` takes positions [start + (s * world_size + r) * batch_size, ... +
-batch_size). The stream itself depends on neither batch size (but see `block_rows`) nor ranks: both
+batch_size). The stream itself depends on neither batch size (but see `Plan.block_rows`) nor ranks: both
 may be others after a resume.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.plan import Plan
 from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
+from arrowcache.storage.layout import SegmentInfo
 
-SHUFFLES = ("rows", "window", "blocks", None)
+_CHUNK_ROWS = 8192  # of the planned order, looked at at once
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """Which part of each step one rank takes."""
 
     rank: int = 0
@@ -34,122 +38,206 @@ class Share:
             raise ValueError(f"rank={self.rank} must lie in [0, world_size={self.world_size})")
 
 
-class EpochOrder:
-    """The batches of one epoch, for one rank. Several threads may ask at once.
+class Order(ABC):
+    """What is left of an epoch, in steps of one rank: row ids of a snapshot. Several threads may ask.
 
     Args:
-        segment_rows: of the snapshot's segments, oldest first, each at least 1.
+        rows: that are left, of all ranks together.
         batch_size: of one rank.
-        shuffle: "rows" (all of them, uniformly), "window", "blocks", or None (oldest first).
-        seed, epoch: select the shuffle.
-        share: this rank's.
-        epoch_rows: exactly so many rows: fewer than there are are the first of a pass (if "rows", a
-            draw without replacement), more are reshuffled passes. None: one pass.
-        drop_last: leave out an incomplete last step; else it is short (one rank) or padded by
-            wrapping around to the epoch's first rows (several).
-        window_rows: what a "window" spans, about.
-        block_rows: of a run of "blocks"; None: batch_size. A resume needs that of the epoch's begin.
-        start: the position of the stream to go on from; steps count from there.
-
-    Raises: ValueError: no such shuffle, no `window_rows` for it, or no such position.
+        shard: this rank's.
+        drop_last: leave out an incomplete last step; else it is short (one rank), or padded by wrapping
+            around to the first rows (several).
     """
 
-    def __init__(
-        self,
-        segment_rows: Sequence[int] | NDArray[np.int64],
-        batch_size: int,
-        *,
-        shuffle: str | None,
-        seed: int,
-        epoch: int,
-        share: Share | None = None,
-        epoch_rows: int | None = None,
-        drop_last: bool = True,
-        window_rows: int | None = None,
-        block_rows: int | None = None,
-        start: int = 0,
-    ) -> None:
-        segments = np.asarray(segment_rows, np.int64)
-        self._segments = range(len(segments))
-        self.rows = int(segments.sum())
-        self.batch_size = batch_size
-        self.epoch_rows = self.rows if epoch_rows is None else epoch_rows
-        if shuffle not in SHUFFLES:
-            raise ValueError(f"shuffle={shuffle!r} is unknown: use one of {SHUFFLES}")
-        if shuffle == "window" and window_rows is None:
-            raise ValueError('shuffle="window" needs window_rows')
-        if not (0 <= start <= self.epoch_rows):
-            raise ValueError(f"start={start} must lie in [0, epoch_rows={self.epoch_rows}]")
-        self._share = share or Share()
-        self._start = start
-        self._step_rows = batch_size * self._share.world_size
-        whole, rest = divmod(self.epoch_rows - start, self._step_rows)
+    def __init__(self, rows: int, batch_size: int, shard: Shard, drop_last: bool) -> None:
+        self.rows, self.batch_size, self._shard = rows, batch_size, shard
+        self._step_rows = batch_size * shard.world_size
+        whole, rest = divmod(rows, self._step_rows)
         self.steps = whole if drop_last else whole + (rest > 0)
-
-        def row_order(number: int) -> RowOrder:  # without self: a cycle would keep it for longer
-            key = (epoch, number)
-            if shuffle == "rows":
-                return Permutation(int(segments.sum()), seed, key, len(segments))
-            if shuffle == "window":
-                assert window_rows is not None
-                return Window(segments, window_rows, seed, key)
-            if shuffle == "blocks":
-                return Blocks(segments, block_rows or batch_size, seed, key)
-            return Sequential(segments)
-
-        self._pass = lru_cache(maxsize=2)(row_order)  # the current and the next one
+        self._is_padded = shard.world_size > 1 and self.steps * self._step_rows > rows
 
     def batches(self, first: int, last: int) -> NDArray[np.int64]:
         """Row ids of steps first..last-1, one after another.
 
         Returns: ((last - first) * batch_size,), less if the epoch's very last batch is short.
         """
-        size, apart = self.batch_size, self._step_rows
-        steps = max(0, min(last, self.steps) - first)
-        if not steps:
-            return np.empty(0, np.int64)
-        start = self._start + first * apart + self._share.rank * size
-        stop = start + (steps - 1) * apart + size
-        number, place = divmod(start, self.rows)
-        if stop <= min((number + 1) * self.rows, self.epoch_rows):
-            return self._pass(number)(place, size, steps, apart)
-        positions = range(start, stop, apart)
-        ids = [
-            self._pass(number)(place, count)
-            for each in positions
-            for number, place, count in self._parts(each)
-        ]
-        return np.concatenate(ids)
+        steps, shard = max(0, min(last, self.steps) - first), self._shard
+        start, stop = first * self._step_rows, (first + steps) * self._step_rows
+        if shard.world_size == 1:
+            return self._stream(start, min(stop, self.rows))
+        ids = self._stream(start, stop).reshape(steps, shard.world_size, self.batch_size)
+        return ids[:, shard.rank].ravel()
 
-    def position_after(self, steps_done: int) -> int:
-        """The stream's position after so many steps of all ranks: the `start` of a resume."""
-        return min(self.epoch_rows, self._start + steps_done * self._step_rows)
+    @abstractmethod
+    def _stream(self, first: int, last: int) -> NDArray[np.int64]:
+        """Rows first..last-1 of what is left, and after its end those of the padding."""
 
+    @abstractmethod
+    def position_after(self, steps: int) -> int:
+        """The epoch's position after so many steps of all ranks: that of a resume."""
+
+    @abstractmethod
     def segments_span(self, step: int) -> range:
         """Indices of the segments in use at a step, of all ranks together.
 
         Segments before `start` are not read by this step or later ones; those from `stop` on not by
         this step or earlier ones of its pass. All, while a later pass or padding is to read them.
         """
+
+
+class EpochOrder(Order):
+    """The order of a plan whose segments are all there; padding repeats the epoch's first rows."""
+
+    def __init__(self, plan: Plan, batch_size: int, shard: Shard, drop_last: bool) -> None:
+        super().__init__(plan.stream_rows - plan.position, batch_size, shard, drop_last)
+        self._segments, self._pass_rows = range(len(plan.rows)), int(plan.rows.sum())
+        self._start, self._end = plan.position, plan.stream_rows
+
+        def row_order(number: int) -> RowOrder:  # without self: a cycle would keep it for longer
+            key = (plan.epoch, number)
+            match plan.shuffle:
+                case "rows":
+                    return Permutation(int(plan.rows.sum()), plan.seed, key, len(plan.rows))
+                case "window":
+                    return Window(plan.rows, plan.window_rows, plan.seed, key)
+                case "blocks":
+                    return Blocks(plan.rows, plan.block_rows, plan.seed, key)
+            return Sequential(plan.rows)
+
+        self._pass = lru_cache(maxsize=2)(row_order)  # the current and the next one
+
+    def batches(self, first: int, last: int) -> NDArray[np.int64]:
+        steps, size, apart = max(0, min(last, self.steps) - first), self.batch_size, self._step_rows
+        start = self._start + first * apart + self._shard.rank * size
+        stop = start + (steps - 1) * apart + size
+        number, place = divmod(start, self._pass_rows)
+        if steps and stop <= min((number + 1) * self._pass_rows, self._end):
+            return self._pass(number)(place, size, steps, apart)
+        return super().batches(first, last)
+
+    def _stream(self, first: int, last: int) -> NDArray[np.int64]:
+        pieces = [np.empty(0, np.int64)]
+        while first < last:
+            position = (self._start + first) % self._end
+            number, place = divmod(position, self._pass_rows)
+            count = min(last - first, self._pass_rows - place, self._end - position)
+            pieces.append(self._pass(number)(place, count))
+            first += count
+        return np.concatenate(pieces)
+
+    def position_after(self, steps: int) -> int:
+        return min(self._end, self._start + steps * self._step_rows)
+
+    def segments_span(self, step: int) -> range:
         if step >= self.steps:
             return self._segments[len(self._segments) :]
         first, last = self.position_after(step), self.position_after(step + 1) - 1
-        number = first // self.rows
-        end = self._start + self.steps * self._step_rows
-        is_padded = end > self.epoch_rows and self._share.world_size > 1
-        if is_padded or min(end, self.epoch_rows) > (number + 1) * self.rows:
+        number = first // self._pass_rows
+        if self._is_padded or self.position_after(self.steps) > (number + 1) * self._pass_rows:
             return self._segments
-        order, before = self._pass(number), number * self.rows
+        order, before = self._pass(number), number * self._pass_rows
         return self._segments[order.span(first - before).start : order.span(last - before).stop]
 
-    def _parts(self, position: int) -> Iterator[tuple[int, int, int]]:
-        """(pass, place in it, how many) of a batch, which several ranks wrap around at the epoch's end."""
-        left = self.batch_size
-        if self._share.world_size == 1:
-            left = min(left, self.epoch_rows - position)
-        while left:
-            position %= self.epoch_rows
-            number, place = divmod(position, self.rows)
-            count = min(left, self.rows - place, self.epoch_rows - position)
-            yield number, place, count
-            position, left = position + count, left - count
+
+class Present:
+    """Which of a plan's segments are still there, and their rows in the numbering of a snapshot of these."""
+
+    def __init__(self, plan: Plan, present: Sequence[SegmentInfo]) -> None:
+        self._starts = np.concatenate(([0], np.cumsum(plan.rows)))
+        self._is_there = np.isin(plan.seqs, [segment.seq for segment in present])
+        self.segments_before = np.concatenate(([0], np.cumsum(self._is_there)))  # of each planned one
+        rows = plan.rows * self._is_there
+        self.rows = int(rows.sum())
+        self._shift = np.cumsum(rows) - rows - self._starts[:-1]
+
+    def renumber(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Row ids in the snapshot, of those planned ones that are there; which of the given these are."""
+        segments = self._starts.searchsorted(ids, side="right") - 1
+        is_there = self._is_there[segments]
+        return (ids + self._shift[segments])[is_there], is_there
+
+
+class Survivors(Order):
+    """The order of a plan over those of its segments that are still there.
+
+    Rows of segments that are gone are passed over, and what remains is cut into full steps anew, so that all
+    ranks have equally many. Every whole pass has equally many rows that are there: a pass is walked, in
+    chunks, as it is come to. Padding repeats the first rows.
+    """
+
+    def __init__(
+        self, plan: Plan, segments: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
+    ) -> None:
+        self._plan, self._present = plan, Present(plan, segments)
+        self._planned = EpochOrder(plan.at(0), 1, Shard(), drop_last=False)  # its steps are positions
+        planned, present, pass_rows = self._planned, self._present, int(plan.rows.sum())
+
+        @lru_cache(maxsize=4)
+        def chunk(first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            """Rows that are there in a part of the planned stream, and their positions."""
+            ids, is_there = present.renumber(planned.batches(first, stop))
+            return ids, is_there.nonzero()[0] + first
+
+        @lru_cache(maxsize=3)  # the first, the current and the next one
+        def chunks(number: int) -> tuple[list[int], NDArray[np.int64]]:
+            """Where the chunks of a pass begin, and its end; how many rows are there before each."""
+            first = max(number * pass_rows, plan.position)
+            stop = min((number + 1) * pass_rows, plan.stream_rows)
+            edges = [*range(first, stop, _CHUNK_ROWS), stop]
+            counts = [len(chunk(*some)[0]) for some in pairwise(edges)]
+            return edges, np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+
+        self._chunk, self._chunks = chunk, chunks
+        rows = self._first_rows = 0  # of the pass that the position is in
+        if self._present.rows and plan.position < plan.stream_rows:
+            self._first_pass, last_pass = plan.position // pass_rows, (plan.stream_rows - 1) // pass_rows
+            rows = self._first_rows = int(self._chunks(self._first_pass)[1][-1])
+            if last_pass > self._first_pass:
+                rows += (last_pass - self._first_pass - 1) * self._present.rows
+                rows += int(self._chunks(last_pass)[1][-1])
+        super().__init__(rows, batch_size, shard, drop_last)
+
+    @property
+    def missing(self) -> int:
+        """Rows of the rest of the epoch whose segments have left the cache."""
+        return self._plan.stream_rows - self._plan.position - self.rows
+
+    def _from(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Some rows from one on, of those that are left, and their positions."""
+        number, place = self._first_pass, row
+        if row >= self._first_rows:
+            later, place = divmod(row - self._first_rows, self._present.rows)
+            number += 1 + later
+        edges, before = self._chunks(number)
+        index = int(before.searchsorted(place, side="right")) - 1
+        ids, positions = self._chunk(edges[index], edges[index + 1])
+        return ids[place - before[index] :], positions[place - before[index] :]
+
+    def _stream(self, first: int, last: int) -> NDArray[np.int64]:
+        pieces = [np.empty(0, np.int64)]
+        while first < last:
+            pieces.append(self._from(first % self.rows)[0][: last - first])
+            first += len(pieces[-1])
+        return np.concatenate(pieces)
+
+    def position_after(self, steps: int) -> int:
+        rows = min(steps * self._step_rows, self.rows)
+        return int(self._from(rows - 1)[1][0]) + 1 if rows else self._plan.position
+
+    def segments_span(self, step: int) -> range:
+        before = self._present.segments_before
+        if self._is_padded:
+            return range(int(before[-1]))
+        first, last = self.position_after(step), self.position_after(step + 1) - 1
+        spans = [self._planned.segments_span(position) for position in (first, max(first, last))]
+        start, stop = min(span.start for span in spans), max(span.stop for span in spans)  # of two passes
+        return range(int(before[start]), int(before[stop]))
+
+
+def order_of(
+    plan: Plan, present: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
+) -> Order:
+    """The order of a plan over the segments that are still there, in the numbering of a snapshot of these."""
+    if len(present) == len(plan.seqs):
+        return EpochOrder(plan, batch_size, shard, drop_last)
+    return Survivors(plan, present, batch_size, shard, drop_last)

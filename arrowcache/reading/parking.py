@@ -1,10 +1,11 @@
-"""Parking: what an epoch had mapped stays for a moment after its end, so that the next one finds it there.
+"""Parking: keeps an ended epoch's segments mapped for a second, so that the next epoch finds them mapped.
 
-It owns snapshots of epochs that ended. They are let go a second later, at once where a writer of this process
-waits for them, and when the next epoch has mapped what it needs, or the loader is closed. A thread waits for
-that second, between two epochs only; where ranks agreed on an epoch, it looks until all have joined it.
+It owns snapshots of epochs that ended. It lets go of them after a second, or sooner: when a writer of this
+process waits for them, when the next epoch has mapped its segments, or when the loader is closed. A thread
+waits for that second, between two epochs only. Where ranks agreed on an epoch, the thread goes on looking
+until all have joined it.
 
-Guarantees: nothing stays leased for longer than that second by a loader that nobody iterates.
+Guarantees: a loader that nobody iterates leases nothing for longer than that second.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Parking:
     """Thread-safe; the garbage collector may call it anywhere.
 
     Args:
-        settle: called after an epoch until it says that nothing is left to be let go.
-        also_drop: has others let go of what they lease of epochs that ended.
+        settle: called after an epoch until it returns False: nothing is left to be let go.
+        also_drop: has others, such as worker processes, let go of epochs that ended.
     """
 
     def __init__(self, settle: Callable[[], bool], also_drop: Callable[[], None]) -> None:
@@ -67,7 +68,7 @@ class Parking:
             self.drop()
 
     def stay(self) -> None:
-        """The next epoch begins: what is parked stays until `drop`."""
+        """The next epoch begins: keep the parked snapshots until `drop`."""
         self._over.set_result(None)
 
     def drop(self) -> None:
@@ -81,7 +82,7 @@ class Parking:
         self._also_drop()
 
     def close(self) -> None:
-        """Let go of everything; waits for what its thread is at, at most 5 s. Idempotent."""
+        """Let go of everything. Idempotent. Blocks: while its thread closes a snapshot, at most 5 s."""
         if self._pid != os.getpid() or is_exiting():  # no thread ends any more; the kernel lets go of all
             return
         with self._lock:

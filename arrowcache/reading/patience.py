@@ -9,34 +9,59 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
-from arrowcache.storage.layout import CACHE_JSON, SegmentInfo
+from arrowcache.errors import LoaderTimeoutError
+from arrowcache.reading.options import EpochOptions
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.stats import Meter
+from arrowcache.reading.supply import Supply
+from arrowcache.storage.layout import CACHE_JSON
 from arrowcache.storage.progress import SeenSampler, State, seen_samplers
-from arrowcache.storage.store import Store
-from arrowcache.units import format_count, format_seconds
+from arrowcache.units import format_bytes, format_count, format_seconds
 
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.005, 0.04
-_SETTLING_SECONDS = (
-    0.1  # after a change: another one at the same tick of the file system's clock looks like it
-)
+# after a change: another one at the same tick of the file system's clock looks like it
+_SETTLING_SECONDS = 0.1
 _TRY_SECONDS = 1.0  # whatever changed: a `where` may go by the time, and bytes that were freed are in no name
 _LOOK_SECONDS = 0.25  # between two looks for somebody who writes
 _GRACE_SECONDS = 1.0  # for a writer between two of its segments, or a sampler that is just starting
+
+
+class Wait(NamedTuple):
+    """What who waits may do meanwhile: `before` lets go of leases, before it waits."""
+
+    is_cancelled: Callable[[], bool] = lambda: False
+    before: Callable[[], None] = lambda: None
 
 
 class Patience:
     """That of one wait.
 
     Args:
+        supply: what its tries find.
+        options, world_size: of the epoch that is waited for.
         timeout_seconds: without rows, and without a sampler that draws some; None: for ever.
+        meter: told what the waiting took.
         with_ranks: what other ranks of the job do is a reason to try again, too.
     """
 
-    def __init__(self, store: Store, timeout_seconds: float | None, *, with_ranks: bool) -> None:
-        self._store, self._timeout_seconds = store, timeout_seconds
-        folder = store.folder
+    def __init__(
+        self,
+        supply: Supply,
+        options: EpochOptions,
+        world_size: int,
+        timeout_seconds: float | None,
+        meter: Meter,
+        *,
+        with_ranks: bool,
+    ) -> None:
+        self._supply, self._store, self._meter = supply, supply.store, meter
+        self._options, self._world_size = options, world_size
+        self._timeout_seconds = timeout_seconds
+        folder = self._store.folder
         self._watched = [folder.segments, folder.usage, folder.path / CACHE_JSON]
         if with_ranks:
             self._watched.append(folder.ranks)
@@ -49,25 +74,45 @@ class Patience:
         self._ends = self._ends_then = (-1, -1)  # the oldest and the newest segment: now, as rows last grew
         self._vain_since = 0.0  # segments are published, and the rows do not grow
 
-    def found(self, rows: int, listed: Sequence[SegmentInfo]) -> None:
-        """A try found so many rows for the epoch in what is published."""
-        self._ends = (listed[0].seq, listed[-1].seq) if listed else (-1, -1)
-        if rows > self._most_rows:
-            self._most_rows, self._ends_then, self._vain_since = rows, self._ends, 0.0
-        elif self._ends[1] != self._ends_then[1] and not self._vain_since:
-            self._vain_since = time.monotonic()
+    def wait(self, take: Callable[[], Snapshot | None], wait: Wait) -> Snapshot | None:
+        """What `take` gives at last; it leases nothing while it gives None. Ctrl-C ends the wait at once.
 
-    def is_in_vain(self) -> bool:
-        """For the timeout by now segments were published, and the rows for the epoch did not grow."""
-        if self._timeout_seconds is None or not self._vain_since:
-            return False
-        return time.monotonic() - self._vain_since > self._timeout_seconds
+        Returns: None: it was cancelled.
+        Raises: LoaderTimeoutError: the wait is over; or no more rows come, and no other rank is there, which
+            may be about to start the samplers. Says why.
+        """
+        snapshot = self._try(take, wait) if self._is_due() else None
+        if snapshot is not None:
+            return snapshot
+        with self._store.usage.waiting():  # samplers, which may wait for training, see that it waits for them
+            while snapshot is None and not wait.is_cancelled():
+                if self._is_over():
+                    raise LoaderTimeoutError(self._why_late())
+                if (why := self._why_never()) and self._world_size == 1:  # asked always: it looks who writes
+                    raise LoaderTimeoutError(why)
+                with self._meter.stage("pace" if self._supply.pace_says else "samplers"):
+                    time.sleep(self._pause)
+                self._pause = min(1.5 * self._pause, _MOST_PAUSE_SECONDS)
+                if self._is_due():
+                    snapshot = self._try(take, wait)
+        return snapshot
 
-    def has_evicted(self) -> bool:
-        """Segments have left the cache since the rows last grew."""
-        return self._ends[0] > self._ends_then[0] >= 0
+    def _try(self, take: Callable[[], Snapshot | None], wait: Wait) -> Snapshot | None:
+        with self._meter.stage("store"):
+            snapshot = take()
+        if snapshot is not None:
+            return snapshot
+        supply = self._supply
+        if not supply.pace_says:  # else it did not look, or at what the pace leaves it
+            self._ends = (supply.listed[0].seq, supply.listed[-1].seq) if supply.listed else (-1, -1)
+            if supply.rows > self._most_rows:
+                self._most_rows, self._ends_then, self._vain_since = supply.rows, self._ends, 0.0
+            elif self._ends[1] != self._ends_then[1] and not self._vain_since:
+                self._vain_since = time.monotonic()
+        wait.before()
+        return None
 
-    def is_due(self) -> bool:
+    def _is_due(self) -> bool:
         """Something may have changed since the last time that this was true; the first time it is."""
         now, times = time.monotonic(), self._times()
         if times != self._seen:
@@ -86,26 +131,28 @@ class Patience:
                 times.append(-1)
         return times
 
-    def pause(self) -> None:
-        """Wait a moment, longer each time, at most 40 ms. Ctrl-C ends it at once."""
-        time.sleep(self._pause)
-        self._pause = min(1.5 * self._pause, _MOST_PAUSE_SECONDS)
+    # whether it is over
 
-    def is_over(self) -> bool:
+    def _is_over(self) -> bool:
         """The timeout has passed since this wait began, and since a sampler of the cache drew a row.
 
         Or it is in vain, however much samplers draw.
         """
-        if self._timeout_seconds is None:
+        timeout = self._timeout_seconds
+        if timeout is None:
             return False
-        if self.is_in_vain():
-            return True
-        now, since = time.monotonic(), max(self._began, self._last_row())
-        if now - since > self._timeout_seconds:
+        since = max(self._began, self._last_row())
+        if time.monotonic() - since > timeout:
             self._look()
-        return now - max(since, self._last_row()) > self._timeout_seconds
+        return self._is_in_vain() or time.monotonic() - max(since, self._last_row()) > timeout
 
-    def nobody_writes(self) -> bool:
+    def _is_in_vain(self) -> bool:
+        """For the timeout by now segments were published, and the rows for the epoch did not grow."""
+        if self._timeout_seconds is None or not self._vain_since:
+            return False
+        return time.monotonic() - self._vain_since > self._timeout_seconds
+
+    def _nobody_writes(self) -> bool:
         """For a second by now no writer was open, no pool had tasks left, and no sampler was seen."""
         now = time.monotonic()
         if now - self._looked > _LOOK_SECONDS:
@@ -114,40 +161,10 @@ class Patience:
                 self._unwritten_since = 0.0
             elif not self._unwritten_since:
                 self._unwritten_since = now
-        is_so = bool(self._unwritten_since) and now - self._unwritten_since >= _GRACE_SECONDS
-        if is_so:
-            self._look()
-            is_so = not self._at_work()
-        return is_so
-
-    def samplers(self) -> str:
-        """How far samplers are, and which way out helps then: the end of a message."""
+        if not self._unwritten_since or now - self._unwritten_since < _GRACE_SECONDS:
+            return False
         self._look()
-        at_work = self._at_work()
-        if not at_work:
-            if self._store.usage.somebody_writes():
-                return (
-                    "somebody writes to it, but no sampler is seen at work on this machine, as those of Ray "
-                    "on other nodes never are: raise timeout"
-                )
-            return "is a sampler running? None is seen on this machine: start one"
-        drawn, wanted = sum(each.rows for each in at_work), sum(each.full_rows for each in at_work)
-        which = "next" if self._rows_there() else "first"
-        fact = f"samplers have drawn {drawn} of {wanted} rows of their {which} segment"
-        fact += "s" if len(at_work) > 1 else ""
-        if last := self._last_row():
-            fact += f", the last {format_seconds(time.monotonic() - last)} ago"
-        else:
-            fact += ", none so far"
-        waiting = sum(each.state == State.WAITS for each in at_work)
-        if waiting == len(at_work):
-            return (
-                f"{fact}; all {waiting} wait for room, or for training: end epochs and close snapshots that "
-                "lease the oldest segments, or raise the capacity"
-            )
-        return (
-            f"{fact}: raise timeout above what the source takes for a row, or look at why it does not answer"
-        )
+        return not self._at_work()
 
     def _look(self) -> None:
         with suppress(OSError):
@@ -159,27 +176,94 @@ class Patience:
     def _last_row(self) -> float:
         return max((each.last_row or 0.0 for each in self._samplers), default=0.0)
 
-    def _rows_there(self) -> int:
-        with suppress(OSError):
-            return sum(segment.rows for segment in self._store.segments())
-        return 0
+    # what to say then
 
+    def _why_late(self) -> str:
+        supply, path = self._supply, self._store.folder.path
+        waited = f"waited {self._timeout_seconds:g} s"
+        if supply.pace_says:
+            return (
+                f"{waited} for the pace of {path}: {supply.pace_says}. "
+                "Is a sampler running? set another pace with cache.set_pace(), or raise timeout"
+            )
+        if never := self._why_never():
+            return f"{waited}: {never}"
+        if self._is_in_vain():
+            published = f"for {self._timeout_seconds:g} s segments were published in {path}"
+            return f"{published}, and {self._why_vain()}"
+        fact = (
+            f"{waited} for {self._needed_rows} rows in {path}, which has "
+            f"{supply.rows}{supply.accepted}: {self._why_no_sampler_helped()}"
+        )
+        if not supply.rows:
+            return fact
+        return f"{fact}; or have it be content with what is there: lower wait_rows or batch_size"
 
-def too_few(path: os.PathLike[str], rows: int, accepted: str, batch_size: int, step_rows: int) -> str:
-    """Why no epoch can begin over a cache to which nobody writes."""
-    ranks = f" of {format_count(step_rows // batch_size, 'rank')}" if step_rows > batch_size else ""
-    smaller = rows * batch_size // step_rows  # of which a step is there; 0: of none
-    ways = "pass drop_last=False for a batch of what is there"
-    ways += f", or lower batch_size to {smaller}" if smaller else ""
-    return (
-        f"{os.fspath(path)} has {format_count(rows, 'row')}{accepted}, one step{ranks} takes {step_rows}, "
-        f"and nobody writes to it: {ways}; or start samplers, and pass wait_rows={step_rows} to wait for them"
-    )
+    def _why_never(self) -> str:
+        """Why what is there is not enough, where nobody writes more; empty: more may come."""
+        supply, options = self._supply, self._options
+        step_rows = options.step_rows(self._world_size)
+        is_short = options.drop_last and options.wait_rows <= supply.rows < step_rows
+        is_refused = not supply.rows and options.wait_rows <= self._rows_listed
+        if supply.pace_says or not (is_short or is_refused) or not self._nobody_writes():
+            return ""
+        path = self._store.folder.path
+        if is_refused:
+            return (
+                f"`where` refuses all {format_count(self._rows_listed, 'row')} of {path}, and nobody writes "
+                "to it: look at what `where` accepts, or start samplers"
+            )
+        ranks = f" of {format_count(self._world_size, 'rank')}" if self._world_size > 1 else ""
+        smaller = supply.rows // self._world_size  # of which a step is there; 0: of none
+        lower = f", or lower batch_size to {smaller}" if smaller else ""
+        return (
+            f"{path} has {format_count(supply.rows, 'row')}{supply.accepted}, one step{ranks} takes "
+            f"{step_rows}, and nobody writes to it: pass drop_last=False for a batch of what is there{lower}"
+            f"; or start samplers, and pass wait_rows={step_rows} to wait for them"
+        )
 
+    def _why_vain(self) -> str:
+        supply = self._supply
+        if not supply.rows and supply.accepted:
+            return f"`where` refuses all {self._rows_listed} rows that are there: look at what it accepts"
+        fact = f"its rows{supply.accepted} stay at {supply.rows}, where {self._needed_rows} are waited for: "
+        if self._ends[0] > self._ends_then[0] >= 0:  # segments have left since the rows last grew
+            capacity = format_bytes(self._store.settings.capacity_bytes)
+            return (
+                f"{fact}it is full, with a capacity of {capacity}, and evicts as much as comes: "
+                "lower wait_rows or batch_size, or raise the capacity"
+            )
+        return f"{fact}lower wait_rows or batch_size, or look at what `where` accepts"
 
-def refused(path: os.PathLike[str], rows: int) -> str:
-    """Why no epoch can begin over a cache to which nobody writes, and of which `where` accepts nothing."""
-    return (
-        f"`where` refuses all {format_count(rows, 'row')} of {os.fspath(path)}, and nobody writes to it: "
-        "look at what `where` accepts, or start samplers"
-    )
+    def _why_no_sampler_helped(self) -> str:
+        """How far samplers are, and which way out helps then."""
+        self._look()
+        at_work = self._at_work()
+        if not at_work and self._store.usage.somebody_writes():
+            return (
+                "somebody writes to it, but no sampler is seen at work on this machine, as those of Ray "
+                "on other nodes never are: raise timeout"
+            )
+        if not at_work:
+            return "is a sampler running? None is seen on this machine: start one"
+        drawn, wanted = sum(each.rows for each in at_work), sum(each.full_rows for each in at_work)
+        which = f"{'next' if self._rows_listed else 'first'} segment{'s' if len(at_work) > 1 else ''}"
+        last = self._last_row()
+        since = f"the last {format_seconds(time.monotonic() - last)} ago" if last else "none so far"
+        fact = f"samplers have drawn {drawn} of {wanted} rows of their {which}, {since}"
+        if all(each.state == State.WAITS for each in at_work):
+            return (
+                f"{fact}; all {len(at_work)} wait for room, or for training: end epochs and close snapshots "
+                "that lease the oldest segments, or raise the capacity"
+            )
+        return (
+            f"{fact}: raise timeout above what the source takes for a row, or look at why it does not answer"
+        )
+
+    @property
+    def _needed_rows(self) -> int:
+        return self._options.needed_rows(self._world_size)
+
+    @property
+    def _rows_listed(self) -> int:
+        return sum(segment.rows for segment in self._supply.listed)

@@ -43,13 +43,13 @@ class Made(NamedTuple):
 
 
 class Pending(Protocol):
-    """What is under way. One thread at a time calls its methods."""
+    """Batches under way. One thread at a time calls its methods."""
 
     def take(self, seconds: float) -> bool:
-        """Wait so long. Returns: whether it has ended."""
+        """Wait for its end, at most so long. Returns: True: it has ended."""
 
     def go_on(self) -> None:
-        """Begin what could not be begun before a first part of it had ended; returns at once."""
+        """Begin its second part, if the first has ended; returns at once."""
 
     def cancel(self) -> None:
         """Have it touch nothing any more. Idempotent. Blocks: for what was begun, at most some seconds."""
@@ -59,7 +59,7 @@ class Pending(Protocol):
 
 
 class Done:
-    """Nothing is under way: all is made by `finish`."""
+    """Nothing is under way: `finish` makes the batches."""
 
     def take(self, seconds: float) -> bool:  # noqa: ARG002
         return True
@@ -75,7 +75,7 @@ class Done:
 
 
 class Elsewhere:
-    """What a thread or a process of our own makes; `keep` is kept until then."""
+    """Batches that a worker thread or process makes; `keep` is kept until then."""
 
     def __init__(self, future: Future[Any], keep: object = None) -> None:
         self.future, self._keep = future, keep
@@ -87,7 +87,7 @@ class Elsewhere:
         pass
 
     def result(self) -> Any:
-        """Once it has ended: what was made. Raises: what its making raised."""
+        """The result, once it has ended. Raises: the error of its making."""
         future, self.future = self.future, _NOTHING  # an error's traceback has this frame: a cycle
         try:
             return future.result()
@@ -108,7 +108,7 @@ _NOTHING.set_result(None)
 class Job(NamedTuple):
     """Some batches to be made, in step order: `step` is the first of them.
 
-    `begin` returns at once, with what is under way; once that has ended, `finish` gives the batches.
+    `begin` returns a `Pending` at once; once that has ended, `finish` gives the batches.
     """
 
     step: int
@@ -117,18 +117,15 @@ class Job(NamedTuple):
     finish: Callable[[Any], Iterator[Made]]
 
 
-#: No job: the next one is asked for once all before it have ended.
-BARRIER = Job(0, 0, Done, lambda _: iter(()))
-
-#: No job: the next one is asked for in a later step. Some batch is ready, or under way.
-LATER = Job(0, 0, Done, lambda _: iter(()))
+#: No job: the next one is asked for once the batches of all before it are delivered.
+DRAIN = Job(0, 0, Done, lambda _: iter(()))
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """What one iterator consumes: the batches of an epoch, or of one epoch after another.
+    """The batches that one iterator consumes: those of an epoch, or of one epoch after another.
 
-    `jobs` is run by its consumer alone; `let_go`, which is idempotent, by whoever ends the stream.
+    `jobs` is run by its consumer alone. `let_go` is idempotent, and run by the thread that ends the stream.
     """
 
     jobs: Callable[[], Iterator[Job]]
@@ -137,7 +134,7 @@ class Stream:
     begun: deque[tuple[Pending, Job]] = field(default_factory=deque)
     ready: deque[Made] = field(default_factory=deque)
     under_way: int = 0  # batches of the jobs that were begun
-    at_barrier: bool = False
+    is_draining: bool = False
     error: BaseException | None = None  # of `jobs`: it comes after the batches before it
     exhausted: bool = False
     ended: bool = False
@@ -150,8 +147,8 @@ class Pipeline:
     """Consumes streams. Thread-safe: one thread at a time takes batches of a stream, any may end it.
 
     Args:
-        wanted: jobs are begun while fewer batches than it says are under way or ready.
-        while_waiting: called now and then by who waits for a batch.
+        wanted: gives a number; jobs are begun while fewer batches are under way or ready.
+        while_waiting: called now and then while the consumer waits for a batch.
     """
 
     def __init__(self, wanted: Callable[[], int], while_waiting: Callable[[], None] = lambda: None) -> None:
@@ -204,7 +201,8 @@ class Pipeline:
             del error  # its traceback has this frame
 
     def _enter(self, stream: Stream) -> bool:
-        """Whoever ends the stream from now on leaves its jobs to this thread. Returns: False: it is over."""
+        """Make this thread the consumer: it ends the jobs if another thread ends the stream. Returns: False:
+        the stream has ended."""
         with self._lock:
             if not stream.ended:
                 stream.consumer = threading.get_ident()
@@ -218,24 +216,20 @@ class Pipeline:
             _cancel(stream)
 
     def _begin_jobs(self, stream: Stream) -> None:
-        """Have enough under way."""
+        """Begin jobs until enough batches are under way."""
         for pending, _ in list(stream.begun):  # a handler of this thread may end the stream
             pending.go_on()
         while not stream.exhausted and stream.under_way + len(stream.ready) < self._wanted():
-            if stream.at_barrier and stream.begun:
-                if not self._take(stream, 0):
-                    return
-                continue
-            stream.at_barrier = False
+            if stream.is_draining and (stream.begun or stream.ready):
+                return
+            stream.is_draining = False
             try:
                 stream.running = stream.running or stream.jobs()
                 job = next(stream.running, None)
                 if job is None or stream.ended:
                     stream.exhausted = True
-                elif job is BARRIER:
-                    stream.at_barrier = True
-                elif job is LATER:
-                    return
+                elif job is DRAIN:
+                    stream.is_draining = True
                 else:
                     stream.begun.append((job.begin(), job))
                     stream.under_way += job.batches
@@ -265,7 +259,7 @@ class Pipeline:
         return True
 
     def end(self, stream: Stream) -> None:
-        """Begin no more jobs of a stream, drop the batches that nobody took, let go of what it reads.
+        """Begin no more jobs of a stream, drop the batches that nobody took, let go of its epochs.
 
         Idempotent; an interrupted call is finished by the next one.
         """
@@ -281,7 +275,7 @@ class Pipeline:
         stream.let_go, stream.jobs = _nothing, _no_jobs  # they know the stream: a cycle
 
     def unless_ended(self, stream: Stream, action: Callable[[], None]) -> bool:
-        """Do something that `stream.let_go` must not miss; False if the stream has ended."""
+        """Do something that `stream.let_go` must not miss. Returns: False: the stream has ended."""
         with self._lock:
             if not stream.ended:
                 action()
@@ -289,7 +283,7 @@ class Pipeline:
             return False
 
     def is_inherited(self) -> bool:
-        """Whether this process was forked from the one that has the threads; locks may be held for ever."""
+        """True in a forked child of the process that has the threads: locks may be held for ever here."""
         return self._pid != os.getpid()
 
 

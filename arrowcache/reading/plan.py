@@ -9,45 +9,30 @@ the batch size, workers and world size before and after.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.reading.order import SHUFFLES, EpochOrder, Share
 from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
 from arrowcache.units import MOST_COUNTED, parse_count
+
+SHUFFLES = ("rows", "window", "blocks", None)
 
 _FORMAT, _VERSION = "arrowcache.loader", 2
 _OTHER_ORDER = 1  # the version of states, as of 0.1.0, whose shuffles gave another order
 _MOST_SEGMENTS = 1 << 20  # what is read from a state is bounded before memory is taken for it
-_CHUNK_STEPS_ROWS = 8192  # of the planned order, walked at once
-
-
-class Order(Protocol):
-    """Steps of an epoch, for one rank: row ids in the numbering of a snapshot."""
-
-    steps: int
-
-    def batches(self, first: int, last: int) -> NDArray[np.int64]:
-        """Row ids of steps first..last-1, one after another."""
-
-    def position_after(self, steps: int) -> int:
-        """Where the epoch's stream goes on after so many steps of all ranks."""
-
-    def segments_span(self, step: int) -> range:
-        """Which segments hold the rows of this step; none before them is read by it or a later one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """An epoch, from a position of its stream (of all ranks together) on.
 
-    `seqs` and `rows` are of its segments, oldest first; `window_rows` and `block_rows` belong to
-    the shuffles of these names.
+    `seqs` and `rows` are of its segments, oldest first. `shuffle` is "rows" (all of them, uniformly),
+    "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size of its begin), or None
+    (oldest first). `epoch_rows`: fewer than there are are the first of a pass (if "rows", a draw without
+    replacement), more are reshuffled passes; None: one pass.
     """
 
     epoch: int
@@ -79,35 +64,8 @@ class Plan:
         index = int(self.seqs.searchsorted(segment.seq))
         return index < len(self.seqs) and self.seqs[index] == segment.seq and self.rows[index] == segment.rows
 
-    def order(self, batch_size: int, share: Share, drop_last: bool) -> EpochOrder:
-        """Its batches, every planned segment being there."""
-        return EpochOrder(
-            self.rows,
-            batch_size,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epoch=self.epoch,
-            share=share,
-            epoch_rows=self.epoch_rows,
-            drop_last=drop_last,
-            window_rows=self.window_rows,
-            block_rows=self.block_rows,
-            start=self.position,
-        )
-
-    def order_of(
-        self, present: Sequence[SegmentInfo], batch_size: int, share: Share, drop_last: bool
-    ) -> Order:
-        """Its batches over the segments that are still there, in the numbering of a snapshot of these."""
-        if len(present) == len(self.seqs):
-            return self.order(batch_size, share, drop_last)
-        return Survivors(self, present, batch_size, share, drop_last)
-
     def to_state(self) -> dict[str, Any]:
-        """Plain ints, strings, lists and None; segments as runs of (first seq, how many, rows of each)."""
-        breaks = np.flatnonzero((np.diff(self.seqs) != 1) | (np.diff(self.rows) != 0)) + 1
-        firsts = np.concatenate(([0], breaks)).astype(np.int64) if len(self.seqs) else breaks
-        counts = np.diff(np.append(firsts, len(self.seqs)))
+        """Plain ints, strings, lists and None; segments as runs."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -118,7 +76,7 @@ class Plan:
             "epoch_rows": self.epoch_rows,
             "window_rows": self.window_rows,
             "block_rows": self.block_rows,
-            "segments": np.stack([self.seqs[firsts], counts, self.rows[firsts]], axis=1).tolist(),
+            "segments": runs_of(self.seqs, self.rows).tolist(),
         }
 
     @classmethod
@@ -147,7 +105,7 @@ class Plan:
             seq = max((first + count for first, count, _ in runs.tolist()), default=0)
             if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED or seq > MOST_SEQ:
                 raise ValueError(f"{segments} segments of {rows} rows")
-            seqs = [np.arange(first, first + count) for first, count, _ in runs.tolist()]
+            seqs, rows_of_each = segments_of(runs)
             epoch_rows = state["epoch_rows"]
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
@@ -156,8 +114,8 @@ class Plan:
                 epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
                 window_rows=parse_count(state["window_rows"], "window_rows"),
                 block_rows=parse_count(state["block_rows"], "block_rows"),
-                seqs=np.concatenate([np.empty(0, np.int64), *seqs]),
-                rows=np.repeat(runs[:, 2], runs[:, 1]),
+                seqs=seqs,
+                rows=rows_of_each,
                 position=parse_count(state["position"], "position", least=0),
             )
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
@@ -187,114 +145,15 @@ class Plan:
         return plan
 
 
-class Survivors:
-    """The rest of a planned epoch, over the segments that are still there. Batches come forward only.
+def runs_of(seqs: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Segments, oldest first, as runs: (n, 3) int64 of first seq, how many in a row, rows of each."""
+    firsts = np.flatnonzero((np.diff(seqs, prepend=-2) != 1) | (np.diff(rows, prepend=-1) != 0))
+    counts = np.diff(np.append(firsts, len(seqs)))
+    return np.stack([seqs[firsts], counts, rows[firsts]], axis=1)
 
-    The planned order is walked, rows of segments that are gone are passed over, and what remains is
-    cut into full steps anew, so that all ranks have equally many. Counting them walks what is left of
-    the order's first pass, and its last pass, in the constructor. `drop_last` as of EpochOrder; padding
-    repeats the first rows.
-    """
 
-    def __init__(
-        self, plan: Plan, present: Sequence[SegmentInfo], batch_size: int, share: Share, drop_last: bool
-    ) -> None:
-        self._plan, self._share, self._batch_size = plan, share, batch_size
-        self._planned = plan.order(1, Share(), drop_last=False)  # row by row
-        self._starts = np.concatenate(([0], np.cumsum(plan.rows)))
-        self._kept = np.isin(plan.seqs, [segment.seq for segment in present])
-        self._kept_before = np.concatenate(([0], np.cumsum(self._kept)))  # segments, of each planned one
-        kept_rows = plan.rows * self._kept
-        self._shift = np.cumsum(kept_rows) - kept_rows - self._starts[:-1]  # of row ids, to present ones
-        self._step_rows = batch_size * share.world_size
-        self._kept_rows = int(kept_rows.sum())
-        self.rows = self._count()
-        self._first = np.empty(0, np.int64)
-        for ids, _ in self._walk() if self.rows else ():
-            self._first = np.concatenate([self._first, ids])[: self._step_rows]
-            if len(self._first) == min(self.rows, self._step_rows):
-                break
-        whole, rest = divmod(self.rows, self._step_rows)
-        self.steps = whole if drop_last else whole + (rest > 0)
-        self._source = self._walk()
-        self._ids, self._places = np.empty(0, np.int64), np.empty(0, np.int64)
-        self._step = 0
-        self._positions = array("q", [plan.position])  # after each step that was made
-
-    @property
-    def missing(self) -> int:
-        """Rows of the rest of the epoch whose segments have left the cache."""
-        return self._plan.stream_rows - self._plan.position - self.rows
-
-    def batches(self, first: int, last: int) -> NDArray[np.int64]:
-        """As EpochOrder's; steps are asked for once, one after another."""
-        assert first == self._step, "survivors are walked forward"
-        world, size = self._share.world_size, self._batch_size
-        taken = []
-        for _ in range(first, min(last, self.steps)):
-            ids = self._take(self._step_rows)
-            if world > 1:
-                if len(ids) < self._step_rows:
-                    ids = np.concatenate([ids, np.resize(self._first, self._step_rows - len(ids))])
-                ids = ids[self._share.rank * size : (self._share.rank + 1) * size]
-            taken.append(ids)
-            self._step += 1
-        return np.concatenate([np.empty(0, np.int64), *taken])
-
-    def position_after(self, steps: int) -> int:
-        """As EpochOrder's, of steps that were made; several threads may ask."""
-        return self._positions[steps]
-
-    def segments_span(self, step: int) -> range:
-        """As EpochOrder's. Of a step that was not made yet, as if nothing were passed over until then.
-
-        So its segments may be later ones than these, but none before them.
-        """
-        if self.steps * self._step_rows > self.rows and self._share.world_size > 1:
-            return range(int(self._kept_before[-1]))  # the padding reads the first rows once more
-        first, last = self._planned_row(step), self._planned_row(step + 1) - 1
-        spans = [
-            self._planned.segments_span(row) for row in (first, max(first, last))
-        ]  # of one pass, or of two
-        start, stop = min(span.start for span in spans), max(span.stop for span in spans)
-        return range(int(self._kept_before[start]), int(self._kept_before[stop]))
-
-    def _planned_row(self, step: int) -> int:
-        """Where a step begins in the planned rest of the epoch, or at the least."""
-        known = min(step, len(self._positions) - 1)
-        return self._positions[known] - self._plan.position + (step - known) * self._step_rows
-
-    def _take(self, count: int) -> NDArray[np.int64]:
-        while len(self._ids) < count:
-            found = next(self._source, None)
-            if found is None:
-                break
-            self._ids = np.concatenate([self._ids, found[0]])
-            self._places = np.concatenate([self._places, found[1]])
-        ids, self._ids = self._ids[:count], self._ids[count:]
-        places, self._places = self._places[:count], self._places[count:]
-        self._positions.append(int(places[-1]) + 1 if len(places) else self._positions[-1])
-        return ids
-
-    def _count(self) -> int:
-        """Rows still to be delivered, by all ranks: only passes that are not whole are walked."""
-        rows, stop, begin = int(self._starts[-1]), self._plan.stream_rows, self._plan.position
-        if not self._kept_rows:
-            return 0
-        first_stop = min(stop, (begin // rows + 1) * rows)
-        whole = (stop - first_stop) // rows
-        parts = ((begin, first_stop), (first_stop + whole * rows, stop))
-        walked = sum(len(ids) for a, b in parts for ids, _ in self._walk(a - begin, b - begin))
-        return walked + whole * self._kept_rows
-
-    def _walk(
-        self, first: int = 0, stop: int | None = None
-    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(present row ids, their positions in the planned stream) in pieces, of some of what is left."""
-        stop = self._planned.steps if stop is None else stop
-        for start in range(first, stop, _CHUNK_STEPS_ROWS):
-            ids = self._planned.batches(start, min(stop, start + _CHUNK_STEPS_ROWS))
-            segments = self._starts.searchsorted(ids, side="right") - 1
-            kept = self._kept[segments]
-            places = np.flatnonzero(kept) + self._plan.position + start
-            yield ids[kept] + self._shift[segments[kept]], places
+def segments_of(runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The inverse of `runs_of`: seq and rows of each segment."""
+    firsts, counts, rows = runs.T
+    before = np.cumsum(counts) - counts
+    return np.repeat(firsts - before, counts) + np.arange(counts.sum()), np.repeat(rows, counts)

@@ -17,14 +17,13 @@ those segments. This module owns the file and a lease on its segments; the loade
 Guarantees:
 - ranks that join one file read the same rows, in the same order, or an error says why not;
 - holding is a kernel lock: a rank that is killed leaves nothing that a person must clean;
-- a rank that waits for rows holds nothing of that epoch, and never waits for another rank;
+- no rank waits for another, and one that waits for rows holds nothing of that epoch;
+- a path is never made of what a file or a user says: a run's name goes through `ranks_name`;
 - ending an epoch is safe in any thread, finalizers and forked children included. A child is
   never its parent: it holds nothing, and a beginning there is one more process that joins.
 
-It must never: wait for another rank; believe a file that nobody holds; make a path of what a
-file or a user says (a run's name goes through `ranks_name`); let a rank go on with other rows
-than the rest. What it cannot see: a rank that begins an epoch only after all others closed their
-loaders finds no file, and reads what is there then.
+A rank that begins an epoch only after all others closed their loaders finds no file, and reads what
+is there then.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
-from arrowcache.errors import CacheFormatError, CorruptSegmentError
+from arrowcache.errors import CacheFormatError, CorruptSegmentError, warn
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import explaining
@@ -114,27 +112,24 @@ class Agreement:
         self._warn_of_absent_ranks()
         name = ranks_name(self._membership.run, self._number, epoch, self._begun[epoch])
         record = {**terms, "world_size": self._membership.world_size}
-        mine: Snapshot | None = None
-        try:
-            theirs = None
+        with ExitStack() as undo:
+            agreed: Snapshot | None = None
             if os.path.lexists(self._store.folder.ranks / name):  # who waits for rows takes no lock else
                 with self._store.locked():
-                    theirs = self._join(name, epoch, record)
-            if theirs is None:
+                    agreed = self._join(name, epoch, record)
+            if agreed is None:
                 mine = take()
                 if mine is None:
                     return None
+                undo.callback(mine.close)  # after theirs is mapped: what both read stays so
                 with self._store.locked():
-                    theirs = self._join(name, epoch, record)
-                    if theirs is None:
+                    agreed = self._join(name, epoch, record)
+                    if agreed is None:
                         self._propose(name, epoch, record, mine)
-            if theirs is None:
-                agreed, mine = mine, None
-            else:
-                agreed = self._mapped(theirs, epoch)
-        finally:
-            if mine is not None:
-                mine.close()  # after theirs is mapped: what both read stays so
+                        undo.pop_all()
+                        agreed = mine
+            if isinstance(agreed, _Adopted):
+                self._map(agreed, epoch)
         if not ahead:
             self.came_to(epoch)
         return agreed
@@ -188,13 +183,8 @@ class Agreement:
                     undo.callback(each.close)
             file.hold()
             file.append(joiner_line(self._membership.rank, os.getpid()))
-            snapshot = _Adopted(
-                self._store,
-                segments,
-                lease,
-                next_seq=record.next_seq,
-                left_out_rows=record.left_out_rows,
-            )
+            seen = {"next_seq": record.next_seq, "left_out_rows": record.left_out_rows}
+            snapshot = _Adopted(self._store, segments, lease, **seen)
             undo.pop_all()
         self._hold(_Held(name, epoch, file, keeper))
         return snapshot
@@ -208,12 +198,11 @@ class Agreement:
         folder.sweep()
         self._store.require_room(len(data))
         keeper = self._lease(segments)
-        try:
-            file = folder.link_ranks_file(name, data)
-        except BaseException:
+        with ExitStack() as undo:
             if keeper is not None:
-                keeper.close()
-            raise
+                undo.callback(keeper.close)
+            file = folder.link_ranks_file(name, data)
+            undo.pop_all()
         self._hold(_Held(name, epoch, file, keeper))
 
     def _lease(self, segments: Sequence[SegmentInfo]) -> Lease | None:
@@ -222,8 +211,14 @@ class Agreement:
         return Lease(self._store.folder.lease_lock, segments[0].seq, segments[-1].seq)
 
     def _hold(self, held: _Held) -> None:
+        reference = weakref.ref(self)
+
+        def settle() -> None:  # a writer of this process needs room, and has cache.lock: it sweeps the file
+            if (agreement := reference()) is not None:
+                agreement._let_go(())
+
         if held.lease is not None:
-            held.lease.on_contention = _settle_later(weakref.ref(self))
+            held.lease.on_contention = settle
         self._held.add(held)
         self._let_go(())  # the last to join needs no lease; nor does one that was closed meanwhile
 
@@ -265,14 +260,13 @@ class Agreement:
             )
         return segments
 
-    def _mapped(self, snapshot: Snapshot, epoch: int) -> Snapshot:
+    def _map(self, snapshot: Snapshot, epoch: int) -> None:
         try:
             snapshot.map_all()
         except BaseException:
             snapshot.close()
             self.release(epoch)
             raise
-        return snapshot
 
     # ending
 
@@ -306,24 +300,20 @@ class Agreement:
         """Unlink files that nobody holds now, if cache.lock can be had soon: else they get swept."""
         if not left:
             return
-        try:
-            with self._store.locked(_UNLINK_SECONDS):
-                for name in left:
-                    self._store.folder.drop_ranks_file(name)
-        except OSError:
-            pass  # debris, of which nothing depends
+        with suppress(OSError), self._store.locked(_UNLINK_SECONDS):  # else it is debris
+            for name in left:
+                self._store.folder.drop_ranks_file(name)
 
     def _warn_of_absent_ranks(self) -> None:
         waiting = [held for held in self._held.copy() if held.has_ended]
         if len(waiting) >= _WARN_AT_EPOCHS and not self._has_warned:
             self._has_warned = True
             joined = min(held.joined for held in waiting)
-            message = (
+            warn(
                 f"{len(waiting)} epochs ended on rank {self._membership.rank} that only {joined} of "
                 f"{self._membership.local_world_size} ranks on this node have begun; their segments stay "
                 "leased until then: set LOCAL_WORLD_SIZE if fewer ranks read on this node"
             )
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 class _Held:
@@ -369,14 +359,3 @@ class _Adopted(Snapshot):
                 f"({', '.join(damaged[:3])}): end this epoch on all ranks, the next one goes without them"
             )
         return rows
-
-
-def _settle_later(reference: weakref.ref[Agreement]) -> Callable[[], None]:
-    """What a writer of this process does that finds the lease in its way; it holds cache.lock."""
-
-    def settle() -> None:
-        agreement = reference()
-        if agreement is not None:
-            agreement._let_go(())  # what it left is swept by that writer
-
-    return settle

@@ -61,7 +61,7 @@ def as_html(stats: LoaderStats) -> str:
     ]
     if stages:
         parts += [
-            html.note("Where the loader's threads and processes spent their time:"),
+            html.note("Where the waiting consumer, and workers, spent their time:"),
             html.bar(stages, 0),
         ]
     advice = html.join([html.element("b", stats.bottleneck), f": {stats.advice}"])

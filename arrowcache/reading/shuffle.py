@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from typing import Protocol
 
 import numpy as np
 from numpy.random import SeedSequence  # here: NumPy loads it late, and the first batch would wait
@@ -30,35 +29,35 @@ ORDER_VERSION = 2  # 1: permutations were drawn with NumPy, in 0.1.0
 _ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(seed)
 
 
-class RowOrder(Protocol):
-    """One pass over `rows` rows: a bijection of places to row ids."""
+class RowOrder(Pass):
+    """One pass over all rows of some segments: a bijection of places to row ids."""
 
-    rows: int
+    def __init__(self, segments: int, rows: int, *stages: Stage, runs: Runs | None = None) -> None:
+        super().__init__(rows, *stages, runs=runs)
+        self._segments = segments
 
-    def __call__(self, first: int, count: int, times: int = 1, apart: int = 0) -> NDArray[np.int64]:
-        """(times * count,) row ids at `count` places from `first` on, from `first + apart` on, and so on."""
-
-    def span(self, place: int) -> range:
+    def span(self, place: int) -> range:  # noqa: ARG002 - here the same everywhere
         """Indices of the segments in use at a place in [0, rows).
 
         No segment before `start` has a row at this place or later: its lease can end. No segment
         from `stop` on has a row at this place or before.
         """
+        return range(self._segments)
 
 
-class Sequential(Pass):
+class Sequential(RowOrder):
     """Row i at place i: oldest segment first."""
 
     def __init__(self, segment_rows: NDArray[np.int64]) -> None:
         self._starts = _starts(segment_rows).tolist()
-        super().__init__(self._starts[-1])
+        super().__init__(len(segment_rows), self._starts[-1])
 
     def span(self, place: int) -> range:
         after = bisect_right(self._starts, place)
         return range(after - 1, after)
 
 
-class Permutation(Pass):
+class Permutation(RowOrder):
     """All rows, shuffled uniformly: a function of (rows, seed, key) alone.
 
     Args:
@@ -69,14 +68,10 @@ class Permutation(Pass):
     """
 
     def __init__(self, rows: int, seed: int, key: tuple[int, ...] = (), segments: int = 1) -> None:
-        super().__init__(rows, _stage([0, rows], _sequence(seed, key)))
-        self._segments = segments
-
-    def span(self, place: int) -> range:  # noqa: ARG002 - the same everywhere
-        return range(self._segments)
+        super().__init__(segments, rows, _stage([0, rows], _sequence(seed, key)))
 
 
-class Window(Pass):
+class Window(RowOrder):
     """Shuffled within a window that slides over the segments, oldest first.
 
     Whole segments are grouped into blocks of half a window. Rows are shuffled within each block, and
@@ -99,7 +94,7 @@ class Window(Pass):
         edges = [starts[segment] for segment in self._first_segments]
         self._shifted = [0, *((start + stop) // 2 for start, stop in itertools.pairwise(edges)), rows]
         first, second = (_sequence(seed, (*key, number)) for number in range(2))
-        super().__init__(rows, _stage(self._shifted, first), _stage(edges, second))
+        super().__init__(len(segment_rows), rows, _stage(self._shifted, first), _stage(edges, second))
 
     def span(self, place: int) -> range:
         block = bisect_right(self._shifted, place) - 1  # over two of those that are not shifted
@@ -124,7 +119,7 @@ def _group(starts: list[int], block_rows: int) -> list[int]:
     return cuts
 
 
-class Blocks(Pass):
+class Blocks(RowOrder):
     """Runs of `block_rows` contiguous rows of one segment, in random order.
 
     Each segment is cut into runs at a random phase. The rows before its first and after its last run
@@ -140,15 +135,15 @@ class Blocks(Pass):
     def __init__(
         self, segment_rows: NDArray[np.int64], block_rows: int, seed: int, key: tuple[int, ...] = ()
     ) -> None:
-        starts, self._segments = _starts(segment_rows), len(segment_rows)
+        starts, segments = _starts(segment_rows), len(segment_rows)
         rows = int(starts[-1])
         rest = segment_rows % block_rows
-        phases = _sequence(seed, (*key, 1)).generate_state(self._segments, np.uint64)
+        phases = _sequence(seed, (*key, 1)).generate_state(segments, np.uint64)
         heads = (phases % (rest + 1).astype(np.uint64)).astype(np.int64)
         tails = rest - heads
         # Runs of all segments laid out one after another, then heads and tails: place to row id is
         # one step function.
-        mixed = Permutation(2 * self._segments, seed, (*key, 2))(0, 2 * self._segments)
+        mixed = Permutation(2 * segments, seed, (*key, 2))(0, 2 * segments)
         lengths = np.concatenate((segment_rows - rest, np.concatenate((heads, tails))[mixed]))
         firsts = np.concatenate(
             (starts[:-1] + heads, np.concatenate((starts[:-1], starts[1:] - tails))[mixed])
@@ -156,10 +151,9 @@ class Blocks(Pass):
         chosen = np.flatnonzero(lengths)
         places = _starts(lengths[chosen])[:-1]
         runs = Runs(block_rows, places, firsts[chosen] - places)
-        super().__init__(rows, _stage([0, rows // block_rows], _sequence(seed, (*key, 0))), runs=runs)
-
-    def span(self, place: int) -> range:  # noqa: ARG002 - the same everywhere
-        return range(self._segments)
+        super().__init__(
+            segments, rows, _stage([0, rows // block_rows], _sequence(seed, (*key, 0))), runs=runs
+        )
 
 
 def _starts(rows: NDArray[np.int64]) -> NDArray[np.int64]:

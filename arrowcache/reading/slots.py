@@ -1,15 +1,14 @@
 """Slots: reusable memory for batches, one buffer a column: plain, pinned, or shared with other processes.
 
 An allocator (memory.py, torch/backend.py) gives the memory; all else is the same. A buffer is lent for one
-batch, and comes back when the last array or tensor over it dies: what a user keeps is never overwritten, and
-keeping every label does not keep every image. The one that came back last is lent first: it is still in the
-processor's cache.
+batch, and comes back when the last array or tensor over it dies. So a batch that a user keeps is never
+overwritten, and keeping every label does not keep every image. The buffer that came back last is lent first:
+it is still in the processor's cache.
 
-The owner of what is lent is a fresh ctypes array under the NumPy arrays, because NumPy collapses
-`.base` chains to it, and no further. A weak reference tells of its death by one append to a deque:
-without a lock, since the garbage collector may run it anywhere, and without a line of Python, in
-which a Ctrl-C would be lost. Nobody ever waits for a buffer: a consumer that keeps everything
-(`list(loader)`) makes the pool grow.
+A buffer that is lent has a fresh ctypes array as its owner, under the NumPy arrays: NumPy collapses `.base`
+chains to it, and no further. A weak reference tells of the owner's death by one append to a deque. That needs
+no lock, since the garbage collector may run it anywhere, and no line of Python, in which a Ctrl-C would be
+lost. Nobody ever waits for a buffer: a consumer that keeps everything (`list(loader)`) makes the pool grow.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def lent(
     """A fresh owner of a part of writeable memory, and the loan.
 
     Args:
-        buffer: what the loan is of.
-        returned: gets the loan when the owner has died; whoever lends keeps it until then.
+        buffer: the buffer that the memory is of.
+        returned: gets the loan when the owner has died; the lender keeps the loan until then.
     """
     owner = (ctypes.c_char * nbytes).from_buffer(memory, start)
     loan = Loan(owner, returned)
@@ -83,9 +82,9 @@ class _Column:
 
 
 class Slot:
-    """Memory for one batch, one owner a column. Who has an owner, or an array over it, has the memory.
+    """Memory for one batch, one owner a column. An owner, or an array over it, keeps its memory.
 
-    `addresses` are where its rows go, by column. It is given back by being dropped.
+    `addresses` are where its rows go, by column. Dropping the slot gives it back.
     """
 
     __slots__ = ("_owned", "_rows", "addresses")

@@ -1,9 +1,9 @@
-"""Snapshot: an ordered, leased, immutable list of segments: what one epoch reads.
+"""Snapshot: an ordered, leased, immutable list of segments. An epoch reads one.
 
-It owns its lease and its claim on mapped segments, and lets go of them in that order reversed:
-unmapped first, then unleased, all at once or oldest first. Rows are numbered 0..len-1, oldest
-segment first. Segments are mapped and checked when their rows are first asked for, or all at
-once by `map_all`.
+It owns its lease and its claim on mapped segments. It lets go of them in the other order: segments are
+unmapped first, then unleased, all at once or oldest first. Rows are numbered 0..len-1, oldest segment first.
+Segments are mapped and checked when their rows are first asked for, or all at once by `map_all`. Rows are
+copied from memory or read from the disk, as the snapshot's `temperature` says.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+_seq_of, _rows_of, _nbytes_of, _published_of = map(attrgetter, ("seq", "rows", "nbytes", "published"))
+_MAPPED_AT_ONCE = 128  # segments: some 2 ms, while other threads wait for the GIL
 _MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
 
 
@@ -84,7 +87,7 @@ class Snapshot:
         self.temperature = Temperature()  # of its rows; a loader has one for all its epochs
         self._suspect_below = store.suspect_below()
         self._set_segments(segments)
-        self._claim = Claim(self._segments)
+        self._claim = Claim(self._seqs)
         self._closed = False
         try:
             self._mapped.acquire(self._claim)
@@ -100,7 +103,7 @@ class Snapshot:
         *,
         yields_since: float | None = None,
     ) -> Snapshot:
-        """Lease what is published now: all of it, but for a loader, which says so by `yields_since`.
+        """Lease the segments that are published now; a loader, by `yields_since`, may leave some out.
 
         Args:
             where, yields_since: as of `Store.lease`.
@@ -115,20 +118,27 @@ class Snapshot:
 
     def _set_segments(self, segments: Sequence[SegmentInfo]) -> None:
         self._segments = tuple(segments)
-        rows = np.fromiter((segment.rows for segment in segments), np.int64, len(segments))
+        count = len(self._segments)
+        rows = np.fromiter(map(_rows_of, segments), np.int64, count)
+        self._seqs = np.fromiter(map(_seq_of, segments), np.int64, count)
+        self._published = np.fromiter(map(_published_of, segments), np.float64, count)
         self._starts = np.concatenate(([0], np.cumsum(rows)))
         self._length = int(self._starts[-1])
+        self._nbytes = int(sum(map(_nbytes_of, segments)))
         self._rows = Rows(self._starts)
         self._gatherer = Gatherer(self._store.settings.schema, self._rows)
-        self._found: list[MappedSegment | None] = [None] * len(segments)  # what `_rows` tells of
+        self._found: list[MappedSegment | None] = [None] * count  # what `_rows` tells of
         self._is_known = not segments  # it tells of all
-        self._seqs = np.fromiter((segment.seq for segment in segments), np.int64, len(segments))
-        self._published = np.fromiter((s.published for s in segments), np.float64, len(segments))
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
-        """What it reads, oldest first."""
+        """The segments that it reads, oldest first."""
         return self._segments
+
+    @property
+    def seqs(self) -> NDArray[np.int64]:
+        """Numbers of its segments, which rise; not to be written to."""
+        return self._seqs
 
     @property
     def segment_rows(self) -> NDArray[np.int64]:
@@ -138,7 +148,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of its segments' files."""
-        return sum(segment.nbytes for segment in self._segments)
+        return self._nbytes
 
     @property
     def row_bytes(self) -> int:
@@ -160,13 +170,14 @@ class Snapshot:
             row_ids: (n,) integers in [0, len(self)), any order, repeats allowed.
             columns: which; None for all.
             out: for fixed-width columns, C-contiguous arrays of shape (n, *shape) and the column's
-                dtype, which are filled and returned; what is absent is allocated.
+                dtype, which are filled and returned; others are allocated.
         Returns: name -> (n, *shape), row i being row_ids[i]; a list of str or bytes for a String or
             Binary column; `Values(data, offsets)` for a Ragged one.
-        Blocks: while pages come from the disk.
+        Blocks: while rows come from the disk.
         Raises: IndexError: a row outside the snapshot; nothing was written. ValueError: an unknown
             column, an unfit `out`, a closed snapshot. CorruptSegmentError: a damaged segment, which
-            was quarantined; the other segments' rows can still be read.
+            was quarantined, or one whose file cannot be read any more; the other segments' rows can
+            still be read.
         """
         given = np.asarray(row_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -200,9 +211,9 @@ class Snapshot:
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
-        """Begin `gather_into`, with the fixed-width columns in a slot; it reads this until it has ended.
+        """Begin `gather_into`, with the fixed-width columns in a slot; until its end this stays open.
 
-        Whoever has it tells `temperature` what it missed.
+        The caller tells `temperature` what it missed.
         """
         return self._begin(ids, names, slot.addresses, slot)
 
@@ -215,6 +226,7 @@ class Snapshot:
         except BaseException:
             reader.end()
             raise
+        is_cold = self.temperature.is_cold
         return self._gatherer.begin(
             ids,
             names,
@@ -222,8 +234,8 @@ class Snapshot:
             (keep, reader),
             lambda index: self._doubted(int(ids[index])),
             reader.end,
-            is_cold=self.temperature.is_cold,
-            drops=self._is_larger_than_memory,
+            is_cold=is_cold,
+            drops=is_cold and self._is_larger_than_memory,
         )
 
     def _map_segments_of(self, ids: NDArray[np.int64]) -> None:
@@ -246,7 +258,8 @@ class Snapshot:
     def fetch(self, first: int, last: int, names: Sequence[str]) -> Fetch:
         """Have the disk begin to read columns of rows first..last-1, which are to be asked for soon.
 
-        A hint, which ends where it is dropped, and reads this until then. What is not mapped yet is left out.
+        A hint, which ends when it is dropped; the snapshot stays open until then. Rows of segments that were
+        not checked yet are left out.
         """
         return self._gatherer.fetch(first, last, names, _Reader(self))
 
@@ -287,7 +300,7 @@ class Snapshot:
             return self._batch(segment, sparse=True).select(names)
 
     def locate(self, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Where rows come from: `_seq`, `_row` (int64) and `_age_seconds` (float64) of each."""
+        """The origin of rows: `_seq`, `_row` (int64) and `_age_seconds` (float64) of each."""
         segments = self._starts.searchsorted(ids, side="right") - 1
         now = dt.datetime.now(dt.timezone.utc).timestamp()
         return {
@@ -297,12 +310,16 @@ class Snapshot:
         }
 
     def published(self, ids: NDArray[np.int64]) -> float:
-        """When rows were published, on average, in seconds since 1970."""
+        """The mean time at which rows were published, in seconds since 1970."""
         return float(self._published[self._starts.searchsorted(ids, side="right") - 1].mean())
 
-    def view(self, first: int, count: int, viewer: Viewer) -> dict[str, Column] | None:
+    def view(
+        self, first: int, count: int, viewer: Viewer, *, is_fetched: bool = False
+    ) -> dict[str, Column] | None:
         """Rows first..first+count-1 as arrays over a mapping of their own, without a copy; see view.py.
 
+        Args:
+            is_fetched: they were asked of the disk: it is to read nothing around them.
         Returns: None: they lie in several segments, or the process has too many mappings.
         """
         index = int(self._starts.searchsorted(first, side="right")) - 1
@@ -315,7 +332,9 @@ class Snapshot:
             end_lease = lease.share(segment.seq)
             try:
                 path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
-                return dict(viewer.view(path, segment.nbytes, found.layout.buffers, rows, end_lease))
+                layout = found.layout.buffers
+                view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
+                return dict(view)
             except OSError:  # no address space or file descriptor is left
                 end_lease()
                 return None
@@ -386,21 +405,17 @@ class Snapshot:
             self._map_some(range(self._released, len(self._segments)), damaged)
             if damaged:
                 kept = [index for index in range(len(self._segments)) if index not in set(damaged)]
-                found = [self._found[index] for index in kept]
                 self._set_segments([self._segments[index] for index in kept])
-                for index, each in enumerate(found):
-                    if each is not None:
-                        self._put(index, each)
-                self._is_known = True
-                before, self._claim = self._claim, Claim(self._segments)
+                self._is_known = not self._put_found(range(len(kept)))
+                before, self._claim = self._claim, Claim(self._seqs)
                 self._mapped.acquire(self._claim)
-                self._mapped.release(before, len(before.segments))
+                self._mapped.release(before, len(before.seqs))
         return len(self)
 
     def map_ahead(self) -> None:
-        """Map what can be, so that the folder is not needed any more; the rest tells when it is asked for."""
+        """Map all segments that can be: the folder is not needed any more. Errors come with their rows."""
         with _Reader(self), self._mapping:
-            for index in self._rows.unknown().tolist():
+            for index in self._put_alike(self._rows.unknown().tolist()):
                 with suppress(CorruptSegmentError, OSError):
                     self._open(index)
 
@@ -486,12 +501,12 @@ class Snapshot:
     def _let_go(self) -> None:
         unlease = self._lease.close if self._lease is not None else lambda: None
         if self._pid == os.getpid():
-            self._mapped.release(self._claim, len(self._claim.segments), unlease)
+            self._mapped.release(self._claim, len(self._claim.seqs), unlease)
         else:
             unlease()
 
     def covers(self, seq: int) -> bool:
-        """Whether its lease is on a segment, by its number."""
+        """True if its lease is on the segment of this number."""
         lease = self._lease
         return lease is not None and lease.covers(seq)
 
@@ -500,10 +515,10 @@ class Snapshot:
         if self._lease is not None:
             self._lease.on_contention = let_go
 
-    def _map_some(self, indices: Iterable[int], damaged: list[int] | None = None) -> None:
+    def _map_some(self, indices: Sequence[int], damaged: list[int] | None = None) -> None:
         """Map and check segments; a damaged one is noted in `damaged`, or raises."""
         with self._mapping:
-            for index in indices:
+            for index in self._put_alike(indices):
                 try:
                     self._map(index)
                 except CorruptSegmentError:
@@ -511,6 +526,32 @@ class Snapshot:
                         raise
                     damaged.append(index)
         self._is_known = not len(self._rows.unknown())
+
+    def _put_alike(self, indices: Sequence[int]) -> Iterator[int]:
+        """Map segments whose layout is known, some at a time. Yields: each of the others, in its turn."""
+        left = self._put_found(indices)
+        for start in range(0, len(left), _MAPPED_AT_ONCE):
+            some = left[start : start + _MAPPED_AT_ONCE]
+            trusted = [self._segments[index] for index in some]
+            trusted = [segment for segment in trusted if segment.seq >= self._suspect_below]
+            self._mapped.map_alike(trusted, self._store)
+            yield from self._put_found(some)
+
+    def _put_found(self, indices: Sequence[int]) -> Sequence[int]:
+        """Have `_rows` tell of segments that are mapped by now. Returns: the others."""
+        if not indices:
+            return indices
+        seqs = self._seqs[indices[0] : indices[-1] + 1] if isinstance(indices, range) else self._seqs[indices]
+        found = self._mapped.found(seqs.tolist(), check_bytes_below=self._suspect_below)
+        others: Sequence[int] = []
+        if None in found:
+            others = [index for index, each in zip(indices, found, strict=True) if each is None]
+            indices = [index for index, each in zip(indices, found, strict=True) if each is not None]
+        there = [each for each in found if each is not None]
+        for index, each in zip(indices, there, strict=True):
+            self._found[index] = each  # first: it keeps what `_rows` tells of
+        self._rows.put(indices, [each.entry for each in there])
+        return others
 
     def _map(self, index: int) -> MappedSegment:
         try:
@@ -522,12 +563,9 @@ class Snapshot:
         segment = self._segments[index]
         check = segment.seq < self._suspect_below
         found = self._mapped.map(segment, self._store, check_bytes=check)
-        self._put(index, found)
+        self._found[index] = found  # first, as above
+        self._rows.put([index], [found.entry])
         return found
-
-    def _put(self, index: int, found: MappedSegment) -> None:
-        self._found[index] = found  # first: it keeps what `_rows` tells of
-        self._rows.put(index, *found.words)
 
     def _condemn(self, segment: SegmentInfo, error: CorruptSegmentError) -> NoReturn:
         """Quarantine a segment, which is no longer mapped here, and raise with its name."""
@@ -557,9 +595,9 @@ class Snapshot:
 
 
 class _Reader:
-    """Who reads a snapshot, which stays as it is until that has ended: a context manager.
+    """A reader of a snapshot, which stays open until the reader has ended: a context manager.
 
-    Ended by being dropped, too, where Ctrl-C came into its end.
+    Dropping it ends it, too, where Ctrl-C came into its end.
     Raises: ValueError: the snapshot is closed, or another process'.
     """
 

@@ -1,11 +1,11 @@
 """Stats: what a loader delivered, what that took, and what to do about it.
 
 `Meter` is what the consumer and workers add to; `LoaderStats` is the frozen answer to the user. Adding
-is a few additions under a lock that nobody holds for longer, so it is always on; what must ask the
-kernel (memory) is asked when the user asks. What is in progress is noted when it begins, one entry
-a thread, and counts up to the moment of the question: a transform that hangs is seen while it does.
-What was counted is shown on the loader's panel, for other processes: each batch; how long things took when
-something is counted, but not more than ten times a second, and by a consumer now and then while it waits.
+is a few additions under a lock that nobody holds for longer, so it is always on. The kernel is asked for
+memory only when the user asks. A stage is noted when it begins, one entry a thread, and counts up to the
+moment of the question: a transform that hangs is seen while it hangs. Counts are shown on the loader's panel,
+for other processes: each batch at once; seconds when something is counted, at most ten times a second, and
+now and then while the consumer waits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arrowcache.reading import report
-from arrowcache.units import format_seconds
+from arrowcache.reading.memory import PAGE_BYTES
+from arrowcache.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from arrowcache.reading.panel import Counts, Panel
     from arrowcache.reading.pipeline import Made
     from arrowcache.reading.temperature import Temperature
+    from arrowcache.storage.counters import CounterPage, Counts
 
 STAGES = ("samplers", "pace", "store", "gather", "transform", "start")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
@@ -57,9 +58,9 @@ class LoaderStats:
     `bottleneck` is what to speed up: "consumer" (the training step: the loader waits for it),
     "samplers" (too few rows), "pace" (the cache's: see `Pace`), "store" (the disk, and cache.lock),
     "gather" (memory; of views, mapping them), "transform" or "start" (of worker processes, once a
-    loader); "none" before a batch was delivered or waited for. `advice` says it in words. The seconds
-    behind it are those that the consumer, in `next`, and workers, all together, spent on each; of "start",
-    while no process was ready.
+    loader); "none" before a batch was delivered or waited for. `advice` says it in words, and for "store"
+    what another shuffle would have the disk do. The seconds behind it are those that the consumer, in
+    `next`, and workers, all together, spent on each; of "start", while no process was ready.
 
     `age_seconds` is how old delivered rows were on average, since they were published (of some 64 of every
     4,096 rows). `ring_bytes` is the memory for batches, `ring_growths` how often a buffer was added to it: it
@@ -100,7 +101,7 @@ class LoaderStats:
 
     @property
     def advice(self) -> str:
-        """What to do to be faster, that was not done yet; and what to do for samplers that it holds up."""
+        """How to be faster, but for what was done already; and how to hold samplers up less."""
         if not self.held_up_seconds or self.held_up_seconds < _NO_STALL * self.seconds:
             return self._own_advice()
         in_order = (
@@ -114,8 +115,7 @@ class LoaderStats:
     def _own_advice(self) -> str:
         match self.bottleneck:
             case "store":
-                in_order = "" if self.shuffle in ("window", None) else "shuffle='window', "
-                return f"the disk is the limit: {in_order}a faster disk, or more memory"
+                return f"the disk is the limit: {self._of_the_disk()}fewer columns, or more memory"
             case "gather" if self.bytes and not self.copied_bytes:
                 return "mapping and reading small views is the limit, nothing is copied: a larger batch_size"
             case "gather":
@@ -124,6 +124,23 @@ class LoaderStats:
                 more = f"more than {self.workers} workers" if self.workers else "workers=2"
                 return f"the transform is the limit: {more}, or have it do less, and let go of the GIL"
         return _ADVICE[self.bottleneck]
+
+    def _of_the_disk(self) -> str:
+        """How this shuffle and others read the disk."""
+        if self.shuffle in ("window", None):
+            return "it is read in order already; a faster disk, "
+        if self.shuffle == "blocks":
+            return (
+                "shuffle='window' reads it in order, shuffle='blocks' in short runs of batch_size rows; or a "
+                "larger batch_size, "
+            )
+        small = ""
+        if self.rows and self.bytes < self.rows * PAGE_BYTES:
+            small = (
+                f", where each row of {format_bytes(self.bytes / self.rows)} costs a page of "
+                f"{format_bytes(PAGE_BYTES)}"
+            )
+        return f"shuffle='window' reads it in order, shuffle='rows' at random{small}; or a faster disk, "
 
     def __str__(self) -> str:
         return report.as_text(self)
@@ -147,14 +164,14 @@ class Meter:
         self._stages: dict[int, tuple[str, float]] = {}
         self._waits: dict[int, float] = {}
         self._runs: dict[object, float] = {}
-        # When to show more on the panel. While a wait is shown on it, all that happens is, up to a delivery
-        self._panel: Panel | None = None
+        # When to show more on the panel. While it shows a wait it shows each change, until a delivery
+        self._panel: CounterPage | None = None
         self._elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
         self._due, self._shows_a_wait = math.inf, False
         _meters.add(self)
 
     def show_on(
-        self, panel: Panel | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
+        self, panel: CounterPage | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
     ) -> None:
         """Show what is counted on a panel from now on; None: on none any more. The one before is closed.
 
@@ -208,7 +225,7 @@ class Meter:
         return started
 
     def leave(self, seconds: Mapping[str, float]) -> None:
-        """What this thread had begun took so long, of each stage."""
+        """This thread ends the stage that it had begun; it took these seconds, of each stage."""
         with self._lock:
             self._stages.pop(threading.get_ident(), None)
             for name, more in seconds.items():
@@ -295,7 +312,7 @@ class Meter:
     def stats(
         self, ring_bytes: int, ring_growths: int, elsewhere: Iterable[tuple[str, float]] = ()
     ) -> LoaderStats:
-        """What was counted, and is in progress, at this moment; `elsewhere`: in other processes."""
+        """The counts at this moment, with what is in progress; `elsewhere`: stages of other processes."""
         private_bytes, file_bytes = resident_bytes()
         with self._lock:
             now = time.perf_counter()
@@ -338,7 +355,7 @@ class Meter:
 def bottleneck_of(
     batches: int, stalls: int, seconds: float, stall_seconds: float, stages: Mapping[str, float]
 ) -> str:
-    """What held a loader up, as `LoaderStats` says it; `stages` are the seconds of each of STAGES."""
+    """The bottleneck, as `LoaderStats` names it; `stages` are the seconds of each of STAGES."""
     if not batches and not stalls:
         return "none"
     if stall_seconds < _NO_STALL * seconds:
@@ -371,7 +388,7 @@ class Waiting:
 
 
 class Reading:
-    """What reading rows took one thread: a context manager.
+    """Counts the time that reading rows takes one thread: a context manager.
 
     Args:
         temperature: tells whether any were missed in memory; pages of mapped files the kernel counts.

@@ -1,12 +1,13 @@
-"""Temperature: whether rows are copied from mapped memory, or asked of the disk and read.
+"""Temperature: decides how rows are brought: copied from mapped memory, or asked of the disk and read.
 
-Rows that are in memory are copied faster from their mapping; rows that are not are read faster from their
-files, many at a time. What is in memory the kernel alone knows, so each job tells what it missed, and the
-next ones go by that. It begins cold: asking costs little. Pure.
+Warm is faster for rows that are in memory: they are copied from their mapping. Cold is faster for rows that
+are not: they are read from their files, many at a time. Only the kernel knows what is in memory, so each job
+counts the rows or pages that it missed there, and the next jobs go by that. It begins cold, since asking
+costs little. Pure.
 
-It turns cold when more than one in some hundred rows was missed, and warm once enough rows in a row were
-found. Each time that warmth was of short life, it takes twice as many: where a part of the rows is always
-missing, it does not go back and forth.
+It turns cold when more than one in 256 rows was missed. It turns warm when enough rows in succession were
+found: 256 at first, and twice as many after each warm time that was short. So it does not go back and forth
+where a part of the rows is always missing.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _LONG_LIFE = 16  # times the rows that it took to get warm
 
 
 class Temperature:
-    """Of the rows that one reader asks for.
+    """The temperature of the rows that one reader asks for.
 
-    `is_cold` says how the next ones are best had; `missed` counts what was not in memory.
+    `is_cold`: the next rows are to be asked of the disk. `missed`: rows or pages that were not in memory.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Temperature:
         self._debt = 0.0  # what was missed while it is warm, less what is tolerated
 
     def note(self, rows: int, missed: int) -> None:
-        """Rows were had, in the way of `is_cold`; so many of them, or of their pages, were missed."""
+        """Count rows that came in the way of `is_cold`, and how many rows or pages were missed."""
         self.missed += missed
         if self.is_cold:
             self._rows = 0 if missed else self._rows + rows

@@ -40,7 +40,7 @@ def column_bytes(values: Column) -> int:
 
 
 def to_column(kind: object, values: Values) -> Column:
-    """What a user gets of a column of this type: text as str, binary as bytes, ragged as it is.
+    """A column of this type as users get it: text as str, binary as bytes, ragged as it is.
 
     Raises: CorruptSegmentError: a text is no UTF-8.
     """

@@ -26,12 +26,12 @@ ViewColumn = NDArray[Any] | Values
 
 
 def has_room() -> bool:
-    """Whether one more file may be mapped: the kernel limits how many."""
+    """True if one more file may be mapped: the kernel limits how many."""
     return live_mappings() < _MOST_VIEWS
 
 
 def uncopied(schema: Schema, names: Sequence[str]) -> list[str]:
-    """Which of some columns can be views: text and bytes become Python objects, which are copies."""
+    """Those of some columns that can be views: text and bytes become Python objects, which are copies."""
     return [name for name in names if name in schema.fixed or isinstance(schema[name], Ragged)]
 
 
@@ -65,6 +65,8 @@ class Viewer:
         layout: Sequence[int],
         rows: range,
         end_lease: Callable[[], None],
+        *,
+        sparse: bool = False,
     ) -> dict[str, ViewColumn]:
         """Map a segment's file and make arrays over some of its rows.
 
@@ -73,12 +75,13 @@ class Viewer:
             layout: at which bytes of it its columns lie, as `Layout.buffers` has it.
             rows: contiguous rows of the segment, at least one.
             end_lease: called when the file is unmapped again; if this raises, by the caller.
+            sparse: as of `FileMapping`: for rows that the disk was asked for.
         Returns: name -> (len(rows), *shape), writable; of a ragged column `Values(data, offsets)`,
             whose `data` is a view and whose offsets are made.
         Blocks: while the pages come from the disk.
         Raises: OSError: the file cannot be mapped.
         """
-        file = FileMapping(path, end_lease, nbytes=nbytes, writable=True)
+        file = FileMapping(path, end_lease, nbytes=nbytes, writable=True, sparse=sparse)
         memory = np.asarray(_Memory(file))
         columns: dict[str, ViewColumn] = {}
         for column in self._columns:

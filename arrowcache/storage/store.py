@@ -100,6 +100,25 @@ class _Listing(NamedTuple):
     foreign: list[str]  # names that are no segment's
 
 
+def _in_order(
+    segments: dict[str, SegmentInfo], known: dict[str, SegmentInfo]
+) -> tuple[dict[str, SegmentInfo], list[str]]:
+    """Oldest first, and the names of those whose number another one has.
+
+    Only one is a segment, or their rows would be mixed up: the one that was there before.
+    """
+    by_seq: dict[int, SegmentInfo] = {}
+    doubles = []
+    for name in sorted(segments):
+        info = segments[name]
+        other = by_seq.get(info.seq)
+        if other is None or name in known:
+            by_seq[info.seq] = info
+        if other is not None:
+            doubles.append(other.name if name in known else name)
+    return {info.name: info for info in by_seq.values()}, doubles
+
+
 class Cancelled(Exception):
     """A wait for room was ended by its RoomPolicy; nothing was published."""
 
@@ -215,22 +234,23 @@ class Store:
         names, known = self.folder.names_in_segments(), self._listing
         if names == known.names:
             return known
-        segments: dict[str, SegmentInfo] = {}
-        foreign, passing, last = [], False, None
-        for name in sorted(names):
-            info = known.segments.get(name) or self.folder.segment_info(name)
-            if info is not None and last is not None and info.seq == last.seq:
-                # Only one is a segment, or their rows would be mixed up: the one that was there before.
-                kept, other = (info, last) if name in known.segments else (last, info)
-                del segments[last.name]
-                segments[kept.name] = last = kept
-                foreign.append(other.name)
-            elif info is not None:
+        present, segments = set(names), known.segments.copy()
+        for name in [name for name in known.segments if name not in present]:
+            del segments[name]
+        last = next(reversed(segments.values()), None)
+        foreign, passing, rises = [], False, True
+        for name in sorted(name for name in names if name not in segments):
+            info = self.folder.segment_info(name)
+            if info is not None:
+                rises = rises and (last is None or info.seq > last.seq)
                 segments[name] = last = info
             elif parse_segment_name(name) is None:
                 foreign.append(name)
             else:
                 passing = True  # gone by now, or no file: look again next time
+        if not rises:
+            segments, doubles = _in_order(segments, known.segments)
+            foreign += doubles
         self._listing = _Listing([] if passing else names, segments, foreign)
         return self._listing
 

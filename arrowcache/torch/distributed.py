@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch.distributed
 
-from arrowcache.reading.epoch import Terms
-from arrowcache.reading.loader import require_step
 from arrowcache.reading.membership import Membership, membership
+from arrowcache.reading.options import EpochOptions
 
 
 class Ranks(NamedTuple):
@@ -30,11 +29,11 @@ class Ranks(NamedTuple):
             return self._replace(rank=distributed.get_rank(), world_size=distributed.get_world_size())
         return self
 
-    def membership(self, terms: Terms) -> Membership | None:
-        """What this process is in its job, for epochs of such terms; None: it is alone.
+    def membership(self, options: EpochOptions) -> Membership | None:
+        """What this process is in its job, for epochs of such options; None: it is alone.
 
         Raises: ValueError, TypeError: what does not fit.
         """
         found = membership(*self)
-        require_step(terms, found)
+        options.require_step(found)
         return found

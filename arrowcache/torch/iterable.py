@@ -32,9 +32,9 @@ from torch.utils.data._utils.collate import default_collate, default_collate_fn_
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.pickling import unpickled
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.loader import terms_of
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.order import Share
+from arrowcache.reading.options import EpochOptions
+from arrowcache.reading.order import Shard
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
@@ -176,7 +176,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._names = settings.schema.select(columns, least=1)
         require_function(transform, "transform")
         require_function(where, "where")
-        self._terms = terms_of(
+        self._options = EpochOptions.checked(
             settings,
             self._names,
             batch_size,
@@ -192,7 +192,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._timeout = parse_seconds(timeout, "timeout")
         self._ranks = Ranks(rank, world_size, run_id)
         if self._ranks.are_given:
-            self._ranks.membership(self._terms)
+            self._ranks.membership(self._options)
         path = str(self._store.folder.path)
         self._ordinal = _made[path]  # tells datasets of one job apart, alike on all ranks
         _made[path] += 1
@@ -203,7 +203,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._resumed: _Place | None = None
         self._pass: weakref.ref[_Pass] | None = None  # the last one
         self._epochs: Epochs | None = None  # of this process
-        self._share = Share()  # of each step, as its rank
+        self._shard = Shard()  # of each step, as its rank
         self._epochs_key = (0, 0, 0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -225,7 +225,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
                 f"the state is of one of {resumed.workers} workers, whose steps are not those of one of "
                 f"{turn.workers}: resume with {same}; states of arrowcache.torch.Loader fit any number"
             )
-        size = self._terms.batch_size
+        size = self._options.batch_size
         if resumed is not None and len(resumed.plan.seqs) and (counted := resumed.plan.block_rows) != size:
             raise ValueError(
                 f"the state counts batches of {counted} rows, not of {size}: resume with "
@@ -288,7 +288,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         return _opened, (str(store.folder.path), store.check, packed(attributes), self._numbers.table)
 
     def __repr__(self) -> str:
-        return f"<CacheIterableDataset of {self._store.folder.path}: batch_size={self._terms.batch_size}>"
+        return f"<CacheIterableDataset of {self._store.folder.path}: batch_size={self._options.batch_size}>"
 
     def _turn(self) -> Turn:
         worker = get_worker_info()
@@ -300,11 +300,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         """Epochs of this process, as one worker of several."""
         key = (os.getpid(), turn.worker, turn.workers)
         if self._epochs is None or self._epochs_key != key:
-            ranks = self._ranks.now().membership(self._terms)
-            self._share = Share(ranks.rank, ranks.world_size) if ranks else Share()
+            ranks = self._ranks.now().membership(self._options)
+            self._shard = Shard(ranks.rank, ranks.world_size) if ranks else Shard()
             self._epochs = Epochs(
-                self._store, self._where, self._terms, self._timeout,
-                self._member(ranks, turn), Meter(), self._share,
+                self._store, self._where, self._options, self._timeout,
+                self._member(ranks, turn), Meter(), self._shard,
             )  # fmt: skip
             self._epochs_key = key
         return self._epochs
@@ -333,15 +333,14 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         try:
             self._place = place = place._replace(plan=epoch.plan)
             in_order = epoch.plan.is_in_order
-            size, drop_last = self._terms.batch_size, self._terms.drop_last
-            rest = Remainder(epoch.plan, epoch.snapshot.segments, size, self._share, drop_last)
+            size, drop_last = self._options.batch_size, self._options.drop_last
+            rest = Remainder(epoch.plan, epoch.snapshot.segments, size, self._shard, drop_last)
             steps = range(epoch.order.steps)[mine]
             self._report(rest, steps, epoch.plan, turn)
             yield {}
             for step in steps:
                 if in_order:
-                    epoch.snapshot.release_oldest(rest.first_segment(step))
-                    epochs.settle()
+                    epoch.release_oldest(rest.first_segment(step))
                 rows = rest.rows_of(step)
                 batch = self._make(epoch, rows) if len(rows) else None
                 self._place = place = place._replace(made=place.made + 1)
@@ -349,9 +348,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
                     epoch.delivered += 1
                     yield batch
         finally:
-            epoch.snapshot.close()
-            epochs.ended(epoch)
-            epochs.give_back(epoch)
+            epoch.end()
         self._wait_for_others(epochs, epoch, turn)
 
     def _report(self, rest: Remainder, steps: range, plan: Plan, turn: Turn) -> None:

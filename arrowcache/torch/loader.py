@@ -20,15 +20,15 @@ class Loader(NumpyLoader):
     """Batches as `dict[str, torch.Tensor]`: each `for` is an epoch over a new snapshot.
 
     Arguments, epochs, waiting and errors are those of `arrowcache.Loader`; `transform` is called
-    with NumPy arrays, in the background thread. Where torch.distributed is initialized when an epoch
-    begins, rank and world_size are its, unless given. Tensors are (batch_size, *shape).
+    with NumPy arrays, ahead, in a thread or process of a worker. Where torch.distributed is initialized
+    when an epoch begins, rank and world_size are its, unless given. Tensors are (batch_size, *shape).
 
     Args:
         device: None: tensors are on the CPU and share memory with the loader's slots. Else such as "cuda":
             a thread copies the next two batches there while this one trains, as `DevicePrefetcher` does;
             a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it. Rows are
-            gathered into pinned memory, from which the device copies them itself; what is made
-            elsewhere (views, by transforms, in worker processes) is copied into such first.
+            gathered into pinned memory, from which the device copies them itself. Batches that lie elsewhere
+            (views, results of transforms, batches of worker processes) are copied into such first.
 
     Keeping a tensor is safe: nothing overwrites it while it or a view of it lives.
     Raises: as `arrowcache.Loader`; ValueError: a device that does not exist here.
@@ -96,7 +96,10 @@ class Loader(NumpyLoader):
         return None if self._prefetcher is None else self._prefetcher.stats()
 
     def close(self) -> None:
-        """End the epoch and the background threads; leases nothing afterwards. Idempotent."""
+        """End the epoch, the threads and processes of workers, and the device's thread. Idempotent.
+
+        Blocks: at most some seconds, for a transform that runs.
+        """
         super().close()
         if self._prefetcher is not None:
             self._prefetcher.close()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.reading.order import Share
+from arrowcache.reading.order import EpochOrder, Present, Shard
 from arrowcache.reading.plan import Plan
 from arrowcache.storage.layout import SegmentInfo
 
@@ -26,44 +26,33 @@ class Remainder:
     Args:
         plan: of the epoch, from its beginning.
         present: its segments that are there, oldest first.
-        batch_size, share, drop_last: of its order.
+        batch_size, shard, drop_last: of its order.
     """
 
     def __init__(
-        self, plan: Plan, present: Sequence[SegmentInfo], batch_size: int, share: Share, drop_last: bool
+        self, plan: Plan, present: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
     ) -> None:
-        self._order = plan.order(batch_size, share, drop_last)
-        self._of_all_ranks = plan.order(batch_size * share.world_size, Share(), drop_last)
-        self._batch_size, self._share = batch_size, share
-        self._starts = np.concatenate(([0], np.cumsum(plan.rows)))
-        self._kept = np.isin(plan.seqs, [segment.seq for segment in present])
-        self._kept_before = np.concatenate(([0], np.cumsum(self._kept)))  # segments, of each planned one
-        kept_rows = plan.rows * self._kept
-        self._shift = np.cumsum(kept_rows) - kept_rows - self._starts[:-1]  # of row ids, to present ones
-
-    @property
-    def gone(self) -> int:
-        """Planned segments that are not there."""
-        return len(self._kept) - int(self._kept_before[-1])
+        self._order = EpochOrder(plan, batch_size, shard, drop_last)
+        self._of_all_ranks = EpochOrder(plan, batch_size * shard.world_size, Shard(), drop_last)
+        self._batch_size, self._shard = batch_size, shard
+        self._present = Present(plan, present)
+        self.gone = len(plan.seqs) - len(present)  # planned segments that are not there
 
     def rows_of(self, step: int) -> NDArray[np.int64]:
         """This rank's row ids of a step; none: it is left out."""
         if not self.gone:
             return self._order.batches(step, step + 1)
-        size, world = self._batch_size, self._share.world_size
-        ids = self._of_all_ranks.batches(step, step + 1)
-        segments = self._segments_of(ids)
-        kept = self._kept[segments]
-        ids = (ids + self._shift[segments])[kept]
+        size, world = self._batch_size, self._shard.world_size
+        ids, _ = self._present.renumber(self._of_all_ranks.batches(step, step + 1))
         if len(ids) < world:
             return ids[:0]
         if len(ids) == size * world:
-            return ids[self._share.rank * size : (self._share.rank + 1) * size]
-        return np.array_split(ids, world)[self._share.rank]
+            return ids[self._shard.rank * size : (self._shard.rank + 1) * size]
+        return np.array_split(ids, world)[self._shard.rank]
 
     def first_segment(self, step: int) -> int:
         """No segment before this one of the snapshot is read by this step or a later one."""
-        return int(self._kept_before[self._order.segments_span(step).start])
+        return int(self._present.segments_before[self._order.segments_span(step).start])
 
     def lost_rows(self, steps: range) -> int:
         """Rows of this rank's part of these steps whose segments are gone. Walks the order, if any are."""
@@ -75,8 +64,5 @@ class Remainder:
             ids = self._order.batches(first, min(first + at_once, steps.stop))
             step = first + np.arange(len(ids)) // size
             mine = (step - steps.start) % steps.step == 0
-            lost += int((mine & ~self._kept[self._segments_of(ids)]).sum())
+            lost += int((mine & ~self._present.renumber(ids)[1]).sum())
         return lost
-
-    def _segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._starts.searchsorted(ids, side="right") - 1

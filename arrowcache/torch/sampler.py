@@ -12,14 +12,13 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FrameType
 from typing import Any
 
 from torch.utils.data import Sampler
 
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.loader import terms_of
+from arrowcache.reading.options import EpochOptions
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
@@ -75,7 +74,7 @@ class EpochBatchSampler(Sampler[list[int]]):
             )
         self._store = store_of(cache)
         settings = self._store.settings
-        self._terms = terms_of(
+        self._options = EpochOptions.checked(
             settings,
             settings.schema.select(None),
             batch_size,
@@ -92,7 +91,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self._timeout = parse_seconds(timeout, "timeout")
         self._ranks = Ranks(rank, world_size, run_id)
         if self._ranks.are_given:
-            self._ranks.membership(self._terms)
+            self._ranks.membership(self._options)
         self._made: tuple[Ranks, Epochs] | None = None
         self._slots: dict[tuple[str, ...], Slots] = {}
         self._iterators = 0
@@ -100,11 +99,11 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int:
-        return self._terms.batch_size
+        return self._options.batch_size
 
     @property
     def drop_last(self) -> bool:
-        return self._terms.drop_last
+        return self._options.drop_last
 
     @property
     def epoch(self) -> int:
@@ -151,10 +150,10 @@ class EpochBatchSampler(Sampler[list[int]]):
             current.close()
 
     def __repr__(self) -> str:
-        terms = self._terms
+        options = self._options
         return (
-            f"<EpochBatchSampler of {self._store.folder.path}: batch_size={terms.batch_size}, "
-            f"shuffle={terms.shuffle!r}>"
+            f"<EpochBatchSampler of {self._store.folder.path}: batch_size={options.batch_size}, "
+            f"shuffle={options.shuffle!r}>"
         )
 
     @property
@@ -162,8 +161,8 @@ class EpochBatchSampler(Sampler[list[int]]):
         """Those of this process' rank: torch.distributed may be initialized after the sampler."""
         found = self._ranks.now()
         if self._made is None or self._made[0] != found:
-            ranks = found.membership(self._terms)
-            epochs = Epochs(self._store, self._where, self._terms, self._timeout, ranks, Meter())
+            ranks = found.membership(self._options)
+            epochs = Epochs(self._store, self._where, self._options, self._timeout, ranks, Meter())
             epochs.next = 0 if self._made is None else self._made[1].next
             self._made = found, epochs
         return self._made[1]
@@ -247,34 +246,17 @@ class EpochRows(Iterator[list[int]]):
         self.close()
 
     def _begin(self) -> None:
-        sampler = self._sampler
-        epochs, store = sampler._epochs, sampler._store
-        epoch = epochs.begin()
+        sampler, store = self._sampler, self._sampler._store
+        epoch = sampler._epochs.begin()
         assert epoch is not None  # nobody cancels it
         try:
-            self._sending = Sending(
-                store,
-                epoch.snapshot,
-                sampler.batch_size,
-                sampler._slots,
-                epochs.settle,
-                partial(_end, epochs, epoch),
-            )
+            self._sending = Sending(store, epoch, sampler.batch_size, sampler._slots)
         except BaseException:
-            epoch.snapshot.close()
-            epochs.ended(epoch)
-            epochs.give_back(epoch)
+            epoch.end()
             raise
         self._epoch, self._rows = epoch, _rows_of(self._sending, epoch)
         self._told_before.update(epoch.plan.to_state())
         sampler._current = weakref.ref(self)
-
-
-def _end(epochs: Epochs, epoch: Epoch, arrived: int) -> None:
-    """An epoch of which so many batches arrived was let go."""
-    epoch.delivered = arrived
-    epochs.ended(epoch)
-    epochs.give_back(epoch)
 
 
 def _refuse_shard(caller: FrameType) -> None:

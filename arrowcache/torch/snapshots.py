@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,8 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
+from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.plan import runs_of, segments_of
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import start
@@ -50,7 +52,7 @@ Columns = dict[str, Any]
 class SnapshotName:
     """What identifies a snapshot in any process of this machine.
 
-    `runs` is (n, 3) int64: segments as runs of (first seq, how many, rows of each), oldest first.
+    `runs` are its segments, as of `runs_of`.
     """
 
     key: str
@@ -62,50 +64,32 @@ class SnapshotName:
         """A new name, for one epoch."""
         seqs = np.array([segment.seq for segment in segments], np.int64)
         rows = np.array([segment.rows for segment in segments], np.int64)
-        starts = (np.diff(seqs, prepend=-2) != 1) | (np.diff(rows, prepend=-1) != 0)
-        firsts = np.flatnonzero(starts)
-        counts = np.diff(np.append(firsts, len(seqs)))
-        return cls(uuid.uuid4().hex, path, np.stack([seqs[firsts], counts, rows[firsts]], axis=1))
-
-    def seqs(self) -> NDArray[np.int64]:
-        """Of each segment, oldest first."""
-        firsts, counts = self.runs[:, 0], self.runs[:, 1]
-        before = np.cumsum(counts) - counts
-        return np.repeat(firsts - before, counts) + np.arange(counts.sum())
-
-    def rows(self) -> NDArray[np.int64]:
-        """Of each segment."""
-        return np.repeat(self.runs[:, 2], self.runs[:, 1])
+        return cls(uuid.uuid4().hex, path, runs_of(seqs, rows))
 
 
 class Sending:
-    """An epoch whose batches are on their way: it owns the snapshot until the last has arrived.
+    """Batches of an epoch, which it owns until the last has arrived.
 
     `sent` and `complete` are called by whoever draws the batches, `read` and `delivered` by any
     thread that receives them, `close` by any.
 
     Args:
-        store, snapshot: what is read; the snapshot is closed by this.
+        store, epoch: what is read; the epoch is ended by this.
         batch_size: rows of a batch, at most.
         slots: memory for batches, by columns: kept by the caller for the epochs after this one.
-        on_release: called when the oldest segments were given up.
-        on_close: called once, after the snapshot was closed, with how many batches had arrived.
     """
 
     def __init__(
         self,
         store: Store,
-        snapshot: Snapshot,
+        epoch: Epoch,
         batch_size: int,
         slots: dict[tuple[str, ...], Slots],
-        on_release: Callable[[], object],
-        on_close: Callable[[int], object],
     ) -> None:
-        self.name = SnapshotName.of(str(store.folder.path), snapshot.segments)
+        self.name = SnapshotName.of(str(store.folder.path), epoch.snapshot.segments)
         self.pid = os.getpid()
-        self.store, self._snapshot = store, snapshot
+        self.store, self._epoch = store, epoch
         self._batch_size, self._slots = batch_size, slots
-        self._on_release, self._on_close = on_release, on_close
         self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
         self._sent = 0
         self._complete = False
@@ -131,7 +115,7 @@ class Sending:
         if slots is None:
             columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
             slots = self._slots.setdefault(names, Slots(columns, self._batch_size))
-        return dict(self._snapshot.gather(ids, names, out=slots.lend(len(ids)).arrays()))
+        return dict(self._epoch.snapshot.gather(ids, names, out=slots.lend(len(ids)).arrays()))
 
     def delivered(self, step: int) -> None:
         """A batch has arrived, whatever came of it: let go of what no other one needs."""
@@ -142,8 +126,7 @@ class Sending:
         oldest = min(list(self._pending.values()), default=oldest)
         if oldest > self._oldest:
             self._oldest = oldest
-            self._snapshot.release_oldest(oldest)
-            self._on_release()
+            self._epoch.release_oldest(oldest)
 
     def close(self, *, is_stale: bool = False) -> None:
         """Unlease. A batch that arrives later is read anew, or refused if `is_stale`. Idempotent."""
@@ -154,8 +137,8 @@ class Sending:
         if _sending.pop(self.name.key, None) is None:
             return
         self.is_closed = True
-        self._snapshot.close()
-        self._on_close(self._sent - len(self._pending))
+        self._epoch.delivered = self._sent - len(self._pending)
+        self._epoch.end()
 
 
 # Single operations, without a lock that a fork could find held.
@@ -219,7 +202,7 @@ class _Retaken:
     """A snapshot leased by its name: from segment `oldest` on."""
 
     def __init__(self, name: SnapshotName, store: Store, oldest: int) -> None:
-        seqs, rows = name.seqs(), name.rows()
+        seqs, rows = segments_of(name.runs)
         wanted = set(seqs[oldest:].tolist())
         self._rows_before, self._oldest = int(rows[:oldest].sum()), oldest
         self._snapshot = Snapshot.take(store, lambda s: s.seq in wanted)

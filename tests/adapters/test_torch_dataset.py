@@ -26,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import arrowcache as ac
 import arrowcache.torch.dataset
+from arrowcache.reading.plan import segments_of
 from arrowcache.storage import recovery
 from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
 from arrowcache.torch.descriptor import Descriptor
@@ -658,8 +659,8 @@ def test_a_batch_travels_as_row_ids(cache, in_a_worker):
     assert len(ForkingPickler.dumps(answer)) < 1500  # a row alone has 1032 bytes
     again = through_a_queue(rows)
     assert again == rows
-    assert again.snapshot.seqs().tolist() == list(range(10))
-    assert again.snapshot.rows().tolist() == [16] * 10
+    seqs, rows = segments_of(again.snapshot.runs)
+    assert (seqs.tolist(), rows.tolist()) == (list(range(10)), [16] * 10)
 
 
 def test_a_dataset_pickles_as_its_settings(cache):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from arrowcache.reading.order import SHUFFLES, Share
-from arrowcache.reading.plan import Plan
+from arrowcache.reading.order import EpochOrder, Shard
+from arrowcache.reading.plan import SHUFFLES, Plan
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.torch.remainder import Remainder
 
@@ -35,8 +35,8 @@ def test_every_row_that_is_there_comes_once_and_ranks_have_equally_many_steps(
     planned = [number for index in kept for number in range(starts[index], starts[index + 1])]
     first_of = np.cumsum([0, *(rows[index] for index in kept)])  # in the numbering of what is there
 
-    ranks = [Remainder(plan, present, batch_size, Share(rank, world), drop_last) for rank in range(world)]
-    whole = plan.order(batch_size * world, Share(), drop_last)
+    ranks = [Remainder(plan, present, batch_size, Shard(rank, world), drop_last) for rank in range(world)]
+    whole = EpochOrder(plan, batch_size * world, Shard(), drop_last)
     padded = world > 1 and not drop_last and len(kept) == len(rows)
     for step in range(whole.steps):
         there = set(whole.batches(step, step + 1).tolist()) & set(planned)

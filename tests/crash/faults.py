@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from arrowcache import linux
+from arrowcache.native import maps
 from arrowcache.storage import folder, mapping
 
 CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES)
@@ -115,6 +116,9 @@ class Faults:
             for name in ("_open", "_mmap"):
                 wrapped = self._wrapped(name, getattr(mapping, name))
                 stack.enter_context(mock.patch.object(mapping, name, wrapped))
+            for name in ("open", "map"):  # of C, which maps segments for gathers
+                wrapped = self._wrapped(f"maps.{name}", getattr(maps.File, name))
+                stack.enter_context(mock.patch.object(maps.File, name, wrapped))
             lseek = self._wrapped("lseek", linux.file_bytes)
             stack.enter_context(mock.patch.object(linux, "file_bytes", lseek))
             stack.enter_context(mock.patch.object(os, "open", self._os_open(os.open)))

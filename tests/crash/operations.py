@@ -252,7 +252,7 @@ OPERATIONS = {
         do_open, begin=Path, also=died, publishes=True, expected=frozenset({"unlink", "pwrite", "read_text"})
     ),
     "open after a restart": Operation(
-        do_open_and_read, begin=Path, also=restarted, expected=frozenset({"pwrite", "_mmap", "rename"})
+        do_open_and_read, begin=Path, also=restarted, expected=frozenset({"pwrite", "maps.map", "rename"})
     ),
     "open a copy": Operation(
         do_open,
@@ -262,8 +262,10 @@ OPERATIONS = {
         expected=frozenset({"mkdir", "chmod", "create", "lstat"}),
     ),
     "create": Operation(do_create, 0, begin=Path, expected=frozenset({"mkdir", "chmod", "rename"})),
-    "read": Operation(do_read, expected=frozenset({"_open", "lseek", "_mmap", "pread", "flock"})),
-    "read checked": Operation(do_read, begin=checked, expected=frozenset({"_open", "_mmap"})),
+    "read": Operation(
+        do_read, expected=frozenset({"_open", "lseek", "_mmap", "maps.open", "maps.map", "pread", "flock"})
+    ),
+    "read checked": Operation(do_read, begin=checked, expected=frozenset({"_open", "_mmap", "maps.open"})),
     "stats": Operation(do_stats, expected=frozenset({"scandir", "entry.stat", "listdir", "stat"})),
 }
 

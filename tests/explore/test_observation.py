@@ -196,7 +196,7 @@ def test_a_page_shared_with_a_forked_process_is_one_loader_of_its_owner(cache, m
         list(loader)
         files = list(processes.open_files())
         inherited = [
-            file for file in files if file.link == observation.PANEL.link and file.pid == os.getpid()
+            file for file in files if file.link == observation.COUNTERS.link and file.pid == os.getpid()
         ]
         monkeypatch.setattr(observation, "open_files", lambda: [*inherited, *files, *inherited, *inherited])
         assert [seen.pid for seen in observe(cache).loaders] == [os.getpid()]

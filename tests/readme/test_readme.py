@@ -151,6 +151,24 @@ def test_the_recipe_of_finite_data_has_each_row_once(tmp_path, torch):
 
 
 @pytest.mark.slow
+def test_the_recipe_of_a_cache_larger_than_memory_has_each_row_once(tmp_path, torch):
+    begin = """
+    cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=64)
+    with cache.writer() as writer:
+        for number in range(640):
+            writer.append(image=np.zeros((64, 64), np.float32), label=number)
+    """
+    out = run(
+        tmp_path, textwrap.dedent(begin), *BLOCKS["A cache larger than memory"],
+        then="""
+        print(sorted(int(label) for batch in loader for label in batch["label"]) == list(range(640)))
+        loader.close()
+        """,
+    )  # fmt: skip
+    assert out.split() == ["True"]
+
+
+@pytest.mark.slow
 def test_the_recipe_of_resuming_loses_and_repeats_nothing(tmp_path, torch):
     save, resume = BLOCKS["Resume"]
     begin = """

@@ -1,8 +1,8 @@
 """Batch maker: makes batches in a worker process: gathers, transforms, and has the result lie in slots.
 
 It owns the worker's own lease and mappings of the snapshot that the main process made, and the
-unpickled transform. Rows are gathered straight into slots, and a transform that returns a column, changed in
-place or not, copies nothing of it.
+unpickled transform. Rows are gathered straight into slots. A column that a transform returns, changed in
+place or not, is not copied.
 
 Guarantees: it leases before it reads, and lets go of an epoch that ended before it leased; a process that its
 transform forks answers nothing. It never imports a framework by itself.
@@ -39,7 +39,7 @@ Batch = dict[str, Any]
 
 
 class _CheckedStore(Store):
-    """Segments whose bytes the main process has verified, where that is due, before it sent them."""
+    """A store whose segments' bytes the main process has checked, where that is due, before it named them."""
 
     def suspect_below(self) -> int:
         return 0
@@ -49,8 +49,8 @@ class BatchMaker:
     """Makes batches.
 
     Args:
-        slots: what it works on.
-        settings: what the main process' RemoteAssembly wrote.
+        slots: memory for batches.
+        settings: as the main process' RemoteAssembly wrote them.
         transform: packed; empty: none.
     """
 
@@ -77,9 +77,9 @@ class BatchMaker:
         self._is_mapped = True
 
     def begin(self, epoch: int, segments: bytes) -> None:
-        """There is an epoch: lease its segments, unless it has ended meanwhile.
+        """Begin an epoch: lease its segments, unless it has ended meanwhile.
 
-        What fails is raised by the first `make`.
+        An error is raised by the first `make`.
         """
         self._failure = None
         before = self._snapshot
@@ -91,7 +91,7 @@ class BatchMaker:
                 before.close()
 
     def map_ahead(self) -> None:
-        """Map all of the epoch, unless that was done: whatever becomes of the folder, it goes on."""
+        """Map all of the epoch, unless that was done: it then goes on without the folder."""
         if not self._is_mapped and self._snapshot is not None:
             self._is_mapped = True
             with suppress(MemoryError):  # each batch says so
@@ -109,7 +109,7 @@ class BatchMaker:
             self._snapshot.close()
 
     def make(self, request: Message) -> Message:
-        """Make what a request asks for. Returns: the answer."""
+        """Make the batches of a request. Returns: the answer."""
         number, ids = request["id"], np.frombuffer(request["data"], np.int64)
         self._slots.begin(request["returned"])
         snapshot = None if self._slots.is_over(request["epoch"]) else self._snapshot
@@ -197,7 +197,7 @@ class BatchMaker:
 
 
 def _unpacked(transform: bytes) -> Callable[[Batch], object]:
-    """Raises: WorkerError: what it needs cannot be imported here."""
+    """Unpickle a transform. Raises: WorkerError: a module that it needs cannot be imported here."""
     try:
         function: Callable[[Batch], object] = unpickled(transform)
     except Exception as error:

@@ -1,8 +1,8 @@
 """Worker handle: one worker process as the main process deals with it.
 
-It owns the process and the memory that both have, and knows what it is to answer, in which order, and which
-of its slots are in use here: the next request tells it what has come back. Whatever cannot be said to it or
-understood of it ends it here, with a reason; how it ended is told once it has.
+It owns the process and the memory that both have. It knows which requests the worker is to answer, in which
+order, and which of its slots are in use here: the next request names those that have come back. A message
+that cannot be sent or understood ends the process, with a reason; `how_it_ended` tells it then.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _MEDDLING = "a transform must leave alone descriptors that are not its own"
 
 
 class Finished:
-    """What came of a request: its batches lie in slots, which return with the last array over them.
+    """The answer to a request: its batches lie in slots, which return with the last array over them.
 
-    `seconds` are those of each stage in the worker; `nbytes` what it gathered.
+    `seconds` are those of each stage in the worker; `nbytes` are the bytes that it gathered.
     """
 
     def __init__(self, answer: Message, columns: Sequence[tuple[str, str, list[NDArray[Any]]]]) -> None:
@@ -55,7 +55,7 @@ class Finished:
 class Request:
     """Rows to be made into batches. It ends once: delivered, failed or skipped.
 
-    `serial` is its place in the order of all; `oldest`: segments of the epoch before that may be let go.
+    `serial` is its place in the order of all requests. Segments of the epoch before `oldest` may be let go.
     """
 
     epoch: int
@@ -67,12 +67,12 @@ class Request:
     future: Future[Finished] = field(default_factory=Future)
 
     def deliver(self, finished: Finished) -> None:
-        """It was made."""
+        """End it with its batches."""
         if self.future.begin():
             self.future.set_result(finished)
 
     def fail(self, error: BaseException) -> None:
-        """It is not made, though a worker may be at it still."""
+        """End it with an error, though a worker may be at it still."""
         if self.future.begin():
             self.future.set_exception(error)
 
@@ -98,7 +98,7 @@ class WorkerHandle:
         self._trouble = ""  # why it was ended here
 
     def ask(self, request: Request) -> None:
-        """Have it make what a request asks for."""
+        """Have it make the batches of a request."""
         returned = []
         with suppress(IndexError):
             while True:
@@ -116,7 +116,7 @@ class WorkerHandle:
         self.tell(message, request.ids.tobytes())
 
     def finished(self, answer: Message) -> Finished:
-        """What it has made, which it does not touch until it is told that all arrays over it are gone."""
+        """The batches that it has made. It leaves them alone until it is told that all arrays are gone."""
         self.allocated_bytes, self.growths = answer["memory"]
         return Finished(
             answer,
@@ -127,7 +127,7 @@ class WorkerHandle:
         )
 
     def tell(self, message: Message, data: bytes = b"") -> bool:
-        """Whether it was sent; if not, the process has ended, or is ended here."""
+        """Send a message. Returns: False: it was not sent: the process has ended, or is ended here."""
         try:
             self.process.channel.send(message, data)
         except (BrokenPipeError, ConnectionResetError):  # it has died: its watch tells
@@ -141,7 +141,7 @@ class WorkerHandle:
         return True
 
     def hear(self) -> Message | None:
-        """What it says next; None: nothing.
+        """The next message of it; None: there is none.
 
         Raises: EOFError: it has ended, or is ended here.
         """
@@ -164,22 +164,22 @@ class WorkerHandle:
         return received
 
     def end_epoch(self, epoch: int) -> None:
-        """Nothing is to be made any more for an epoch, or for one before it; it sees that at once."""
+        """Have it make nothing more for an epoch, or for one before it; it sees that at once."""
         self._words[ENDED] = epoch
 
     @property
     def stage(self) -> tuple[str, float] | None:
-        """What it is at, and since when, by `time.perf_counter`; None: nothing."""
+        """The stage that it is at, and since when, by `time.perf_counter`; None: none."""
         word = int(self._words[PROGRESS])
         return (STAGES_OF_WORKERS[word % 4], word // 4 / 1e9) if word else None
 
     @property
     def arrays_in_use(self) -> int:
-        """How many arrays of its slots somebody has here."""
+        """The number of arrays over its slots that are alive here."""
         return len(self._lent) - len(self._returned)
 
     def how_it_ended(self) -> str:
-        """For messages."""
+        """Its end in words, for messages."""
         return self._trouble or self.process.how_it_ended()
 
     def _array(self, dtype: str, shape: list[int], offset: int) -> NDArray[Any]:

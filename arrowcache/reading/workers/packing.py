@@ -1,11 +1,11 @@
-"""Packing: what of a batch can lie in a slot, and how a slot becomes a batch again.
+"""Packing: columns of a batch as arrays that lie in slots, and back.
 
     ndarray                 one array; no objects, no fields
     a number                one array of no dimension; also NumPy's scalars
     Values(data, offsets)   two
     list of str, of bytes   two: all their bytes side by side, and where each ends
 
-Everything else is refused: it would have to be pickled.
+Everything else is refused, since it would have to be pickled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Packed(NamedTuple):
 def pack(batch: object) -> list[Packed]:
     """A batch's columns as arrays; those of ndarrays are the arrays themselves.
 
-    Raises: TypeError: what cannot travel, and what to do.
+    Raises: TypeError: a column cannot travel; the message says what to do.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(
@@ -94,7 +94,7 @@ def _name(value: object) -> str:
 
 
 def unpack(kind: str, arrays: Sequence[NDArray[Any]]) -> Any:
-    """What a batch has of a column, from its arrays."""
+    """A column of a batch, from its arrays."""
     if kind == ARRAY:
         return arrays[0]
     if kind == SCALAR:

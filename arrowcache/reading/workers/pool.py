@@ -1,16 +1,19 @@
-"""Worker pool: which worker process makes which step, and what replaces those that die.
+"""Worker pool: shares requests out among worker processes, and replaces processes that die.
 
-It owns the processes and one thread, which sends requests, takes in answers, and starts processes: at once,
-and again when one has died. They live as long as the loader, over all epochs. What a process was asked, and
-the memory that it has made batches in, is in handle.py.
+It owns the processes and one thread. The thread sends requests, takes in answers, and starts processes: at
+once, and again when one has died. They live as long as the loader, over all epochs. handle.py has the
+requests and the memory of each process.
 
-Guarantees: requests are begun in the order they were made, and one that must be made again before all later
-ones; one that nobody wants any more is not begun. A request whose worker died is made again, by another one,
-unless three workers died of it in a row: then it fails, and says how they died; what a transform raises is
-raised in its place, with the worker's traceback as its cause. Three processes in a row that cannot even start
-fail every request, unless another one works. Workers end when the pool is closed (killed, where one does not
-end within a second), and when the main process dies, in whatever way; Ctrl-C is not for them. Nothing of them
-has a name: neither memory nor sockets nor locks.
+Guarantees
+- Order: requests are begun in the order in which they were made. One that is made again comes before all
+  later ones. One that nobody wants any more is not begun.
+- Death: a request whose worker died is made again, by another worker. If three workers in a row died of it,
+  it fails, and says how they died. If three processes in a row cannot even start, every request fails, unless
+  another process works.
+- Errors: an exception of a transform is raised in place of its batch, with the worker's traceback as its
+  cause.
+- End: workers end when the pool is closed (killed, where one does not end within a second), and when the main
+  process dies, in whatever way. They ignore Ctrl-C. Neither their memory nor their sockets have a name.
 """
 
 from __future__ import annotations
@@ -50,10 +53,9 @@ _JOIN_SECONDS = 5.0
 
 
 class Restarts:
-    """When a process that was lost may be replaced, and when that is in vain. Pure: time is passed in.
+    """Decides when a process that was lost is replaced, and when to give up. Pure: time is passed in.
 
-    The first loss is made good at once; with each further one in a row, while nothing was made, the pause
-    doubles.
+    The first process is replaced at once. With each further loss, while no batch was made, the pause doubles.
     """
 
     def __init__(self, not_before: float = 0.0) -> None:
@@ -81,14 +83,14 @@ class Restarts:
 
 
 class Pool:
-    """Worker processes. Thread-safe. `close` it also if it was never started.
+    """Worker processes. Thread-safe.
 
-    Who makes requests holds the pool meanwhile, so that they go to a worker without waking its thread. `end`
-    and `close` may be called by finalizers, at any point of any thread: they wait for no lock.
+    The thread that makes a request holds the pool, and sends it to a worker without waking the pool's thread.
+    `end` and `close` may be called by finalizers, at any point of any thread: they wait for no lock.
 
     Args:
-        size: how many processes.
-        settings, transform: what they are to do; see batch_maker.py.
+        size: the number of processes.
+        settings, transform: for the processes; see batch_maker.py.
     Raises: OSError: no descriptor can be had.
     """
 
@@ -130,7 +132,7 @@ class Pool:
             raise
 
     def begin(self, segments: bytes) -> int:
-        """There is an epoch over these segments, packed, which the caller leases until `end`: its number."""
+        """Begin an epoch over packed segments, which the caller leases until `end`. Returns: its number."""
         with self._held():
             self._epochs += 1
             self._segments = segments
@@ -143,7 +145,8 @@ class Pool:
 
         Args:
             oldest: segments of the epoch before this one may be let go.
-        Returns: a future, which may be cancelled at any time: the request is then not begun, or in vain.
+        Returns: a future, which may be cancelled at any time: the request is then not begun, or its answer
+            is dropped.
         """
         request = Request(epoch, step, ids, oldest)
         with self._held():
@@ -170,26 +173,29 @@ class Pool:
     def drop(self) -> None:
         """Have workers let go of what they lease of epochs that have ended.
 
-        Blocks: until they have, at most a second: one may be in a transform.
+        Blocks: until those that are ready have, at most a second: one may be in a transform.
         """
         if self._is_stopping or self._is_here:
             return
         done, deadline = threading.Semaphore(0), time.monotonic() + _DROP_SECONDS
         with self._held():
             asked = [worker for worker in self._workers if worker.tell({"do": "drop"})]
+            awaited = [
+                worker for worker in asked if worker.is_ready
+            ]  # others have leased nothing, or just now
             for worker in asked:
-                worker.drops.append(done)
-        for _ in asked:
+                worker.drops.append(done if worker in awaited else threading.Semaphore(0))
+        for _ in awaited:
             if not done.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 return
 
     def is_hoarded(self, usual_batches: int) -> bool:
-        """Whether the consumer keeps many more batches than it usually has."""
+        """True if the consumer keeps many more batches than this."""
         return sum(worker.arrays_in_use for worker in list(self._workers)) > usual_batches * self._arrays
 
     @property
     def is_starting(self) -> bool:
-        """Whether no process is ready yet, and none has proved to fail."""
+        """True while no process is ready, and none has proved to fail."""
         return self._is_wanted and not any(worker.is_ready for worker in list(self._workers))
 
     @property
@@ -200,7 +206,7 @@ class Pool:
         return sum(worker.allocated_bytes for worker in workers), growths
 
     def in_progress(self) -> list[tuple[str, float]]:
-        """What workers are at: the stage, and since when, by `time.perf_counter`."""
+        """The stages that workers are at, and since when, by `time.perf_counter`."""
         stages = [stage for worker in list(self._workers) if (stage := worker.stage) is not None]
         since = self._starting_since
         return stages if since is None else [*stages, ("start", since)]
@@ -237,7 +243,7 @@ class Pool:
 
     @property
     def _is_here(self) -> bool:
-        """Whether this thread has it, so that waiting for it would be for ever: a finalizer asks."""
+        """True if this thread holds the pool, or is its own: a finalizer must not wait for it then."""
         return threading.get_ident() in (self._thread.ident, self._holder)
 
     def _wake(self) -> None:
@@ -276,7 +282,7 @@ class Pool:
 
     @property
     def _is_short(self) -> bool:
-        """Whether processes are missing that somebody waits for, or that others work without."""
+        """True if there are too few processes, and requests are waited for or others work."""
         return len(self._workers) < self._size and (
             self._is_wanted or bool(self._waiting) or any(worker.is_ready for worker in self._workers)
         )
@@ -306,7 +312,7 @@ class Pool:
             self._tell_of_epoch(worker)
 
     def _bury(self, worker: WorkerHandle) -> None:
-        """A worker has ended, or is ended here: what it was asked is asked again."""
+        """A worker has ended, or is ended here: its requests are made again."""
         if worker not in self._workers:
             return
         self._workers = [other for other in self._workers if other is not worker]
@@ -349,7 +355,7 @@ class Pool:
         _log.debug("a worker process was lost: %s", how)
 
     def _give_up(self, error: BaseException) -> None:
-        """Fail what was asked by now; the next request tries anew."""
+        """Fail all requests that were made by now; the next one tries anew."""
         self._fail_all(error)
         self._is_wanted = False
         self._restarts = Restarts(time.monotonic() + _PAUSE_SECONDS)

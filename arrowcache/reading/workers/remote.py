@@ -1,12 +1,12 @@
-"""Remote assembly: how the batches of an epoch are made by worker processes.
+"""Remote assembly: has worker processes make the batches of an epoch.
 
-The counterpart of assembly.py: it cuts an epoch into jobs, in step order, each of them one request
-to the pool, which starts as soon as an epoch is wanted, and ends when this is closed or dropped, or the
-interpreter ends. With a transform a job is one batch, so that transforms run side by side; without one,
-and if all columns have a fixed width, a job gathers a group of batches in one call a column.
+It is the counterpart of assembly.py. It cuts an epoch into jobs, in step order; each is one request to the
+pool. The pool starts as soon as an epoch is wanted, and ends when this is closed or dropped, or when the
+interpreter ends. With a transform a job is one batch, so that transforms run side by side. Without one, if
+all columns have a fixed width, a job is a group of batches, which a worker gathers at once.
 
-A process takes longer to import NumPy and Arrow than many an epoch has: what needs no transform is made here
-until the first one is ready.
+A process takes longer to import NumPy and Arrow than many an epoch takes. So batches without a transform are
+made in this process until the first worker is ready.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RemoteAssembly:
         self._started()
 
     def wanted(self) -> int:
-        """How many batches are to be under way or ready."""
+        """The number of batches that are to be under way or ready."""
         return self._wanted if self._here is None else self._here.wanted()
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
@@ -139,7 +139,7 @@ class RemoteAssembly:
         self._lock, self._pool, self._end_pool, self._epoch = threading.Lock(), None, _nothing, None
 
     def require_views(self) -> None:
-        """Refuse: it is what workers cannot do."""
+        """Raises: ValueError: workers copy every batch."""
         raise ValueError(
             "worker processes copy every batch into shared memory: pass worker_type='thread' or workers=0"
         )
@@ -151,7 +151,7 @@ class RemoteAssembly:
         return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
 
     def in_progress(self) -> list[tuple[str, float]]:
-        """What workers are at: the stage, and since when."""
+        """The stages that workers are at, and since when."""
         return [] if self._pool is None else self._pool.in_progress()
 
     def _jobs_here(self, pool: Pool, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:

@@ -27,7 +27,7 @@ def pack_segments(segments: Sequence[SegmentInfo]) -> bytes:
 
 
 def unpack_segments(data: bytes, known: Mapping[int, SegmentInfo]) -> list[SegmentInfo]:
-    """The inverse; of segments that are `known`, by seq, no second object is made."""
+    """Segments from such bytes. Those that are `known`, by seq, are not made anew."""
     count = int(np.frombuffer(data, np.int64, 1)[0])
     columns = np.frombuffer(data, np.int64, 4 * count, 8).reshape(4, count).tolist()
     published = np.frombuffer(data, np.float64, count, 8 + 32 * count).tolist()

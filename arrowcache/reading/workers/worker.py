@@ -1,16 +1,16 @@
-"""Worker: what runs in a worker process: one message after another, until its main process ends.
+"""Worker: the main loop of a worker process: one message after another, until its main process ends.
 
-    work     what to do; before all else
+    work     settings and transform; the first message
     begin    there is an epoch: lease the segments of its list
-    make     rows of that epoch, into slots of its own; answered by made, failed or skipped
+    make     make batches of rows of that epoch, in slots of its own; answered by made, failed or skipped
     drop     let go of an epoch that has ended; answered by dropped
 
-It says `ready` once it has begun, and `lost` where it cannot begin or go on. How batches are made is in
-batch_maker.py. Guarantees: it ignores Ctrl-C, which is for the main process; it dies when that dies, in
+It says `ready` once it has begun, and `lost` where it cannot begin or go on. batch_maker.py makes the
+batches. Guarantees: it ignores Ctrl-C, which is for the main process; it dies when the main process dies, in
 whatever way. It never answers with sample bytes.
 
-Numeric libraries get one thread each, unless the environment says otherwise, and the engine none beside it:
-workers run side by side. What it imports, the first batch of a loader waits for.
+Numeric libraries get one thread each, unless the environment says otherwise, and the engine has no thread
+beside this one: workers run side by side. Keep imports few: the first batch of a worker waits for them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Worker slots: the shared memory of one worker: its slots, and which of them the main process has.
 
-Batches are gathered into slots, and what lies in one is handed over as it is: the main process is told where,
-and says when it needs it no more. Everything else is copied into other slots.
+Batches are gathered into slots. An array that lies in a slot is handed over as it is: the main process is
+told where it lies, and says when it needs it no more. Every other array is copied into another slot.
 
-Guarantee: what a transform keeps of a batch is never overwritten, nor seen by the consumer: its arrays have
-owners of their own, whose death tells; where one lives on, the consumer gets a copy, and the memory comes
-back once the transform has let go.
+Guarantee: an array of a batch that a transform keeps is never overwritten, nor seen by the consumer. The
+transform's arrays have owners of their own, whose death tells. Where one lives on, the consumer gets a copy,
+and the memory comes back when the transform has let go.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Lent(NamedTuple):
 
 
 class WorkerSlots:
-    """What one worker works on.
+    """The slots of one worker.
 
     Args:
         in_flight: batches that the main process usually has of this worker.
@@ -55,11 +55,11 @@ class WorkerSlots:
         self._handed_over: dict[int, Any] = {}  # owners, by offset
 
     def is_over(self, epoch: int) -> bool:
-        """Whether nothing is wanted of an epoch any more."""
+        """True if no batch of an epoch is wanted any more."""
         return epoch <= int(self._words[ENDED])
 
     def tell(self, stage: str) -> None:
-        """What this worker is at from now on: one of STAGES_OF_WORKERS."""
+        """Show that this worker is at a stage from now on: one of STAGES_OF_WORKERS."""
         self._words[PROGRESS] = time.perf_counter_ns() * 4 + STAGES_OF_WORKERS.index(stage) if stage else 0
 
     def begin(self, returned: Iterable[int]) -> None:
@@ -89,7 +89,7 @@ class WorkerSlots:
         ]
 
     def hand_over(self, placed: Sequence[Placed]) -> list[Placed]:
-        """Give the main process what `place` told of; tells the offsets.
+        """Give the main process the arrays that `place` told of; tells their offsets.
 
         By then nobody but the transform may have arrays over it.
         """

@@ -24,7 +24,7 @@ def path(tmp_path):
 
 
 def opened(path: Path, most: int = ANY_NUMBER) -> maps.File:
-    file = maps.file(os.fsencode(path))
+    (file,) = maps.files(os.fspath(path.parent), [path.name])
     file.open(LIMIT, most)
     return file
 
@@ -60,9 +60,9 @@ def test_a_file_is_mapped_without_a_descriptor_until_it_is_unmapped(path):
     assert (file.fd, descriptors()) == (-1, descriptors_before)
     assert ctypes.string_at(file.address, file.nbytes) == path.read_bytes()
     assert maps.count() == before + 1
-    name, address, *rest = file.words()
+    ((name, fd, address, *rest),) = maps.words_of(file).tolist()
     assert ctypes.string_at(name) == os.fsencode(path)
-    assert address == file.address
+    assert (fd, address) == (-1, file.address)
     assert rest == [9000, path.stat().st_dev, path.stat().st_ino]
     maps.unmap([file])
     assert (file.address, maps.count()) == (0, before)
@@ -178,3 +178,66 @@ def test_unmapping_much_lets_go_of_the_gil(tmp_path, monkeypatch):
     maps.unmap(files[1:])
     assert Counted.calls == 1
     assert not any(file.address for file in files)
+
+
+KIND_BYTES = bytes(range(256)) * 400  # more than are read at once
+PARTS = ((0, 1), (1, 7), (9, 40_000), (60_000, 0), (70_000, 5), (80_000, 22_400))
+
+
+def kind_of(data: bytes) -> maps.Kind:
+    return maps.Kind(len(data), [(start, data[start : start + length]) for start, length in PARTS])
+
+
+def test_files_that_are_alike_are_mapped_and_no_others(tmp_path):
+    places = [0, 1, 7, 8, 9, 32_767, 32_768, 40_008, 40_009, 60_000, 70_000, 70_004, 70_005, 80_000, 102_399]
+    names = [str(place) for place in places]
+    tmp_path = tmp_path / "ä"
+    tmp_path.mkdir()
+    for place, name in zip(places, names, strict=True):
+        data = bytearray(KIND_BYTES)
+        data[place] ^= 1
+        (tmp_path / name).write_bytes(data)
+    for name, data in (
+        ("same", KIND_BYTES),
+        ("short", KIND_BYTES[:-1]),
+        ("long", KIND_BYTES + b"x"),
+        ("no", b""),
+    ):
+        (tmp_path / name).write_bytes(data)
+        names.append(name)
+    (tmp_path / "link").symlink_to(tmp_path / "same")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    names += ["link", "folder", "pipe", "missing", "same"]
+    before, count = descriptors(), maps.count()
+    files = maps.files(os.fspath(tmp_path), names)
+    alike = maps.open_alike(files, kind_of(KIND_BYTES), ANY_NUMBER)
+    free = {place for place in places if not any(a <= place < a + n for a, n in PARTS)}
+    expected = [place in free for place in places] + [True, False, False, False] + [False] * 4 + [True]
+    assert [bool(each) for each in alike] == expected == [bool(file.address) for file in files]
+    assert (descriptors(), maps.count() - count) == (before, sum(expected))
+    assert {file.fd for file in files} == {-1}
+    assert ctypes.string_at(files[-1].address, files[-1].nbytes) == KIND_BYTES
+    maps.unmap(list(files))
+    assert maps.count() == count
+
+
+def test_files_that_are_alike_are_told_where_no_mapping_is_left(tmp_path):
+    (tmp_path / "file").write_bytes(KIND_BYTES)
+    before, files = maps.count(), maps.files(os.fspath(tmp_path), ["file"] * 3)
+    assert maps.open_alike(files, kind_of(KIND_BYTES), before + 2) == bytes([1, 1, 1])
+    assert [bool(file.address) for file in files] == [True, True, False]
+    maps.unmap(list(files))
+    assert maps.count() == before
+
+
+def test_one_that_is_open_is_compared_as_well(tmp_path):
+    (tmp_path / "file").write_bytes(KIND_BYTES)
+    file = opened(tmp_path / "file")
+    assert kind_of(KIND_BYTES).has(file)
+    assert not kind_of(KIND_BYTES[::-1]).has(file)
+    os.truncate(tmp_path / "file", 90_000)
+    assert not kind_of(KIND_BYTES).has(file), "it became shorter meanwhile"
+    file.close()
+    assert not kind_of(KIND_BYTES).has(file), "it cannot be read"
+    maps.unmap([file])

@@ -28,7 +28,7 @@ from processes import Child
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading.order import SHUFFLES
+from arrowcache.reading.plan import SHUFFLES
 
 EVERY_ROW = list(range(5000))
 _OLDEST_TWO = 2656  # rows of two of the four segments of `nearly_full`

@@ -893,7 +893,7 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
     ("owner", "name"),
     [
         (MappedSegments, "_let_go"),
-        (MappedSegments, "_without"),
+        (MappedSegments, "_unused"),
         (MappedSegments, "_unmap"),
         (Lease, "_settle"),
         (Lease, "_unlock_oldest"),

@@ -14,11 +14,11 @@ from helpers import in_child, make_cache, publish, wait_until
 from processes import Child
 
 from arrowcache import Loader
-from arrowcache.reading import panel as panel_module
 from arrowcache.reading import stats as stats_module
-from arrowcache.reading.panel import PANEL_LINK, TIMED, Panel, parse_panel, read_panel
 from arrowcache.reading.pipeline import Made
 from arrowcache.reading.stats import STAGES, Meter
+from arrowcache.storage import counters as counters_module
+from arrowcache.storage.counters import COUNTERS_LINK, TIMED, CounterPage, parse_counters, read_counters
 from arrowcache.torch import Loader as TorchLoader
 
 NO_TIME = dict.fromkeys(TIMED, (0.0, ()))
@@ -38,7 +38,7 @@ def panels(pid: int | str = "self") -> list[str]:
     for fd in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{fd}"
         try:
-            if os.readlink(path) == PANEL_LINK:
+            if os.readlink(path) == COUNTERS_LINK:
                 found.append(path)
         except FileNotFoundError:  # the one that listed them
             pass
@@ -48,7 +48,7 @@ def panels(pid: int | str = "self") -> list[str]:
 def readouts(cache, pid: int | str = "self"):
     """What panels of this cache's loaders in a process show."""
     status = os.stat(cache.path)
-    found = [read_panel(path) for path in panels(pid)]
+    found = [read_counters(path) for path in panels(pid)]
     return [shown for shown in found if shown and shown.cache == (status.st_dev, status.st_ino)]
 
 
@@ -131,28 +131,28 @@ def test_what_a_worker_process_hangs_in_is_seen_while_it_does(cache):
         consumer.join()
 
 
-def shown_by(panel: Panel, after_seconds: float = 0.0):
-    return parse_panel(panel._page[:], time.perf_counter() + after_seconds)
+def shown_by(panel: CounterPage, after_seconds: float = 0.0):
+    return parse_counters(panel._page[:], time.perf_counter() + after_seconds)
 
 
 def test_a_wait_that_began_right_after_a_show_is_seen_with_what_it_is_for(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(stats_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    panel, meter = Panel.open(tmp_path, 0, None), Meter()
+    panel, meter = CounterPage.open(tmp_path, 0, None), Meter()
     meter.show_on(panel)
     meter.begin_run("an epoch")
     with meter.waiting():
         clock.now += 0.001
         with meter.stage("store"):
-            shown = parse_panel(panel._page[:], clock.now + 9.0)
+            shown = parse_counters(panel._page[:], clock.now + 9.0)
     assert (shown.waits, shown.took["stall"], shown.took["store"]) == (1, pytest.approx(9.001), 9.0)
     meter.end_run("an epoch")
-    assert parse_panel(panel._page[:], clock.now).took["seconds"] == pytest.approx(0.001)
+    assert parse_counters(panel._page[:], clock.now).took["seconds"] == pytest.approx(0.001)
     meter.show_on(None)
 
 
 def test_what_others_do_for_it_is_shown_as_its_own(tmp_path):
-    panel, meter = Panel.open(tmp_path, 0, None), Meter()
+    panel, meter = CounterPage.open(tmp_path, 0, None), Meter()
     since = time.perf_counter() - 7
     meter.show_on(panel, lambda: [("transform", since)])
     assert shown_by(panel).took["transform"] >= 7
@@ -163,7 +163,7 @@ def test_each_batch_is_shown_at_once_and_times_some_times_a_second_or_after_long
     clock = SimpleNamespace(now=1000.0)
     times = SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now)
     monkeypatch.setattr(stats_module, "time", times)
-    panel, meter = Panel.open(tmp_path, 0, None), Meter()
+    panel, meter = CounterPage.open(tmp_path, 0, None), Meter()
     meter.show_on(panel)
 
     meter.begin_run("an epoch")
@@ -193,7 +193,7 @@ def test_what_was_counted_before_is_shown_at_once(tmp_path):
     meter = Meter()
     meter.begin_epoch()
     with meter.stage("samplers"), meter.waiting():
-        panel = Panel.open(tmp_path, 0, "rows")
+        panel = CounterPage.open(tmp_path, 0, "rows")
         meter.show_on(panel)
         shown = shown_by(panel, after_seconds=10)
     assert (shown.epochs, shown.waits) == (1, 1)
@@ -226,7 +226,7 @@ def test_a_forked_child_closes_its_parents_panel_and_shows_its_own(cache):
 
         def child() -> None:
             assert panels() == []
-            assert PANEL_LINK not in Path("/proc/self/maps").read_text()
+            assert COUNTERS_LINK not in Path("/proc/self/maps").read_text()
             assert len(list(loader)) == 10
             assert (readout(cache).pid, readout(cache).batches) == (os.getpid(), 20)
             loader.close()
@@ -260,28 +260,28 @@ def test_a_loader_that_is_nearly_out_of_descriptors_keeps_them_for_itself(cache)
 
 
 def test_a_page_that_is_no_panel_is_passed_over(tmp_path):
-    panel = Panel.open(tmp_path, 3, None)
+    panel = CounterPage.open(tmp_path, 3, None)
     page = bytearray(panel._page[:])
-    assert parse_panel(bytes(page), 0.0).workers == 3
-    assert parse_panel(bytes(page[:-1]), 0.0) is None
+    assert parse_counters(bytes(page), 0.0).workers == 3
+    assert parse_counters(bytes(page[:-1]), 0.0) is None
     for position in (0, 16):  # magic, version
         other = page.copy()
         other[position] ^= 1
-        assert parse_panel(bytes(other), 0.0) is None
+        assert parse_counters(bytes(other), 0.0) is None
     panel.show((1, 2, 3, 4, 5), dict.fromkeys(TIMED, (float("nan"), [])))
-    assert parse_panel(panel._page[:], 0.0) is None
+    assert parse_counters(panel._page[:], 0.0) is None
     panel.close()
     panel.show((1, 2, 3, 4, 5), NO_TIME)
-    assert read_panel(tmp_path) is None, "a folder"
-    assert read_panel(tmp_path / "missing") is None
+    assert read_counters(tmp_path) is None, "a folder"
+    assert read_counters(tmp_path / "missing") is None
 
 
 def test_a_page_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch):
-    panel = Panel.open(tmp_path, 0, None)
+    panel = CounterPage.open(tmp_path, 0, None)
     pages = []
     for count in (1, 2, 2):
         panel.show((count,) * 5, NO_TIME)
         pages.append(panel._page[:])
-    monkeypatch.setattr(panel_module.os, "pread", lambda *_: pages.pop(0))
-    assert read_panel("/dev/null").batches == 2
+    monkeypatch.setattr(counters_module.os, "pread", lambda *_: pages.pop(0))
+    assert read_counters("/dev/null").batches == 2
     assert pages == []

@@ -162,13 +162,18 @@ def test_when_the_interpreter_ends_nobody_waits_for_a_thread(cache, place, for_e
 
 def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, for_ever, monkeypatch):
     mappings: list[int] = []
-    opening = MappedSegments._open
+    opening, several = MappedSegments._open, MappedSegments._map_alike
 
     def counted(self, found, segment, *arguments):
         mappings.append(segment.seq)
         opening(self, found, segment, *arguments)
 
+    def counted_all(self, segments, *arguments):
+        mappings.extend(segment.seq for segment in segments)
+        several(self, segments, *arguments)
+
     monkeypatch.setattr(MappedSegments, "_open", counted)
+    monkeypatch.setattr(MappedSegments, "_map_alike", counted_all)
     with Loader(cache, 16) as loader:
         for _ in range(4):
             assert len(ids_of(loader)) == 160

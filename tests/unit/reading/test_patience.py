@@ -251,16 +251,18 @@ def test_a_loader_whose_where_refuses_the_newest_segments_takes_no_lock_again_an
         asked.append(segment.seq)
         return segment.seq < 4
 
-    with Loader(cache, 16, where=where, timeout=None) as loader:
-        epoch = iter(loader)
-        next(epoch)
-        wait_until(lambda: asked.count(7) >= 3, "the read-ahead to look for new segments")
-        opened, before = Opened(monkeypatch), len(asked)
-        started = time.monotonic()
-        wait_until(lambda: time.monotonic() - started > 1.5, "several more looks")
-        assert (opened.count, len(asked)) == (0, before)
+    failed: list[BaseException] = []
+    with Loader(cache, 16, where=where, wait_rows=1000, timeout=None) as loader:
+        opened = Opened(monkeypatch)
+        waits = threading.Thread(target=lambda: _attempt(lambda: iter(loader), failed))
+        waits.start()
+        wait_until(lambda: asked.count(7) >= 3, "it to look several times")
+        assert opened.count == 0
         publish(cache, 1)
         wait_until(lambda: 8 in asked, "it to look at what is new")
+        loader.close()
+        waits.join(DEADLINE_SECONDS)
+    assert [type(error) for error in failed] == [ValueError], "it was closed while it waited"
 
 
 @pytest.mark.slow

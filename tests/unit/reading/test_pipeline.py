@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.future import Future
-from arrowcache.reading.pipeline import BARRIER, LATER, Done, Elsewhere, Job, Made, Pipeline, Stream
+from arrowcache.reading.pipeline import DRAIN, Done, Elsewhere, Job, Made, Pipeline, Stream
 
 
 class Batch(dict):
@@ -119,24 +119,22 @@ def test_batches_arrive_in_step_order_then_none(pipeline, group):
 
 @given(
     st.lists(
-        st.one_of(
-            st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2, 5])), st.sampled_from([BARRIER, LATER])
-        ),
+        st.one_of(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2, 5])), st.just(DRAIN)),
         max_size=20,
     ),
     st.integers(1, 9),
     st.booleans(),
 )
 def test_any_jobs_give_all_their_batches_in_order(plan, wanted, is_begun):
-    """A job is done at once, or at some look; one that asks for a later step comes with a batch to take."""
+    """A job is done at once, or at some look."""
     count = 0
 
     def jobs() -> Iterator[Job]:
         nonlocal count
         for each in plan:
-            if each is BARRIER or (each is LATER and stream.ready):
+            if each is DRAIN:
                 yield each
-            elif each is not LATER:
+            else:
                 batches, looks = each
                 count += batches
                 begin = Done if looks is None else lambda looks=looks: Manual(looks=looks)
@@ -282,16 +280,17 @@ def test_what_is_under_way_goes_on_at_each_step(three):
     three.end(stream)
 
 
-# barriers
+# draining
 
 
-def test_past_a_barrier_nothing_is_asked_for_before_all_before_it_have_ended():
+def test_what_comes_after_a_drain_is_asked_for_once_all_before_it_is_delivered():
     pending, asked = [Manual(is_done=False) for _ in range(2)], []
 
     def jobs() -> Iterator[Job]:
         yield job(0, 1, lambda: pending[0])
         yield job(1, 2, lambda: pending[1])
-        yield BARRIER
+        yield DRAIN
+        yield DRAIN
         asked.append(len(stream.ready))
         yield job(3)
 
@@ -301,66 +300,12 @@ def test_past_a_barrier_nothing_is_asked_for_before_all_before_it_have_ended():
         with pytest.raises(LoaderTimeoutError):
             pipeline.next(stream, 0)
         each.is_done.set()
-        assert asked == []
         assert taken(pipeline, stream) == number
-    assert asked == [2], "its batches may be undelivered"
-    assert numbers(pipeline, stream) == [2, 3]
-
-
-def test_at_a_barrier_all_before_it_is_finished_in_step_order(pipeline):
-    finished, seen = [], []
-
-    def jobs() -> Iterator[Job]:
-        for step in range(5):
-
-            def finish(_: Any, step: int = step) -> Iterator[Made]:
-                finished.append(step)
-                yield made(step)
-
-            yield Job(step, 1, Done, finish)
-        yield BARRIER
-        yield BARRIER
-        seen.extend(finished)
-
-    stream = Stream(jobs)
-    pipeline.begin(stream)
-    assert numbers(pipeline, stream) == list(range(5))
-    assert seen == list(range(5))
-
-
-def test_at_a_barrier_the_batches_ahead_stay_as_many_as_are_wanted():
-    asked = []
-
-    def jobs() -> Iterator[Job]:
-        yield job(0)
-        yield job(1)
-        yield BARRIER
-        for step in range(2, 6):
-            asked.append(step)
-            yield job(step)
-
-    pipeline, stream = Pipeline(lambda: 2), Stream(jobs)
-    pipeline.begin(stream)
-    assert asked == []
-    assert numbers(pipeline, stream) == list(range(6))
-
-
-def test_what_comes_later_is_asked_for_in_a_later_step(three):
-    asked = []
-
-    def jobs() -> Iterator[Job]:
-        yield job(0, 3)
-        yield BARRIER
-        while stream.ready:
-            asked.append(len(stream.ready))
-            yield LATER
-        asked.append(0)
-        yield job(3)
-
-    stream = Stream(jobs)
-    three.begin(stream)
-    assert numbers(three, stream) == [0, 1, 2, 3]
-    assert asked == [2, 1, 0]
+        assert asked == []
+    assert taken(pipeline, stream) == 2
+    assert asked == [], "it is asked for by who needs it"
+    assert numbers(pipeline, stream) == [3]
+    assert asked == [0]
 
 
 # errors
@@ -422,12 +367,12 @@ PLACES = pytest.mark.parametrize("where", ["jobs", "begin", "take", "finish", "f
 
 
 @PLACES
-@pytest.mark.parametrize("is_at_barrier", [False, True], ids=["", "before a barrier"])
+@pytest.mark.parametrize("is_draining", [False, True], ids=["", "before a drain"])
 @pytest.mark.parametrize("wanted", [1, 3, 9])
-def test_an_error_arrives_after_the_batches_before_it(where, is_at_barrier, wanted):
+def test_an_error_arrives_after_the_batches_before_it(where, is_draining, wanted):
     begun, last = [], job(9, 1, lambda: begun.append(9) or Manual())
     pipeline = Pipeline(lambda: wanted)
-    stream = failing(FailingError, where, *([BARRIER] if is_at_barrier else []), last)
+    stream = failing(FailingError, where, *([DRAIN] if is_draining else []), last)
     pipeline.begin(stream)
     assert [taken(pipeline, stream) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(FailingError, match="nothing there") as caught:
@@ -435,7 +380,7 @@ def test_an_error_arrives_after_the_batches_before_it(where, is_at_barrier, want
     if where != "future":
         assert "fail" in [entry.name for entry in caught.traceback], "with its own traceback"
     pipeline.end(stream)
-    assert begun == [] or not is_at_barrier
+    assert begun == [] or not is_draining
     after = counting(3)
     pipeline.begin(after)
     assert numbers(pipeline, after) == [0, 1, 2]

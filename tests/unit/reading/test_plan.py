@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrowcache.reading.order import Share
-from arrowcache.reading.plan import Plan, Survivors
+from arrowcache.reading.order import EpochOrder, Shard, Survivors, order_of
+from arrowcache.reading.plan import Plan
 from arrowcache.storage.layout import SegmentInfo
 
 SHUFFLES = ["rows", "window", "blocks", None]
@@ -175,14 +175,14 @@ def test_delivered_and_remaining_rows_are_the_epoch_whatever_batches_and_ranks(m
     draw = data.draw
     everyone = range(len(made.seqs))
     size, world = draw(st.integers(1, 9), "batch"), draw(st.integers(1, 3), "world")
-    order = made.order_of(segments(made), size, Share(0, world), True)
+    order = order_of(made, segments(made), size, Shard(0, world), True)
     steps = draw(st.integers(0, order.steps), "steps")
-    orders = [made.order_of(segments(made), size, Share(rank, world), True) for rank in range(world)]
+    orders = [order_of(made, segments(made), size, Shard(rank, world), True) for rank in range(world)]
     delivered = np.concatenate([np.empty(0, np.int64), *(o.batches(0, steps) for o in orders)])
     rest = made.at(order.position_after(steps))
     other_size, other_world = draw(st.integers(1, 9), "other batch"), draw(st.integers(1, 3), "other world")
     others = [
-        rest.order_of(segments(made), other_size, Share(rank, other_world), other_world > 1)
+        order_of(rest, segments(made), other_size, Shard(rank, other_world), other_world > 1)
         for rank in range(other_world)
     ]
     assert len({o.steps for o in others}) == 1
@@ -202,7 +202,7 @@ def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once
     draw = data.draw
     present = draw(st.lists(st.sampled_from(range(len(made.seqs))), unique=True).map(sorted), "present")
     size, world = draw(st.integers(1, 9), "batch"), draw(st.integers(1, 3), "world")
-    planned = made.order(1, Share(), False)
+    planned = EpochOrder(made, 1, Shard(), False)
     position = draw(st.integers(0, planned.steps), "position")
     rest = made.at(position)
     expected = [
@@ -210,7 +210,7 @@ def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once
         for pair in named(made, list(range(len(made.seqs))), planned.batches(position, planned.steps))
         if pair[0] in {int(made.seqs[i]) for i in present}
     ]
-    orders = [rest.order_of(segments(made, present), size, Share(r, world), False) for r in range(world)]
+    orders = [order_of(rest, segments(made, present), size, Shard(r, world), False) for r in range(world)]
     assert len({order.steps for order in orders}) == 1
     found, starts = [], []
     for step in range(orders[0].steps):
@@ -240,9 +240,9 @@ def test_a_resumed_epoch_can_be_resumed_again_at_any_step(made, data):
     draw = data.draw
     present = draw(st.lists(st.sampled_from(range(len(made.seqs))), unique=True, min_size=1).map(sorted))
     size = draw(st.integers(1, 7), "batch")
-    whole = made.order_of(segments(made, present), size, Share(), False)
+    whole = order_of(made, segments(made, present), size, Shard(), False)
     expected = named(made, present, whole.batches(0, whole.steps))
-    first = made.order_of(segments(made, present), size, Share(), False)
+    first = order_of(made, segments(made, present), size, Shard(), False)
     steps = draw(st.integers(0, first.steps), "steps")
     group = draw(st.integers(1, 5), "group")
     done = 0
@@ -251,20 +251,20 @@ def test_a_resumed_epoch_can_be_resumed_again_at_any_step(made, data):
         last = min(done + group, steps)
         delivered += named(made, present, first.batches(done, last))
         done = last
-    again = made.at(first.position_after(steps)).order_of(segments(made, present), size, Share(), False)
+    again = order_of(made.at(first.position_after(steps)), segments(made, present), size, Shard(), False)
     assert delivered + named(made, present, again.batches(0, again.steps)) == expected
 
 
 def test_survivors_tell_the_position_after_any_step_that_was_made_in_any_order():
     made = plan([10, 10, 10], shuffle=None)
-    order = made.order_of(segments(made, [0, 2]), 8, Share(), False)
+    order = order_of(made, segments(made, [0, 2]), 8, Shard(), False)
     order.batches(0, order.steps)
     assert [order.position_after(step) for step in (3, 1, 0, 2, 1, 3)] == [30, 8, 0, 26, 8, 30]
 
 
 def test_survivors_drop_an_incomplete_last_step_if_told():
     made = plan([10, 10, 10], shuffle=None)
-    order = made.order_of(segments(made, [0, 2]), 8, Share(), True)
+    order = order_of(made, segments(made, [0, 2]), 8, Shard(), True)
     assert order.steps == 2
     assert order.batches(0, 2).tolist() == list(range(16))
     assert order.batches(2, 3).tolist() == []
@@ -273,7 +273,7 @@ def test_survivors_drop_an_incomplete_last_step_if_told():
 def test_nothing_is_left_of_an_epoch_whose_segments_are_all_gone():
     made = plan([10, 10])
     for world in (1, 2):
-        order = made.order_of([], 4, Share(0, world), False)
+        order = order_of(made, [], 4, Shard(0, world), False)
         assert order.steps == 0
         assert order.batches(0, 5).tolist() == []
         assert order.position_after(0) == 0
@@ -283,14 +283,14 @@ def test_nothing_is_left_of_an_epoch_whose_segments_are_all_gone():
 def test_what_is_left_of_an_epoch_of_very_many_passes_is_counted_without_walking_them(shuffle):
     made = plan([10, 10, 10], shuffle=shuffle, position=12)
     order, short = (
-        replace(made, epoch_rows=rows).order_of(segments(made, [0, 2]), 8, Share(), True)
+        order_of(replace(made, epoch_rows=rows), segments(made, [0, 2]), 8, Shard(), True)
         for rows in (30 * 2**50, 30 * 20)
     )
     assert isinstance(order, Survivors)
     assert isinstance(short, Survivors)
     assert order.rows - short.rows == 20 * (2**50 - 20)
     assert order.batches(0, 20).tolist() == short.batches(0, 20).tolist()
-    gone = replace(made, epoch_rows=2**60).order_of([], 8, Share(), True)
+    gone = order_of(replace(made, epoch_rows=2**60), [], 8, Shard(), True)
     assert (gone.steps, gone.batches(0, 1).tolist()) == (0, [])
 
 
@@ -298,7 +298,7 @@ def test_a_window_over_what_is_left_gives_up_segments_as_it_goes():
     """A resumed epoch leased and read ahead all of its segments, to its end."""
     made = plan([16] * 40, shuffle="window", position=16 * 6)
     present = list(range(2, 40))
-    order = made.order_of(segments(made, present), 8, Share(), True)
+    order = order_of(made, segments(made, present), 8, Shard(), True)
     assert isinstance(order, Survivors)
     spans = []
     while len(spans) < order.steps:
@@ -310,7 +310,7 @@ def test_a_window_over_what_is_left_gives_up_segments_as_it_goes():
 
 def test_a_step_of_two_passes_needs_the_segments_of_both():
     made, present = plan([2, 15, 1, 1], shuffle="window", epoch_rows=20), [0, 1]
-    orders = [made.order_of(segments(made, present), 1, Share(rank, 2), False) for rank in range(2)]
+    orders = [order_of(made, segments(made, present), 1, Shard(rank, 2), False) for rank in range(2)]
     for step in range(orders[0].steps):
         ids = np.concatenate([order.batches(step, step + 1) for order in orders])
         span = orders[0].segments_span(step)

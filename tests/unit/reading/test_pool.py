@@ -1,10 +1,15 @@
-"""When a lost worker process is replaced."""
+"""When a lost worker process is replaced, and what does not wait for one that starts."""
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 
-from arrowcache.reading.workers.pool import MOST_LOSSES, Restarts
+from helpers import DEADLINE_SECONDS, make_cache, publish
+
+from arrowcache import Loader
+from arrowcache.reading.workers import pool as pool_module
+from arrowcache.reading.workers.pool import MOST_LOSSES, Pool, Restarts
 
 
 def lose(restarts, now, was_ready=True, others_are_ready=False):
@@ -37,3 +42,21 @@ def test_a_loss_after_it_gave_up_does_not_end_the_pause():
     restarts = Restarts(7.1)
     assert not lose(restarts, 7.0, was_ready=False)
     assert restarts.not_before == 7.1
+
+
+def test_an_epoch_that_begins_does_not_wait_for_processes_that_start(tmp_path, monkeypatch):
+    """They have leased nothing yet that they could let go."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    monkeypatch.setattr(Pool, "_answered", lambda self, worker, message: None)  # none gets ready
+    monkeypatch.setattr(pool_module, "_DROP_SECONDS", 100 * DEADLINE_SECONDS)
+    epochs: list[int] = []
+
+    def read(loader):
+        epochs.extend(sum(len(batch["id"]) for batch in loader) for _ in range(2))
+
+    with Loader(cache, 16, workers=2) as loader:
+        reader = threading.Thread(target=read, args=(loader,), daemon=True)
+        reader.start()
+        reader.join(DEADLINE_SECONDS)
+        assert epochs == [160, 160]

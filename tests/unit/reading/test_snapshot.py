@@ -793,7 +793,7 @@ def test_one_that_a_writer_closes_while_it_meets_a_damaged_segment_maps_and_leas
     with pytest.warns(RuntimeWarning, match="quarantined"):
         snapshot.map_all()
     mapped = MappedSegments.of(cache.store)
-    assert (mapped_seqs(cache), mapped._users, cache.stats().leased_bytes) == ([], {}, 0)
+    assert (mapped_seqs(cache), mapped._claims, cache.stats().leased_bytes) == ([], [], 0)
 
 
 @pytest.mark.parametrize("part", ["header", "offsets", "footer"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from arrowcache.reading.temperature import Temperature
 from arrowcache.torch import Loader as TorchLoader
 
 ROW_BYTES = 8 + 1024
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.fixture
@@ -286,7 +287,28 @@ def test_nobody_is_advised_to_do_what_was_done():
     assert "more than 3 workers" in LoaderStats(**numbers | {"workers": 3}).advice
     disk = numbers | {"bottleneck": "store"}
     assert "shuffle='window'" in LoaderStats(**disk | {"shuffle": "rows"}).advice
-    assert "shuffle" not in LoaderStats(**disk | {"shuffle": "window"}).advice
+    for shuffle in ("window", None):
+        assert "shuffle" not in LoaderStats(**disk | {"shuffle": shuffle}).advice
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "row_bytes", "words"),
+    [
+        ("rows", 64 * KIB, "shuffle='window' reads it in order, shuffle='rows' at random"),
+        ("rows", 100, "each row of 100 B costs a page of"),
+        ("blocks", 64 * KIB, "shuffle='window' reads it in order, shuffle='blocks' in short runs"),
+        ("window", 100, "it is read in order already"),
+        (None, 100, "it is read in order already"),
+    ],
+)
+def test_where_the_disk_is_the_limit_the_advice_says_what_another_shuffle_gives(shuffle, row_bytes, words):
+    numbers = {field.name: 0 for field in dataclasses.fields(LoaderStats)} | {"bottleneck": "store"}
+    stats = LoaderStats(**numbers | {"shuffle": shuffle, "rows": 10, "bytes": 10 * row_bytes})
+    assert stats.advice.startswith("the disk is the limit: ")
+    assert words in stats.advice
+    assert "or more memory" in stats.advice
+    costs_a_page = shuffle == "rows" and row_bytes < mmap.PAGESIZE
+    assert ("costs a page" in stats.advice) == costs_a_page
 
 
 def test_a_loaders_stats_say_how_it_was_made(tmp_path):

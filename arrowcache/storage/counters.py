@@ -1,4 +1,4 @@
-"""Panel: a loader's counters where other processes of the same user see them, on a page (storage/page.py).
+"""Counters: those of a loader, where other processes of the same user see them, on a page (page.py).
 
     head        workers, shuffle
     record      epochs, batches, rows, bytes, stalls; then three numbers for each of TIMED: seconds that it
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from arrowcache.storage.page import HEAD, PAGE_BYTES, RECORD_AT, Kind, Page, path_of, read_page
 
-PANEL = Kind("arrowcache-loader", b"arrowcache panel", 1)
-PANEL_LINK = PANEL.link
+COUNTERS = Kind("arrowcache-loader", b"arrowcache panel", 1)
+COUNTERS_LINK = COUNTERS.link
 TIMED = ("seconds", "stall", "samplers", "pace", "store", "gather", "transform", "start")
 _IDENTITY = struct.Struct("<Q16s")
 _COUNTS = struct.Struct("<5q")
@@ -32,13 +32,13 @@ Counts = tuple[int, int, int, int, int]
 """Epochs, batches, rows, bytes, stalls."""
 
 
-class Panel(Page):
+class CounterPage(Page):
     """What one loader shows. Made by `open`; writing never fails, and does nothing once it is closed."""
 
     @classmethod
-    def open(cls, folder: Path, workers: int, shuffle: str | None) -> Panel | None:
-        """A panel of a loader of the cache in a folder; None: there is no memory or descriptor for one."""
-        return cls.made(PANEL, folder, _IDENTITY.pack(workers, (shuffle or "").encode()))
+    def open(cls, folder: Path, workers: int, shuffle: str | None) -> CounterPage | None:
+        """The page of a loader of the cache in a folder; None: there is no memory or descriptor for one."""
+        return cls.made(COUNTERS, folder, _IDENTITY.pack(workers, (shuffle or "").encode()))
 
     def count(self, counts: Counts) -> None:
         """Show the counts, and leave the times as they were: for each batch, in a microsecond."""
@@ -61,7 +61,7 @@ class Panel(Page):
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """What a panel showed at one moment: of which cache, whose, and the counters up to that moment.
+    """What a page showed at one moment: of which cache, whose, and the counters up to that moment.
 
     `cache` is (device, inode) of its folder; `waits` is how many threads of the consumer wait now; `took`
     are the seconds of each of TIMED.
@@ -81,21 +81,21 @@ class Readout:
     took: Mapping[str, float]
 
 
-def read_panel(path: str | os.PathLike[str]) -> Readout | None:
-    """Read a panel by its file, such as /proc/<pid>/fd/<n>; None: it is gone, or is none of ours.
+def read_counters(path: str | os.PathLike[str]) -> Readout | None:
+    """Read a page by its file, such as /proc/<pid>/fd/<n>; None: it is gone, or is none of ours.
 
     Blocks: never; whatever is there is read, but not waited for.
     """
     page = read_page(path)
-    return None if page is None else parse_panel(page, time.perf_counter())
+    return None if page is None else parse_counters(page, time.perf_counter())
 
 
-def parse_panel(page: bytes, now: float) -> Readout | None:
+def parse_counters(page: bytes, now: float) -> Readout | None:
     """What a page says at a moment of the monotonic clock; None: it is none of ours."""
     if len(page) != PAGE_BYTES:
         return None
     magic, version, pid, device, inode = HEAD.unpack_from(page)
-    if (magic, version) != (PANEL.magic, PANEL.version):
+    if (magic, version) != (COUNTERS.magic, COUNTERS.version):
         return None
     workers, shuffle = _IDENTITY.unpack_from(page, HEAD.size)
     epochs, batches, rows, nbytes, stalls, *times = _RECORD.unpack_from(page, RECORD_AT)

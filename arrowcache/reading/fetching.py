@@ -1,0 +1,82 @@
+"""Fetching: has the disk read ahead of an epoch whose rows follow one another, in runs or within a window.
+
+Rows are asked for in the order of their files, some megabytes before they are needed, and in large pieces: so
+the disk reads in order, whatever the order of the rows within a window. What is in memory costs little to ask
+for, so it is always done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.gather import Fetch
+
+FETCHED_BYTES = 8 << 20  # ahead of what is read
+_FETCHED_SHARE = 1.25  # of the rows of a job, while the window's next segments are fetched
+
+
+class Fetched:
+    """What the disk was asked for before a job, as `Pending`: it ends once all is asked for."""
+
+    def __init__(self, fetched: Sequence[Fetch]) -> None:
+        self._fetched = fetched
+
+    def take(self, seconds: float) -> bool:
+        return all(fetch.take(seconds) for fetch in self._fetched)
+
+    def go_on(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        self._fetched = ()
+
+    def abandon(self) -> None:
+        for fetch in self._fetched:
+            fetch.abandon()
+
+
+class Fetching:
+    """Has the disk read ahead of an epoch in order, or of runs of rows.
+
+    Args:
+        names: of the columns.
+    """
+
+    def __init__(self, epoch: Epoch, names: Sequence[str]) -> None:
+        self._epoch, self._names = epoch, names
+        self._is_window = epoch.plan.shuffle == "window"
+        self._fetched_rows = 0  # of a window: all before are fetched, or passed
+        self._ahead_steps = 0
+        if self._is_window and epoch.order.steps:
+            rows_a_step = max(1, len(epoch.snapshot) // epoch.order.steps)
+            ahead_rows = epoch.plan.window_rows // 2 + FETCHED_BYTES // epoch.snapshot.row_bytes
+            self._ahead_steps = -(-ahead_rows // rows_a_step)
+            self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
+
+    def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Fetch]:
+        """Have the disk read ahead as a job of these rows begins; keep the result until the job ends."""
+        if self._is_window:
+            return self._fetch_window(step, len(ids))
+        if self._epoch.plan.shuffle == "rows" or not len(ids):
+            return ()
+        size = len(ids) if self._is_run(ids) else self._epoch.plan.block_rows
+        runs = [ids[start : start + size] for start in range(0, len(ids), size)]
+        fetch = self._epoch.snapshot.fetch
+        return [fetch(int(run[0]), int(run[-1]) + 1, self._names) for run in runs if self._is_run(run)]
+
+    def _is_run(self, ids: NDArray[np.int64]) -> bool:
+        return bool(int(ids[-1]) - int(ids[0]) == len(ids) - 1)
+
+    def _fetch_window(self, step: int, rows: int) -> Sequence[Fetch]:
+        """Ask for all that the first step may read, then ahead at an even rate: rows are there in time."""
+        order, snapshot = self._epoch.order, self._epoch.snapshot
+        first = self._fetched_rows
+        here = snapshot.rows_before(order.segments_span(step).stop)
+        last_step = min(step + self._ahead_steps, order.steps - 1)
+        stop = snapshot.rows_before(order.segments_span(last_step).stop)
+        self._fetched_rows = max(first, min(stop, max(here, first + int(rows * _FETCHED_SHARE))))
+        return [snapshot.fetch(first, self._fetched_rows, self._names)] if self._fetched_rows > first else ()

@@ -1,0 +1,77 @@
+"""An epoch owns its lease, its part in the ranks' agreement and what the cache counted: it ends by `end`."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import make_cache, publish
+
+from arrowcache.reading.epoch import Epochs
+from arrowcache.reading.membership import Membership
+from arrowcache.reading.options import EpochOptions
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.stats import Meter
+
+OPTIONS = EpochOptions(
+    batch_size=8, shuffle="rows", seed=0, epoch_rows=None, drop_last=True, window_bytes=1, wait_rows=1,
+    paced=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def cache(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+    return cache
+
+
+@pytest.fixture(params=[None, Membership(0, 2, "job", 1)], ids=["alone", "of two ranks"])
+def epochs(cache, request):
+    epochs = Epochs(cache.store, None, OPTIONS, 1.0, request.param, Meter())
+    yield epochs
+    epochs.close()
+
+
+def left(cache) -> tuple[int, int, int]:
+    """Bytes that are leased, rows that count as served, files that ranks agreed by."""
+    files = len(list(cache.store.folder.ranks.iterdir()))
+    return cache.stats().leased_bytes, cache.store.usage.record().served_rows, files
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_epoch_lets_go_of_all_that_it_has_and_twice_is_once(cache, epochs, steps):
+    epoch = epochs.begin()
+    leased_bytes, served_rows, _ = left(cache)
+    assert leased_bytes > 0
+    assert served_rows == epoch.order.steps * 8
+    for _ in range(steps):
+        epoch.deliver()
+    for _ in range(2):
+        epoch.end()
+        assert left(cache) == (0, steps * 8, 0)
+
+
+def test_an_epoch_that_was_let_go_counts_what_is_delivered_until_its_end(cache, epochs):
+    epoch = epochs.begin()
+    kept: list[Snapshot] = []
+    epoch.let_go(kept.append)
+    epoch.let_go(kept.append)
+    epoch.deliver()
+    epoch.end()
+    assert kept == [epoch.snapshot]
+    assert left(cache)[1:] == (8, 0)
+    kept[0].close()
+    assert left(cache)[0] == 0
+
+
+@pytest.mark.parametrize("failing", ["_plan", "_order", "_come_to"])
+def test_an_epoch_that_cannot_begin_leaves_nothing_and_is_the_next_one_still(
+    cache, epochs, failing, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(Epochs, failing, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            epochs.begin()
+    assert left(cache) == (0, 0, 0)
+    epoch = epochs.begin()
+    assert epoch.plan.epoch == 0
+    epoch.end()

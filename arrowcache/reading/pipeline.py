@@ -176,6 +176,7 @@ class Pipeline:
         deadline = time.monotonic() + patience
         if not self._enter(stream):
             return None
+        stream.was_interrupted = False
         try:
             while not stream.ended:
                 self._begin_jobs(stream)

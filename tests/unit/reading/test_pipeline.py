@@ -53,6 +53,9 @@ class Manual:
     def cancel(self) -> None:
         self.cancelled += 1
 
+    def abandon(self) -> None:
+        self.cancelled += 1
+
 
 def job(step: int, batches: int = 1, begin: Callable[[], Any] = Done) -> Job:
     return Job(step, batches, begin, lambda _: iter([made(step + number) for number in range(batches)]))
@@ -772,3 +775,29 @@ def test_what_was_under_way_is_let_go_at_the_end(three):
         assert not any(ref() for ref in alive)
     finally:
         gc.enable()
+
+
+def test_who_was_interrupted_does_not_wait_for_what_is_under_way_and_later_does(three):
+    class Recorded(Manual):
+        def cancel(self) -> None:
+            self.calls.append("cancel")
+
+        def abandon(self) -> None:
+            self.calls.append("abandon")
+
+        def take(self, seconds: float) -> bool:
+            if is_pressed:
+                raise KeyboardInterrupt
+            return super().take(seconds)
+
+    for goes_on, wanted in ((False, "abandon"), (True, "cancel")):
+        pending, is_pressed = [Recorded(), Recorded()], True
+        pending[1].is_done.clear()
+        stream = Stream(lambda made=pending: iter([job(n, 1, lambda n=n: made[n]) for n in range(2)]))
+        with pytest.raises(KeyboardInterrupt):
+            three.next(stream, None)
+        is_pressed = False
+        if goes_on:
+            assert taken(three, stream) == 0
+        three.end(stream)
+        assert pending[1].calls[-1] == wanted

@@ -39,7 +39,7 @@ _VIEWS = 8  # batches over one mapping
 _AGE_ROWS = 64  # of those that are drawn at once, whose age is looked up
 _DRAWN_ROWS = 4096  # of the order, at once
 _WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
-_MOST_UNDER_WAY = 8
+_MOST_UNDER_WAY, _MOST_FETCHED = 8, 64
 _MOST_GROUPED = 256
 _COLD_ROWS, _COLD_BYTES = 256, 64 << 20  # asked of the disk ahead, so that it can choose their order
 _ELEMENTS_UNDER_GIL = 500
@@ -121,7 +121,7 @@ class Assembly:
         else:
             usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
         if self._viewer is not None:  # which costs no memory before it is made
-            usual = max(usual, self._group + FETCHED_BYTES // self._batch_bytes)
+            usual = max(usual, self._group + min(_MOST_FETCHED, FETCHED_BYTES // self._batch_bytes))
         return usual + self._workers
 
     def after_fork(self) -> None:

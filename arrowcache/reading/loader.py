@@ -359,7 +359,7 @@ class Loader:
             parking = Parking(self._epochs.settle, making.drop)
             self._running = Pipeline(making.wanted, self._meter.show), parking
         pipeline, parking = self._running
-        parking.stay()
+        parking.begin()
         self._assembly.prepare()
         run, epoch = object(), None
         try:

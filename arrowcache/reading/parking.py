@@ -2,22 +2,23 @@
 
 It owns snapshots of epochs that ended. It lets go of them after a second, or sooner: when a writer of this
 process waits for them, when the next epoch has mapped its segments, or when the loader is closed. A thread
-waits for that second, between two epochs only. Where ranks agreed on an epoch, the thread goes on looking
-until all have joined it.
+waits for that second, and sleeps while an epoch runs. Where ranks agreed on an epoch, the thread goes on
+looking until all have joined it.
 
 Guarantees: a loader that nobody iterates leases nothing for longer than that second.
 """
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable
 
-from arrowcache.reading.future import Future
+from arrowcache.errors import WorkerError
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.shortage import start
 from arrowcache.storage.mapping import is_exiting
 
 _log = logging.getLogger("arrowcache")
@@ -25,6 +26,7 @@ _log = logging.getLogger("arrowcache")
 _PARKED_SECONDS = 1.0
 _LOOK_SECONDS = 0.25  # between two looks whether the other ranks have joined
 _JOIN_SECONDS = 5.0
+_PARK, _STAY, _END = "park", "stay", "end"  # said to the thread
 
 
 class Parking:
@@ -39,11 +41,22 @@ class Parking:
         self._settle, self._also_drop = settle, also_drop
         self._lock = threading.RLock()
         self._parked: list[Snapshot] = []
-        self._over: Future[None] = Future()  # the second that runs: it is not waited for
-        self._ended: Future[None] = Future()  # the thread that waits for it
-        self._ended.set_result(None)
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()  # safe to use in a finalizer
+        self._thread = threading.Thread(target=self._run, name="arrowcache-parking", daemon=True)
         self._is_closed = False
         self._pid = os.getpid()
+
+    def begin(self) -> None:
+        """An epoch begins: snapshots that are parked stay until `drop`.
+
+        Where no thread can be started nothing is parked after it.
+        """
+        if self._thread.ident is None:
+            try:
+                start(self._thread)
+            except WorkerError:
+                _log.debug("nothing is parked", exc_info=True)
+        self._said.put(_STAY)
 
     def park(self, snapshot: Snapshot) -> None:
         """An epoch ended: keep its snapshot for a second."""
@@ -53,23 +66,10 @@ class Parking:
         with self._lock:
             if snapshot not in self._parked:
                 self._parked.append(snapshot)
-            is_closed = self._is_closed
-            self.stay()
-            over: Future[None] = Future()
-            ended: Future[None] = Future()
-            self._over = over
-        try:
-            # A thread of `threading` waits for its own start, and here the garbage collector may be at work.
-            _thread.start_new_thread(self._wait, (over, ended))
-            self._ended = ended  # last: Ctrl-C leaves none that is never set
-        except RuntimeError:  # no thread can be started
-            is_closed = True
-        if is_closed:
+            is_kept = self._thread.ident is not None and not self._is_closed
+        self._said.put(_PARK)
+        if not is_kept:
             self.drop()
-
-    def stay(self) -> None:
-        """The next epoch begins: keep the parked snapshots until `drop`."""
-        self._over.set_result(None)
 
     def drop(self) -> None:
         """Let go of every lease that is not the running epoch's."""
@@ -88,18 +88,29 @@ class Parking:
         with self._lock:
             self._is_closed = True
         try:
-            self._over.set_result(None)
-            self._ended.wait(_JOIN_SECONDS)  # what it is closing is leased until it is done
+            self._said.put(_END)
+            if self._thread.ident is not None and self._thread is not threading.current_thread():
+                self._thread.join(_JOIN_SECONDS)  # what it is closing is leased until it is done
         finally:
             self.drop()
 
-    def _wait(self, over: Future[None], ended: Future[None]) -> None:
+    def _run(self) -> None:
+        seconds: float | None = None
+        while True:
+            try:
+                said = self._said.get(timeout=seconds)
+            except queue.Empty:
+                seconds = self._let_go()
+                continue
+            if said is _END:
+                return
+            seconds = _PARKED_SECONDS if said is _PARK else None
+
+    def _let_go(self) -> float | None:
+        """The second is over. Returns: when to look again; None: not before the next epoch has ended."""
         try:
-            if not over.wait(_PARKED_SECONDS):
-                self.drop()
-            while self._settle() and not over.wait(_LOOK_SECONDS):
-                pass
+            self.drop()
+            return _LOOK_SECONDS if self._settle() else None
         except Exception:  # noqa: BLE001  # it is let go by the next epoch, or the loader's end
             _log.debug("parking failed", exc_info=True)
-        finally:
-            ended.set_result(None)
+            return None

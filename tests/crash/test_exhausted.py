@@ -154,8 +154,9 @@ EXHAUSTED = (
                 fails(lambda: next(iter(loader)), exhausted.way_out)
         else:
             append_rows(cache, range(320, 336))
-            for loader in fresh:
-                fails(lambda: next(iter(loader)), "no thread can be started", exhausted.way_out)
+            alone, with_processes = fresh
+            fails(lambda: next(iter(alone)))  # it has no memory for batches
+            fails(lambda: next(iter(with_processes)), "no thread can be started", exhausted.way_out)
         exhausted.end()
 
         if sys.argv[2] == "descriptors":
@@ -240,10 +241,11 @@ NO_THREAD = (
         assert sorted(made + ids_of(epoch)) == list(range(320))
         for call in (
             lambda: ac.SamplerPool(cache, draws, workers=1, progress=False),
-            *(lambda each=each: next(iter(each)) for each in fresh),
+            lambda: next(iter(fresh[1])),
             lambda: writer.append(sample(320)),
         ):
             fails(call, "no thread can be started", threads.way_out)
+        assert sorted(ids_of(fresh[0])) == list(range(320)), "it needs none"
         for pid in worker_pids():
             os.kill(pid, signal.SIGKILL)
         fails(lambda: list(loader), "worker processes cannot start", threads.way_out)

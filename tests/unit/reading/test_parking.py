@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 import warnings
 
@@ -42,6 +43,7 @@ def cache(tmp_path):
 @pytest.fixture
 def place(cache):
     place = Parking(lambda: False, lambda: None)
+    place.begin()
     yield place
     place.close()
 
@@ -101,20 +103,37 @@ def test_what_is_parked_after_the_close_is_let_go_at_once(cache, place, for_ever
     assert cache.stats().leased_bytes == 0
 
 
-def test_where_no_thread_can_be_started_nothing_is_parked(cache, place, for_ever, monkeypatch):
-    def refused(*_: object) -> int:
+def test_where_no_thread_can_be_started_nothing_is_parked(cache, for_ever, monkeypatch):
+    def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(parking._thread, "start_new_thread", refused)
+    place = Parking(lambda: False, lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        place.begin()
     parked(cache, place)
     assert cache.stats().leased_bytes == 0
-
-
-def test_the_thread_ends_when_the_next_epoch_begins_and_what_is_parked_stays(cache, place, for_ever):
+    place.begin()
     parked(cache, place)
-    place.stay()
-    assert place._ended.wait(DEADLINE_SECONDS)
+    assert cache.stats().leased_bytes > 0, "the next epoch has one"
+    place.close()
+
+
+def test_what_is_parked_when_the_next_epoch_begins_stays_until_it_is_dropped(cache, monkeypatch):
+    looks = queue.SimpleQueue()
+    place = Parking(lambda: looks.put(1) or False, lambda: None)
+    place.begin()
+    monkeypatch.setattr(parking, "_PARKED_SECONDS", 0.0)
+    parked(cache, place)
+    looks.get(timeout=DEADLINE_SECONDS)
+    monkeypatch.setattr(parking, "_PARKED_SECONDS", 0.1)
+    parked(cache, place)
+    place.begin()
+    with pytest.raises(queue.Empty):
+        looks.get(timeout=0.5)
     assert cache.stats().leased_bytes > 0
+    place.close()
+    assert cache.stats().leased_bytes == 0
 
 
 def test_ranks_are_looked_at_until_all_have_joined(cache, monkeypatch):
@@ -122,9 +141,10 @@ def test_ranks_are_looked_at_until_all_have_joined(cache, monkeypatch):
     monkeypatch.setattr(parking, "_LOOK_SECONDS", 0.0)
     left = [True, True, False]
     place = Parking(lambda: left.pop(0), lambda: None)
+    place.begin()
     parked(cache, place)
     wait_until(lambda: not left, "it to have looked three times")
-    assert place._ended.wait(DEADLINE_SECONDS)
+    place.close()
 
 
 def test_close_waits_for_what_its_thread_is_at(cache, monkeypatch):
@@ -136,6 +156,7 @@ def test_close_waits_for_what_its_thread_is_at(cache, monkeypatch):
         return not go_on.wait(DEADLINE_SECONDS)
 
     place = Parking(settle, lambda: None)
+    place.begin()
     parked(cache, place)
     assert begun.wait(DEADLINE_SECONDS)
     closer = threading.Thread(target=place.close)
@@ -154,10 +175,9 @@ def test_when_the_interpreter_ends_nobody_waits_for_a_thread(cache, place, for_e
     with pytest.MonkeyPatch.context() as ending:
         ending.setattr(mapping, "_is_exiting", True)
         place.close()
-        ended = place._ended
         with Snapshot.take(cache.store) as snapshot:
             place.park(snapshot)
-        assert place._ended is ended, "no thread was started"
+    assert cache.stats().leased_bytes > 0, "the kernel lets go of all"
 
 
 def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, for_ever, monkeypatch):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import numpy as np
@@ -274,20 +274,23 @@ class Epochs:
     ) -> Epoch | None:
         """An epoch that owns all that was taken for it; where this fails, all was let go."""
         claim, options = Claim(self._supply), self._options
-        if resumed is not None:
-            snapshot = self._agreed(number, resumed.position, partial(self._supply.retake, resumed.includes))
-        elif wait is not None:
-            patience = Patience(
-                self._supply, options, self._shard.world_size, self._timeout_seconds, self._meter,
-                with_ranks=self._agreement is not None,
-            )  # fmt: skip
-            snapshot = patience.wait(partial(self._take, number, claim, ahead=ahead), wait)
-        else:
-            snapshot = self._take(number, claim, ahead=ahead)
-        if snapshot is None:
-            return None
-        epoch = Epoch(number, snapshot, claim, self._agreement, options.batch_size, self._meter)
-        try:
+        with ExitStack() as undo:  # Ctrl-C may come anywhere
+            undo.callback(claim.give_back)
+            if resumed is not None:
+                retake = partial(self._supply.retake, resumed.includes)
+                snapshot = self._agreed(number, resumed.position, retake, undo)
+            elif wait is not None:
+                patience = Patience(
+                    self._supply, options, self._shard.world_size, self._timeout_seconds, self._meter,
+                    with_ranks=self._agreement is not None,
+                )  # fmt: skip
+                snapshot = patience.wait(partial(self._take, number, claim, undo, ahead=ahead), wait)
+            else:
+                snapshot = self._take(number, claim, undo, ahead=ahead)
+            if snapshot is None:
+                return None
+            epoch = Epoch(number, snapshot, claim, self._agreement, options.batch_size, self._meter)
+            undo.callback(epoch.end)
             epoch.was_resumed = resumed is not None
             epoch.plan = plan = resumed or self._plan(number, snapshot)
             epoch.order = order = self._order(plan, snapshot.segments, self._missing)
@@ -297,9 +300,7 @@ class Epochs:
                 rows -= max(0, order.steps * options.batch_size - (plan.stream_rows - plan.position))
             claim.serve(rows)
             self.headroom.took(snapshot)
-        except BaseException:
-            epoch.end()
-            raise
+            undo.pop_all()
         return epoch
 
     def _plan(self, number: int, snapshot: Snapshot | None) -> Plan:
@@ -340,7 +341,7 @@ class Epochs:
     def _whole_order(self, plan: Plan) -> Order:
         return EpochOrder(plan, self._options.batch_size, self._shard, self._options.drop_last)
 
-    def _take(self, number: int, claim: Claim, *, ahead: bool) -> Snapshot | None:
+    def _take(self, number: int, claim: Claim, undo: ExitStack, *, ahead: bool) -> Snapshot | None:
         """The snapshot of a new epoch, if there is enough for one; it counts once, for all ranks."""
         own: Snapshot | None = None
 
@@ -352,7 +353,7 @@ class Epochs:
 
         agreed = None
         try:
-            agreed = self._agreed(number, 0, take, ahead=ahead)
+            agreed = self._agreed(number, 0, take, undo, ahead=ahead)
         finally:
             if agreed is None or agreed is not own:
                 claim.give_back()  # nothing was taken, or another rank was first
@@ -361,17 +362,30 @@ class Epochs:
         return agreed
 
     def _agreed(
-        self, number: int, position: int, take: Callable[[], Snapshot | None], *, ahead: bool = False
+        self,
+        number: int,
+        position: int,
+        take: Callable[[], Snapshot | None],
+        undo: ExitStack,
+        *,
+        ahead: bool = False,
     ) -> Snapshot | None:
         """The snapshot of `take`, or the one that another rank of the same job has taken already."""
         if self._agreement is None:
-            return take()
+            snapshot = take()
+            if snapshot is not None:
+                undo.callback(snapshot.close)
+            return snapshot
         terms = self._options.terms() | {"position": position, "order_version": ORDER_VERSION}
         try:
-            return self._agreement.snapshot(number, terms, take, ahead=ahead)
+            snapshot = self._agreement.snapshot(number, terms, take, ahead=ahead)
         except CorruptSegmentError:  # the other ranks, which read it, go on to the next one
             if ahead:
                 self._lost_ahead = number
             else:
                 self.next = number + 1
             raise
+        if snapshot is not None:
+            undo.callback(self._agreement.release, number)
+            undo.callback(snapshot.close)
+        return snapshot

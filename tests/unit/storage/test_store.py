@@ -886,3 +886,21 @@ def test_what_is_being_unlinked_counts_once(tmp_path, monkeypatch):
         assert max(stats.allocated_bytes for stats in seen) <= before.allocated_bytes
         publish(cache, 40)
         assert max(stats.allocated_bytes for stats in seen) <= before.capacity_bytes
+
+
+def test_what_is_listed_after_changes_is_what_is_listed_anew(cache):
+    """Only new names are looked up: whatever came and went, and in which order."""
+    folder, rng = cache.store.folder.segments, np.random.default_rng(0)
+    publish(cache, 1)
+    data = next(folder.iterdir()).read_bytes()
+    for _ in range(60):
+        seq = int(rng.integers(50))
+        names = [name for name in os.listdir(folder) if name.startswith(f"{seq:020d}")]
+        if names:
+            (folder / names[0]).unlink()
+        else:
+            (folder / segment_name(seq, 16, "")).write_bytes(data)
+        (folder / "zebra").touch()
+        anew = ac.Cache.open(cache.path).store
+        assert cache.store.segments() == anew.segments()
+        assert cache.store._listing.foreign == anew._listing.foreign == ["zebra"]

@@ -359,6 +359,8 @@ def refuse_to_map(path, code, monkeypatch):
         opened(file, *arguments)
 
     monkeypatch.setattr(maps.File, "open", refused)
+    monkeypatch.setattr(maps, "open_alike", lambda files, *_: bytes(len(files)))  # each is opened by itself
+    monkeypatch.setattr(maps, "open_alike", lambda files, *_: bytes(len(files)))  # it is opened by itself
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])

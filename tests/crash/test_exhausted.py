@@ -239,6 +239,7 @@ NO_THREAD = (
 
         threads.begin()
         assert sorted(made + ids_of(epoch)) == list(range(320))
+        assert sorted(ids_of(fresh[0])) == list(range(320)), "it needs none"
         for call in (
             lambda: ac.SamplerPool(cache, draws, workers=1, progress=False),
             lambda: next(iter(fresh[1])),
@@ -368,3 +369,51 @@ def test_a_pool_that_lacks_a_descriptor_for_its_semaphores_says_so_and_no_more(c
     gc.collect()
     assert len(made) == 2
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+#: A user who may have no thread: cold and warm, through each shuffle.
+WITHOUT_THREADS = """
+import os, resource, sys
+import numpy as np
+import arrowcache as ac
+from pathlib import Path
+
+schema = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("float32", (128, 128)), "name": ac.String()})
+cache = ac.Cache.create(Path(sys.argv[1]) / "cache", schema, "64MiB", "4MiB")
+with cache.writer() as writer:
+    for number in range(256):
+        writer.append(id=number, image=np.full((128, 128), number, np.float32), name=str(number))
+os.sync()
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+before = len(os.listdir("/proc/self/task"))
+for cold in (True, False):
+    for shuffle in ("rows", "window", "blocks", None):
+        if cold:
+            for path in (cache.path / "segments").iterdir():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with ac.Loader(cache, 16, shuffle=shuffle) as loader:
+            for _ in range(2):
+                found = []
+                for batch in loader:
+                    ids = batch["id"].tolist()
+                    assert batch["image"][:, 127, 127].tolist() == ids
+                    assert batch["name"] == list(map(str, ids))
+                    found += ids
+                del batch  # it may be a view
+                assert sorted(found) == list(range(256)), (cold, shuffle)
+                assert not cache.stats().leased_bytes, "nothing is parked"
+        with cache.snapshot() as snapshot:
+            rows = snapshot.gather(range(255, -1, -1))
+            assert rows["id"].tolist() == list(range(255, -1, -1))
+assert len(os.listdir("/proc/self/task")) == before
+print("well", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_where_no_thread_can_be_started_a_loader_and_a_gather_copy_and_read_by_themselves():
+    command, folder = limited_by_ulimit_u()
+    with folder, Script(WITHOUT_THREADS, folder.name, within=command) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")

@@ -5,11 +5,23 @@ In a cache that rolls, cold and warm: each row of a snapshot comes once.
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import append_rows, ids_of, make_cache, mapped_seqs, publish, sample, segment_files, seqs
+from helpers import (
+    append_rows,
+    ids_of,
+    make_cache,
+    mapped_seqs,
+    publish,
+    sample,
+    segment_files,
+    seqs,
+    wait_until,
+)
 from page_cache import drop_from_memory
 
 import arrowcache as ac
@@ -81,8 +93,8 @@ def was_published(cache: ac.Cache, first: int) -> bool:
 @SHUFFLES
 def test_epochs_of_a_cache_that_rolls_have_each_row_of_their_snapshot_once(tmp_path, shuffle, cold, make):
     cache = make_cache(tmp_path / "cache")
-    publish(cache, 40)
-    first = 40 * 16
+    publish(cache, 52)
+    first = 52 * 16
     with make(cache, 8, shuffle=shuffle, seed=3, with_ids=True) as loader:
         endless = loader.repeat()
         for _ in range(3):
@@ -138,4 +150,28 @@ def test_two_ranks_that_are_resumed_deliver_each_row_once(cache, shuffle, cold):
         loader.close()
     assert sorted(set(came)) == list(range(ROWS)), "every row"
     assert len(came) < ROWS + 2 * 3, "a step is filled for all ranks"
+    assert cache.stats().leased_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transform", "count"), [(None, 500), (dict, 100)])
+def test_hundreds_of_loaders_leave_no_thread_mapping_descriptor_or_lease(cache, transform, count):
+    def left() -> tuple[int, int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("/segments/")
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), maps
+
+    for number in range(count):
+        loader = ac.Loader(
+            cache, 8, shuffle=(None, "rows", "window", "blocks")[number % 4], transform=transform
+        )
+        epoch = iter(loader) if number % 3 else loader.repeat()
+        assert len(next(epoch)["id"]) == 8
+        if number % 2:
+            epoch.close()
+        loader.close()
+        del epoch, loader
+        if number == 5:
+            before = left()
+    wait_until(lambda: all(now <= was for now, was in zip(left(), before, strict=True)), "all to be let go")
     assert cache.stats().leased_bytes == 0

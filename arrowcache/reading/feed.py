@@ -15,7 +15,7 @@ from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.patience import Wait
-from arrowcache.reading.pipeline import DRAIN, Job, Made, Pending, Pipeline, Stream
+from arrowcache.reading.pipeline import LATER, Job, Made, Pending, Pipeline, Stream
 from arrowcache.reading.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -56,12 +56,19 @@ class Feed:
             if not self._endless:
                 return
             is_awaited = False
+            while self._is_busy and sum(not each.is_delivered for each in self._undelivered) > 1:
+                yield LATER  # one epoch is begun ahead, and no more: what comes later sees more rows
             following = self._epochs.begin_after(epoch)
             if following is None:
-                yield DRAIN  # first all is delivered: the next epoch has to wait
+                while self._is_busy:
+                    yield LATER  # first all is delivered: the next epoch has to wait
                 retire = partial(self._retire, epoch)
                 following = self._epochs.begin_after(epoch, Wait(lambda: self.stream.ended, retire))
             epoch = self._keep(following)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self.stream.begun or self.stream.ready)
 
     def _jobs_of(self, epoch: Epoch, *, is_awaited: bool) -> Iterator[Job]:
         for job in self._assembly.jobs(epoch, awaited=is_awaited):

@@ -117,8 +117,8 @@ class Job(NamedTuple):
     finish: Callable[[Any], Iterator[Made]]
 
 
-#: No job: the next one is asked for once the batches of all before it are delivered.
-DRAIN = Job(0, 0, Done, lambda _: iter(()))
+#: No job: the next one is asked for in a later step. Some batch is ready, or under way.
+LATER = Job(0, 0, Done, lambda _: iter(()))
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +134,6 @@ class Stream:
     begun: deque[tuple[Pending, Job]] = field(default_factory=deque)
     ready: deque[Made] = field(default_factory=deque)
     under_way: int = 0  # batches of the jobs that were begun
-    is_draining: bool = False
     error: BaseException | None = None  # of `jobs`: it comes after the batches before it
     exhausted: bool = False
     ended: bool = False
@@ -221,16 +220,13 @@ class Pipeline:
         for pending, _ in list(stream.begun):  # a handler of this thread may end the stream
             pending.go_on()
         while not stream.exhausted and stream.under_way + len(stream.ready) < self._wanted():
-            if stream.is_draining and (stream.begun or stream.ready):
-                return
-            stream.is_draining = False
             try:
                 stream.running = stream.running or stream.jobs()
                 job = next(stream.running, None)
                 if job is None or stream.ended:
                     stream.exhausted = True
-                elif job is DRAIN:
-                    stream.is_draining = True
+                elif job is LATER:
+                    return
                 else:
                     stream.begun.append((job.begin(), job))
                     stream.under_way += job.batches

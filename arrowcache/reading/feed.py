@@ -21,6 +21,8 @@ from arrowcache.reading.snapshot import Snapshot
 if TYPE_CHECKING:
     from arrowcache.reading.workers.remote import RemoteAssembly
 
+_MOST_AHEAD = 8  # epochs, where they are short
+
 
 class Feed:
     """Jobs for one stream.
@@ -56,8 +58,8 @@ class Feed:
             if not self._endless:
                 return
             is_awaited = False
-            while self._is_busy and sum(not each.is_delivered for each in self._undelivered) > 1:
-                yield LATER  # one epoch is begun ahead, and no more: what comes later sees more rows
+            while self._is_busy and sum(not each.is_delivered for each in self._undelivered) > _MOST_AHEAD:
+                yield LATER  # what begins later sees more rows
             following = self._epochs.begin_after(epoch)
             if following is None:
                 while self._is_busy:

@@ -15,13 +15,16 @@ import os
 import resource
 import weakref
 from contextlib import suppress
-from typing import Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache import linux
 from arrowcache.units import format_bytes
+
+if TYPE_CHECKING:
+    from typing import Self
 
 PAGE_BYTES = mmap.PAGESIZE
 _MOST_BYTES, _LEAST_BYTES = 1 << 40, 1 << 28  # of addresses, not of memory

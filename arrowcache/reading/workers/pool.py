@@ -117,7 +117,7 @@ class Pool:
         self._epochs = self._ended = 0  # the last one that began, that ended
         self._segments = b""  # packed: those of the last epoch that began
         self._starting_since: float | None = None  # somebody waits, and no worker is ready; by perf_counter
-        self._start_seconds = 0.0  # that this took, until it was told of
+        self._start_seconds = 0.0  # that this took, until somebody takes them
         self._arrays = 1  # of a batch
         self._growths = 0  # of workers that died
         _inherited.add(self)
@@ -204,6 +204,11 @@ class Pool:
         workers = list(self._workers)
         growths = self._growths + sum(worker.growths for worker in workers)
         return sum(worker.allocated_bytes for worker in workers), growths
+
+    def take_start_seconds(self) -> float:
+        """The seconds that no process was ready, since the last call; not of a start that still lasts."""
+        taken, self._start_seconds = self._start_seconds, 0.0
+        return taken
 
     def in_progress(self) -> list[tuple[str, float]]:
         """The stages that workers are at, and since when, by `time.perf_counter`."""
@@ -405,7 +410,6 @@ class Pool:
             assert request.serial == message["id"]
             if say == "made":
                 self._restarts.made()
-                message["seconds"]["start"], self._start_seconds = self._start_seconds, 0.0
                 finished = worker.finished(message)
                 self._arrays = finished.arrays
                 request.deliver(finished)

@@ -194,6 +194,8 @@ class RemoteAssembly:
         self, epoch: Epoch, rows: int, batches: int, published: float, done: Elsewhere
     ) -> Iterator[Made]:
         finished: Finished = done.result()
+        if self._pool is not None:
+            self._meter.add("start", self._pool.take_start_seconds())
         self._meter.leave(finished.seconds)
         for number in range(batches):
             of_batch = slice(number * self._batch_size, min(rows, (number + 1) * self._batch_size))

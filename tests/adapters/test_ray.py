@@ -441,7 +441,7 @@ def test_caches_that_cannot_be_had_are_errors_of_the_constructor(cluster, caches
         SamplerPool(NodeCaches(tmp_path / "one", ROW, "1MiB", "32KiB", nodes=caches.nodes), draws(), **QUICK)
     one, two = caches.node_ids()
     make_cache(caches.path_on(one), segment_rows=8)
-    with pytest.raises(ac.SchemaError, match=r"segments of 8 rows in .* and of 16 in"):
+    with pytest.raises(ac.SchemaError, match=r"segments of 8 rows in .* and of 16 rows in"):
         SamplerPool(caches, draws(), **QUICK)
     (tmp_path / "full" / two).mkdir(parents=True)
     (tmp_path / "full" / two / "mine.txt").touch()

@@ -144,10 +144,9 @@ class Gather:
         fixed: engine.Job | engine.Read | None,
         values: Mapping[str, ValuesGather],
         named: Named = str,
-        gathered: Mapping[str, Column] | None = None,
     ) -> None:
         self._fixed: engine.Job | engine.Read | None = None
-        self._values, self._named, self._gathered = dict(values), named, gathered or {}
+        self._values, self._named = dict(values), named
         if fixed is not None:
             self.add_fixed(fixed)
 
@@ -240,7 +239,7 @@ class Gather:
 
     def values(self) -> dict[str, Column]:
         """Columns of variable length, once it has ended. Raises: CorruptSegmentError: text is not UTF-8."""
-        return {**self._gathered, **{name: values.column() for name, values in self._values.items()}}
+        return {name: values.column() for name, values in self._values.items()}
 
     @property
     def missed(self) -> int:

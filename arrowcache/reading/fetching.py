@@ -19,26 +19,6 @@ FETCHED_BYTES = 8 << 20  # ahead of what is read
 _FETCHED_SHARE = 1.25  # of the rows of a job, while the window's next segments are fetched
 
 
-class Fetched:
-    """What the disk was asked for before a job, as `Pending`: it ends once all is asked for."""
-
-    def __init__(self, fetched: Sequence[Fetch]) -> None:
-        self._fetched = fetched
-
-    def take(self, seconds: float) -> bool:
-        return all(fetch.take(seconds) for fetch in self._fetched)
-
-    def go_on(self) -> None:
-        pass
-
-    def cancel(self) -> None:
-        self._fetched = ()
-
-    def abandon(self) -> None:
-        for fetch in self._fetched:
-            fetch.abandon()
-
-
 class Fetching:
     """Has the disk read ahead of an epoch in order, or of runs of rows.
 

@@ -2,30 +2,27 @@
 
 `iter` takes the snapshot, so whatever was published before it is in the epoch. `next` begins batches ahead,
 which native threads copy, and hands out the oldest: no Python thread lies on their way. One epoch is
-delivered at a time. This module is the face. iterator.py hands batches over; epoch.py begins epochs; plan.py
-and order.py say which rows a batch has; assembly.py makes batches, in memory of slots.py or view.py; feed.py
-and pipeline.py say when; temperature.py says how rows are read; parking.py keeps an ended epoch for a second.
+delivered at a time. This module is the face. stream.py is the loop; epoch.py begins epochs; plan.py and
+order.py say which rows a batch has; assembly.py makes batches, in memory of slots.py or view.py;
+temperature.py says how rows are read; parking.py keeps an ended epoch for a second.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.feed import Feed
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import membership
 from arrowcache.reading.options import EpochOptions, parse_flag
 from arrowcache.reading.parking import Parking
-from arrowcache.reading.patience import Wait
-from arrowcache.reading.pipeline import Pipeline, Stream
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
+from arrowcache.reading.stream import Stream
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.counters import CounterPage
 from arrowcache.storage.layout import SegmentInfo
@@ -170,9 +167,9 @@ class Loader:
             prefetch=self._prefetch,
             meter=self._meter,
         )
-        self._running: tuple[Pipeline, Parking] | None = None
-        self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
-        self._stream: Stream | None = None  # of that one
+        self._pid = os.getpid()
+        self._parking: Parking | None = None  # while it is in use
+        self._stream: Stream | None = None  # of the iterator that began last
         self._closed = False
 
     def __iter__(self) -> Batches:
@@ -279,11 +276,10 @@ class Loader:
         """
         self._closed = True
         self._end_current()
-        if self._running is not None:
-            _, parking = self._running
+        if self._parking is not None:
             self._assembly.close()
-            parking.close()
-            self._running = None
+            self._parking.close()
+            self._parking = None
         self._epochs.close()
         self._meter.show_on(None)
 
@@ -327,9 +323,9 @@ class Loader:
         """The last touch, in the consumer's thread; loaders for a framework convert here."""
         return batch
 
-    def _hand_out(self, epoch: EpochIterator) -> Batches:
-        """The iterator that the consumer gets; loaders for a device put their own around an epoch's."""
-        return epoch
+    def _hand_out(self, stream: Stream) -> Batches:
+        """The iterator that the consumer gets; loaders for a device have one of their own."""
+        return EpochIterator(stream, self._timeout, self._finish)
 
     def _find_rank(self) -> tuple[int | None, int | None]:
         """Rank and world size; loaders for a framework may find others before each epoch."""
@@ -347,57 +343,35 @@ class Loader:
     def _begin(self, *, endless: bool) -> Batches:
         if self._closed:
             raise ValueError(_CLOSED)
-        if self._running is not None and self._running[0].is_inherited():
-            self._running = self._current = None  # they stayed in the process that forked this one
+        if self._pid != os.getpid():  # threads stayed in the process that forked this one
+            self._pid, self._stream, self._parking = os.getpid(), None, None
             self._assembly.after_fork()
         self._end_current("a newer one began")
         self._join()
-        if self._running is None:
+        if self._parking is None:
             making = self._assembly
             page = CounterPage.open(self._store.folder.path, self._workers, self._options.shuffle)
             self._meter.show_on(page, making.in_progress)
-            parking = Parking(self._epochs.settle, making.drop)
-            self._running = Pipeline(making.wanted, self._meter.show), parking
-        pipeline, parking = self._running
-        parking.begin()
+            self._parking = Parking(self._epochs.settle, making.drop)
+        self._parking.begin()
         self._assembly.prepare()
-        run, epoch = object(), None
+        stream = Stream(self._epochs, self._assembly, self._parking, self._meter, endless=endless)
         try:
-            self._meter.begin_run(run)
-            with self._meter.waiting():
-                epoch = self._epochs.begin(Wait(lambda: self._closed, parking.drop))
-            if epoch is None or self._closed:  # by another thread
+            if not stream.begin(lambda: self._closed) or self._closed:  # by another thread
                 raise ValueError(_CLOSED)
-            parking.drop()  # what both read stays mapped
-            feed = Feed(self._epochs, self._assembly, pipeline, parking, epoch, endless=endless)
-            iterator = EpochIterator(
-                feed.stream, pipeline, self._epochs, epoch, self._meter, run, self._timeout, self._finish
-            )
+            self._stream = stream
+            return self._hand_out(stream)
         except BaseException:
-            self._meter.end_run(run)
-            if epoch is not None:
-                self._epochs.take_back(epoch)
-                epoch.end()
+            stream.close()
             raise
-        self._stream, self._current = feed.stream, weakref.ref(iterator)
-        pipeline.begin(feed.stream)
-        return self._hand_out(iterator)
 
     def _is_over(self, epoch: Epoch) -> bool:
         """True if an epoch was delivered to its end, and its consumer knows."""
-        iterator = self._delivering()
-        return epoch.is_delivered and (iterator is None or iterator.has_stopped)
-
-    def _delivering(self) -> EpochIterator | None:  # Lightning sets what is named `_iterator` to None
-        return None if self._current is None else self._current()
+        return epoch.is_delivered and (self._stream is None or self._stream.has_stopped)
 
     def _end_current(self, because: str | None = None) -> None:
-        iterator = self._delivering()
-        if iterator is not None:
-            iterator.end(because)
-        elif self._stream is not None and self._running is not None:
-            self._running[0].end(self._stream)  # where Ctrl-C came as its iterator was dropped
-        self._stream = None
+        if self._stream is not None:
+            self._stream.close(because)
 
 
 def _workers(workers: int, worker_type: str) -> int:

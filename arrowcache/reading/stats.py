@@ -29,7 +29,7 @@ from arrowcache.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from typing import Self
 
-    from arrowcache.reading.pipeline import Made
+    from arrowcache.reading.job import Made
     from arrowcache.reading.temperature import Temperature
     from arrowcache.storage.counters import CounterPage, Counts
 

@@ -25,7 +25,7 @@ from arrowcache.errors import WorkerError
 from arrowcache.pickling import pickled
 from arrowcache.reading.assembly import Assembly, Batch, mean_published
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.pipeline import Elsewhere, Job, Made
+from arrowcache.reading.job import Elsewhere, Job, Made
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.handle import Finished
 from arrowcache.reading.workers.pool import DEPTH, Pool
@@ -102,14 +102,14 @@ class RemoteAssembly:
         return self._wanted if self._here is None else self._here.wanted()
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
-        """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
+        """As of `Assembly`."""
         pool = self._started()
         number = pool.begin(pack_segments(epoch.snapshot.segments))
         self._epoch = epoch, number
         step = 0
         for job in self._jobs_here(pool, epoch, awaited=awaited):
             yield job
-            step = job.step + job.batches
+            step += job.batches
         size = 1 if awaited and not step else self._group
         while step < epoch.order.steps:
             is_hoarded = pool.is_hoarded(_MANY_BATCHES + 2 * self._usual)
@@ -157,11 +157,11 @@ class RemoteAssembly:
     def _jobs_here(self, pool: Pool, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """The first jobs, while no process is ready."""
         if self._here is not None:
-            for job in self._here.jobs(epoch, awaited=awaited):
-                if not pool.is_starting:
-                    self._here = None  # with its memory
-                    return
+            jobs = self._here.jobs(epoch, awaited=awaited)
+            while pool.is_starting and (job := next(jobs, None)) is not None:
                 yield job
+            if not pool.is_starting:
+                self._here = None  # with its memory
 
     def _started(self) -> Pool:
         with self._lock:
@@ -185,15 +185,12 @@ class RemoteAssembly:
         oldest = epoch.order.segments_span(epoch.delivered).start
         published = mean_published(epoch, ids)
 
-        def begin() -> Elsewhere:
-            return Elsewhere(pool.make(number, step, ids, oldest))
-
-        return Job(step, batches, begin, partial(self._finish, epoch, len(ids), batches, published))
+        made = pool.make(number, step, ids, oldest)
+        return Elsewhere(epoch, batches, made, partial(self._finish, epoch, len(ids), batches, published))
 
     def _finish(
-        self, epoch: Epoch, rows: int, batches: int, published: float, done: Elsewhere
+        self, epoch: Epoch, rows: int, batches: int, published: float, finished: Finished
     ) -> Iterator[Made]:
-        finished: Finished = done.result()
         if self._pool is not None:
             self._meter.add("start", self._pool.take_start_seconds())
         self._meter.leave(finished.seconds)

@@ -265,7 +265,9 @@ class Found(Job):
         return self._job[_DAMAGED] - 1
 
 
-def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[tuple[int, int, int]], keep: object = None) -> Job:
+def copy_rows(
+    rows: Rows, ids: NDArray[np.int64], columns: Sequence[tuple[int, int, int]], keep: object = None
+) -> Job:
     """Have columns of some rows copied from memory; returns at once.
 
     Rows of segments that are not mapped are read from their files.
@@ -281,7 +283,12 @@ def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[tuple[int, i
 
 
 def read_rows(
-    rows: Rows, ids: NDArray[np.int64], columns: Sequence[tuple[int, int, int]], keep: object = None, *, drops: bool = False
+    rows: Rows,
+    ids: NDArray[np.int64],
+    columns: Sequence[tuple[int, int, int]],
+    keep: object = None,
+    *,
+    drops: bool = False,
 ) -> Read:
     """Have columns of some rows read from their files, side by side; returns at once.
 
@@ -360,7 +367,9 @@ def _begin_values(
     )
 
 
-def fetch_rows(rows: Rows, first: int, last: int, columns: Sequence[tuple[int, int, int]], keep: object = None) -> Job:
+def fetch_rows(
+    rows: Rows, first: int, last: int, columns: Sequence[tuple[int, int, int]], keep: object = None
+) -> Job:
     """Have the disk begin to read rows first..last-1; returns at once. What is out of range is left out.
 
     Args:

@@ -26,6 +26,7 @@ from arrowcache.reading.fetching import FETCHED_BYTES, Fetching
 from arrowcache.reading.gather import Fetch
 from arrowcache.reading.job import Elsewhere, Job, Made
 from arrowcache.reading.memory import page_aligned
+from arrowcache.reading.options import BatchOptions, EpochOptions
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.temperature import Temperature
@@ -50,46 +51,27 @@ class Assembly:
     """Makes jobs of epochs.
 
     Args:
-        store, names: of the cache, and which columns.
-        batch_size: rows of a batch.
-        transform: called with each batch; None: none.
-        with_ids: add `_seq`, `_row` and `_age_seconds`.
-        views: whether batches may be zero-copy views.
-        workers: threads that run a transform; 0: one.
-        prefetch: batches that are begun ahead; None: as many as the processor's cache holds, or, of rows on
-            the disk, as many as let it choose their order.
+        store: of the cache.
+        options, making: which batches there are, and how they are made.
+        meter: told what their making takes.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        names: Sequence[str],
-        batch_size: int,
-        transform: Callable[[Batch], Batch] | None,
-        *,
-        with_ids: bool,
-        views: bool,
-        workers: int,
-        prefetch: int | None,
-        meter: Meter,
-    ) -> None:
-        schema = store.settings.schema
-        self.names = tuple(names)
-        self._fixed = tuple(name for name in names if name in schema.fixed)
-        viewer = Viewer(schema, names)
-        self._viewer = viewer if views and viewer.names else None
-        self._batch_size = batch_size
-        self._transform = transform
-        self._with_ids = with_ids
-        self.meter = meter
+    def __init__(self, store: Store, options: EpochOptions, making: BatchOptions, meter: Meter) -> None:
+        schema, self.names, self.meter = store.settings.schema, options.names, meter
+        self._making, self._batch_size = making, options.batch_size
+        self._fixed = tuple(name for name in self.names if name in schema.fixed)
+        viewer = Viewer(schema, self.names)
+        self._viewer = viewer if making.views and viewer.names else None
         self._views_required = False
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
-        self._crew = None if transform is None else Crew(max(1, workers))
-        self._batch_bytes = max(1, self._row_bytes * batch_size)  # of the last one that was made
-        self._prefetch, self._workers = prefetch, workers
+        self._batch_bytes = max(1, self._row_bytes * self._batch_size)  # of the last one that was made
+        self._crew = self._new_crew()
         self.temperature = Temperature()
         self._columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
         self.gather_into(page_aligned)
+
+    def _new_crew(self) -> Crew | None:
+        return None if self._making.transform is None else Crew(max(1, self._making.workers))
 
     def gather_into(
         self, allocate: Callable[[int], NDArray[np.uint8]], group_bytes: int = _GROUP_BYTES
@@ -101,9 +83,9 @@ class Assembly:
             group_bytes: of batches that lie side by side.
         """
         grouped = 1  # batches of a job that lie side by side
-        if self._transform is None and len(self._fixed) == len(self.names):
+        if self._crew is None and len(self._fixed) == len(self.names):
             grouped = max(1, min(_MOST_GROUPED, group_bytes // self._batch_bytes))
-        views = max(1, min(_VIEWS, FETCHED_BYTES // self._batch_bytes)) if self._transform is None else 1
+        views = max(1, min(_VIEWS, FETCHED_BYTES // self._batch_bytes)) if self._crew is None else 1
         self._group = grouped if self._viewer is None else views
         rows = self._batch_size * (grouped if self._viewer is None else 1)
         self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
@@ -114,24 +96,26 @@ class Assembly:
 
     def wanted(self) -> int:
         """The number of batches that are to be under way or ready."""
-        if self._prefetch is not None:
-            return self._prefetch + self._workers
+        workers, prefetch = self._making.workers, self._making.prefetch
+        if prefetch is not None:
+            return prefetch + workers
         if self.temperature.is_cold:
             usual = max(2, min(-(-_COLD_ROWS // self._batch_size), _COLD_BYTES // self._batch_bytes))
         else:
             usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
         if self._viewer is not None:  # which costs no memory before it is made
             usual = max(usual, self._group + min(_MOST_FETCHED, FETCHED_BYTES // self._batch_bytes))
-        return usual + self._workers
+        return usual + workers
 
     def after_fork(self) -> None:
         """In a child: another thread may have been at the slots, and will never be done."""
-        self.slots = self._new_slots()
-        if self._crew is not None:
-            self._crew = Crew(max(1, self._workers))
+        self.slots, self._crew = self._new_slots(), self._new_crew()
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
-        """An epoch's batches, cut into jobs, which each `next` begins; `awaited`: somebody waits for the first.
+        """An epoch's batches, cut into jobs; each `next` begins one.
+
+        Args:
+            awaited: somebody waits for the first.
         """
         epoch.snapshot.temperature = self.temperature
         step, steps, size = 0, epoch.order.steps, 1 if awaited else self._group
@@ -179,9 +163,9 @@ class Assembly:
 
     def _transformed(self, rows: _Rows) -> Made:
         (made,) = self.made(rows)
-        assert self._transform is not None
+        assert self._making.transform is not None
         with self.meter.stage("transform"):
-            return made._replace(batch=self._transform(made.batch))
+            return made._replace(batch=self._making.transform(made.batch))
 
     def made(self, rows: _Rows) -> Iterator[Made]:
         """Batches without a transform, made by this thread; those before one that fails come first."""
@@ -263,7 +247,7 @@ class Assembly:
             nbytes, copied_bytes = nbytes + more, copied_bytes + more
             batch = {name: columns[name] if name in columns else values[name] for name in self.names}
         self._batch_bytes = max(1, nbytes)
-        if self._with_ids:
+        if self._making.with_ids:
             batch |= epoch.snapshot.locate(ids)
         return Made(batch, len(ids), nbytes, copied_bytes, published, epoch)
 
@@ -318,7 +302,7 @@ class _Gathered(_Viewed):
                 meter.leave({})
         self._seconds += time.perf_counter() - started
         if has_ended:
-            meter.add("store" if self._gather.missed else "gather", self._seconds)
+            meter.leave({"store" if self._gather.missed else "gather": self._seconds})
         return has_ended
 
     def go_on(self) -> None:

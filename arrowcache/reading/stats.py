@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from arrowcache.reading.job import Made
     from arrowcache.reading.temperature import Temperature
-    from arrowcache.storage.counters import CounterPage, Counts
+    from arrowcache.storage.counters import CounterPage
 
 STAGES = ("samplers", "pace", "store", "gather", "transform", "start")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
@@ -199,12 +199,9 @@ class Meter:
             }
             times["seconds"] = self.epoch_seconds, [*self._runs.values()]
             times["stall"] = self.stall_seconds, [*self._waits.values()]
-            panel.show(self._counts(), times)
+            panel.show((self.epochs, self.batches, self.rows, self.nbytes, self.stalls), times)
             self._due = time.perf_counter() + _SHOW_SECONDS
             self._shows_a_wait = self._shows_a_wait or bool(self._waits)
-
-    def _counts(self) -> Counts:
-        return self.epochs, self.batches, self.rows, self.nbytes, self.stalls
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -225,16 +222,11 @@ class Meter:
         return started
 
     def leave(self, seconds: Mapping[str, float]) -> None:
-        """This thread ends the stage that it had begun; it took these seconds, of each stage."""
+        """Each of these stages took so long; this thread ends the one that it had begun, if it had."""
         with self._lock:
             self._stages.pop(threading.get_ident(), None)
             for name, more in seconds.items():
                 self.seconds[name] += more
-
-    def add(self, stage: str, seconds: float) -> None:
-        """One of STAGES took so long."""
-        with self._lock:
-            self.seconds[stage] += seconds
 
     def reading(self, temperature: Temperature) -> Reading:
         """Add the time that passes inside to "gather", or, as far as the disk was waited for, to "store"."""
@@ -244,19 +236,18 @@ class Meter:
         """The consumer waits inside: for an `iter`, or in a step, whatever that gives."""
         return Waiting(self)
 
-    def begin_wait(self) -> float:
-        """This thread, the consumer's, begins to wait; returns when."""
+    def begin_wait(self) -> None:
+        """This thread, the consumer's, begins to wait."""
         started = time.perf_counter()
         with self._lock:
             self._waits[threading.get_ident()] = started
         if started > self._due:
             self.show()
-        return started
 
-    def end_wait(self, seconds: float) -> None:
-        """It has waited so long."""
+    def end_wait(self) -> None:
+        now = time.perf_counter()
         with self._lock:
-            self._waits.pop(threading.get_ident(), None)
+            seconds = now - self._waits.pop(threading.get_ident(), now)
             self.stall_seconds += seconds
             self.stalls += seconds > _HAND_OVER_SECONDS
         if self._shows_a_wait:
@@ -271,7 +262,7 @@ class Meter:
             self.copied_bytes += made.copied
             self._age_row_seconds += (time.time() - made.published) * made.rows
             if self._panel is not None:
-                self._panel.count(self._counts())
+                self._panel.count((self.epochs, self.batches, self.rows, self.nbytes, self.stalls))
         if self._shows_a_wait:
             self._shows_a_wait = False
             self.show()
@@ -334,12 +325,7 @@ class Meter:
                 bottleneck=bottleneck_of(self.batches, stalls, seconds, stall_seconds, stages),
                 stalls=stalls,
                 copied_bytes=self.copied_bytes,
-                samplers_seconds=stages["samplers"],
-                pace_seconds=stages["pace"],
-                store_seconds=stages["store"],
-                gather_seconds=stages["gather"],
-                transform_seconds=stages["transform"],
-                start_seconds=stages["start"],
+                **{f"{name}_seconds": took for name, took in stages.items()},
                 age_seconds=self._age_row_seconds / self.rows if self.rows else 0.0,
                 ring_bytes=ring_bytes,
                 ring_growths=ring_growths,
@@ -381,10 +367,10 @@ class Waiting:
         self._meter = meter
 
     def __enter__(self) -> None:
-        self._started = self._meter.begin_wait()
+        self._meter.begin_wait()
 
     def __exit__(self, *_: object) -> None:
-        self._meter.end_wait(time.perf_counter() - self._started)
+        self._meter.end_wait()
 
 
 class Reading:

@@ -16,6 +16,7 @@ or an end; whoever ends it, all that it owns is let go, once.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -63,7 +64,7 @@ class Stream:
         endless: bool,
     ) -> None:
         self._epochs, self._assembly, self._parking, self._meter = epochs, assembly, parking, meter
-        self._endless = endless
+        self._endless, self._waiting = endless, meter.waiting()
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a stream anywhere
         self._pid = os.getpid()
         self._making: list[Epoch] = []  # of which batches are to be made, or under way; the newest is last
@@ -90,7 +91,7 @@ class Stream:
         Returns: False: it was cancelled while it waited.
         """
         self._meter.begin_run(self)
-        with self._meter.waiting():
+        with self._waiting:
             epoch = self._epochs.begin(Wait(is_cancelled, self._parking.drop))
             if epoch is None:
                 return False
@@ -103,7 +104,7 @@ class Stream:
     def waiting(self) -> AbstractContextManager[None]:
         """The consumer, who asks for a batch, waits inside."""
         self._was_asked = True
-        return self._meter.waiting()
+        return self._waiting
 
     def take(self, timeout_seconds: float | None) -> Made | None:
         """The next batch, which is not delivered yet, on any thread; None: there is none.
@@ -118,6 +119,7 @@ class Stream:
                 return None
             self.consumer = threading.get_ident()
         self._was_interrupted = False
+        patience_seconds = math.inf if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
         started = time.monotonic()
         try:
             while not self.ended:
@@ -127,9 +129,8 @@ class Stream:
                 if not self.begun:
                     break
                 if not self._take_oldest():
-                    if timeout_seconds is not None:
-                        if time.monotonic() - started >= timeout_seconds + _GRACE_SECONDS:
-                            raise too_late(timeout_seconds)
+                    if time.monotonic() - started >= patience_seconds:
+                        raise too_late(timeout_seconds)
                     self._meter.show()
         except KeyboardInterrupt:
             self._was_interrupted = True
@@ -176,7 +177,7 @@ class Stream:
             self.close()
 
     def close(self, because: str | None = None) -> None:
-        """End it: its batches are dropped, its epochs are let go. Idempotent, and finishes what Ctrl-C cut off.
+        """End it: its batches are dropped, its epochs are let go. Idempotent; ends what Ctrl-C cut.
 
         Args:
             because: its consumer gets this reason in place of a StopIteration.
@@ -206,9 +207,9 @@ class Stream:
 
     def _begin_jobs(self) -> None:
         """Begin jobs until enough batches are under way."""
-        for job in tuple(self.begun):  # a handler of this thread may end the stream
-            if job.is_in_parts:
-                job.go_on()
+        for begun in tuple(self.begun):  # a handler of this thread may end the stream
+            if begun.is_in_parts:
+                begun.go_on()
         wanted = self._assembly.wanted()
         while not self.exhausted and self.under_way + len(self.ready) < wanted:
             try:

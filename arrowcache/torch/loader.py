@@ -114,7 +114,7 @@ class Loader(NumpyLoader):
             return super()._hand_out(stream)
         if self._prefetcher.is_inherited():  # its thread stayed in the process that forked this one
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
-        return DeviceEpoch(stream, self._prefetcher, self._timeout, self._finish)
+        return DeviceEpoch(stream, self._prefetcher, self._options.timeout_seconds, self._finish)
 
     def _finish(self, batch: Batch) -> Batch:
         if not isinstance(batch, Mapping):

@@ -169,9 +169,7 @@ def endless_of(
         for step in range(steps):
             yield job(10 * epoch.number + step, epoch=epoch)
 
-    stream = Stream(
-        Epochs(Epoch(), after), Assembly(jobs, lambda: wanted), Parking(), Meter(), endless=True
-    )
+    stream = Stream(Epochs(Epoch(), after), Assembly(jobs, lambda: wanted), Parking(), Meter(), endless=True)
     assert stream.begin(lambda: False)
     return stream
 

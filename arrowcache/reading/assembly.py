@@ -264,7 +264,7 @@ class _Viewed(Job):
     """Batches that are made, as views if they can be, once the disk was asked for their rows."""
 
     def __init__(self, assembly: Assembly, rows: _Rows, batches: int, fetched: Sequence[Fetch]) -> None:
-        super().__init__(rows.epoch, batches)
+        self.epoch, self.batches = rows.epoch, batches
         self._assembly, self._rows, self._fetched = assembly, rows, fetched
 
     def take(self, seconds: float) -> bool:
@@ -285,7 +285,8 @@ class _Gathered(_Viewed):
     """Rows on their way into a slot. Waiting for them counts as "gather" or "store"."""
 
     def __init__(self, assembly: Assembly, rows: _Rows, batches: int, fetched: Sequence[Fetch]) -> None:
-        super().__init__(assembly, rows, batches, fetched)
+        self.epoch, self.batches = rows.epoch, batches
+        self._assembly, self._rows, self._fetched = assembly, rows, fetched
         self._slot = assembly.slots.lend(len(rows.ids))
         self._gather = rows.epoch.snapshot.begin_gather(rows.ids, assembly.names, self._slot)
         self.is_in_parts = self._gather.is_in_parts

@@ -117,6 +117,8 @@ class Gatherer:
                 buffer, kind = self._buffer_of[name], self._schema.variable[name]
                 gather.add(ValuesGather(self._rows, ids, buffer, kind, name, is_cold, drops, keep))
             gather.is_in_parts = is_cold or bool(others)
+            if others:
+                gather.go_on()
         except BaseException:
             gather.abandon()
             raise
@@ -146,6 +148,7 @@ class Gather:
     """
 
     is_in_parts = False  # some have a second part, which `go_on` begins
+    missed = 0  # rows or pages that were not in memory: valid once it has ended
 
     def __init__(self, named: Named = str, then: Callable[[], None] | None = None) -> None:
         self._named, self._then = named, then
@@ -155,7 +158,6 @@ class Gather:
         """What brings some columns, and is begun. Raises: OutsideError: it was refused."""
         self._parts.append(part)
         accepted(part)
-        part.go_on()
 
     def take(self, seconds: float) -> bool:
         """Help, then wait. Returns: True: it has ended.
@@ -167,7 +169,9 @@ class Gather:
         for part in self._parts:
             if not part.take(seconds):
                 return False
-            accepted(part)
+            if part.refused >= 0:
+                raise OutsideError(part.refused)
+        self.missed = sum([part.missed for part in self._parts])
         self._end()
         for part in self._parts:
             if (failure := part.failure) is not None:
@@ -228,11 +232,6 @@ class Gather:
     def values(self) -> dict[str, Column]:
         """Columns of variable length, once it has ended. Raises: CorruptSegmentError: text is not UTF-8."""
         return {part.name: part.column() for part in self._parts if isinstance(part, ValuesGather)}
-
-    @property
-    def missed(self) -> int:
-        """Rows or pages that were not in memory. Valid once it has ended."""
-        return sum([part.missed for part in self._parts])
 
 
 class Fetch:

@@ -236,23 +236,6 @@ class Meter:
         """The consumer waits inside: for an `iter`, or in a step, whatever that gives."""
         return Waiting(self)
 
-    def begin_wait(self) -> None:
-        """This thread, the consumer's, begins to wait."""
-        started = time.perf_counter()
-        with self._lock:
-            self._waits[threading.get_ident()] = started
-        if started > self._due:
-            self.show()
-
-    def end_wait(self) -> None:
-        now = time.perf_counter()
-        with self._lock:
-            seconds = now - self._waits.pop(threading.get_ident(), now)
-            self.stall_seconds += seconds
-            self.stalls += seconds > _HAND_OVER_SECONDS
-        if self._shows_a_wait:
-            self.show()
-
     def deliver(self, made: Made) -> None:
         """A batch went to the consumer."""
         with self._lock:
@@ -361,16 +344,26 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Waiting:
-    """A wait of the consumer: a context manager."""
+    """A wait of the consumer: a context manager, again and again."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
     def __enter__(self) -> None:
-        self._meter.begin_wait()
+        meter, started = self._meter, time.perf_counter()
+        with meter._lock:
+            meter._waits[threading.get_ident()] = started
+        if started > meter._due:
+            meter.show()
 
     def __exit__(self, *_: object) -> None:
-        self._meter.end_wait()
+        meter, now = self._meter, time.perf_counter()
+        with meter._lock:
+            seconds = now - meter._waits.pop(threading.get_ident(), now)
+            meter.stall_seconds += seconds
+            meter.stalls += seconds > _HAND_OVER_SECONDS
+        if meter._shows_a_wait:
+            meter.show()
 
 
 class Reading:

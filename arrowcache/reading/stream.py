@@ -112,7 +112,7 @@ class Stream:
         Raises: LoaderTimeoutError: none came in time. Whatever its making raised. ValueError: this
             process was forked from the one that makes them.
         """
-        if self.is_inherited():
+        if self._pid != os.getpid():
             raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
         with self._lock:
             if self.ended:
@@ -124,14 +124,15 @@ class Stream:
         try:
             while not self.ended:
                 self._begin_jobs()
+                if not self.ready:
+                    if not self.begun:
+                        break
+                    if not self._take_oldest():
+                        if time.monotonic() - started >= patience_seconds:
+                            raise too_late(timeout_seconds)
+                        self._meter.show()
                 if self.ready:
                     return self.ready.popleft()
-                if not self.begun:
-                    break
-                if not self._take_oldest():
-                    if time.monotonic() - started >= patience_seconds:
-                        raise too_late(timeout_seconds)
-                    self._meter.show()
         except KeyboardInterrupt:
             self._was_interrupted = True
             raise
@@ -155,7 +156,9 @@ class Stream:
         Raises: StopIteration: the end, also of what was taken since it ended. RuntimeError: a newer epoch
             began, or a state was loaded.
         """
-        if made is None or self.ended or not self._is_in(made.epoch):
+        if made is not None and made.epoch is not self._epochs.progress:
+            self._come_to(made.epoch)
+        if made is None or self.ended:
             if self._because is not None:
                 raise RuntimeError(f"this epoch ended when {self._because}: iterate anew")
             self.has_stopped = True
@@ -188,7 +191,7 @@ class Stream:
                 for epoch in self._undelivered:
                     self._epochs.take_back(epoch)
         self._meter.end_run(self)
-        if self.is_inherited():
+        if self._pid != os.getpid():  # locks may be held for ever in a forked child
             self.ended = self._is_closed = True
             return
         with self._lock:
@@ -198,10 +201,6 @@ class Stream:
             self._cancel()
         self._let_go()
         self._is_closed = True
-
-    def is_inherited(self) -> bool:
-        """True in a forked child of the process that has it: locks may be held for ever here."""
-        return self._pid != os.getpid()
 
     # jobs
 
@@ -298,14 +297,11 @@ class Stream:
         self._jobs = self._assembly.jobs(following, awaited=False)
         return True
 
-    def _is_in(self, epoch: Epoch) -> bool:
-        """Have the loader's progress be in the epoch of a batch; False if another one took its place."""
-        if epoch is self._epochs.progress:
-            return True
+    def _come_to(self, epoch: Epoch) -> None:
+        """Have the loader's progress be in the epoch of a batch, unless another one took its place."""
         with self._lock:
             if not self.ended:
                 self._epochs.came_to(epoch)
-            return not self.ended
 
     def _retire_made(self) -> None:
         """Let go of epochs whose batches are all made, as the next one has mapped what both read."""

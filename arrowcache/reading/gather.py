@@ -214,7 +214,7 @@ class Gather:
 
     def _cancel(self, seconds: float | None) -> bool:
         has_ended = True
-        for part in self._parts:
+        for part in reversed(self._parts):  # none is begun while others are waited for
             has_ended &= part.cancel(seconds)
         if has_ended:
             self._end()

@@ -133,7 +133,7 @@ class Loader:
         )
         if options.timeout_seconds == 0:
             raise ValueError("timeout=0 leaves no time for any batch: give seconds > 0, or None")
-        self._making = making = BatchOptions.checked(
+        self._making = making = BatchOptions(
             transform=transform,
             with_ids=with_ids,
             views=self._may_yield_views and shuffle in ("blocks", None),
@@ -148,7 +148,7 @@ class Loader:
         self._meter = Meter(making.workers, shuffle)
         self._epochs = Epochs(self._store, options, ranks, self._meter)
         make: type[Assembly | RemoteAssembly] = Assembly
-        if making.workers > 0 and worker_type == "process":
+        if making.workers and worker_type == "process":
             from arrowcache.reading.workers import remote  # brings much that others do without
 
             make = remote.RemoteAssembly

@@ -130,33 +130,28 @@ class EpochOptions:
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """How batches are made, as of `Loader`. `views`: they may be zero-copy views."""
+    """How batches are made, as of `Loader`. `views`: they may be zero-copy views.
+
+    Raises: ValueError, TypeError: an argument that does not fit.
+    """
 
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     with_ids: bool = False
     views: bool = False
     workers: int = 0
+    worker_type: str = "thread"
     prefetch: int | None = None
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        transform: Callable[[dict[str, Any]], dict[str, Any]] | None,
-        with_ids: bool,
-        views: bool,
-        workers: int,
-        worker_type: str,
-        prefetch: int | None,
-    ) -> BatchOptions:
-        """Check arguments. Raises: ValueError, TypeError: an argument that does not fit."""
-        require_function(transform, "transform")
-        if worker_type not in WORKER_TYPES:
-            raise ValueError(f"worker_type={worker_type!r} is unknown: use one of {WORKER_TYPES}")
+    def __post_init__(self) -> None:
+        require_function(self.transform, "transform")
+        parse_flag(self.with_ids, "with_ids")
+        if self.worker_type not in WORKER_TYPES:
+            raise ValueError(f"worker_type={self.worker_type!r} is unknown: use one of {WORKER_TYPES}")
+        workers, prefetch = parse_count(self.workers, "workers", least=0, most=_MOST_WORKERS), self.prefetch
         if prefetch is not None:
             prefetch = parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
-        workers = parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
-        return cls(transform, parse_flag(with_ids, "with_ids"), views, workers, prefetch)
+        object.__setattr__(self, "workers", workers)
+        object.__setattr__(self, "prefetch", prefetch)
 
 
 def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:

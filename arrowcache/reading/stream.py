@@ -114,20 +114,17 @@ class Stream:
         """
         if self._pid != os.getpid():
             raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
-        with self._lock:
-            if self.ended:
-                return None
-            self.consumer = threading.get_ident()
-        self._was_interrupted = False
         patience_seconds = math.inf if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
         started = time.monotonic()
+        if not self._enter():
+            return None
         try:
             while not self.ended:
                 self._begin_jobs()
                 if not self.ready:
                     if not self.begun:
                         break
-                    if not self._take_oldest():
+                    if not self._take_oldest(_LOOK_SECONDS):
                         if time.monotonic() - started >= patience_seconds:
                             raise too_late(timeout_seconds)
                         self._meter.show()
@@ -137,11 +134,7 @@ class Stream:
             self._was_interrupted = True
             raise
         finally:
-            with self._lock:
-                self.consumer = 0
-                is_over = self.ended  # by another thread, which left this to its consumer
-            if is_over:
-                self._cancel()
+            self._leave()
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -149,6 +142,20 @@ class Stream:
             return None
         finally:
             del error  # its traceback has this frame
+
+    def _enter(self) -> bool:
+        """Make this thread the consumer: it cancels jobs if others end the stream. Returns: False: it ended."""
+        with self._lock:
+            if not self.ended:
+                self.consumer = threading.get_ident()
+            return not self.ended
+
+    def _leave(self) -> None:
+        with self._lock:
+            self.consumer = 0
+            is_over = self.ended
+        if is_over:
+            self._cancel()
 
     def deliver(self, made: Made | None) -> None:
         """Count a batch that the consumer gets now; None: it has come to the end.
@@ -223,11 +230,11 @@ class Stream:
             except BaseException as error:  # noqa: BLE001  # it arrives after the batches before it
                 self._fail(error)
 
-    def _take_oldest(self) -> bool:
+    def _take_oldest(self, seconds: float) -> bool:
         """Have the batches of the oldest job ready. Returns: False: it has not ended so soon."""
         job = self.begun[0]
         try:
-            if not job.take(_LOOK_SECONDS) or self.ended:
+            if not job.take(seconds) or self.ended:
                 return False
             self.begun.popleft()
             self.under_way -= job.batches
@@ -256,9 +263,9 @@ class Stream:
     def _cancel_begun(self) -> None:
         with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
             while self.begun:
-                job = self.begun[0]
+                job = self.begun[-1]  # newest first: no thread begins one while an older one is waited for
                 job.abandon() if self._was_interrupted else job.cancel()
-                self.begun.popleft()  # now: Ctrl-C loses none
+                self.begun.pop()  # now: Ctrl-C loses none
         self.under_way = 0
 
     # epochs

@@ -87,9 +87,9 @@ from arrowcache.reading.stream import Stream
 
 apart = {"asked": threading.Event()}  # a function of this module would keep the iterator for ever
 exec('''
-def take_nothing(self):
+def take_nothing(self, seconds):
     asked.set()
-    asked.__class__().wait(0.05)
+    asked.__class__().wait(seconds)
     return False
 ''', apart)
 iterator = iter(dataset(cache, 16, epoch_rows=64, backend=backend, prefetch=2).repeat().prefetch(2))
@@ -210,8 +210,8 @@ sys.stdin.readline()
 at_once = Stream._take_oldest
 go_on = threading.Event()
 
-def late(self):
-    return go_on.wait(0.05) and at_once(self)
+def late(self, seconds):
+    return go_on.wait(seconds) and at_once(self, seconds)
 
 Stream._take_oldest = late  # batches are late from now on
 threading.Thread(target=lambda: (sys.stdin.readline(), go_on.set()), daemon=True).start()

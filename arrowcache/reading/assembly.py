@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.fetching import FETCHED_BYTES, Fetching
-from arrowcache.reading.gather import Fetch
+from arrowcache.reading.gather import Gather
 from arrowcache.reading.job import Elsewhere, Job, Made
 from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import BatchOptions, EpochOptions
@@ -154,7 +154,7 @@ class Assembly:
         """The stages that other processes are at, and since when: none here."""
         return []
 
-    def _begin(self, rows: _Rows, batches: int, fetched: Sequence[Fetch]) -> Job:
+    def _begin(self, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> Job:
         if self._crew is not None:
             made = self._crew.submit(partial(self._transformed, rows))
             return Elsewhere(rows.epoch, batches, made, _only, fetched)
@@ -263,7 +263,7 @@ class _Rows(NamedTuple):
 class _Viewed(Job):
     """Batches that are made, as views if they can be, once the disk was asked for their rows."""
 
-    def __init__(self, assembly: Assembly, rows: _Rows, batches: int, fetched: Sequence[Fetch]) -> None:
+    def __init__(self, assembly: Assembly, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> None:
         self.epoch, self.batches = rows.epoch, batches
         self._assembly, self._rows, self._fetched = assembly, rows, fetched
 
@@ -273,18 +273,17 @@ class _Viewed(Job):
     def made(self) -> Iterable[Made]:
         return self._assembly.made(self._rows)
 
-    def cancel(self) -> None:
-        self._fetched = ()
-
-    def abandon(self) -> None:
+    def cancel(self, seconds: float | None = None) -> bool:
+        has_ended = True
         for fetch in self._fetched:
-            fetch.abandon()
+            has_ended &= fetch.cancel(seconds)
+        return has_ended
 
 
 class _Gathered(_Viewed):
     """Rows on their way into a slot. Waiting for them counts as "gather" or "store"."""
 
-    def __init__(self, assembly: Assembly, rows: _Rows, batches: int, fetched: Sequence[Fetch]) -> None:
+    def __init__(self, assembly: Assembly, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> None:
         self.epoch, self.batches = rows.epoch, batches
         self._assembly, self._rows, self._fetched = assembly, rows, fetched
         self._slot = assembly.slots.lend(len(rows.ids))
@@ -318,12 +317,8 @@ class _Gathered(_Viewed):
             columns = {name: found[name] for name in assembly.names}
         return assembly.gathered(rows, columns)
 
-    def cancel(self) -> None:
-        self._gather.cancel()
-
-    def abandon(self) -> None:
-        self._gather.abandon()
-        super().abandon()
+    def cancel(self, seconds: float | None = None) -> bool:
+        return self._gather.cancel(seconds) & super().cancel(seconds)
 
 
 def _only(made: Made) -> Iterable[Made]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import _thread
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,23 +120,24 @@ class Gatherer:
             if others:
                 gather.go_on()
         except BaseException:
-            gather.abandon()
+            abandon(gather)
             raise
         return gather
 
-    def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Fetch:
-        """Have the disk begin to read columns of rows first..last-1.
+    def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Gather:
+        """Have the disk begin to read columns of rows first..last-1: a hint, which ends where it is dropped.
 
         Args:
             keep: kept until it has ended.
         """
-        fixed = [(*self._fixed[name], 0) for name in names if name in self._fixed]
-        jobs = [engine.fetch_rows(self._rows, first, last, fixed, keep)] if fixed else []
+        fetch = Gather()
+        if fixed := [(*self._fixed[name], 0) for name in names if name in self._fixed]:
+            fetch.add(engine.fetch_rows(self._rows, first, last, fixed, keep))
         for name in names:
-            if name in self._buffer_of:
+            if (buffer := self._buffer_of.get(name)) is not None:
                 width = element_bytes(self._schema.variable[name])
-                jobs.append(engine.fetch_values(self._rows, first, last, self._buffer_of[name], width, keep))
-        return Fetch(jobs)
+                fetch.add(engine.fetch_values(self._rows, first, last, buffer, width, keep))
+        return fetch
 
 
 class Gather:
@@ -193,26 +194,15 @@ class Gather:
             while not self.take(_STEP_SECONDS):
                 pass
         except BaseException:
-            self.abandon()
+            abandon(self)
             raise
         return self
 
-    def cancel(self) -> None:
-        """End it. Idempotent. Blocks: as `engine.Job.cancel`.
+    def cancel(self, seconds: float | None = None) -> bool:
+        """End it. Returns: False: the kernel holds a thread, so memory and files must stay. Idempotent.
 
-        Where the kernel holds a thread longer than that, its memory stays for ever and `then` is not called.
+        Blocks: as `engine.Job.cancel`. Where that leaves a thread behind, `then` is not called.
         """
-        self._cancel(None)
-
-    def abandon(self) -> None:
-        """`cancel`, for one who cannot wait: what the disk holds for longer than a moment ends by itself.
-
-        Nobody may ask anything of it afterwards. Blocks: for a moment.
-        """
-        if not self._cancel(_MOMENT_SECONDS):
-            in_a_thread(self.cancel)
-
-    def _cancel(self, seconds: float | None) -> bool:
         has_ended = True
         for part in reversed(self._parts):  # none is begun while others are waited for
             has_ended &= part.cancel(seconds)
@@ -232,24 +222,6 @@ class Gather:
     def values(self) -> dict[str, Column]:
         """Columns of variable length, once it has ended. Raises: CorruptSegmentError: text is not UTF-8."""
         return {part.name: part.column() for part in self._parts if isinstance(part, ValuesGather)}
-
-
-class Fetch:
-    """Rows that the disk was asked for: a hint, which ends where it is dropped."""
-
-    def __init__(self, jobs: Sequence[engine.Job]) -> None:
-        self._jobs = jobs
-
-    def take(self, seconds: float) -> bool:
-        """Wait until the disk is asked. Returns: whether it is. Blocks: so long for each column at most."""
-        return all(job.take(seconds) for job in self._jobs)
-
-    def abandon(self) -> None:
-        """End it, as `Gather.abandon`."""
-        held = [job for job in self._jobs if not job.cancel(_MOMENT_SECONDS)]
-        self._jobs = ()
-        if held:
-            in_a_thread(lambda: [job.cancel() for job in held])
 
 
 class ValuesGather:
@@ -327,12 +299,23 @@ class ValuesGather:
         return Values(items, ends // kind.item_bytes)
 
 
-def in_a_thread(function: Callable[[], object]) -> None:
-    """Have a thread of its own call it; this one, where none can be started."""
+class Cancellable(Protocol):
+    """What can be ended, as `Gather.cancel` ends."""
+
+    def cancel(self, seconds: float | None = None) -> bool: ...
+
+
+def abandon(begun: Cancellable) -> None:
+    """`cancel`, for one who cannot wait: what the disk holds for longer than a moment ends by itself.
+
+    Nobody may ask anything of it afterwards. Blocks: for a moment; as `cancel`, if no thread can be started.
+    """
+    if begun.cancel(_MOMENT_SECONDS):
+        return
     try:
-        _thread.start_new_thread(function, ())
+        _thread.start_new_thread(begun.cancel, ())
     except RuntimeError:
-        function()
+        begun.cancel()
 
 
 def accepted(part: Part) -> None:

@@ -53,12 +53,9 @@ class Job:
         """The batches, once it has ended. Raises: the error of their making, after the batches before it."""
         return ()
 
-    def cancel(self) -> None:
-        """Have it touch nothing any more. Idempotent. Blocks: for what was begun, at most some seconds."""
-
-    def abandon(self) -> None:
-        """The same for one who cannot wait; nothing is asked of it any more. Blocks: for a moment."""
-        self.cancel()
+    def cancel(self, seconds: float | None = None) -> bool:  # noqa: ARG002
+        """Have it touch nothing any more; as of `Gather`. Idempotent."""
+        return True
 
 
 class Elsewhere(Job):
@@ -90,8 +87,9 @@ class Elsewhere(Job):
         finally:
             del future
 
-    def cancel(self) -> None:
+    def cancel(self, seconds: float | None = None) -> bool:  # noqa: ARG002
         self.future.cancel()
+        return True
 
 
 _NOTHING: Future[Any] = Future()

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
+from arrowcache.reading.gather import abandon
 from arrowcache.reading.job import Job, Made
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.patience import Wait
@@ -144,7 +145,7 @@ class Stream:
             del error  # its traceback has this frame
 
     def _enter(self) -> bool:
-        """Make this thread the consumer: it cancels jobs if others end the stream. Returns: False: it ended."""
+        """Make this thread the consumer: it cancels jobs if others end it. Returns: False: it has ended."""
         with self._lock:
             if not self.ended:
                 self.consumer = threading.get_ident()
@@ -264,7 +265,7 @@ class Stream:
         with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
             while self.begun:
                 job = self.begun[-1]  # newest first: no thread begins one while an older one is waited for
-                job.abandon() if self._was_interrupted else job.cancel()
+                abandon(job) if self._was_interrupted else job.cancel()
                 self.begun.pop()  # now: Ctrl-C loses none
         self.under_way = 0
 

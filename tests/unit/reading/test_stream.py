@@ -135,11 +135,9 @@ class Manual(Job):
     def made(self) -> Iterator[Made]:
         return iter([made(self.step + number, self.epoch) for number in range(self.batches)])
 
-    def cancel(self) -> None:
+    def cancel(self, seconds: float | None = None) -> bool:
         self.cancelled += 1
-
-    def abandon(self) -> None:
-        self.cancelled += 1
+        return True
 
 
 def stream_of(
@@ -705,8 +703,9 @@ def test_a_stream_that_ends_while_its_consumer_waits_is_not_touched_by_who_ends_
             assert go_on.wait(DEADLINE_SECONDS)
             return False
 
-        def cancel(self) -> None:
+        def cancel(self, seconds: float | None = None) -> bool:
             touched.append(threading.current_thread())
+            return True
 
     stream = stream_of(of(Slow()), 1)
     consumer = threading.Thread(target=lambda: stream.take(None))
@@ -799,10 +798,11 @@ def test_an_end_that_was_interrupted_is_finished_by_the_next():
 
 def test_an_end_that_was_interrupted_between_two_jobs_is_finished_by_the_next():
     class Interrupted(Manual):
-        def cancel(self) -> None:
+        def cancel(self, seconds: float | None = None) -> bool:
             super().cancel()
             if self.cancelled == 1:
                 raise KeyboardInterrupt
+            return True
 
     pending, let_go = [Interrupted(0), Manual(1), Manual(2)], []
     stream = stream_of(of(*pending), let_go=lambda: let_go.append(1))
@@ -918,18 +918,17 @@ def test_what_was_under_way_is_let_go_at_the_end():
 
 def test_who_was_interrupted_does_not_wait_for_what_is_under_way_and_others_do():
     class Recorded(Manual):
-        def cancel(self) -> None:
-            self.calls.append("cancel")
-
-        def abandon(self) -> None:
-            self.calls.append("abandon")
+        def cancel(self, seconds: float | None = None) -> bool:
+            waits.append(seconds)
+            return True
 
         def take(self, seconds: float) -> bool:
             if is_pressed:
                 raise KeyboardInterrupt
             return super().take(seconds)
 
-    for is_pressed, wanted in ((True, "abandon"), (False, "cancel")):
+    for is_pressed in (True, False):
+        waits: list[float | None] = []
         pending = [Recorded(0), Recorded(1, is_done=False)]
         stream = stream_of(of(*pending))
         if is_pressed:
@@ -938,4 +937,5 @@ def test_who_was_interrupted_does_not_wait_for_what_is_under_way_and_others_do()
         else:
             assert taken(stream) == 0
         stream.close()
-        assert pending[1].calls[-1] == wanted
+        assert waits
+        assert all((seconds is not None) == is_pressed for seconds in waits)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -33,39 +34,25 @@ from arrowcache.storage.store import Store
 _ALL = slice(None)  # steps of an epoch
 
 
+@dataclass(eq=False)
 class Epoch:
     """One pass: what it reads, in which order, and how far its delivery is.
 
-    Args:
-        plan, order: which rows it has, and in which steps.
-        snapshot, claim: its own from now on.
-        agreement: of the ranks, which knows it by its number; None: this one is alone.
-        batch_size: rows of a step.
-        meter: told how long writers waited for it.
-        was_resumed: it is the rest of one that was planned.
+    `snapshot` and the claim are its own; the agreement of the ranks, if there is one, knows it by its number.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        order: Order,
-        snapshot: Snapshot,
-        claim: Claim,
-        agreement: Agreement | None,
-        batch_size: int,
-        meter: Meter,
-        *,
-        was_resumed: bool,
-    ) -> None:
-        self.plan, self.order, self.snapshot = plan, order, snapshot
-        self._claim, self._agreement = claim, agreement
-        self._batch_size, self._meter = batch_size, meter
-        self.was_resumed = was_resumed
-        self.delivered = 0  # steps, of those that are made here
-        self._is_in_order = plan.is_in_order
-        self._began = time.time()
-        self._held_up_seconds = 0.0  # that writers waited for its lease, as counted so far
-        self._is_let_go = False
+    plan: Plan
+    order: Order
+    snapshot: Snapshot
+    was_resumed: bool  # it is the rest of one that was planned
+    _claim: Claim
+    _agreement: Agreement | None
+    _batch_size: int
+    _meter: Meter
+    delivered: int = 0  # steps, of those that are made here
+    _began: float = field(default_factory=time.time)
+    _held_up_seconds: float = 0.0  # that writers waited for its lease, as counted so far
+    _is_let_go: bool = False
 
     def rest(self) -> Plan:
         """The part that was not delivered yet."""
@@ -78,7 +65,7 @@ class Epoch:
     def deliver(self) -> None:
         """The consumer gets a batch: segments whose rows were all delivered are let go, if it is in order."""
         self.delivered += 1
-        if self._is_in_order:
+        if self.plan.is_in_order:
             self.release_oldest(self.order.segments_span(self.delivered).start)
 
     def release_oldest(self, count: int) -> None:
@@ -295,16 +282,8 @@ class Epochs:
             if self._shard.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
                 rows -= max(0, order.steps * options.batch_size - (plan.stream_rows - plan.position))
             claim.serve(rows)
-            epoch = Epoch(
-                plan,
-                order,
-                snapshot,
-                claim,
-                self._agreement,
-                options.batch_size,
-                self._meter,
-                was_resumed=resumed is not None,
-            )
+            size, agreement, was_resumed = options.batch_size, self._agreement, resumed is not None
+            epoch = Epoch(plan, order, snapshot, was_resumed, claim, agreement, size, self._meter)
             self.supply.known = snapshot.next_seq  # the next one goes by what is published after it
             undo.pop_all()
         return epoch

@@ -76,6 +76,7 @@ class Stream:
         self.ready: deque[Made] = deque()
         self.exhausted = False
         self._has_to_wait = False  # the next epoch, until there is enough for it
+        self._is_asked = False  # whether it is ready, by who must not wait
         self._error: BaseException | None = None  # it comes after the batches before it
         self._has_failed = False  # that came, or comes
         self.consumer = 0  # the thread that is in `take`
@@ -143,6 +144,20 @@ class Stream:
             return None
         finally:
             del error  # its traceback has this frame
+
+    def is_ready(self) -> bool:
+        """Whether `take` would return at once. Begins what comes next; waits for nothing, nor for rows."""
+        if self._pid != os.getpid() or not self._enter():
+            return True
+        self._is_asked = True
+        try:
+            self._begin_jobs()
+            while not self.ready and self.begun and self._take_oldest(0.0):
+                pass
+            return bool(self.ready) or self.ended or (self.exhausted and not self.begun)
+        finally:
+            self._is_asked = False
+            self._leave()
 
     def _enter(self) -> bool:
         """Make this thread the consumer: it cancels jobs if others end it. Returns: False: it has ended."""
@@ -286,7 +301,7 @@ class Stream:
             following = self._epochs.begin_after(newest)
             self._has_to_wait = following is None
         if self._has_to_wait:
-            if is_busy:
+            if is_busy or self._is_asked:
                 return False  # first all is delivered
             wait = Wait(lambda: self.ended, partial(self._retire, newest))
             following = self._epochs.begin_after(newest, wait)

@@ -736,6 +736,32 @@ def test_a_consumer_may_end_its_stream_while_it_waits():
     assert looks == [False], "what was cancelled is not taken"
 
 
+def test_who_asks_whether_a_batch_is_ready_begins_jobs_and_waits_for_none():
+    first, second = Manual(0, is_done=False), Manual(1)
+    stream = stream_of(of(first, second), 1)
+    assert not stream.is_ready()
+    first.is_done.set()
+    assert stream.is_ready()
+    assert taken(stream) == 0
+    assert stream.is_ready()
+    assert taken(stream) == 1
+    assert stream.is_ready(), "its end"
+    assert stream.take(None) is None
+    stream.close()
+    assert stream.is_ready()
+
+
+def test_who_asks_whether_a_batch_is_ready_does_not_wait_for_the_next_epoch():
+    def after(previous: Epoch, wait: Any) -> Epoch | None:
+        return None if wait is None else Epoch(previous.number + 1)
+
+    stream = endless_of(1, after)
+    assert taken(stream) == 0
+    assert not stream.is_ready()
+    assert taken(stream) == 10
+    stream.close()
+
+
 # the end
 
 

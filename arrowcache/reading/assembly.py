@@ -217,16 +217,13 @@ class Assembly:
         else:
             yield self._copied(rows)
 
-    def gathered(self, rows: _Rows, columns: dict[str, Any]) -> Iterable[Made]:
-        """Batches of rows that were gathered into a slot."""
-        if len(rows.ids) <= self._batch_size:
-            return (self._complete(rows, columns, is_copied=True),)
-        return self.cut(rows, columns, is_copied=True)
-
     def cut(self, rows: _Rows, whole: dict[str, Any], *, is_copied: bool) -> Iterator[Made]:
         """Batches that lie side by side."""
-        size = self._batch_size
-        for start in range(0, len(rows.ids), size):
+        size, count = self._batch_size, len(rows.ids)
+        if count <= size:
+            yield self._complete(rows, whole, is_copied=is_copied)
+            return
+        for start in range(0, count, size):
             of_batch = slice(start, start + size)
             columns = {name: _rows_of(column, of_batch) for name, column in whole.items()}
             yield self._complete(rows._replace(ids=rows.ids[of_batch]), columns, is_copied=is_copied)
@@ -315,7 +312,7 @@ class _Gathered(_Viewed):
         if len(columns) < len(assembly.names):
             found = columns | self._gather.values()
             columns = {name: found[name] for name in assembly.names}
-        return assembly.gathered(rows, columns)
+        return assembly.cut(rows, columns, is_copied=True)
 
     def cancel(self, seconds: float | None = None) -> bool:
         return self._gather.cancel(seconds) & super().cancel(seconds)

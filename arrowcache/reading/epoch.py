@@ -54,6 +54,9 @@ class Epoch:
     _held_up_seconds: float = 0.0  # that writers waited for its lease, as counted so far
     _is_let_go: bool = False
 
+    def __post_init__(self) -> None:
+        self._is_in_order = self.plan.is_in_order
+
     def rest(self) -> Plan:
         """The part that was not delivered yet."""
         return self.plan.at(self.order.position_after(self.delivered))
@@ -65,7 +68,7 @@ class Epoch:
     def deliver(self) -> None:
         """The consumer gets a batch: segments whose rows were all delivered are let go, if it is in order."""
         self.delivered += 1
-        if self.plan.is_in_order:
+        if self._is_in_order:
             self.release_oldest(self.order.segments_span(self.delivered).start)
 
     def release_oldest(self, count: int) -> None:

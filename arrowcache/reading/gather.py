@@ -158,7 +158,8 @@ class Gather:
     def add(self, part: Part) -> None:
         """What brings some columns, and is begun. Raises: OutsideError: it was refused."""
         self._parts.append(part)
-        accepted(part)
+        if part.refused >= 0:
+            raise OutsideError(part.refused)
 
     def take(self, seconds: float) -> bool:
         """Help, then wait. Returns: True: it has ended.
@@ -264,7 +265,8 @@ class ValuesGather:
         return self._copy is None or self._copy.take(seconds)
 
     def _begin_copy(self) -> None:
-        accepted(self._found)
+        if self.refused >= 0:
+            raise OutsideError(self.refused)
         if self._found.failure is not None:  # which `Gather` tells
             self._is_over = True
             return
@@ -316,9 +318,3 @@ def abandon(begun: Cancellable) -> None:
         _thread.start_new_thread(begun.cancel, ())
     except RuntimeError:
         begun.cancel()
-
-
-def accepted(part: Part) -> None:
-    """Raise if it was refused. Raises: OutsideError: a row is out of range."""
-    if part.refused >= 0:
-        raise OutsideError(part.refused)

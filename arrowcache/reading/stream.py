@@ -76,7 +76,7 @@ class Stream:
         self.ready: deque[Made] = deque()
         self.exhausted = False
         self._has_to_wait = False  # the next epoch, until there is enough for it
-        self._is_asked = False  # whether it is ready, by who must not wait
+        self._may_wait = True  # for the next epoch; not if it is only asked whether it is ready
         self._error: BaseException | None = None  # it comes after the batches before it
         self._has_failed = False  # that came, or comes
         self.consumer = 0  # the thread that is in `take`
@@ -149,14 +149,14 @@ class Stream:
         """Whether `take` would return at once. Begins what comes next; waits for nothing, nor for rows."""
         if self._pid != os.getpid() or not self._enter():
             return True
-        self._is_asked = True
+        self._may_wait = False
         try:
             self._begin_jobs()
             while not self.ready and self.begun and self._take_oldest(0.0):
                 pass
             return bool(self.ready) or self.ended or (self.exhausted and not self.begun)
         finally:
-            self._is_asked = False
+            self._may_wait = True
             self._leave()
 
     def _enter(self) -> bool:
@@ -301,7 +301,7 @@ class Stream:
             following = self._epochs.begin_after(newest)
             self._has_to_wait = following is None
         if self._has_to_wait:
-            if is_busy or self._is_asked:
+            if is_busy or not self._may_wait:
                 return False  # first all is delivered
             wait = Wait(lambda: self.ended, partial(self._retire, newest))
             following = self._epochs.begin_after(newest, wait)

@@ -277,4 +277,4 @@ def nearly_full(path: Path, headroom: float = 0.1) -> ac.Cache:
 
 def are_made(epoch: Any) -> bool:
     """Whether all that was begun ahead for an iterator of a loader has been made."""
-    return all(pending.take(0) for pending, _ in epoch._stream.begun)
+    return all(job.take(0) for job in epoch._stream.begun)

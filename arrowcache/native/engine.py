@@ -265,14 +265,16 @@ class Found(Job):
         return self._job[_DAMAGED] - 1
 
 
-def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None) -> Job:
+def copy_rows(
+    rows: Rows, ids: NDArray[np.int64], columns: Sequence[tuple[int, int, int]], keep: object = None
+) -> Job:
     """Have columns of some rows copied from memory; returns at once.
 
     Rows of segments that are not mapped are read from their files.
 
     Args:
         ids: (n,) int64 numbers of rows.
-        columns: of fixed width.
+        columns: of fixed width, as of `Column`.
         keep: what keeps their memory where it is, and the files mapped; it is kept until the job has ended.
     """
     ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
@@ -281,7 +283,12 @@ def copy_rows(rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], kee
 
 
 def read_rows(
-    rows: Rows, ids: NDArray[np.int64], columns: Sequence[Column], keep: object = None, *, drops: bool = False
+    rows: Rows,
+    ids: NDArray[np.int64],
+    columns: Sequence[tuple[int, int, int]],
+    keep: object = None,
+    *,
+    drops: bool = False,
 ) -> Read:
     """Have columns of some rows read from their files, side by side; returns at once.
 
@@ -360,7 +367,9 @@ def _begin_values(
     )
 
 
-def fetch_rows(rows: Rows, first: int, last: int, columns: Sequence[Column], keep: object = None) -> Job:
+def fetch_rows(
+    rows: Rows, first: int, last: int, columns: Sequence[tuple[int, int, int]], keep: object = None
+) -> Job:
     """Have the disk begin to read rows first..last-1; returns at once. What is out of range is left out.
 
     Args:
@@ -378,7 +387,7 @@ def fetch_values(
     return Job(_LENGTHS, _FETCH, rows, np.array([first, last], np.int64), table, keep=keep)
 
 
-def _table(columns: Sequence[Column]) -> array[int]:
+def _table(columns: Sequence[tuple[int, int, int]]) -> array[int]:
     return array("q", [word for column in columns for word in column])
 
 

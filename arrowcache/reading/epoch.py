@@ -12,12 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
-from arrowcache.reading.headroom import Headroom
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import EpochOptions
 from arrowcache.reading.order import EpochOrder, Order, Shard, Survivors, order_of
@@ -34,36 +34,28 @@ from arrowcache.storage.store import Store
 _ALL = slice(None)  # steps of an epoch
 
 
+@dataclass(eq=False)
 class Epoch:
     """One pass: what it reads, in which order, and how far its delivery is.
 
-    Args:
-        number: which one.
-        snapshot, claim: its own from now on.
-        agreement: of the ranks, which knows it by its number; None: this one is alone.
-        batch_size: rows of a step.
-        meter: told how long writers waited for it.
+    `snapshot` and the claim are its own; the agreement of the ranks, if there is one, knows it by its number.
     """
 
     plan: Plan
     order: Order
+    snapshot: Snapshot
+    was_resumed: bool  # it is the rest of one that was planned
+    _claim: Claim
+    _agreement: Agreement | None
+    _batch_size: int
+    _meter: Meter
+    delivered: int = 0  # steps, of those that are made here
+    _began: float = field(default_factory=time.time)
+    _held_up_seconds: float = 0.0  # that writers waited for its lease, as counted so far
+    _is_let_go: bool = False
 
-    def __init__(
-        self,
-        number: int,
-        snapshot: Snapshot,
-        claim: Claim,
-        agreement: Agreement | None,
-        batch_size: int,
-        meter: Meter,
-    ) -> None:
-        self._number, self.snapshot, self._claim, self._agreement = number, snapshot, claim, agreement
-        self._batch_size, self._meter = batch_size, meter
-        self.delivered = 0  # steps, of those that are made here
-        self.was_resumed = False
-        self._began = time.time()
-        self._held_up_seconds = 0.0  # that writers waited for its lease, as counted so far
-        self._is_let_go = False
+    def __post_init__(self) -> None:
+        self._is_in_order = self.plan.is_in_order
 
     def rest(self) -> Plan:
         """The part that was not delivered yet."""
@@ -76,7 +68,7 @@ class Epoch:
     def deliver(self) -> None:
         """The consumer gets a batch: segments whose rows were all delivered are let go, if it is in order."""
         self.delivered += 1
-        if self.plan.is_in_order:
+        if self._is_in_order:
             self.release_oldest(self.order.segments_span(self.delivered).start)
 
     def release_oldest(self, count: int) -> None:
@@ -103,7 +95,7 @@ class Epoch:
             self.note_held_up()
             leave_to(self.snapshot)
             if self._agreement is not None:
-                self._agreement.release(self._number)
+                self._agreement.release(self.plan.epoch)
             self._is_let_go = True  # last: what Ctrl-C cut short is done by the next call
 
     def end(self) -> None:
@@ -117,9 +109,7 @@ class Epochs:
 
     Args:
         store: of the cache.
-        where: which segments; None: all.
         options: of every epoch.
-        timeout_seconds: how long an epoch waits for rows; None: for ever.
         membership: this rank among those of its job; None: it is alone.
         meter: told what the waiting took.
         shard: which part of each step is this one's, where it isn't the membership that says so.
@@ -128,19 +118,15 @@ class Epochs:
     def __init__(
         self,
         store: Store,
-        where: Callable[[SegmentInfo], bool] | None,
         options: EpochOptions,
-        timeout_seconds: float | None,
         membership: Membership | None,
         meter: Meter,
         shard: Shard | None = None,
     ) -> None:
         self._store, self._options, self._meter = store, options, meter
-        self._timeout_seconds = timeout_seconds
         self._agreement: Agreement | None = None
-        self.headroom = Headroom()
+        self.supply = Supply(store, options)
         self.join(membership, shard)
-        self._supply = Supply(store, where, options.epoch_rows, paced=options.paced)
         self._resumed: Plan | None = None
         self._missing = "skip"
         self._lost_ahead: int | None = None  # an epoch of the ranks that this one cannot read
@@ -152,7 +138,7 @@ class Epochs:
         self.close()
         self._agreement = None if membership is None else Agreement(self._store, membership)
         if membership is not None and membership.rank % membership.local_world_size:
-            self.headroom.warns = False  # the first rank of this node does
+            self.supply.warns = False  # the first rank of this node does
         alone = Shard(membership.rank, membership.world_size) if membership else Shard()
         self._shard = shard or alone
 
@@ -192,7 +178,7 @@ class Epochs:
         """
         plan = self._resumed
         if plan is None:
-            with self._supply.look(self.headroom.known) as snapshot:
+            with self.supply.look() as snapshot:
                 plan = self._plan(self.next, snapshot)
         return max(1, self._whole_order(plan).steps)
 
@@ -267,39 +253,41 @@ class Epochs:
         self._meter.begin_epoch(epoch.snapshot.left_out_rows)
         self.next = epoch.plan.epoch + 1
         self.progress = epoch
-        self.headroom.warn(epoch.snapshot, self._store.settings)
+        self.supply.warn(epoch.snapshot)
 
     def _begin(
         self, number: int, resumed: Plan | None, wait: Wait | None, *, made: slice = _ALL, ahead: bool = False
     ) -> Epoch | None:
         """An epoch that owns all that was taken for it; where this fails, all was let go."""
-        claim, options = Claim(self._supply), self._options
+        claim, options = Claim(self.supply), self._options
         with ExitStack() as undo:  # Ctrl-C may come anywhere
             undo.callback(claim.give_back)
             if resumed is not None:
-                retake = partial(self._supply.retake, resumed.includes)
+                retake = partial(self.supply.retake, resumed.includes)
                 snapshot = self._agreed(number, resumed.position, retake, undo)
             elif wait is not None:
                 patience = Patience(
-                    self._supply, options, self._shard.world_size, self._timeout_seconds, self._meter,
+                    self.supply,
+                    options,
+                    self._shard.world_size,
+                    self._meter,
                     with_ranks=self._agreement is not None,
-                )  # fmt: skip
+                )
                 snapshot = patience.wait(partial(self._take, number, claim, undo, ahead=ahead), wait)
             else:
                 snapshot = self._take(number, claim, undo, ahead=ahead)
             if snapshot is None:
                 return None
-            epoch = Epoch(number, snapshot, claim, self._agreement, options.batch_size, self._meter)
-            undo.callback(epoch.end)
-            epoch.was_resumed = resumed is not None
-            epoch.plan = plan = resumed or self._plan(number, snapshot)
-            epoch.order = order = self._order(plan, snapshot.segments, self._missing)
+            plan = resumed or self._plan(number, snapshot)
+            order = self._order(plan, snapshot.segments, self._missing)
             steps = range(order.steps)[made]
             rows = len(steps) * options.batch_size
             if self._shard.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
                 rows -= max(0, order.steps * options.batch_size - (plan.stream_rows - plan.position))
             claim.serve(rows)
-            self.headroom.took(snapshot)
+            size, agreement, was_resumed = options.batch_size, self._agreement, resumed is not None
+            epoch = Epoch(plan, order, snapshot, was_resumed, claim, agreement, size, self._meter)
+            self.supply.known = snapshot.next_seq  # the next one goes by what is published after it
             undo.pop_all()
         return epoch
 
@@ -348,7 +336,7 @@ class Epochs:
         def take() -> Snapshot | None:
             nonlocal own
             needed_rows = self._options.needed_rows(self._shard.world_size)
-            own = self._supply.take(needed_rows, self.headroom.known, claim)
+            own = self.supply.take(needed_rows, claim)
             return own
 
         agreed = None

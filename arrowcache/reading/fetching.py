@@ -13,30 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.gather import Fetch
+from arrowcache.reading.gather import Gather
 
 FETCHED_BYTES = 8 << 20  # ahead of what is read
 _FETCHED_SHARE = 1.25  # of the rows of a job, while the window's next segments are fetched
-
-
-class Fetched:
-    """What the disk was asked for before a job, as `Pending`: it ends once all is asked for."""
-
-    def __init__(self, fetched: Sequence[Fetch]) -> None:
-        self._fetched = fetched
-
-    def take(self, seconds: float) -> bool:
-        return all(fetch.take(seconds) for fetch in self._fetched)
-
-    def go_on(self) -> None:
-        pass
-
-    def cancel(self) -> None:
-        self._fetched = ()
-
-    def abandon(self) -> None:
-        for fetch in self._fetched:
-            fetch.abandon()
 
 
 class Fetching:
@@ -57,7 +37,7 @@ class Fetching:
             self._ahead_steps = -(-ahead_rows // rows_a_step)
             self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
 
-    def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Fetch]:
+    def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Gather]:
         """Have the disk read ahead as a job of these rows begins; keep the result until the job ends."""
         if self._is_window:
             return self._fetch_window(step, len(ids))
@@ -71,7 +51,7 @@ class Fetching:
     def _is_run(self, ids: NDArray[np.int64]) -> bool:
         return bool(int(ids[-1]) - int(ids[0]) == len(ids) - 1)
 
-    def _fetch_window(self, step: int, rows: int) -> Sequence[Fetch]:
+    def _fetch_window(self, step: int, rows: int) -> Sequence[Gather]:
         """Ask for all that the first step may read, then ahead at an even rate: rows are there in time."""
         order, snapshot = self._epoch.order, self._epoch.snapshot
         first = self._fetched_rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,10 @@ _MOMENT_SECONDS = 0.01  # what is begun in memory has ended by then
 
 Named = Callable[[int], str]
 """Told that a row could not be read, by its index among those that were asked for: its segment's name."""
+
+
+Part: TypeAlias = "engine.Job | engine.Read | ValuesGather"
+"""Some columns on their way."""
 
 
 class OutsideError(Exception):
@@ -50,8 +55,13 @@ class Gatherer:
     def __init__(self, schema: Schema, rows: Rows) -> None:
         self._schema, self._rows = schema, rows
         count = len(schema.fixed)
-        self._buffer_of = {name: number for number, name in enumerate(schema.fixed)}
-        self._buffer_of |= {name: count + 2 * number for number, name in enumerate(schema.variable)}
+        #: Buffer and width of each column of fixed width whose rows have any bytes.
+        self._fixed = {
+            name: (number, kind.row_bytes)
+            for number, (name, kind) in enumerate(schema.fixed.items())
+            if kind.row_bytes
+        }
+        self._buffer_of = {name: count + 2 * number for number, name in enumerate(schema.variable)}
 
     def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Index of each row's segment (n,), of rows (n,).
@@ -87,78 +97,69 @@ class Gatherer:
             out: for each that has a fixed width, the address of (n, *shape) of its numpy_dtype, to be filled.
             keep: what keeps that memory, and the files mapped; for as long as anything may touch them.
             named: tells segments.
-            then: called once it has ended, in whatever way, also where this raises; idempotent.
+            then: as of `Gather`; also where this raises.
             is_cold: rows may be on the disk: have it read them side by side.
             drops: rows that are read from the disk leave the page cache again.
         Raises: OutsideError: a row is out of range, or its segment not known; nothing is written then. A
             small warm job raises this when it is taken: see `engine.Job`.
         """
-        columns = [self._column(name, address) for name, address in out.items() if self._width_of(name)]
+        columns = [(*self._fixed[name], address) for name, address in out.items() if name in self._fixed]
         others = () if len(names) == len(out) else [name for name in names if name not in out]
         if not columns and not others:
             self.segments_of(ids)  # they are checked, whatever is asked of them
-        gather = Gather(None, {}, named)
-        gather.then = then
+        gather = Gather(named, then)
         try:
             if columns and is_cold:
-                gather.add_fixed(engine.read_rows(self._rows, ids, columns, keep, drops=drops))
+                gather.add(engine.read_rows(self._rows, ids, columns, keep, drops=drops))
             elif columns:
-                gather.add_fixed(engine.copy_rows(self._rows, ids, columns, keep))
+                gather.add(engine.copy_rows(self._rows, ids, columns, keep))
             for name in others:
                 buffer, kind = self._buffer_of[name], self._schema.variable[name]
-                values = ValuesGather(self._rows, ids, buffer, kind, name, is_cold, drops, keep)
-                gather.add_values(name, values)
+                gather.add(ValuesGather(self._rows, ids, buffer, kind, name, is_cold, drops, keep))
+            gather.is_in_parts = is_cold or bool(others)
+            if others:
+                gather.go_on()
         except BaseException:
-            gather.abandon()
+            abandon(gather)
             raise
         return gather
 
-    def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Fetch:
-        """Have the disk begin to read columns of rows first..last-1.
+    def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Gather:
+        """Have the disk begin to read columns of rows first..last-1: a hint, which ends where it is dropped.
 
         Args:
             keep: kept until it has ended.
         """
-        fixed = [self._column(n, 0) for n in names if n in self._schema.fixed and self._width_of(n)]
-        jobs = [engine.fetch_rows(self._rows, first, last, fixed, keep)] if fixed else []
+        fetch = Gather()
+        if fixed := [(*self._fixed[name], 0) for name in names if name in self._fixed]:
+            fetch.add(engine.fetch_rows(self._rows, first, last, fixed, keep))
         for name in names:
-            if name not in self._schema.fixed:
+            if (buffer := self._buffer_of.get(name)) is not None:
                 width = element_bytes(self._schema.variable[name])
-                jobs.append(engine.fetch_values(self._rows, first, last, self._buffer_of[name], width, keep))
-        return Fetch(jobs)
-
-    def _width_of(self, name: str) -> int:
-        return self._schema.fixed[name].row_bytes
-
-    def _column(self, name: str, address: int) -> engine.Column:
-        return engine.Column(self._buffer_of[name], self._width_of(name), address)
+                fetch.add(engine.fetch_values(self._rows, first, last, buffer, width, keep))
+        return fetch
 
 
 class Gather:
-    """Columns of some rows on their way. Its owner calls `take` until that returns True, or `cancel`."""
+    """Columns of some rows on their way. Its owner calls `take` until that returns True, or `cancel`.
 
-    then: Callable[[], None] | None = None  # called once it has ended, in whatever way; idempotent
+    Args:
+        named: tells segments.
+        then: called once it has ended, in whatever way; idempotent.
+    """
 
-    def __init__(
-        self,
-        fixed: engine.Job | engine.Read | None,
-        values: Mapping[str, ValuesGather],
-        named: Named = str,
-    ) -> None:
-        self._fixed: engine.Job | engine.Read | None = None
-        self._values, self._named = dict(values), named
-        if fixed is not None:
-            self.add_fixed(fixed)
+    is_in_parts = False  # some have a second part, which `go_on` begins
+    missed = 0  # rows or pages that were not in memory: valid once it has ended
 
-    def add_fixed(self, fixed: engine.Job | engine.Read) -> None:
-        """What brings the columns of fixed width. Raises: OutsideError: it was refused."""
-        self._fixed = fixed
-        accepted(fixed)
+    def __init__(self, named: Named = str, then: Callable[[], None] | None = None) -> None:
+        self._named, self._then = named, then
+        self._parts: list[Part] = []
 
-    def add_values(self, name: str, values: ValuesGather) -> None:
-        """What brings a column of variable length: it is begun. Raises: OutsideError: it was refused."""
-        self._values[name] = values
-        values.begin()
+    def add(self, part: Part) -> None:
+        """What brings some columns, and is begun. Raises: OutsideError: it was refused."""
+        self._parts.append(part)
+        if part.refused >= 0:
+            raise OutsideError(part.refused)
 
     def take(self, seconds: float) -> bool:
         """Help, then wait. Returns: True: it has ended.
@@ -167,33 +168,26 @@ class Gather:
         Raises: OutsideError: as `Gatherer.begin`; CorruptSegmentError: a file has changed since it was
             checked, or cannot be read; RuntimeError: this process was forked from the one that copies.
         """
-        if self._fixed is not None:
-            if not self._fixed.take(seconds):
+        for part in self._parts:
+            if not part.take(seconds):
                 return False
-            accepted(self._fixed)
-        for values in self._values.values():
-            if not values.take(seconds):
-                return False
+            if part.refused >= 0:
+                raise OutsideError(part.refused)
+        self.missed = sum([part.missed for part in self._parts])
         self._end()
-        self._require_whole()
-        return True
-
-    def _require_whole(self) -> None:
-        jobs = [*([] if self._fixed is None else [self._fixed]), *self._values.values()]
-        for job in jobs:
-            if (failure := job.failure) is not None:
+        for part in self._parts:
+            if (failure := part.failure) is not None:
                 why = os.strerror(failure.error) if failure.error else "its file was truncated"
                 raise CorruptSegmentError(
                     f"segment {self._named(failure.index)} can't be read any more ({why}): "
                     "run cache.verify(), and look at the disk"
                 )
+        return True
 
     def go_on(self) -> None:
         """Begin second parts whose first part has ended."""
-        if self._fixed is not None:
-            self._fixed.go_on()
-        for values in self._values.values():
-            values.go_on()
+        for part in self._parts:
+            part.go_on()
 
     def wait(self) -> Gather:
         """Wait for its end. Returns: itself. Blocks, raises: as `take`; Ctrl-C ends it."""
@@ -201,69 +195,34 @@ class Gather:
             while not self.take(_STEP_SECONDS):
                 pass
         except BaseException:
-            self.abandon()
+            abandon(self)
             raise
         return self
 
-    def cancel(self) -> None:
-        """End it. Idempotent. Blocks: as `engine.Job.cancel`.
+    def cancel(self, seconds: float | None = None) -> bool:
+        """End it. Returns: False: the kernel holds a thread, so memory and files must stay. Idempotent.
 
-        Where the kernel holds a thread longer than that, its memory stays for ever and `then` is not called.
+        Blocks: as `engine.Job.cancel`. Where that leaves a thread behind, `then` is not called.
         """
-        self._cancel(None)
-
-    def abandon(self) -> None:
-        """`cancel`, for one who cannot wait: what the disk holds for longer than a moment ends by itself.
-
-        Nobody may ask anything of it afterwards. Blocks: for a moment.
-        """
-        if not self._cancel(_MOMENT_SECONDS):
-            in_a_thread(self.cancel)
-
-    def _cancel(self, seconds: float | None) -> bool:
-        has_ended = self._fixed is None or self._fixed.cancel(seconds)
-        for values in self._values.values():
-            has_ended &= values.cancel(seconds)
+        has_ended = True
+        for part in reversed(self._parts):  # none is begun while others are waited for
+            has_ended &= part.cancel(seconds)
         if has_ended:
             self._end()
         return has_ended
 
     def _end(self) -> None:
-        if self.then is not None:
-            self.then()
-            self.then = None  # last: where Ctrl-C comes in between, it is called again
+        if self._then is not None:
+            self._then()
+            self._then = None  # last: where Ctrl-C comes in between, it is called again
 
     def __del__(self) -> None:
-        if self.then is not None:
+        if getattr(self, "_then", None) is not None:  # else it has ended, or Ctrl-C came before it was made
             self.cancel()
 
     def values(self) -> dict[str, Column]:
         """Columns of variable length, once it has ended. Raises: CorruptSegmentError: text is not UTF-8."""
-        return {name: values.column() for name, values in self._values.items()}
-
-    @property
-    def missed(self) -> int:
-        """Rows or pages that were not in memory. Valid once it has ended."""
-        missed = 0 if self._fixed is None else self._fixed.missed
-        return missed + sum(values.missed for values in self._values.values())
-
-
-class Fetch:
-    """Rows that the disk was asked for: a hint, which ends where it is dropped."""
-
-    def __init__(self, jobs: Sequence[engine.Job]) -> None:
-        self._jobs = jobs
-
-    def take(self, seconds: float) -> bool:
-        """Wait until the disk is asked. Returns: whether it is. Blocks: so long for each column at most."""
-        return all(job.take(seconds) for job in self._jobs)
-
-    def abandon(self) -> None:
-        """End it, as `Gather.abandon`."""
-        held = [job for job in self._jobs if not job.cancel(_MOMENT_SECONDS)]
-        self._jobs = ()
-        if held:
-            in_a_thread(lambda: [job.cancel() for job in held])
+        return {part.name: part.column() for part in self._parts if isinstance(part, ValuesGather)}
 
 
 class ValuesGather:
@@ -283,14 +242,13 @@ class ValuesGather:
         drops: bool,
         keep: object = None,
     ) -> None:
-        self._kind, self._name = kind, name
+        self._kind, self.name = kind, name
         self._is_cold, self._drops = is_cold, drops
         self._found = engine.find_values(rows, ids, buffer, element_bytes(kind), keep, on_disk=is_cold)
 
-    def begin(self) -> None:
-        """Begin to bring values, if they are found. Raises: OutsideError: a row is out of range."""
-        accepted(self._found)
-        self.go_on()
+    @property
+    def refused(self) -> int:
+        return self._found.refused
 
     def go_on(self) -> None:
         found = self._found
@@ -307,13 +265,14 @@ class ValuesGather:
         return self._copy is None or self._copy.take(seconds)
 
     def _begin_copy(self) -> None:
-        accepted(self._found)
+        if self.refused >= 0:
+            raise OutsideError(self.refused)
         if self._found.failure is not None:  # which `Gather` tells
             self._is_over = True
             return
         if self._found.damaged >= 0:
             raise CorruptSegmentError(
-                f"the offsets of column {self._name!r} point out of their file, so its bytes were altered "
+                f"the offsets of column {self.name!r} point out of their file, so its bytes were altered "
                 "after it was opened: run cache.verify()"
             )
         self._data = aligned(int(self._found.offsets[-1]))
@@ -342,15 +301,20 @@ class ValuesGather:
         return Values(items, ends // kind.item_bytes)
 
 
-def in_a_thread(function: Callable[[], object]) -> None:
-    """Have a thread of its own call it; this one, where none can be started."""
+class Cancellable(Protocol):
+    """What can be ended, as `Gather.cancel` ends."""
+
+    def cancel(self, seconds: float | None = None) -> bool: ...
+
+
+def abandon(begun: Cancellable) -> None:
+    """`cancel`, for one who cannot wait: what the disk holds for longer than a moment ends by itself.
+
+    Nobody may ask anything of it afterwards. Blocks: for a moment; as `cancel`, if no thread can be started.
+    """
+    if begun.cancel(_MOMENT_SECONDS):
+        return
     try:
-        _thread.start_new_thread(function, ())
+        _thread.start_new_thread(begun.cancel, ())
     except RuntimeError:
-        function()
-
-
-def accepted(job: engine.Job | engine.Read) -> None:
-    """Raise if a job was refused. Raises: OutsideError: a row is out of range."""
-    if job.refused >= 0:
-        raise OutsideError(job.refused)
+        begun.cancel()

@@ -2,45 +2,38 @@
 
 `iter` takes the snapshot, so whatever was published before it is in the epoch. `next` begins batches ahead,
 which native threads copy, and hands out the oldest: no Python thread lies on their way. One epoch is
-delivered at a time. This module is the face. iterator.py hands batches over; epoch.py begins epochs; plan.py
-and order.py say which rows a batch has; assembly.py makes batches, in memory of slots.py or view.py; feed.py
-and pipeline.py say when; temperature.py says how rows are read; parking.py keeps an ended epoch for a second.
+delivered at a time. This module is the face. stream.py is the loop; epoch.py begins epochs; plan.py and
+order.py say which rows a batch has; assembly.py makes batches, in memory of slots.py or view.py;
+temperature.py says how rows are read; parking.py keeps an ended epoch for a second.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.feed import Feed
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import membership
-from arrowcache.reading.options import EpochOptions, parse_flag
+from arrowcache.reading.options import BatchOptions, EpochOptions
 from arrowcache.reading.parking import Parking
-from arrowcache.reading.patience import Wait
-from arrowcache.reading.pipeline import Pipeline, Stream
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
+from arrowcache.reading.stream import Stream
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.counters import CounterPage
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.store import once_unlocked
-from arrowcache.units import parse_count, parse_seconds, require_function
 
 if TYPE_CHECKING:
     from typing import Self
 
     from arrowcache.reading.workers.remote import RemoteAssembly
 
-WORKER_TYPES = ("process", "thread")
-_MOST_WORKERS = 256
-_MOST_PREFETCHED = 1 << 16
 _CLOSED = "the loader is closed: make a new one"
 _NO_DATASET = (
     "a Loader is no dataset: it has no length and no items, since the rows of a rolling cache are others in "
@@ -124,13 +117,9 @@ class Loader:
         paced: bool = True,
     ) -> None:
         self._store = store_of(cache)
-        settings = self._store.settings
-        self._names = settings.schema.select(columns, least=1)
-        require_function(transform, "transform")
-        require_function(where, "where")
-        self._options = EpochOptions.checked(
-            settings,
-            self._names,
+        self._options = options = EpochOptions.checked(
+            self._store.settings,
+            columns,
             batch_size,
             shuffle=shuffle,
             seed=seed,
@@ -139,40 +128,34 @@ class Loader:
             wait_rows=wait_rows,
             window_bytes=window_bytes,
             paced=paced,
+            where=where,
+            timeout=timeout,
         )
-        self._workers = _workers(workers, worker_type)
-        self._prefetch = (
-            None if prefetch is None else parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
-        )
-        self._where = where
-        self._timeout = parse_seconds(timeout, "timeout")
-        if self._timeout == 0:
+        if options.timeout_seconds == 0:
             raise ValueError("timeout=0 leaves no time for any batch: give seconds > 0, or None")
+        self._making = making = BatchOptions(
+            transform=transform,
+            with_ids=with_ids,
+            views=self._may_yield_views and shuffle in ("blocks", None),
+            workers=workers,
+            worker_type=worker_type,
+            prefetch=prefetch,
+        )
         self._given, self._run_id = (rank, world_size), run_id
         self._rank = self._find_rank()
         ranks = membership(*self._rank, run_id)
-        self._options.require_fit(self._store, ranks)
-        self._meter = Meter(self._workers, shuffle)
-        self._epochs = Epochs(self._store, where, self._options, self._timeout, ranks, self._meter)
+        options.require_fit(self._store, ranks)
+        self._meter = Meter(making.workers, shuffle)
+        self._epochs = Epochs(self._store, options, ranks, self._meter)
         make: type[Assembly | RemoteAssembly] = Assembly
-        if self._workers > 0 and worker_type == "process":
+        if making.workers and worker_type == "process":
             from arrowcache.reading.workers import remote  # brings much that others do without
 
             make = remote.RemoteAssembly
-        self._assembly = make(
-            self._store,
-            self._names,
-            self._options.batch_size,
-            transform,
-            with_ids=parse_flag(with_ids, "with_ids"),
-            views=self._may_yield_views and shuffle in ("blocks", None),
-            workers=self._workers,
-            prefetch=self._prefetch,
-            meter=self._meter,
-        )
-        self._running: tuple[Pipeline, Parking] | None = None
-        self._current: weakref.ref[EpochIterator] | None = None  # a dropped one has ended
-        self._stream: Stream | None = None  # of that one
+        self._assembly = make(self._store, options, making, self._meter)
+        self._pid = os.getpid()
+        self._parking: Parking | None = None  # while it is in use
+        self._stream: Stream | None = None  # of the iterator that began last
         self._closed = False
 
     def __iter__(self) -> Batches:
@@ -243,18 +226,19 @@ class Loader:
         """
         if self._closed:
             raise ValueError(_CLOSED)
-        schema, size = self._store.settings.schema, self._options.batch_size
-        if self._options.shuffle not in ("blocks", None):
+        options, schema = self._options, self._store.settings.schema
+        size, where = options.batch_size, options.where
+        if options.shuffle not in ("blocks", None):
             raise ValueError(
-                f"shuffle={self._options.shuffle!r} gathers rows from everywhere, which copies them: "
+                f"shuffle={options.shuffle!r} gathers rows from everywhere, which copies them: "
                 "use shuffle='blocks' or None"
             )
-        if copied := [name for name in self._names if name not in uncopied(schema, self._names)]:
+        if copied := [name for name in options.names if name not in uncopied(schema, options.names)]:
             raise ValueError(f"columns {copied} become Python objects, which are copies: leave them out")
         with self._store.locked():
             listed = self._store.segments()
-        if self._where is not None:
-            listed = [segment for segment in listed if self._where(segment)]
+        if where is not None:
+            listed = [segment for segment in listed if where(segment)]
         odd = [segment for segment in listed if segment.rows % size]
         if odd:
             raise ValueError(
@@ -279,11 +263,10 @@ class Loader:
         """
         self._closed = True
         self._end_current()
-        if self._running is not None:
-            _, parking = self._running
+        if (parking := self._parking) is not None:  # another thread may close it, too
             self._assembly.close()
             parking.close()
-            self._running = None
+            self._parking = None
         self._epochs.close()
         self._meter.show_on(None)
 
@@ -327,9 +310,9 @@ class Loader:
         """The last touch, in the consumer's thread; loaders for a framework convert here."""
         return batch
 
-    def _hand_out(self, epoch: EpochIterator) -> Batches:
-        """The iterator that the consumer gets; loaders for a device put their own around an epoch's."""
-        return epoch
+    def _hand_out(self, stream: Stream) -> Batches:
+        """The iterator that the consumer gets; loaders for a device have one of their own."""
+        return EpochIterator(stream, self._options.timeout_seconds, self._finish)
 
     def _find_rank(self) -> tuple[int | None, int | None]:
         """Rank and world size; loaders for a framework may find others before each epoch."""
@@ -347,60 +330,31 @@ class Loader:
     def _begin(self, *, endless: bool) -> Batches:
         if self._closed:
             raise ValueError(_CLOSED)
-        if self._running is not None and self._running[0].is_inherited():
-            self._running = self._current = None  # they stayed in the process that forked this one
+        if self._pid != os.getpid():  # threads stayed in the process that forked this one
+            self._pid, self._stream, self._parking = os.getpid(), None, None
             self._assembly.after_fork()
         self._end_current("a newer one began")
         self._join()
-        if self._running is None:
-            making = self._assembly
-            page = CounterPage.open(self._store.folder.path, self._workers, self._options.shuffle)
-            self._meter.show_on(page, making.in_progress)
-            parking = Parking(self._epochs.settle, making.drop)
-            self._running = Pipeline(making.wanted, self._meter.show), parking
-        pipeline, parking = self._running
-        parking.begin()
+        if self._parking is None:
+            page = CounterPage.open(self._store.folder.path, self._making.workers, self._options.shuffle)
+            self._meter.show_on(page, self._assembly.in_progress)
+            self._parking = Parking(self._epochs.settle, self._assembly.drop)
+        self._parking.begin()
         self._assembly.prepare()
-        run, epoch = object(), None
+        stream = Stream(self._epochs, self._assembly, self._parking, self._meter, endless=endless)
         try:
-            self._meter.begin_run(run)
-            with self._meter.waiting():
-                epoch = self._epochs.begin(Wait(lambda: self._closed, parking.drop))
-            if epoch is None or self._closed:  # by another thread
+            if not stream.begin(lambda: self._closed) or self._closed:  # by another thread
                 raise ValueError(_CLOSED)
-            parking.drop()  # what both read stays mapped
-            feed = Feed(self._epochs, self._assembly, pipeline, parking, epoch, endless=endless)
-            iterator = EpochIterator(
-                feed.stream, pipeline, self._epochs, epoch, self._meter, run, self._timeout, self._finish
-            )
+            self._stream = stream
+            return self._hand_out(stream)
         except BaseException:
-            self._meter.end_run(run)
-            if epoch is not None:
-                self._epochs.take_back(epoch)
-                epoch.end()
+            stream.close()
             raise
-        self._stream, self._current = feed.stream, weakref.ref(iterator)
-        pipeline.begin(feed.stream)
-        return self._hand_out(iterator)
 
     def _is_over(self, epoch: Epoch) -> bool:
         """True if an epoch was delivered to its end, and its consumer knows."""
-        iterator = self._delivering()
-        return epoch.is_delivered and (iterator is None or iterator.has_stopped)
-
-    def _delivering(self) -> EpochIterator | None:  # Lightning sets what is named `_iterator` to None
-        return None if self._current is None else self._current()
+        return epoch.is_delivered and (self._stream is None or self._stream.has_stopped)
 
     def _end_current(self, because: str | None = None) -> None:
-        iterator = self._delivering()
-        if iterator is not None:
-            iterator.end(because)
-        elif self._stream is not None and self._running is not None:
-            self._running[0].end(self._stream)  # where Ctrl-C came as its iterator was dropped
-        self._stream = None
-
-
-def _workers(workers: int, worker_type: str) -> int:
-    if worker_type not in WORKER_TYPES:
-        raise ValueError(f"worker_type={worker_type!r} is unknown: use one of {WORKER_TYPES}")
-    return parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
+        if self._stream is not None:
+            self._stream.close(because)

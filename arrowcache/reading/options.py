@@ -1,26 +1,30 @@
-"""Options: the user's arguments that hold for every epoch, checked."""
+"""Options: the user's arguments, checked, as they travel: those of epochs, and those of their batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cgroup import memory_bytes
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.plan import SHUFFLES
-from arrowcache.storage.layout import Settings, Term
+from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
-from arrowcache.units import format_bytes, parse_bytes, parse_count
+from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds, require_function
 
+WORKER_TYPES = ("process", "thread")
 _MOST_BATCH_ROWS = (1 << 31) - 1
+_MOST_WORKERS = 256
+_MOST_PREFETCHED = 1 << 16
 _TERMS = ("batch_size", "shuffle", "seed", "epoch_rows", "drop_last", "window_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class EpochOptions:
-    """The user's arguments that hold for every epoch, as of `Loader`; the same on all ranks."""
+    """What decides which rows an epoch has, as of `Loader`; the same on all ranks. `names`: of columns."""
 
     batch_size: int
     shuffle: str | None
@@ -30,12 +34,15 @@ class EpochOptions:
     window_bytes: int
     wait_rows: int
     paced: bool
+    where: Callable[[SegmentInfo], bool] | None = None
+    timeout_seconds: float | None = None
+    names: tuple[str, ...] = ()
 
     @classmethod
     def checked(
         cls,
         settings: Settings,
-        names: Sequence[str],
+        columns: Sequence[str] | None,
         batch_size: int,
         *,
         shuffle: str | None,
@@ -45,11 +52,15 @@ class EpochOptions:
         wait_rows: int,
         window_bytes: int | str | None,
         paced: bool,
+        where: Callable[[SegmentInfo], bool] | None,
+        timeout: float | None,
     ) -> EpochOptions:
-        """Check arguments; `names` are the columns of a batch.
+        """Check arguments.
 
         Raises: ValueError, TypeError: an argument that does not fit.
         """
+        names = settings.schema.select(columns, least=1)
+        require_function(where, "where")
         if shuffle not in SHUFFLES:
             raise ValueError(f"shuffle={shuffle!r} is unknown: use one of {SHUFFLES}")
         if window_bytes is not None and shuffle != "window":
@@ -65,6 +76,9 @@ class EpochOptions:
             window_bytes=parse_bytes(window_bytes, "window_bytes"),
             wait_rows=parse_count(wait_rows, "wait_rows"),
             paced=parse_flag(paced, "paced"),
+            where=where,
+            timeout_seconds=parse_seconds(timeout, "timeout"),
+            names=names,
         )
 
     def terms(self) -> dict[str, Term]:
@@ -112,6 +126,32 @@ class EpochOptions:
                 f"{fact} {format_bytes(least)} or more, and the capacity is {format_bytes(capacity_bytes)} "
                 f"now: {way}, or raise the capacity first"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How batches are made, as of `Loader`. `views`: they may be zero-copy views.
+
+    Raises: ValueError, TypeError: an argument that does not fit.
+    """
+
+    transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    with_ids: bool = False
+    views: bool = False
+    workers: int = 0
+    worker_type: str = "thread"
+    prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        require_function(self.transform, "transform")
+        parse_flag(self.with_ids, "with_ids")
+        if self.worker_type not in WORKER_TYPES:
+            raise ValueError(f"worker_type={self.worker_type!r} is unknown: use one of {WORKER_TYPES}")
+        workers, prefetch = parse_count(self.workers, "workers", least=0, most=_MOST_WORKERS), self.prefetch
+        if prefetch is not None:
+            prefetch = parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
+        object.__setattr__(self, "workers", workers)
+        object.__setattr__(self, "prefetch", prefetch)
 
 
 def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:

@@ -38,12 +38,11 @@ class Wait(NamedTuple):
 
 
 class Patience:
-    """That of one wait.
+    """That of one wait: for the timeout without rows, and without a sampler that draws some.
 
     Args:
         supply: what its tries find.
         options, world_size: of the epoch that is waited for.
-        timeout_seconds: without rows, and without a sampler that draws some; None: for ever.
         meter: told what the waiting took.
         with_ranks: what other ranks of the job do is a reason to try again, too.
     """
@@ -53,14 +52,13 @@ class Patience:
         supply: Supply,
         options: EpochOptions,
         world_size: int,
-        timeout_seconds: float | None,
         meter: Meter,
         *,
         with_ranks: bool,
     ) -> None:
         self._supply, self._store, self._meter = supply, supply.store, meter
         self._options, self._world_size = options, world_size
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = options.timeout_seconds
         folder = self._store.folder
         self._watched = [folder.segments, folder.usage, folder.path / CACHE_JSON]
         if with_ranks:

@@ -155,34 +155,27 @@ class Slots:
             return owner, buffer.address
 
     def _lend(self, column: _Column, nbytes: int, most_bytes: int) -> tuple[Any, _Buffer]:
-        if column.returned:
-            self._collect(column)
-        buffer = self._find(column, nbytes, most_bytes)
+        while column.returned:
+            back = column.returned.popleft()
+            column.lent.discard(back)
+            if len(column.free) < column.spare:
+                column.free.append(back.buffer)
+            else:
+                self._give_up(back.buffer)
+        while column.free and column.free[-1].memory.nbytes < nbytes:
+            self._give_up(column.free.pop())
+        buffer = column.free.pop() if column.free else self._new(most_bytes)
         owner, loan = lent(buffer.memory, 0, nbytes, buffer, column.returned.append)
         column.lent.add(loan)
         count = len(column.lent)
         column.spare = _SPARE_BUFFERS if count > self._many_buffers else max(column.spare, count)
         return owner, buffer
 
-    def _find(self, column: _Column, nbytes: int, most_bytes: int) -> _Buffer:
-        while column.free:
-            buffer = column.free.pop()
-            if buffer.memory.nbytes >= nbytes:
-                return buffer
-            self._give_up(buffer)
-        buffer = _Buffer(self._allocate(most_bytes))
+    def _new(self, nbytes: int) -> _Buffer:
+        buffer = _Buffer(self._allocate(nbytes))
         self.allocated_bytes += buffer.memory.nbytes
         self.growths += 1
         return buffer
-
-    def _collect(self, column: _Column) -> None:
-        while column.returned:
-            loan = column.returned.popleft()
-            column.lent.discard(loan)
-            if len(column.free) < column.spare:
-                column.free.append(loan.buffer)
-            else:
-                self._give_up(loan.buffer)
 
     def _give_up(self, buffer: _Buffer) -> None:
         self.allocated_bytes -= buffer.memory.nbytes

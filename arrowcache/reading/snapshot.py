@@ -32,7 +32,7 @@ from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native.rows import Rows
-from arrowcache.reading.gather import Fetch, Gather, Gatherer, OutsideError
+from arrowcache.reading.gather import Gather, Gatherer, OutsideError
 from arrowcache.reading.mapped import Claim, MappedSegment, MappedSegments
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.slots import Slot
@@ -255,7 +255,7 @@ class Snapshot:
     def _is_larger_than_memory(self) -> bool:
         return self.nbytes > memory_bytes() * _MEMORY_SHARE
 
-    def fetch(self, first: int, last: int, names: Sequence[str]) -> Fetch:
+    def fetch(self, first: int, last: int, names: Sequence[str]) -> Gather:
         """Have the disk begin to read columns of rows first..last-1, which are to be asked for soon.
 
         A hint, which ends when it is dropped; the snapshot stays open until then. Rows of segments that were

@@ -27,11 +27,9 @@ from arrowcache.reading.memory import PAGE_BYTES
 from arrowcache.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    from arrowcache.reading.pipeline import Made
+    from arrowcache.reading.job import Made
     from arrowcache.reading.temperature import Temperature
-    from arrowcache.storage.counters import CounterPage, Counts
+    from arrowcache.storage.counters import CounterPage
 
 STAGES = ("samplers", "pace", "store", "gather", "transform", "start")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
@@ -192,19 +190,21 @@ class Meter:
             return
         elsewhere = [*self._elsewhere()]
         with self._lock:
-            at_it = [*self._stages.values(), *elsewhere]
-            times = {
-                name: (took, [since for stage, since in at_it if stage == name])
-                for name, took in self.seconds.items()
-            }
-            times["seconds"] = self.epoch_seconds, [*self._runs.values()]
-            times["stall"] = self.stall_seconds, [*self._waits.values()]
-            panel.show(self._counts(), times)
+            counts = self.epochs, self.batches, self.rows, self.nbytes, self.stalls
+            panel.show(counts, self._times(elsewhere))
             self._due = time.perf_counter() + _SHOW_SECONDS
             self._shows_a_wait = self._shows_a_wait or bool(self._waits)
 
-    def _counts(self) -> Counts:
-        return self.epochs, self.batches, self.rows, self.nbytes, self.stalls
+    def _times(self, elsewhere: Iterable[tuple[str, float]]) -> dict[str, tuple[float, list[float]]]:
+        """What each stage, the stall and the time inside epochs took; and since when each is in progress."""
+        at_it = [*self._stages.values(), *elsewhere]
+        times = {
+            name: (took, [since for stage, since in at_it if stage == name])
+            for name, took in self.seconds.items()
+        }
+        times["seconds"] = self.epoch_seconds, [*self._runs.values()]
+        times["stall"] = self.stall_seconds, [*self._waits.values()]
+        return times
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -225,42 +225,35 @@ class Meter:
         return started
 
     def leave(self, seconds: Mapping[str, float]) -> None:
-        """This thread ends the stage that it had begun; it took these seconds, of each stage."""
+        """Each of these stages took so long; this thread ends the one that it had begun, if it had."""
         with self._lock:
             self._stages.pop(threading.get_ident(), None)
             for name, more in seconds.items():
                 self.seconds[name] += more
 
-    def add(self, stage: str, seconds: float) -> None:
-        """One of STAGES took so long."""
-        with self._lock:
-            self.seconds[stage] += seconds
+    @contextmanager
+    def reading(self, temperature: Temperature) -> Iterator[None]:
+        """Add the time that passes inside to "gather", or, as far as the disk was waited for, to "store".
 
-    def reading(self, temperature: Temperature) -> Reading:
-        """Add the time that passes inside to "gather", or, as far as the disk was waited for, to "store"."""
-        return Reading(self, temperature)
+        Args:
+            temperature: tells whether rows were missed in memory; pages of mapped files the kernel counts.
+        """
+        missed, before = temperature.missed, resource.getrusage(resource.RUSAGE_THREAD)
+        started = self.enter("gather")
+        try:
+            yield
+        finally:
+            wall_seconds = time.perf_counter() - started
+            now = resource.getrusage(resource.RUSAGE_THREAD)
+            cpu_seconds = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
+            had_faults = (now.ru_majflt, now.ru_inblock) > (before.ru_majflt, before.ru_inblock)
+            was_on_disk = had_faults or temperature.missed > missed
+            on_disk = max(0.0, wall_seconds - cpu_seconds) if was_on_disk else 0.0
+            self.leave({"store": on_disk, "gather": wall_seconds - on_disk})
 
     def waiting(self) -> Waiting:
         """The consumer waits inside: for an `iter`, or in a step, whatever that gives."""
         return Waiting(self)
-
-    def begin_wait(self) -> float:
-        """This thread, the consumer's, begins to wait; returns when."""
-        started = time.perf_counter()
-        with self._lock:
-            self._waits[threading.get_ident()] = started
-        if started > self._due:
-            self.show()
-        return started
-
-    def end_wait(self, seconds: float) -> None:
-        """It has waited so long."""
-        with self._lock:
-            self._waits.pop(threading.get_ident(), None)
-            self.stall_seconds += seconds
-            self.stalls += seconds > _HAND_OVER_SECONDS
-        if self._shows_a_wait:
-            self.show()
 
     def deliver(self, made: Made) -> None:
         """A batch went to the consumer."""
@@ -271,7 +264,7 @@ class Meter:
             self.copied_bytes += made.copied
             self._age_row_seconds += (time.time() - made.published) * made.rows
             if self._panel is not None:
-                self._panel.count(self._counts())
+                self._panel.count((self.epochs, self.batches, self.rows, self.nbytes, self.stalls))
         if self._shows_a_wait:
             self._shows_a_wait = False
             self.show()
@@ -316,14 +309,13 @@ class Meter:
         private_bytes, file_bytes = resident_bytes()
         with self._lock:
             now = time.perf_counter()
-            waits = [now - started for started in self._waits.values()]
-            stages = self.seconds.copy()
-            in_progress = [*self._stages.values(), *elsewhere]
-            for name, started in in_progress:  # of reading, all is "gather" until it has ended
-                stages[name] += now - started
-            seconds = self.epoch_seconds + sum(now - started for started in self._runs.values())
-            stall_seconds = self.stall_seconds + sum(waits)
-            stalls = self.stalls + sum(waited > _HAND_OVER_SECONDS for waited in waits)
+            # Of reading, all is "gather" until it has ended.
+            stages = {
+                name: took + sum(now - began for began in since)
+                for name, (took, since) in self._times(elsewhere).items()
+            }
+            seconds, stall_seconds = stages.pop("seconds"), stages.pop("stall")
+            stalls = self.stalls + sum(now - began > _HAND_OVER_SECONDS for began in self._waits.values())
             return LoaderStats(
                 epochs=self.epochs,
                 batches=self.batches,
@@ -334,12 +326,7 @@ class Meter:
                 bottleneck=bottleneck_of(self.batches, stalls, seconds, stall_seconds, stages),
                 stalls=stalls,
                 copied_bytes=self.copied_bytes,
-                samplers_seconds=stages["samplers"],
-                pace_seconds=stages["pace"],
-                store_seconds=stages["store"],
-                gather_seconds=stages["gather"],
-                transform_seconds=stages["transform"],
-                start_seconds=stages["start"],
+                **{f"{name}_seconds": took for name, took in stages.items()},
                 age_seconds=self._age_row_seconds / self.rows if self.rows else 0.0,
                 ring_bytes=ring_bytes,
                 ring_growths=ring_growths,
@@ -375,48 +362,29 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Waiting:
-    """A wait of the consumer: a context manager."""
+    """A wait of the consumer: a context manager, again and again."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
     def __enter__(self) -> None:
-        self._started = self._meter.begin_wait()
+        meter, started = self._meter, time.perf_counter()
+        with meter._lock:
+            meter._waits[threading.get_ident()] = started
+        if started > meter._due:
+            meter.show()
 
     def __exit__(self, *_: object) -> None:
-        self._meter.end_wait(time.perf_counter() - self._started)
-
-
-class Reading:
-    """Counts the time that reading rows takes one thread: a context manager.
-
-    Args:
-        temperature: tells whether any were missed in memory; pages of mapped files the kernel counts.
-    """
-
-    def __init__(self, meter: Meter, temperature: Temperature) -> None:
-        self._meter, self._temperature = meter, temperature
-
-    def __enter__(self) -> Self:
-        self._before, self._missed = resource.getrusage(resource.RUSAGE_THREAD), self._temperature.missed
-        self._started = self._meter.enter("gather")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        wall_seconds = time.perf_counter() - self._started
-        before, now = self._before, resource.getrusage(resource.RUSAGE_THREAD)
-        cpu_seconds = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
-        was_missed = self._temperature.missed > self._missed
-        was_on_disk = was_missed or (now.ru_majflt, now.ru_inblock) > (before.ru_majflt, before.ru_inblock)
-        on_disk = max(0.0, wall_seconds - cpu_seconds) if was_on_disk else 0.0
-        self._meter.leave({"store": on_disk, "gather": wall_seconds - on_disk})
+        meter, now = self._meter, time.perf_counter()
+        with meter._lock:
+            seconds = now - meter._waits.pop(threading.get_ident(), now)
+            meter.stall_seconds += seconds
+            meter.stalls += seconds > _HAND_OVER_SECONDS
+        if meter._shows_a_wait:
+            meter.show()
 
 
 def resident_bytes() -> tuple[int, int]:
     """This process' resident memory: private, and of files and shared memory."""
-    kib = {"RssAnon": 0, "RssFile": 0, "RssShmem": 0}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name in kib:
-            kib[name] = int(value.split()[0])
-    return kib["RssAnon"] * 1024, (kib["RssFile"] + kib["RssShmem"]) * 1024
+    _, pages, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (pages - shared) * PAGE_BYTES, shared * PAGE_BYTES

@@ -1,13 +1,19 @@
 """Supply: the rows that an epoch of one loader may have now, and what the cache is told of those it serves.
 
-`where` and the cache's pace say which rows. Guarantees: nothing is leased while it asks; no segment is read
-by more epochs than `max_reuse`, whatever several loaders ask at once; rows that an epoch did not serve,
-because it was ended early, are given back, unless its process was killed. A loader that is not paced neither
-waits nor counts.
+`where` and the cache's pace say which rows. Where a cache is nearly full and somebody writes, an epoch leaves
+out the oldest rows, so that writers go on while it runs (Store.lease decides). The first epoch that does is
+said in a warning. It ends nothing: where a filter makes errors of warnings it is logged, since a cache is
+full only hours after a training began.
+
+Guarantees: nothing is leased while it asks; no segment is read by more epochs than `max_reuse`, whatever
+several loaders ask at once; rows that an epoch did not serve, because it was ended early, are given back,
+unless its process was killed. A loader that is not paced neither waits nor counts.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -16,35 +22,28 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.errors import ArrowCacheError
+from arrowcache.errors import ArrowCacheError, warn
+from arrowcache.reading.options import EpochOptions
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import explaining
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store, once_unlocked
-from arrowcache.units import format_count
+from arrowcache.units import format_bytes, format_count
+
+_log = logging.getLogger("arrowcache")
 
 _GIVE_BACK_SECONDS = 1.0  # that the end of an epoch waits for cache.lock
 
 
 class Supply:
-    """What one loader finds in its cache.
+    """What one loader finds in its cache, and leaves to writers."""
 
-    Args:
-        where: which segments it reads; None: all.
-        epoch_rows: rows of each epoch; None: what there is.
-        paced: False: it waits for no pace, and does not count.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        where: Callable[[SegmentInfo], bool] | None,
-        epoch_rows: int | None,
-        *,
-        paced: bool,
-    ) -> None:
-        self.store, self._where = store, where
-        self._epoch_rows, self.is_paced = epoch_rows, paced
+    def __init__(self, store: Store, options: EpochOptions) -> None:
+        self.store, self._where = store, options.where
+        self._epoch_rows, self.is_paced = options.epoch_rows, options.paced
+        #: Segments of this number and higher ones came after this loader's last snapshot; inf: it took none.
+        self.known: float = math.inf
+        self.warns = True  # of rows that are left out; False: it has, or another rank on this node does
         # as the last `take` found it
         self.listed: Sequence[SegmentInfo] = ()
         self.rows = 0  # of the listed, that an epoch may have
@@ -55,11 +54,10 @@ class Supply:
         """What a message says of `rows`, behind their number."""
         return " that `where` accepts" if self._where else ""
 
-    def take(self, least_rows: int, since: float, claim: Claim) -> Snapshot | None:
+    def take(self, least_rows: int, claim: Claim) -> Snapshot | None:
         """An open snapshot of so many rows, all of them mapped, as the pace allows; None: there is none yet.
 
         Args:
-            since: as `yields_since` of `Snapshot.take`.
             claim: counts the epoch.
         Raises: OSError: the folder is gone, or its disk failed; says what to do.
         """
@@ -72,7 +70,7 @@ class Supply:
         if self.rows < least_rows:
             return None
         with ExitStack() as undo:  # Ctrl-C while it maps, too, leaves nothing leased
-            snapshot = undo.enter_context(Snapshot.take(self.store, where, yields_since=since))
+            snapshot = undo.enter_context(Snapshot.take(self.store, where, yields_since=self.known))
             self.rows = len(snapshot)
             if self.rows >= least_rows:
                 self.rows = snapshot.map_all()
@@ -90,9 +88,29 @@ class Supply:
             undo.pop_all()
         return snapshot
 
-    def look(self, since: float) -> Snapshot:
+    def look(self) -> Snapshot:
         """A snapshot of what an epoch would have, if it began now: not mapped, and not counted."""
-        return Snapshot.take(self.store, self._fresh(), yields_since=since)
+        return Snapshot.take(self.store, self._fresh(), yields_since=self.known)
+
+    def warn(self, snapshot: Snapshot) -> None:
+        """An epoch of this snapshot begins: warn, the first time that it leaves rows out."""
+        if not snapshot.left_out_rows or not self.warns:
+            return
+        self.warns, settings = False, self.store.settings
+        rows = len(snapshot) + snapshot.left_out_rows
+        message = (
+            f"an epoch leaves out the oldest {snapshot.left_out_rows} of {rows} rows: the cache is nearly "
+            "full, and somebody writes to it, so samplers may replace them while the epoch runs. For every "
+            "row stop the pool or close the writer first. To leave out fewer, create the cache with more "
+            f"capacity, a smaller headroom than {settings.headroom:g}, or smaller segments: two of "
+            f"{format_bytes(settings.segment_bytes)} are the least. With headroom=0 samplers wait while an "
+            "epoch runs, least with shuffle='window'. stats().left_out_rows tells of each epoch; this is "
+            "said once"
+        )
+        try:
+            warn(message)
+        except RuntimeWarning:
+            _log.warning(message)
 
     def most_passes(self) -> int | None:
         """How many epochs may read a segment; None: any number."""

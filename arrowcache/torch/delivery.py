@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from arrowcache.reading.assembly import Batch
-from arrowcache.reading.iterator import EpochIterator
-from arrowcache.reading.pipeline import Made
+from arrowcache.reading.job import Made
+from arrowcache.reading.stream import Stream
 from arrowcache.torch.device import DevicePrefetcher, PrefetchIterator
 
 
@@ -30,13 +30,14 @@ class DeviceEpoch:
 
     def __init__(
         self,
-        epoch: EpochIterator,
+        epoch: Stream,
         prefetcher: DevicePrefetcher,
         timeout_seconds: float | None,
         finish: Callable[[Batch], Batch],
     ) -> None:
         self._epoch = epoch
         self._timeout_seconds = timeout_seconds
+        self._finish = finish  # of the loader, which so lives as long as this
         try:
             self._batches = prefetcher.over(_Undelivered(epoch, finish), epoch.close)
         except BaseException:
@@ -93,7 +94,7 @@ class _Receipt:
 class _Undelivered:
     """An epoch's batches, not counted, each with its receipt: for the prefetcher's thread."""
 
-    def __init__(self, epoch: EpochIterator, finish: Callable[[Batch], Batch]) -> None:
+    def __init__(self, epoch: Stream, finish: Callable[[Batch], Batch]) -> None:
         self._epoch, self._finish = epoch, finish
 
     def __iter__(self) -> _Undelivered:

@@ -44,7 +44,7 @@ from arrowcache.torch.distributed import Ranks
 from arrowcache.torch.envelope import open_sealed, seal, sendable
 from arrowcache.torch.numbers import EpochNumbers, Turn
 from arrowcache.torch.remainder import Remainder
-from arrowcache.units import parse_count, parse_seconds, require_function
+from arrowcache.units import parse_count, require_function
 
 _FORMAT = "arrowcache.iterable"
 _POLL_SECONDS = 0.005
@@ -172,13 +172,10 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         paced: bool = True,
     ) -> None:
         self._store = store_of(cache)
-        settings = self._store.settings
-        self._names = settings.schema.select(columns, least=1)
         require_function(transform, "transform")
-        require_function(where, "where")
         self._options = EpochOptions.checked(
-            settings,
-            self._names,
+            self._store.settings,
+            columns,
             batch_size,
             shuffle=shuffle,
             seed=seed,
@@ -187,9 +184,10 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             wait_rows=wait_rows,
             window_bytes=window_bytes,
             paced=paced,
+            where=where,
+            timeout=timeout,
         )
-        self._transform, self._where = transform, where
-        self._timeout = parse_seconds(timeout, "timeout")
+        self._transform = transform
         self._ranks = Ranks(rank, world_size, run_id)
         if self._ranks.are_given:
             self._ranks.membership(self._options)
@@ -302,10 +300,8 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         if self._epochs is None or self._epochs_key != key:
             ranks = self._ranks.now().membership(self._options)
             self._shard = Shard(ranks.rank, ranks.world_size) if ranks else Shard()
-            self._epochs = Epochs(
-                self._store, self._where, self._options, self._timeout,
-                self._member(ranks, turn), Meter(), self._shard,
-            )  # fmt: skip
+            member = self._member(ranks, turn)
+            self._epochs = Epochs(self._store, self._options, member, Meter(), self._shard)
             self._epochs_key = key
         return self._epochs
 
@@ -325,11 +321,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     def _batches(self, epochs: Epochs, turn: Turn, place: _Place) -> Iterator[dict[str, Any]]:
         epochs.resume(place.plan, "keep")
         mine = slice(turn.worker + place.made * turn.workers, None, turn.workers)
-        self._numbers.recall(epochs.headroom)
-        may_warn = epochs.headroom.warns
+        self._numbers.recall(epochs.supply)
+        may_warn = epochs.supply.warns
         epoch = epochs.begin(made=mine)
         assert epoch is not None  # nobody cancels it
-        self._numbers.remember(epochs.headroom, warned=may_warn and not epochs.headroom.warns)
+        self._numbers.remember(epochs.supply, warned=may_warn and not epochs.supply.warns)
         try:
             self._place = place = place._replace(plan=epoch.plan)
             in_order = epoch.plan.is_in_order
@@ -364,7 +360,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             )
 
     def _make(self, epoch: Epoch, rows: NDArray[np.int64]) -> Any:
-        columns: Any = epoch.snapshot.gather(rows, self._names)
+        columns: Any = epoch.snapshot.gather(rows, self._options.names)
         made = columns if self._transform is None else self._transform(columns)
         made = tensors_of(made, self._store.settings.schema)
         if type(made) is dict:
@@ -373,14 +369,14 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 
     def _wait_for_others(self, epochs: Epochs, epoch: Epoch, turn: Turn) -> None:
         """Wait until all workers have begun this epoch: one that is slow to start finds its snapshot so."""
-        started = time.monotonic()
+        started, timeout_seconds = time.monotonic(), self._options.timeout_seconds
         for _ in itertools.count():
             if not epochs.settle():
                 return
-            if self._timeout is not None and time.monotonic() - started > self._timeout:
+            if timeout_seconds is not None and time.monotonic() - started > timeout_seconds:
                 raise LoaderTimeoutError(
                     f"worker {turn.worker} of {turn.workers} has ended epoch {epoch.plan.epoch}, and waited "
-                    f"{self._timeout:g} s for others that have not begun it: use as many workers on all "
+                    f"{timeout_seconds:g} s for others that have not begun it: use as many workers on all "
                     "ranks, and set LOCAL_WORLD_SIZE to the ranks on this node"
                 )
             time.sleep(_POLL_SECONDS)

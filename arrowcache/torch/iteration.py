@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from arrowcache.reading.pipeline import too_late
+from arrowcache.reading.stream import too_late
 from arrowcache.torch.copier import Copier, Sent
 from arrowcache.torch.structure import split
 

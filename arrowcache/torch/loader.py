@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from arrowcache.reading.assembly import Assembly, Batch
-from arrowcache.reading.iterator import Batches, EpochIterator
+from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
+from arrowcache.reading.stream import Stream
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.delivery import DeviceEpoch
@@ -108,12 +109,12 @@ class Loader(NumpyLoader):
         now = Ranks(*self._given, self._run_id).now()  # Lightning initializes torch.distributed in `fit`
         return now.rank, now.world_size
 
-    def _hand_out(self, epoch: EpochIterator) -> Batches:
+    def _hand_out(self, stream: Stream) -> Batches:
         if self._prefetcher is None:
-            return epoch
+            return super()._hand_out(stream)
         if self._prefetcher.is_inherited():  # its thread stayed in the process that forked this one
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
-        return DeviceEpoch(epoch, self._prefetcher, self._timeout, self._finish)
+        return DeviceEpoch(stream, self._prefetcher, self._options.timeout_seconds, self._finish)
 
     def _finish(self, batch: Batch) -> Batch:
         if not isinstance(batch, Mapping):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from arrowcache.reading.headroom import Headroom
+from arrowcache.reading.supply import Supply
 
 _PASSES = 64  # that are told apart at once
 _BITS, _WORDS = 62, 16  # of a word that are used, and words of an entry
@@ -50,16 +50,16 @@ class EpochNumbers:
             table = torch.zeros(_HEAD + _PASSES * (2 + _WORDS), dtype=torch.int64)
         self.table = table if table.is_shared() else table.share_memory_()  # type: ignore[no-untyped-call]
 
-    def recall(self, headroom: Headroom) -> None:
-        """Have a process' headroom be that of all: workers may live for one epoch only. Needs no lock."""
+    def recall(self, supply: Supply) -> None:
+        """Have a process know of headroom what all do: workers may live for one epoch only. Needs no lock."""
         if known := int(self.table[2]):
-            headroom.known = known - 1
-        headroom.warns = headroom.warns and not self.table[3]
+            supply.known = known - 1
+        supply.warns = supply.warns and not self.table[3]
 
-    def remember(self, headroom: Headroom, *, warned: bool) -> None:
+    def remember(self, supply: Supply, *, warned: bool) -> None:
         """Have all know of an epoch's snapshot, and whether its loader has warned. Needs no lock."""
-        if headroom.known < math.inf:
-            self.table[2] = int(headroom.known) + 1
+        if supply.known < math.inf:
+            self.table[2] = int(supply.known) + 1
         if warned:
             self.table[3] = 1
 

@@ -27,7 +27,7 @@ from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.descriptor import Rows
 from arrowcache.torch.distributed import Ranks
 from arrowcache.torch.snapshots import Sending
-from arrowcache.units import parse_count, parse_seconds, require_function
+from arrowcache.units import parse_count
 
 
 class EpochBatchSampler(Sampler[list[int]]):
@@ -73,10 +73,9 @@ class EpochBatchSampler(Sampler[list[int]]):
                 "arrowcache.torch.Loader, which it leaves as it is"
             )
         self._store = store_of(cache)
-        settings = self._store.settings
         self._options = EpochOptions.checked(
-            settings,
-            settings.schema.select(None),
+            self._store.settings,
+            None,
             batch_size,
             shuffle=shuffle,
             seed=seed,
@@ -85,10 +84,9 @@ class EpochBatchSampler(Sampler[list[int]]):
             wait_rows=wait_rows,
             window_bytes=window_bytes,
             paced=paced,
+            where=where,
+            timeout=timeout,
         )
-        require_function(where, "where")
-        self._where = where
-        self._timeout = parse_seconds(timeout, "timeout")
         self._ranks = Ranks(rank, world_size, run_id)
         if self._ranks.are_given:
             self._ranks.membership(self._options)
@@ -162,7 +160,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         found = self._ranks.now()
         if self._made is None or self._made[0] != found:
             ranks = found.membership(self._options)
-            epochs = Epochs(self._store, self._where, self._options, self._timeout, ranks, Meter())
+            epochs = Epochs(self._store, self._options, ranks, Meter())
             epochs.next = 0 if self._made is None else self._made[1].next
             self._made = found, epochs
         return self._made[1]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -674,7 +675,7 @@ def test_workers_that_cannot_start_are_an_error(cache, monkeypatch):
 def test_a_stopped_worker_ends_in_a_timeout_and_close_ends_it(cache):
     with loader_of(cache, workers=1, transform=by_value(twice)) as loader:
         list(loader)
-        loader._timeout = 0.5  # not while processes start
+        loader._options = replace(loader._options, timeout_seconds=0.5)  # not while processes start
         (pid,) = worker_pids()
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(ac.LoaderTimeoutError):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import WorkerError
 from arrowcache.pickling import pickled
-from arrowcache.reading.assembly import Assembly, Batch, mean_published
+from arrowcache.reading.assembly import Assembly, mean_published
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.pipeline import Elsewhere, Job, Made
+from arrowcache.reading.job import Elsewhere, Job, Made
+from arrowcache.reading.options import BatchOptions, EpochOptions
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.handle import Finished
 from arrowcache.reading.workers.pool import DEPTH, Pool
@@ -45,44 +46,30 @@ class RemoteAssembly:
     Raises: TypeError: the transform cannot be pickled.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        names: Sequence[str],
-        batch_size: int,
-        transform: Callable[[Batch], Batch] | None,
-        *,
-        with_ids: bool,
-        views: bool,
-        workers: int,
-        prefetch: int | None,
-        meter: Meter,
-    ) -> None:
+    def __init__(self, store: Store, options: EpochOptions, making: BatchOptions, meter: Meter) -> None:
         schema: Schema = store.settings.schema
-        self._batch_size = batch_size
+        names, transform = options.names, making.transform
+        self._batch_size, self._workers = options.batch_size, making.workers
         self._meter = meter
-        prefetch = _PREFETCHED if prefetch is None else prefetch
-        in_flight = DEPTH * workers
+        prefetch = _PREFETCHED if making.prefetch is None else making.prefetch
+        in_flight = DEPTH * making.workers
         self._usual = in_flight + prefetch + 3  # slots that are in use at a time
         self._settings = {
             "cache": os.path.abspath(store.folder.path),
             "names": list(names),
-            "in_flight": -(-self._usual // workers),
-            "with_ids": with_ids,
-            "views": views,
+            "in_flight": -(-self._usual // making.workers),
+            "with_ids": making.with_ids,
+            "views": making.views,
         }
         self._transform = b""
         if transform is not None:
             self._transform = pickled(transform, "the transform {!r}", "pass worker_type='thread'")
         row_bytes = sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
         can_group = transform is None and all(name in schema.fixed for name in names)
-        self._group = max(1, _USUAL_GROUP_BYTES // max(1, row_bytes * batch_size)) if can_group else 1
+        batch_bytes = max(1, row_bytes * self._batch_size)
+        self._group = max(1, _USUAL_GROUP_BYTES // batch_bytes) if can_group else 1
         self._wanted = prefetch + in_flight * self._group
-        self._workers = workers
-        self._new_here = partial(
-            Assembly, store, names, batch_size, None,
-            with_ids=with_ids, views=False, workers=0, prefetch=None, meter=meter,
-        )  # fmt: skip
+        self._new_here = partial(Assembly, store, options, BatchOptions(with_ids=making.with_ids), meter)
         self._here = self._new_here() if transform is None else None  # until a process is ready
         self._lock = threading.Lock()  # of the start
         self._pool: Pool | None = None
@@ -102,14 +89,14 @@ class RemoteAssembly:
         return self._wanted if self._here is None else self._here.wanted()
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
-        """An epoch's batches, cut into jobs; `awaited`: somebody waits for the first."""
+        """As of `Assembly`."""
         pool = self._started()
         number = pool.begin(pack_segments(epoch.snapshot.segments))
         self._epoch = epoch, number
         step = 0
         for job in self._jobs_here(pool, epoch, awaited=awaited):
             yield job
-            step = job.step + job.batches
+            step += job.batches
         size = 1 if awaited and not step else self._group
         while step < epoch.order.steps:
             is_hoarded = pool.is_hoarded(_MANY_BATCHES + 2 * self._usual)
@@ -157,11 +144,11 @@ class RemoteAssembly:
     def _jobs_here(self, pool: Pool, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """The first jobs, while no process is ready."""
         if self._here is not None:
-            for job in self._here.jobs(epoch, awaited=awaited):
-                if not pool.is_starting:
-                    self._here = None  # with its memory
-                    return
+            jobs = self._here.jobs(epoch, awaited=awaited)
+            while pool.is_starting and (job := next(jobs, None)) is not None:
                 yield job
+            if not pool.is_starting:
+                self._here = None  # with its memory
 
     def _started(self) -> Pool:
         with self._lock:
@@ -185,17 +172,14 @@ class RemoteAssembly:
         oldest = epoch.order.segments_span(epoch.delivered).start
         published = mean_published(epoch, ids)
 
-        def begin() -> Elsewhere:
-            return Elsewhere(pool.make(number, step, ids, oldest))
-
-        return Job(step, batches, begin, partial(self._finish, epoch, len(ids), batches, published))
+        made = pool.make(number, step, ids, oldest)
+        return Elsewhere(epoch, batches, made, partial(self._finish, epoch, len(ids), batches, published))
 
     def _finish(
-        self, epoch: Epoch, rows: int, batches: int, published: float, done: Elsewhere
+        self, epoch: Epoch, rows: int, batches: int, published: float, finished: Finished
     ) -> Iterator[Made]:
-        finished: Finished = done.result()
         if self._pool is not None:
-            self._meter.add("start", self._pool.take_start_seconds())
+            self._meter.leave({"start": self._pool.take_start_seconds()})
         self._meter.leave(finished.seconds)
         for number in range(batches):
             of_batch = slice(number * self._batch_size, min(rows, (number + 1) * self._batch_size))

@@ -13,7 +13,7 @@ from arrowcache.reading.stats import Meter
 
 OPTIONS = EpochOptions(
     batch_size=8, shuffle="rows", seed=0, epoch_rows=None, drop_last=True, window_bytes=1, wait_rows=1,
-    paced=True,
+    paced=True, timeout_seconds=1.0,
 )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def cache(tmp_path):
 
 @pytest.fixture(params=[None, Membership(0, 2, "job", 1)], ids=["alone", "of two ranks"])
 def epochs(cache, request):
-    epochs = Epochs(cache.store, None, OPTIONS, 1.0, request.param, Meter())
+    epochs = Epochs(cache.store, OPTIONS, request.param, Meter())
     yield epochs
     epochs.close()
 

@@ -51,10 +51,15 @@ def fixed_of(segment, ids, width=WIDTH):
     return begin(segment.table, np.asarray(ids), [Column(0, width, out.ctypes.data)], (segment, out)), out
 
 
-def texts_of(segment, ids, kind=String()):  # noqa: B008
-    values = ValuesGather(segment.table, np.asarray(ids), 1, kind, "text", segment.is_cold, False)
-    values.begin()
-    return values
+def texts_of(segment, ids, kind=String(), name="text"):  # noqa: B008
+    return ValuesGather(segment.table, np.asarray(ids), 1, kind, name, segment.is_cold, False)
+
+
+def gather_of(*parts, then=None):
+    gather = Gather(then=then)
+    for part in parts:
+        gather.add(part)
+    return gather
 
 
 @pytest.fixture
@@ -77,7 +82,7 @@ def segment(request):
 def test_all_columns_of_any_rows_are_gathered(ids, is_cold):
     segment, ids = Segment(is_cold=is_cold), np.array(ids, np.int64)
     copy, out = fixed_of(segment, ids)
-    gather = Gather(copy, {"text": texts_of(segment, ids)})
+    gather = gather_of(copy, texts_of(segment, ids))
     assert gather.wait() is gather
     assert gather.values() == {"text": [TEXTS[number] for number in ids]}
     assert np.array_equal(out, segment.fixed[ids])
@@ -89,7 +94,7 @@ def test_each_type_of_variable_length_is_shown_as_its_own(is_cold):
     values = [bytes(range(8 * count)) for count in (2, 0, 5, 1)]
     segment, ids = Segment(is_cold=is_cold, values=values, item_bytes=4), [3, 0, 1, 2, 2]
     ragged, binary = Ragged("float32", (2,)), Segment(is_cold=is_cold, values=values)
-    gather = Gather(None, {"boxes": texts_of(segment, ids, ragged), "data": texts_of(binary, ids, Binary())})
+    gather = gather_of(texts_of(segment, ids, ragged, "boxes"), texts_of(binary, ids, Binary(), "data"))
     found = gather.wait().values()
     assert found["data"] == [values[number] for number in ids]
     boxes = found["boxes"]
@@ -99,7 +104,7 @@ def test_each_type_of_variable_length_is_shown_as_its_own(is_cold):
 
 
 def test_a_gather_of_nothing_has_ended():
-    gather = Gather(None, {})
+    gather = gather_of()
     assert gather.take(0)
     assert gather.values() == {}
     assert gather.missed == 0
@@ -121,7 +126,7 @@ def test_values_that_were_found_are_copied_without_a_take(segment):
 
 def test_what_was_not_found_yet_is_not_copied(no_threads):
     values = texts_of(Segment(is_cold=True), range(8))
-    gather = Gather(None, {"text": values})
+    gather = gather_of(values)
     gather.go_on()
     assert values._copy is None
     assert not gather.take(0)
@@ -132,17 +137,17 @@ def test_what_was_not_found_yet_is_not_copied(no_threads):
 def test_a_row_out_of_range_is_named(wrong, segment):
     ids = [0, 1, wrong]
     with pytest.raises(OutsideError) as caught:
-        Gather(fixed_of(segment, ids)[0], {}).take(DEADLINE_SECONDS)
+        gather_of(fixed_of(segment, ids)[0]).take(DEADLINE_SECONDS)
     assert caught.value.index == 2
     with pytest.raises(OutsideError) as caught:
-        texts_of(segment, ids)
+        gather_of(texts_of(segment, ids)).take(DEADLINE_SECONDS)
     assert caught.value.index == 2
 
 
 def test_rows_that_were_released_meanwhile_are_refused_when_they_are_taken():
     segment, out = Segment(is_cold=False), np.zeros((1, WIDTH), np.uint8)
     rows = segment.table
-    gather = Gather(copy_rows(rows, np.array([0]), [Column(0, WIDTH, out.ctypes.data)], out), {})
+    gather = gather_of(copy_rows(rows, np.array([0]), [Column(0, WIDTH, out.ctypes.data)], out))
     rows.release(1)
     for _ in range(2):
         with pytest.raises(OutsideError):
@@ -160,7 +165,7 @@ def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value
     values = texts_of(segment, range(8))
     values._found.take(DEADLINE_SECONDS)
     values.go_on()  # it says nothing: whoever takes it is told
-    gather = Gather(None, {"text": values})
+    gather = gather_of(values)
     for _ in range(2):
         with pytest.raises(CorruptSegmentError, match="offsets of column 'text' point out of their file"):
             gather.take(0)
@@ -169,7 +174,7 @@ def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value
 
 
 def test_a_text_that_is_none_is_found():
-    gather = Gather(None, {"text": texts_of(Segment(values=[b"good", b"\xff\xfe"]), [0, 1])})
+    gather = gather_of(texts_of(Segment(values=[b"good", b"\xff\xfe"]), [0, 1]))
     with pytest.raises(CorruptSegmentError, match="a text is not valid UTF-8"):
         gather.wait().values()
 
@@ -177,8 +182,7 @@ def test_a_text_that_is_none_is_found():
 def test_its_end_is_told_once():
     ended = []
     for end in (Gather.wait, lambda gather: gather.take(0), Gather.cancel):
-        gather = Gather(fixed_of(Segment(), [1])[0], {})
-        gather.then = lambda: ended.append(1)
+        gather = gather_of(fixed_of(Segment(), [1])[0], then=lambda: ended.append(1))
         end(gather)
         assert ended == [1]
         gather.cancel()
@@ -192,8 +196,8 @@ def test_its_end_is_told_where_it_is_dropped(is_damaged):
     ended, segment = [], Segment()
     if is_damaged:
         segment.set_offset(3, -1)
-    gather = Gather(fixed_of(segment, [1])[0], {"text": texts_of(segment, range(8))})
-    gather.then = lambda: ended.append(1)
+    parts = fixed_of(segment, [1])[0], texts_of(segment, range(8))
+    gather = gather_of(*parts, then=lambda: ended.append(1))
     if is_damaged:
         with pytest.raises(CorruptSegmentError):
             gather.take(0)
@@ -205,8 +209,7 @@ def test_its_end_is_told_where_it_is_dropped(is_damaged):
 def test_wait_ends_it_also_where_it_fails():
     ended, segment = [], Segment()
     segment.set_offset(3, -1)
-    gather = Gather(None, {"text": texts_of(segment, range(8))})
-    gather.then = lambda: ended.append(1)
+    gather = gather_of(texts_of(segment, range(8)), then=lambda: ended.append(1))
     with pytest.raises(CorruptSegmentError):
         gather.wait()
     assert ended == [1]
@@ -221,8 +224,8 @@ def big(is_cold):
 @pytest.mark.parametrize("is_cold", [False, True])
 def test_a_gather_that_is_cancelled_in_the_middle_touches_nothing_any_more(no_threads, is_cold):
     segment, copy, out = big(is_cold)
-    ended, gather = [], Gather(copy, {})
-    gather.then = lambda: ended.append(out.copy())
+    ended = []
+    gather = gather_of(copy, then=lambda: ended.append(out.copy()))
     assert not gather.take(0)
     gather.cancel()
     gather.cancel()
@@ -235,7 +238,7 @@ def test_a_gather_that_is_cancelled_in_the_middle_touches_nothing_any_more(no_th
 
 def test_memory_is_kept_until_it_has_ended_and_no_longer(no_threads):
     segment, copy, out = big(is_cold=True)
-    gather, kept = Gather(copy, {}), weakref.ref(segment)
+    gather, kept = gather_of(copy), weakref.ref(segment)
     del segment, copy
     assert not gather.take(0)
     assert kept() is not None
@@ -253,7 +256,7 @@ def test_after_it_was_cancelled_no_values_are_copied(no_threads, monkeypatch, is
     values = texts_of(Segment(is_cold=True), range(8))
     if is_taken:
         values._found.take(DEADLINE_SECONDS)
-    gather = Gather(None, {"text": values})
+    gather = gather_of(values)
     gather.cancel()
     gather.go_on()
     assert copies == []

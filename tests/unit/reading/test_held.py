@@ -136,7 +136,7 @@ def test_where_no_thread_can_be_started_ctrl_c_waits(cache, pages, monkeypatch):
         on_its_way = read._begin(np.arange(8), ["image"], {"image": out["image"].ctypes.data}, out)
         while not pages.touched.is_set():
             on_its_way.take(0)
-        on_its_way.abandon()
+        gather.abandon(on_its_way)
         read.close()
         assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
     let_go.join()

@@ -33,8 +33,8 @@ from arrowcache import Loader, Snapshot
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
-from arrowcache.reading.pipeline import Pipeline
 from arrowcache.reading.snapshot import _Reader
+from arrowcache.reading.stream import Stream
 from arrowcache.storage.lease import Lease
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
@@ -322,15 +322,15 @@ def test_a_batch_on_its_way_when_another_thread_ends_its_epoch_changes_no_progre
     with Loader(cache, 16) as loader:
         older = iter(loader)
         state = loader.state_dict()
-        take = Pipeline.next
+        take = Stream.take
 
         def take_and_be_late(*args):
             made = take(*args)
-            monkeypatch.setattr(Pipeline, "next", take)
+            monkeypatch.setattr(Stream, "take", take)
             iter(loader) if how == "iter" else loader.load_state_dict(state)
             return made
 
-        monkeypatch.setattr(Pipeline, "next", take_and_be_late)
+        monkeypatch.setattr(Stream, "take", take_and_be_late)
         with pytest.raises(RuntimeError, match="iterate anew"):
             next(older)
         assert loader.state_dict()["epoch"] == (1 if how == "iter" else 0)
@@ -405,7 +405,7 @@ def test_dropping_a_closed_iterator_asks_for_no_lock(cache):
         next(kept[0])
         kept[0].close()
         dropping = threading.Thread(target=kept.clear, daemon=True)
-        with held_by_another_thread(loader._running[0]._lock, loader._meter._lock):
+        with held_by_another_thread(loader._stream._lock, loader._meter._lock):
             dropping.start()
             dropping.join(DEADLINE_SECONDS)
             assert not dropping.is_alive()
@@ -667,7 +667,7 @@ def test_values_of_no_fixed_width_count_in_how_much_is_prefetched(tmp_path, monk
     with Loader(cache, 16) as loader:
         under_way = []
         for _ in loader:
-            stream = loader._delivering()._stream
+            stream = loader._stream
             under_way.append(stream.under_way + len(stream.ready))
         assert max(under_way[8:]) == 3 - 1, "1 MiB of 320 kB each, not of the 128 bytes that labels take"
 
@@ -814,7 +814,7 @@ def test_a_cache_that_is_none_fails_in_the_constructor(tmp_path):
 def test_the_largest_counts_work(cache, shuffle):
     options = {"prefetch": 2**16, "epoch_rows": 2**62, "seed": 2**200, "workers": 256}
     with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
-        assert loader._prefetch == 2**16
+        assert loader._making.prefetch == 2**16
     options |= {"prefetch": 1, "workers": 0}
     with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
         check(next(iter(loader)))
@@ -899,7 +899,7 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
         (Lease, "_unlock_oldest"),
         (Snapshot, "_let_go"),
         (Parking, "drop"),
-        (Pipeline, "end"),
+        (Stream, "close"),
         (Crew, "close"),
     ],
 )

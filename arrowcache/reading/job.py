@@ -1,0 +1,96 @@
+"""Job: some batches of an epoch under way, and what is known of a batch once it is made.
+
+A job is begun by whoever makes it (assembly.py, workers/remote.py); stream.py waits for it, or ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from arrowcache.reading.future import Future
+
+if TYPE_CHECKING:
+    from arrowcache.reading.epoch import Epoch
+
+
+class Made(NamedTuple):
+    """A batch ready for delivery, and what is counted then.
+
+    `published` is the mean of its rows, in seconds since 1970; `epoch` the one it belongs to.
+    """
+
+    batch: dict[str, Any]
+    rows: int
+    nbytes: int
+    copied: int
+    published: float
+    epoch: Epoch
+
+
+class Job:
+    """Batches that were begun. One thread at a time calls its methods.
+
+    Here nothing is under way: `made` makes the batches.
+
+    Args:
+        epoch, batches: of which they are, and how many.
+    """
+
+    is_in_parts = False  # it has a second part, which `go_on` begins
+
+    def __init__(self, epoch: Epoch, batches: int) -> None:
+        self.epoch, self.batches = epoch, batches
+
+    def take(self, seconds: float) -> bool:  # noqa: ARG002
+        """Wait for its end, at most so long. Returns: True: it has ended."""
+        return True
+
+    def go_on(self) -> None:
+        """Begin its second part, if the first has ended; returns at once."""
+
+    def made(self) -> Iterable[Made]:
+        """The batches, once it has ended. Raises: the error of their making, after the batches before it."""
+        return ()
+
+    def cancel(self, seconds: float | None = None) -> bool:  # noqa: ARG002
+        """Have it touch nothing any more; as of `Gather`. Idempotent."""
+        return True
+
+
+class Elsewhere(Job):
+    """Batches that a worker thread or process makes.
+
+    Args:
+        finish: makes the batches of the result.
+        keep: is kept until then.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        batches: int,
+        future: Future[Any],
+        finish: Callable[[Any], Iterable[Made]],
+        keep: object = None,
+    ) -> None:
+        super().__init__(epoch, batches)
+        self.future, self._finish, self._keep = future, finish, keep
+
+    def take(self, seconds: float) -> bool:
+        return self.future.wait(seconds)
+
+    def made(self) -> Iterable[Made]:
+        future, self.future = self.future, _NOTHING  # an error's traceback has this frame: a cycle
+        try:
+            return self._finish(future.result())
+        finally:
+            del future
+
+    def cancel(self, seconds: float | None = None) -> bool:  # noqa: ARG002
+        self.future.cancel()
+        return True
+
+
+_NOTHING: Future[Any] = Future()
+_NOTHING.set_result(None)

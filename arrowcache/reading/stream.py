@@ -1,0 +1,362 @@
+"""Stream: the loop: batches of an epoch, or of one epoch after another, driven by who consumes them.
+
+`take` begins jobs until enough batches are under way, and waits for the oldest; native threads, a crew of
+Python threads or worker processes make them meanwhile. Nothing here has a thread. A stream owns the epochs
+that are under way, and their snapshots, until all their batches are made or it ends. The next epoch begins
+when the last batch of one is under way, so that there is no seam.
+
+It ends in silence by exhaustion, by `close()`, or when its iterator is dropped. It ends with an error in its
+consumer when a newer epoch begins or a state is loaded: else the consumer would take the part for the whole.
+It also ends by an error in place of a batch.
+
+Guarantees: batches arrive in step order, whoever made them; no batch is made before its epoch was begun, and
+none is begun after it was ended; an exception arrives where its batch would have; every wait has a deadline
+or an end; whoever ends it, all that it owns is let go, once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from arrowcache.errors import LoaderTimeoutError
+from arrowcache.reading.assembly import Assembly
+from arrowcache.reading.epoch import Epoch, Epochs
+from arrowcache.reading.gather import abandon
+from arrowcache.reading.job import Job, Made
+from arrowcache.reading.parking import Parking
+from arrowcache.reading.patience import Wait
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.stats import Meter
+
+if TYPE_CHECKING:
+    from arrowcache.reading.workers.remote import RemoteAssembly
+
+_MOST_AHEAD = 8  # epochs, where they are short
+_GRACE_SECONDS = 0.25  # for a job that itself waits so long, and then says better what for
+_LOOK_SECONDS = 0.05  # between two looks for the end, and two figures of a wait
+
+
+class Stream:
+    """Thread-safe: one thread at a time takes batches, any may end it, also while its consumer waits.
+
+    Args:
+        epochs: begins epochs, and is told which one is delivered.
+        assembly: makes jobs of them.
+        parking: keeps the last epoch's snapshot for a second.
+        meter: told what was delivered, and of waits.
+        endless: the next epoch follows when the last batch of one is under way.
+    """
+
+    def __init__(
+        self,
+        epochs: Epochs,
+        assembly: Assembly | RemoteAssembly,
+        parking: Parking,
+        meter: Meter,
+        *,
+        endless: bool,
+    ) -> None:
+        self._epochs, self._assembly, self._parking, self._meter = epochs, assembly, parking, meter
+        self._endless, self._waiting = endless, meter.waiting()
+        self._lock = threading.RLock()  # reentrant: the garbage collector may end a stream anywhere
+        self._pid = os.getpid()
+        self._making: list[Epoch] = []  # of which batches are to be made, or under way; the newest is last
+        self._undelivered: list[Epoch] = []  # with batches that nobody may have got
+        self._jobs: Iterator[Job] = iter(())  # of the newest epoch
+        self.begun: deque[Job] = deque()
+        self.under_way = 0  # batches of those
+        self.ready: deque[Made] = deque()
+        self.exhausted = False
+        self._has_to_wait = False  # the next epoch, until there is enough for it
+        self._may_wait = True  # for the next epoch; not if it is only asked whether it is ready
+        self._error: BaseException | None = None  # it comes after the batches before it
+        self._has_failed = False  # that came, or comes
+        self.consumer = 0  # the thread that is in `take`
+        self._was_asked = self._was_interrupted = False
+        self._because: str | None = None  # it was cut short, which its consumer must know
+        self.has_stopped = False  # its consumer knows
+        self.ended = self._is_closed = False
+
+    def begin(self, is_cancelled: Callable[[], bool]) -> bool:
+        """Begin the first epoch and its first jobs: the consumer will ask for their batches.
+
+        Nobody else knows of the stream before this returns.
+        Blocks, Raises: as `Epochs.begin`; then the stream is to be closed.
+        Returns: False: it was cancelled while it waited.
+        """
+        self._meter.begin_run(self)
+        with self._waiting:
+            epoch = self._epochs.begin(Wait(is_cancelled, self._parking.drop))
+            if epoch is None:
+                return False
+            self._making, self._undelivered = [epoch], [epoch]
+        self._parking.drop()  # what both read stays mapped
+        self._jobs = self._assembly.jobs(epoch, awaited=True)
+        self._begin_jobs()
+        return True
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The consumer, who asks for a batch, waits inside."""
+        self._was_asked = True
+        return self._waiting
+
+    def take(self, timeout_seconds: float | None) -> Made | None:
+        """The next batch, which is not delivered yet, on any thread; None: there is none.
+
+        Raises: LoaderTimeoutError: none came in time. Whatever its making raised. ValueError: this
+            process was forked from the one that makes them.
+        """
+        if self._pid != os.getpid():
+            raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
+        patience_seconds = math.inf if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
+        started = time.monotonic()
+        if not self._enter():
+            return None
+        try:
+            while not self.ended:
+                self._begin_jobs()
+                if not self.ready:
+                    if not self.begun:
+                        break
+                    if not self._take_oldest(_LOOK_SECONDS):
+                        if time.monotonic() - started >= patience_seconds:
+                            raise too_late(timeout_seconds)
+                        self._meter.show()
+                if self.ready:
+                    return self.ready.popleft()
+        except KeyboardInterrupt:
+            self._was_interrupted = True
+            raise
+        finally:
+            self._leave()
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return None
+        finally:
+            del error  # its traceback has this frame
+
+    def is_ready(self) -> bool:
+        """Whether `take` would return at once. Begins what comes next; waits for nothing, nor for rows."""
+        if self._pid != os.getpid() or not self._enter():
+            return True
+        self._may_wait = False
+        try:
+            self._begin_jobs()
+            while not self.ready and self.begun and self._take_oldest(0.0):
+                pass
+            return bool(self.ready) or self.ended or (self.exhausted and not self.begun)
+        finally:
+            self._may_wait = True
+            self._leave()
+
+    def _enter(self) -> bool:
+        """Make this thread the consumer: it cancels jobs if others end it. Returns: False: it has ended."""
+        with self._lock:
+            if not self.ended:
+                self.consumer = threading.get_ident()
+            return not self.ended
+
+    def _leave(self) -> None:
+        with self._lock:
+            self.consumer = 0
+            is_over = self.ended
+        if is_over:
+            self._cancel()
+
+    def deliver(self, made: Made | None) -> None:
+        """Count a batch that the consumer gets now; None: it has come to the end.
+
+        Raises: StopIteration: the end, also of what was taken since it ended. RuntimeError: a newer epoch
+            began, or a state was loaded.
+        """
+        if made is not None and made.epoch is not self._epochs.progress:
+            self._come_to(made.epoch)
+        if made is None or self.ended:
+            if self._because is not None:
+                raise RuntimeError(f"this epoch ended when {self._because}: iterate anew")
+            self.has_stopped = True
+            self.close()
+            raise StopIteration
+        made.epoch.deliver()
+        self._meter.deliver(made)
+
+    def fail(self) -> None:
+        """The consumer gets an error in place of a batch, and no more."""
+        self.close()
+        self._epochs.came_to_error()
+
+    def drop(self) -> None:
+        """Its consumer is gone: nobody is left who could be told of its end."""
+        # The garbage collector may be in a thread that has a lock: what is closed asks for none.
+        if not self._is_closed:
+            self.has_stopped = True
+            self.close()
+
+    def close(self, because: str | None = None) -> None:
+        """End it: its batches are dropped, its epochs are let go. Idempotent; ends what Ctrl-C cut.
+
+        Args:
+            because: its consumer gets this reason in place of a StopIteration.
+        """
+        if not self.ended:
+            self._because = because
+            if not self._was_asked:
+                for epoch in self._undelivered:
+                    self._epochs.take_back(epoch)
+        self._meter.end_run(self)
+        if self._pid != os.getpid():  # locks may be held for ever in a forked child
+            self.ended = self._is_closed = True
+            return
+        with self._lock:
+            self.ended, self._error = True, None
+            is_mine = self.consumer in (0, threading.get_ident())
+        if is_mine:  # else its consumer does, within _LOOK_SECONDS
+            self._cancel()
+        self._let_go()
+        self._is_closed = True
+
+    # jobs
+
+    def _begin_jobs(self) -> None:
+        """Begin jobs until enough batches are under way."""
+        for begun in tuple(self.begun):  # a handler of this thread may end the stream
+            if begun.is_in_parts:
+                begun.go_on()
+        wanted = self._assembly.wanted()
+        while not self.exhausted and self.under_way + len(self.ready) < wanted:
+            try:
+                job = next(self._jobs, None)
+                if job is not None:
+                    self.begun.append(job)
+                    self.under_way += job.batches
+                elif not self._begin_next_epoch():
+                    return
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001  # it arrives after the batches before it
+                self._fail(error)
+
+    def _take_oldest(self, seconds: float) -> bool:
+        """Have the batches of the oldest job ready. Returns: False: it has not ended so soon."""
+        job = self.begun[0]
+        try:
+            if not job.take(seconds) or self.ended:
+                return False
+            self.begun.popleft()
+            self.under_way -= job.batches
+            self.ready.extend(job.made())
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  # it arrives after the batches before it
+            self._cancel_begun()
+            self._fail(error)
+        finally:
+            del job
+        if len(self._making) > 1:
+            self._retire_made()
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        self.exhausted = self._has_failed = True
+        if not self.ended:  # else nobody asks why
+            self._error = error
+
+    def _cancel(self) -> None:
+        self.ready.clear()
+        self._cancel_begun()
+        self._error, self._jobs = None, iter(())
+
+    def _cancel_begun(self) -> None:
+        with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
+            while self.begun:
+                job = self.begun[-1]  # newest first: no thread begins one while an older one is waited for
+                abandon(job) if self._was_interrupted else job.cancel()
+                self.begun.pop()  # now: Ctrl-C loses none
+        self.under_way = 0
+
+    # epochs
+
+    def _begin_next_epoch(self) -> bool:
+        """Begin the epoch after the newest one. Returns: False: there is none, or it is too early."""
+        with self._lock:
+            if self.ended or not self._endless:
+                self.exhausted = True
+                return False
+            newest = self._making[-1]
+        is_busy = bool(self.begun or self.ready)
+        if is_busy and sum(not each.is_delivered for each in self._undelivered) > _MOST_AHEAD:
+            return False  # what begins later sees more rows
+        following = None
+        if not self._has_to_wait:
+            following = self._epochs.begin_after(newest)
+            self._has_to_wait = following is None
+        if self._has_to_wait:
+            if is_busy or not self._may_wait:
+                return False  # first all is delivered
+            wait = Wait(lambda: self.ended, partial(self._retire, newest))
+            following = self._epochs.begin_after(newest, wait)
+            self._has_to_wait = False
+        if following is None:  # the stream has ended
+            return False
+        with self._lock:
+            if not self.ended:
+                self._undelivered = [each for each in self._undelivered if not each.is_delivered]
+                self._undelivered.append(following)
+                self._making.append(following)
+        if following not in self._making:
+            following.end()
+            return False
+        self._retire_made()
+        self._jobs = self._assembly.jobs(following, awaited=False)
+        return True
+
+    def _come_to(self, epoch: Epoch) -> None:
+        """Have the loader's progress be in the epoch of a batch, unless another one took its place."""
+        with self._lock:
+            if not self.ended:
+                self._epochs.came_to(epoch)
+
+    def _retire_made(self) -> None:
+        """Let go of epochs whose batches are all made, as the next one has mapped what both read."""
+        under_way = [job.epoch for job in self.begun]
+        for epoch in self._making[:-1]:
+            if epoch not in under_way:
+                self._retire(epoch)
+
+    def _retire(self, epoch: Epoch) -> None:
+        """Let go of an epoch whose batches are all made. Idempotent."""
+        self._assembly.end(epoch)
+        epoch.let_go()
+        self._parking.drop()
+        with self._lock:
+            self._making = [each for each in self._making if each is not epoch]
+
+    def _let_go(self) -> None:
+        for epoch in self._making[:-1]:
+            self._retire(epoch)
+        for newest in self._making:
+            self._assembly.end(newest)
+            # After a failure it is not parked: the next epoch checks its segments anew.
+            is_parked = self._was_asked and not self._has_failed
+            newest.let_go(self._parking.park if is_parked else Snapshot.close)
+        for each in self._undelivered:
+            each.end()
+        self._making, self._undelivered = [], []
+
+
+def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
+    """The error of a step whose batch did not come in time."""
+    return LoaderTimeoutError(
+        f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
+        "raise timeout, or look at loader.stats().advice"
+    )

@@ -1,0 +1,967 @@
+"""A stream: batches in step order, begun ahead by their consumer, however jobs, epochs and it itself end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers import DEADLINE_SECONDS, in_child, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arrowcache.errors import LoaderTimeoutError
+from arrowcache.reading.crew import Crew
+from arrowcache.reading.future import Future
+from arrowcache.reading.job import Elsewhere, Job, Made
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.stats import Meter
+from arrowcache.reading.stream import Stream
+
+
+class Batch(dict):
+    """One that can be referred to weakly."""
+
+
+class Kept:
+    pass
+
+
+class Epoch:
+    """Notes what becomes of it."""
+
+    def __init__(self, number: int = 0, let_go: Callable[[], object] = lambda: None) -> None:
+        self.number, self.calls, self.is_delivered = number, [], False
+        self._let_go = let_go
+
+    def deliver(self) -> None:
+        self.calls.append("deliver")
+
+    def let_go(self, leave_to: Callable[[Any], None] = Snapshot.close) -> None:
+        if "let_go" not in self.calls:
+            self._let_go()
+            self.calls.append("let_go" if leave_to is Snapshot.close else "parked")
+
+    def end(self) -> None:
+        if "end" not in self.calls:
+            self.calls.append("end")
+
+
+class Epochs:
+    """Begins one epoch after another: `first`, then what `after` gives."""
+
+    def __init__(self, first: Epoch, after: Callable[[Any, Any], Any]) -> None:
+        self.first, self.progress, self.after = first, first, after
+        self.taken_back, self.came = [], []
+
+    def begin(self, wait: Any) -> Epoch | None:
+        return None if wait.is_cancelled() else self.first
+
+    def begin_after(self, previous: Epoch, wait: Any = None) -> Epoch | None:
+        return self.after(previous, wait)
+
+    def came_to(self, epoch: Epoch) -> None:
+        self.came.append(epoch.number)
+        self.progress = epoch
+
+    def take_back(self, epoch: Epoch) -> None:
+        self.taken_back.append(epoch.number)
+
+    def came_to_error(self) -> None:
+        self.came.append("error")
+
+
+class Assembly:
+    def __init__(self, jobs: Callable[[Any], Iterator[Job]], wanted: Callable[[], int]) -> None:
+        self._jobs, self.wanted, self.ended = jobs, wanted, []
+
+    def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
+        assert awaited == (epoch.number == 0)
+        return self._jobs(epoch)
+
+    def end(self, epoch: Epoch) -> None:
+        self.ended.append(epoch.number)
+
+
+class Parking:
+    def __init__(self) -> None:
+        self.drops = 0
+
+    def park(self, snapshot: Any) -> None:
+        raise AssertionError
+
+    def drop(self) -> None:
+        self.drops += 1
+
+
+def made(number: int, epoch: Any = None) -> Made:
+    return Made(Batch(number=number), 1, 1, 1, 0.0, epoch)
+
+
+class Manual(Job):
+    """Under way until a test says that it is not; notes all that is done to it."""
+
+    is_in_parts = True
+
+    def __init__(
+        self,
+        step: int = 0,
+        batches: int = 1,
+        *,
+        epoch: Any = None,
+        is_done: bool = True,
+        looks: int | None = None,
+    ) -> None:
+        super().__init__(epoch, batches)
+        self.step = step
+        self.is_done, self.calls, self.cancelled = threading.Event(), [], 0
+        self._looks = looks  # it is done at the last of so many
+        if is_done:
+            self.is_done.set()
+
+    def take(self, seconds: float) -> bool:
+        self.calls.append("take")
+        if self._looks is not None:
+            self._looks -= 1
+            return self._looks <= 0
+        return self.is_done.wait(seconds)
+
+    def go_on(self) -> None:
+        self.calls.append("go_on")
+
+    def made(self) -> Iterator[Made]:
+        return iter([made(self.step + number, self.epoch) for number in range(self.batches)])
+
+    def cancel(self, seconds: float | None = None) -> bool:
+        self.cancelled += 1
+        return True
+
+
+def stream_of(
+    jobs: Callable[[], Iterator[Job]],
+    wanted: int | Callable[[], int] = 3,
+    *,
+    let_go: Callable[[], object] = lambda: None,
+    while_waiting: Callable[[], object] | None = None,
+) -> Stream:
+    """A stream of one epoch, which has begun."""
+    meter = Meter()
+    if while_waiting is not None:
+        meter.show = while_waiting
+    how_many = wanted if callable(wanted) else lambda: wanted
+    epochs = Epochs(Epoch(0, let_go), lambda *_: None)
+    stream = Stream(epochs, Assembly(lambda _: jobs(), how_many), Parking(), meter, endless=False)
+    assert stream.begin(lambda: False)
+    return stream
+
+
+def endless_of(
+    steps: int, after: Callable[[Any, Any], Any], wanted: int = 3, job: Callable[..., Job] = Manual
+) -> Stream:
+    """A stream of epochs of so many steps, of which the next one is as `after` says."""
+
+    def jobs(epoch: Any) -> Iterator[Job]:
+        for step in range(steps):
+            yield job(10 * epoch.number + step, epoch=epoch)
+
+    stream = Stream(Epochs(Epoch(), after), Assembly(jobs, lambda: wanted), Parking(), Meter(), endless=True)
+    assert stream.begin(lambda: False)
+    return stream
+
+
+def of(*jobs: Job | Callable[[], Job]) -> Callable[[], Iterator[Job]]:
+    """Gives these jobs, of which some are begun when they are asked for."""
+
+    def begin() -> Iterator[Job]:
+        for each in jobs:
+            yield each if isinstance(each, Job) else each()
+
+    return begin
+
+
+def counting(count: int, group: int = 1) -> Callable[[], Iterator[Job]]:
+    return lambda: (Manual(first, min(group, count - first)) for first in range(0, count, group))
+
+
+def taken(stream: Stream) -> int:
+    batch = stream.take(DEADLINE_SECONDS)
+    assert batch is not None
+    return batch.batch["number"]
+
+
+def numbers(stream: Stream) -> list[int]:
+    found = []
+    while (batch := stream.take(DEADLINE_SECONDS)) is not None:
+        found.append(batch.batch["number"])
+    return found
+
+
+def in_another_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(params=[1, 3], ids=lambda wanted: f"wanted={wanted}")
+def wanted(request):
+    return request.param
+
+
+@pytest.fixture
+def crew():
+    crew = Crew(3)
+    yield crew
+    crew.close()
+
+
+# order
+
+
+@pytest.mark.parametrize("group", [1, 2, 7, 100])
+def test_batches_arrive_in_step_order_then_none(wanted, group):
+    for _ in range(3):
+        stream = stream_of(counting(50, group), wanted)
+        assert numbers(stream) == list(range(50))
+        assert stream.take(1) is None
+        stream.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2, 5])), max_size=20), st.integers(1, 9)
+)
+def test_any_jobs_give_all_their_batches_in_order(plan, wanted):
+    """A job is done at once, or at some look."""
+    count = 0
+
+    def jobs() -> Iterator[Job]:
+        nonlocal count
+        for batches, looks in plan:
+            count += batches
+            yield Manual(count - batches, batches, looks=looks)
+
+    stream = stream_of(jobs, wanted)
+    assert numbers(stream) == list(range(count))
+    assert (stream.under_way, len(stream.begun)) == (0, 0)
+
+
+def test_jobs_of_a_crew_run_side_by_side_and_arrive_in_step_order(crew):
+    together, order = threading.Barrier(3), []
+
+    def make(step: int) -> Made:
+        together.wait(DEADLINE_SECONDS)  # ends only if three run at a time
+        order.append(step)
+        return made(step)
+
+    def jobs() -> Iterator[Job]:
+        for step in range(9):
+            yield Elsewhere(None, 1, crew.submit(lambda step=step: make(step)), lambda one: (one,))
+
+    assert numbers(stream_of(jobs)) == list(range(9))
+    assert sorted(order) == list(range(9))
+
+
+def test_what_ended_first_waits_for_what_was_begun_before_it():
+    first, second = Manual(0, is_done=False), Manual(1)
+    stream = stream_of(of(first, second))
+    with pytest.raises(LoaderTimeoutError):
+        stream.take(0)
+    first.is_done.set()
+    assert numbers(stream) == [0, 1]
+
+
+# how far ahead
+
+
+def noted(begun: list[int], count: int, group: int = 1) -> Callable[[], Iterator[Job]]:
+    def jobs() -> Iterator[Job]:
+        for step in range(0, count, group):
+            begun.append(step)
+            yield Manual(step, group)
+
+    return jobs
+
+
+def test_jobs_are_begun_until_enough_batches_are_under_way_or_ready():
+    begun: list[int] = []
+    stream = stream_of(noted(begun, 20))
+    assert begun == [0, 1, 2]
+    for number in range(20):
+        assert taken(stream) == number
+        assert begun == list(range(min(20, number + 3)))
+
+
+def test_a_job_of_many_batches_counts_as_so_many():
+    begun: list[int] = []
+    stream = stream_of(noted(begun, 20, 2))
+    assert begun == [0, 2]
+    assert taken(stream) == 0
+    assert begun == [0, 2]
+    assert taken(stream) == 1
+    assert begun == [0, 2], "as many as are wanted were under way when it was asked"
+    assert taken(stream) == 2
+    assert begun == [0, 2, 4]
+    stream.close()
+
+
+def test_how_many_are_wanted_may_change():
+    wanted, begun = 1, []
+    stream = stream_of(noted(begun, 20), lambda: wanted)
+    taken(stream)
+    assert len(begun) == 1
+    wanted = 5
+    taken(stream)
+    assert len(begun) == 6
+    wanted = 1
+    for _ in range(4):
+        taken(stream)
+    assert len(begun) == 6
+    stream.close()
+
+
+def test_nothing_is_made_after_it_ended():
+    asked: list[int] = []
+    stream = stream_of(noted(asked, 9))
+    stream.close()
+    assert asked == [0, 1, 2]
+    assert stream.take(0) is None
+    assert asked == [0, 1, 2]
+    assert not stream.ready
+
+
+def test_a_job_that_was_asked_for_while_the_stream_ended_is_cancelled():
+    late = Manual(1)
+
+    def jobs() -> Iterator[Job]:
+        yield Manual(0)
+        in_another_thread(stream.close)
+        yield late
+
+    stream = stream_of(jobs, 1)
+    assert taken(stream) == 0
+    assert stream.take(0) is None
+    assert late.cancelled == 1
+    assert not stream.begun
+
+
+def test_what_is_under_way_goes_on_at_each_step():
+    pending = [Manual(step) for step in range(3)]
+    stream = stream_of(of(*pending))
+    taken(stream)
+    before = pending[2].calls.count("go_on")
+    assert before
+    assert "take" not in pending[2].calls
+    taken(stream)
+    assert pending[2].calls.count("go_on") > before
+    stream.close()
+
+
+# one epoch after another
+
+
+def test_the_next_epoch_begins_when_the_last_batch_of_one_is_under_way():
+    begun = []
+
+    def after(previous: Epoch, wait: Any) -> Epoch:
+        begun.append(previous.number)
+        assert wait is None
+        return Epoch(previous.number + 1)
+
+    stream = endless_of(4, after)
+    assert begun == []
+    assert [taken(stream) for _ in range(2)] == [0, 1]
+    assert begun == []
+    assert [taken(stream) for _ in range(6)] == [2, 3, 10, 11, 12, 13]
+    assert begun == [0, 1]
+    stream.close()
+
+
+def test_an_epoch_that_has_to_wait_waits_until_all_is_delivered_and_lets_go_of_what_was_before_it():
+    asked = []
+
+    def after(previous: Epoch, wait: Any) -> Epoch | None:
+        asked.append(wait is not None)
+        if wait is None:
+            return None
+        wait.before()
+        assert previous.calls == ["let_go"], "nothing is leased in a wait"
+        assert not stream.begun
+        assert not stream.ready
+        return Epoch(previous.number + 1)
+
+    stream = endless_of(2, after, 5)
+    assert [taken(stream) for _ in range(2)] == [0, 1]
+    assert asked == [False], "once, and then all is delivered first"
+    assert taken(stream) == 10
+    assert asked == [False, True, False]
+    stream.close()
+
+
+def test_a_wait_for_the_next_epoch_is_cancelled_by_the_end():
+    def after(previous: Epoch, wait: Any) -> Epoch | None:
+        if wait is not None:
+            in_another_thread(stream.close)
+            assert wait.is_cancelled()
+        return None
+
+    stream = endless_of(1, after)
+    assert taken(stream) == 0
+    assert stream.take(None) is None
+
+
+def test_an_epoch_that_began_as_the_stream_ended_is_ended():
+    late = Epoch(1)
+
+    def after(previous: Epoch, wait: Any) -> Epoch | None:
+        in_another_thread(stream.close)
+        return late
+
+    stream = endless_of(4, after)
+    assert [taken(stream) for _ in range(2)] == [0, 1]
+    assert stream.take(None) is None
+    assert late.calls == ["end"]
+
+
+def test_an_epoch_is_let_go_when_all_of_it_is_made_and_the_next_one_has_begun():
+    epochs = [Epoch(number) for number in range(9)]
+    pending = {}
+
+    def job(step: int, epoch: Any) -> Job:
+        pending[step] = Manual(step, epoch=epoch)
+        return pending[step]
+
+    stream = endless_of(2, lambda previous, _: epochs[previous.number + 1], 4, job)
+    first = stream._epochs.first
+    assert first.calls == []
+    assert [taken(stream), taken(stream)] == [0, 1]
+    assert first.calls == ["let_go"], "its last batch is made"
+    assert epochs[1].calls == []
+    stream.close()
+    assert first.calls == ["let_go", "end"]
+    assert stream._assembly.ended[:2] == [0, 1]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_at_most_eight_epochs_are_begun_ahead_that_nobody_got(steps):
+    begun = []
+
+    def after(previous: Epoch, _: Any) -> Epoch:
+        begun.append(previous.number + 1)
+        return Epoch(previous.number + 1)
+
+    stream = endless_of(steps, after, 1000)
+    assert len(begun) == 8
+    stream.close()
+
+
+def test_a_batch_of_the_next_epoch_is_delivered_after_the_loader_came_to_it():
+    stream = endless_of(1, lambda previous, _: Epoch(previous.number + 1))
+    for number in range(3):
+        with stream.waiting():
+            one = stream.take(None)
+        stream.deliver(one)
+        assert stream._epochs.progress.number == number
+    assert stream._epochs.came == [1, 2]
+    stream.close()
+
+
+# what a consumer is told
+
+
+def test_an_end_is_told_and_why():
+    stream = stream_of(counting(2))
+    stream.close("a newer one began")
+    stream.close("another reason")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a newer one began: iterate anew"):
+            stream.deliver(stream.take(None))
+    assert not stream.has_stopped
+    stream = stream_of(counting(1))
+    one = stream.take(None)
+    stream.close()
+    with pytest.raises(StopIteration):
+        stream.deliver(one)
+    assert stream.has_stopped
+
+
+def test_an_epoch_of_which_nobody_asked_for_a_batch_is_taken_back():
+    stream = stream_of(counting(2))
+    stream.close()
+    assert stream._epochs.taken_back == [0]
+    assert "let_go" in stream._epochs.first.calls, "and not parked"
+    stream = stream_of(counting(2))
+    with stream.waiting():
+        pass
+    stream.drop()
+    assert stream._epochs.taken_back == []
+    assert stream._epochs.first.calls == ["parked", "end"]
+    assert stream.has_stopped
+
+
+def test_a_beginning_that_is_cancelled_begins_nothing():
+    stream = Stream(Epochs(Epoch(), None), None, Parking(), Meter(), endless=False)
+    assert not stream.begin(lambda: True)
+    stream.close()
+    assert stream._epochs.first.calls == []
+
+
+# errors
+
+
+class FailingError(Exception):
+    pass
+
+
+def fail(kind: type[BaseException]) -> Any:
+    raise kind("nothing there")
+
+
+class FailingTake(Manual):
+    def __init__(self, kind: type[BaseException]) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def take(self, seconds: float) -> bool:
+        return fail(self._kind)
+
+
+class FailingMade(Manual):
+    """Its second batch is an error."""
+
+    def __init__(self, step: int, kind: type[BaseException]) -> None:
+        super().__init__(step, 2)
+        self._kind = kind
+
+    def made(self) -> Iterator[Made]:
+        yield made(self.step)
+        fail(self._kind)
+
+
+def failing(kind: type[BaseException], where: str, *after: Callable[[], Job]) -> Callable[[], Iterator[Job]]:
+    """Three batches, then an error."""
+
+    def jobs() -> Iterator[Job]:
+        yield Manual(0)
+        yield Manual(1) if where == "made" else Manual(1, 2)
+        if where == "jobs":
+            fail(kind)
+        elif where == "take":
+            yield FailingTake(kind)
+        elif where == "made":
+            yield FailingMade(2, kind)
+        elif where == "future":
+            (future := Future()).set_exception(kind("nothing there"))
+            yield Elsewhere(None, 1, future, lambda one: (one,))
+        for each in after:
+            yield each()
+
+    return jobs
+
+
+PLACES = pytest.mark.parametrize("where", ["jobs", "take", "made", "future"])
+
+
+@PLACES
+@pytest.mark.parametrize("wanted", [1, 3, 9])
+def test_an_error_arrives_after_the_batches_before_it(where, wanted):
+    stream = stream_of(failing(FailingError, where, lambda: Manual(9)), wanted)
+    assert [taken(stream) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(FailingError, match="nothing there") as caught:
+        stream.take(DEADLINE_SECONDS)
+    if where != "future":
+        assert "fail" in [entry.name for entry in caught.traceback], "with its own traceback"
+    assert stream.take(0) is None
+    stream.fail()
+    assert stream._epochs.came == ["error"]
+    assert "let_go" in stream._epochs.first.calls, "and not parked"
+
+
+@PLACES
+def test_even_an_error_that_is_no_exception_arrives(where):
+    stream = stream_of(failing(SystemExit, where), 1)
+    with pytest.raises(SystemExit):
+        numbers(stream)
+    stream.close()
+
+
+def test_nothing_is_delivered_after_an_error_and_what_was_begun_is_cancelled():
+    pending = Manual(4)
+    stream = stream_of(failing(FailingError, "future", lambda: pending))
+    with pytest.raises(FailingError):
+        numbers(stream)
+    assert pending.cancelled == 1
+    assert stream.take(0) is None
+
+
+@pytest.mark.parametrize("where", ["jobs", "made", "future"])
+def test_an_error_and_its_frames_are_let_go_with_the_stream(where):
+    kept = Kept()
+    gc.collect()
+    gc.disable()
+    try:
+        stream = stream_of(failing(FailingError, where))
+        with pytest.raises(FailingError) as caught:
+            numbers(stream)
+        caught.value.kept, alive = kept, weakref.ref(kept)
+        stream.close()
+        del caught, kept, stream
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_error_of_what_was_let_go_meanwhile_is_not_shown_and_keeps_nothing(keeps):
+    """The consumer is told that its epoch has ended, and why, by who ended it."""
+    alive = []
+
+    def jobs() -> Iterator[Job]:
+        yield Manual(0)
+        in_another_thread(stream.close)
+        alive.append(weakref.ref(kept := Kept()))
+        raise FailingError(kept if keeps else None)
+
+    stream = stream_of(jobs, 1)
+    gc.disable()
+    try:
+        assert taken(stream) == 0
+        assert stream.take(DEADLINE_SECONDS) is None
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+# waiting
+
+
+def test_a_wait_for_a_batch_has_a_deadline(wanted):
+    pending = Manual(is_done=False)
+    stream = stream_of(of(pending), wanted)
+    with pytest.raises(LoaderTimeoutError, match=r"no batch came in 0\.05 s"):
+        stream.take(0.05)
+    pending.is_done.set()
+    assert numbers(stream) == [0]
+
+
+def test_who_waits_for_a_batch_shows_that_now_and_then_without_the_lock():
+    calls = []
+
+    def while_waiting() -> None:
+        is_free = []
+
+        def try_it() -> None:
+            if stream._lock.acquire(blocking=False):
+                is_free.append(1)
+                stream._lock.release()
+
+        in_another_thread(try_it)
+        assert is_free, "who waits for the lock may hold what this needs"
+        calls.append(1)
+        if len(calls) == 3:
+            pending.is_done.set()
+
+    pending = Manual(is_done=False)
+    stream = stream_of(of(pending), 1)
+    stream._meter.show = while_waiting
+    assert numbers(stream) == [0]
+    assert len(calls) == 3
+
+
+def test_what_a_wait_shows_may_fail():
+    pending = Manual(is_done=False)
+    stream = stream_of(of(pending), 1)
+    stream._meter.show = lambda: fail(FailingError)
+    with pytest.raises(FailingError):
+        stream.take(None)
+    stream._meter.show = lambda: None
+    stream.close()
+    assert pending.cancelled == 1
+
+
+def test_a_consumer_that_waits_is_told_when_its_epoch_is_ended_elsewhere(wanted):
+    pending, results = Manual(is_done=False), []
+    stream = stream_of(of(pending), wanted)
+    consumer = threading.Thread(target=lambda: results.append(stream.take(None)))
+    consumer.start()
+    wait_until(lambda: "take" in pending.calls, "it to wait")
+    stream.close()
+    consumer.join(DEADLINE_SECONDS)
+    assert results == [None]
+    assert pending.cancelled == 1, "by its consumer, who was at it"
+    assert not stream.begun
+
+
+def test_a_stream_that_ends_while_its_consumer_waits_is_not_touched_by_who_ends_it():
+    in_take, go_on, touched = threading.Event(), threading.Event(), []
+
+    class Slow(Manual):
+        def take(self, seconds: float) -> bool:
+            in_take.set()
+            assert go_on.wait(DEADLINE_SECONDS)
+            return False
+
+        def cancel(self, seconds: float | None = None) -> bool:
+            touched.append(threading.current_thread())
+            return True
+
+    stream = stream_of(of(Slow()), 1)
+    consumer = threading.Thread(target=lambda: stream.take(None))
+    consumer.start()
+    assert in_take.wait(DEADLINE_SECONDS)
+    stream.close()
+    assert touched == []
+    go_on.set()
+    consumer.join(DEADLINE_SECONDS)
+    assert touched == [consumer]
+
+
+def test_a_consumer_may_end_its_stream_while_it_waits():
+    """As a handler of a signal does, which closes the loader."""
+    looks: list[bool] = []
+
+    class Looked(Manual):
+        def take(self, seconds: float) -> bool:
+            looks.append(self.cancelled > 0)
+            if len(looks) == 1:
+                stream.close()
+            return False
+
+    pending = Looked()
+    stream = stream_of(of(pending), 1)
+    assert stream.take(None) is None
+    assert pending.cancelled == 1
+    assert looks == [False], "what was cancelled is not taken"
+
+
+def test_who_asks_whether_a_batch_is_ready_begins_jobs_and_waits_for_none():
+    first, second = Manual(0, is_done=False), Manual(1)
+    stream = stream_of(of(first, second), 1)
+    assert not stream.is_ready()
+    first.is_done.set()
+    assert stream.is_ready()
+    assert taken(stream) == 0
+    assert stream.is_ready()
+    assert taken(stream) == 1
+    assert stream.is_ready(), "its end"
+    assert stream.take(None) is None
+    stream.close()
+    assert stream.is_ready()
+
+
+def test_who_asks_whether_a_batch_is_ready_does_not_wait_for_the_next_epoch():
+    def after(previous: Epoch, wait: Any) -> Epoch | None:
+        return None if wait is None else Epoch(previous.number + 1)
+
+    stream = endless_of(1, after)
+    assert taken(stream) == 0
+    assert not stream.is_ready()
+    assert taken(stream) == 10
+    stream.close()
+
+
+# the end
+
+
+def test_what_a_stream_reads_is_let_go_once_when_it_ends(wanted):
+    let_go = []
+    stream = stream_of(of(Manual()), wanted, let_go=lambda: let_go.append(1))
+    assert numbers(stream) == [0]
+    assert let_go == [], "a consumer that is not told ends nothing"
+    stream.close()
+    stream.close()
+    assert let_go == [1]
+
+
+def test_what_was_begun_is_cancelled_before_anything_is_let_go():
+    pending, order = [Manual(step) for step in range(3)], []
+    stream = stream_of(of(*pending), let_go=lambda: order.append([each.cancelled for each in pending]))
+    assert [each.cancelled for each in pending] == [0, 0, 0]
+    stream.close()
+    stream.close()
+    assert order == [[1, 1, 1]]
+    assert [each.cancelled for each in pending] == [1, 1, 1]
+
+
+def test_a_stream_ends_at_once_although_a_job_of_it_does_not(crew):
+    started, go_on = threading.Semaphore(0), threading.Event()
+    futures = []
+
+    def wait() -> None:
+        started.release()
+        assert go_on.wait(DEADLINE_SECONDS)
+
+    def jobs() -> Iterator[Job]:
+        for _ in range(100):
+            futures.append(crew.submit(wait))
+            yield Elsewhere(None, 1, futures[-1], lambda one: (one,))
+
+    stream = stream_of(jobs, 5)
+    for _ in range(3):
+        assert started.acquire(timeout=DEADLINE_SECONDS)
+    stream.close()
+    assert [future.done() for future in futures] == [False] * 3 + [True] * 2
+    go_on.set()
+
+
+def test_an_end_that_was_interrupted_is_finished_by_the_next():
+    calls = []
+
+    def let_go() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    stream = stream_of(of(Manual()), let_go=let_go)
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    for _ in range(2):
+        stream.close()
+    assert calls == [0, 1]
+
+
+def test_an_end_that_was_interrupted_between_two_jobs_is_finished_by_the_next():
+    class Interrupted(Manual):
+        def cancel(self, seconds: float | None = None) -> bool:
+            super().cancel()
+            if self.cancelled == 1:
+                raise KeyboardInterrupt
+            return True
+
+    pending, let_go = [Interrupted(0), Manual(1), Manual(2)], []
+    stream = stream_of(of(*pending), let_go=lambda: let_go.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    assert let_go == [], "what is let go may be read still"
+    for _ in range(2):
+        stream.close()
+    assert all(each.cancelled for each in pending)
+    assert let_go == [1]
+    assert stream.take(0) is None
+
+
+@pytest.mark.parametrize("where", ["jobs", "take", "go_on", "made"])
+def test_ctrl_c_anywhere_leaves_a_stream_that_can_be_ended(where):
+    is_pressed = False
+
+    class Pressed(Manual):
+        def take(self, seconds: float) -> bool:
+            return fail(KeyboardInterrupt) if where == "take" else super().take(seconds)
+
+        def go_on(self) -> None:
+            if where == "go_on" and is_pressed:
+                fail(KeyboardInterrupt)
+
+        def made(self) -> Iterator[Made]:
+            return fail(KeyboardInterrupt) if where == "made" else super().made()
+
+    pending, let_go = [Pressed(0), Manual(1)], []
+
+    def jobs() -> Iterator[Job]:
+        yield from pending
+        yield Manual(2)
+        if where == "jobs":
+            fail(KeyboardInterrupt)
+
+    stream = stream_of(jobs, let_go=lambda: let_go.append([each.cancelled for each in pending]))
+    is_pressed = True
+    with pytest.raises(KeyboardInterrupt):
+        numbers(stream)
+    in_another_thread(stream.close)
+    assert let_go == [[0 if where in ("made", "jobs") else 1, 1 if where != "jobs" else let_go[0][1]]]
+    assert not stream.begun
+
+
+def test_a_child_does_not_take_the_batches_of_who_forked_it():
+    let_go = []
+    stream = stream_of(of(Manual()), let_go=lambda: let_go.append(1))
+
+    def body() -> None:
+        with pytest.raises(ValueError, match="belongs to the process that forked this one"):
+            stream.take(0)
+        stream.close()
+        assert stream.ended
+        assert let_go == [], "it is the parent's"
+
+    with in_child(body):
+        pass
+    assert numbers(stream) == [0]
+    stream.close()
+    assert let_go == [1]
+
+
+# what is kept
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(wanted, crew, is_finished):
+    alive: list[weakref.ref[Any]] = []
+
+    def jobs() -> Iterator[Job]:
+        for step in range(4):
+
+            def make(step: int = step) -> Made:
+                one = made(step)
+                alive.append(weakref.ref(one.batch))
+                return one
+
+            yield Elsewhere(None, 1, crew.submit(make), lambda one: (one,))
+            del make
+
+    gc.collect()
+    gc.disable()
+    try:
+        stream = stream_of(jobs, wanted)
+        for _ in range(4 if is_finished else 2):
+            taken(stream)
+        if is_finished:
+            assert stream.take(0) is None
+        epoch, ended = weakref.ref(stream._undelivered[0]), weakref.ref(stream)
+        stream.close()
+        stream._epochs.first = stream._epochs.progress = None
+        wait_until(lambda: not any(ref() for ref in alive), "the batches to die")
+        assert epoch() is None
+        del stream
+        assert ended() is None
+    finally:
+        gc.enable()
+
+
+def test_what_was_under_way_is_let_go_at_the_end():
+    pending = [Manual(step) for step in range(3)]
+    alive = [weakref.ref(each) for each in pending]
+    stream = stream_of(of(*[pending.pop] * 3))
+    assert pending == []
+    gc.disable()
+    try:
+        stream.close()
+        assert not any(ref() for ref in alive)
+    finally:
+        gc.enable()
+
+
+def test_who_was_interrupted_does_not_wait_for_what_is_under_way_and_others_do():
+    class Recorded(Manual):
+        def cancel(self, seconds: float | None = None) -> bool:
+            waits.append(seconds)
+            return True
+
+        def take(self, seconds: float) -> bool:
+            if is_pressed:
+                raise KeyboardInterrupt
+            return super().take(seconds)
+
+    for is_pressed in (True, False):
+        waits: list[float | None] = []
+        pending = [Recorded(0), Recorded(1, is_done=False)]
+        stream = stream_of(of(*pending))
+        if is_pressed:
+            with pytest.raises(KeyboardInterrupt):
+                stream.take(None)
+        else:
+            assert taken(stream) == 0
+        stream.close()
+        assert waits
+        assert all((seconds is not None) == is_pressed for seconds in waits)

@@ -179,8 +179,8 @@ class Gather:
         return True
 
     def _require_whole(self) -> None:
-        jobs = [*([] if self._fixed is None else [self._fixed]), *self._values.values()]
-        for job in jobs:
+        jobs: list[engine.Job | ValuesGather] = [*self._values.values()]
+        for job in jobs if self._fixed is None else [self._fixed, *jobs]:
             if (failure := job.failure) is not None:
                 why = os.strerror(failure.error) if failure.error else "its file was truncated"
                 raise CorruptSegmentError(

@@ -125,6 +125,11 @@ class Channel:
         finally:
             os.close(fd)
 
+    def hang_up(self) -> None:
+        """Have either end see the end of messages, whoever waits there."""
+        with suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._socket.close()
 

@@ -108,8 +108,8 @@ class Channel:
             content, extra, flags, _ = self._socket.recvmsg(  # socket.recv_fds of Python 3.11 takes no flags
                 _INLINE_BYTES + 1, socket.CMSG_LEN(_FILE.size), socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionResetError:  # it died with messages unread
-            return None
+        except ConnectionResetError:  # it died with messages unread: told once, before what it has said
+            return self.receive()
         if not content:
             return None
         if flags & socket.MSG_CTRUNC:

@@ -297,6 +297,8 @@ class Pool:
                     self._answered(worker, message)
                     self._dispatch()
         finally:
+            with self._held():  # first: nobody tells it anything more
+                self._workers = [other for other in self._workers if other is not worker]
             worker.end(_GRACE_SECONDS if worker.is_ready or not self._closed.done() else 0.0)
             with self._held():
                 self._bury(worker)
@@ -311,7 +313,6 @@ class Pool:
 
     def _bury(self, worker: WorkerHandle) -> None:
         """A worker has ended: its requests are made again."""
-        self._workers = [other for other in self._workers if other is not worker]
         self._growths += worker.growths
         for done in worker.drops:
             done.set_result(None)

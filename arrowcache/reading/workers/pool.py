@@ -91,7 +91,6 @@ class Pool:
 
     def __init__(self, size: int, settings: Message, transform: bytes) -> None:
         self._size, self._settings, self._transform = size, settings, transform
-        self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._holder = 0  # the thread that holds it
         self._closed: Future[None] = Future()
@@ -204,8 +203,6 @@ class Pool:
 
         Blocks: about as long as they take to end, at most some seconds.
         """
-        if self._pid != os.getpid():
-            return
         self._closed.set_result(None)
         for worker in list(self._workers):
             worker.process.channel.hang_up()
@@ -219,7 +216,7 @@ class Pool:
         self._closed.set_result(None)
         for worker in self._workers:
             worker.process.forget()
-        self._workers = []
+        self._workers, self._threads = [], []
 
     # who has it
 

@@ -108,8 +108,8 @@ class Channel:
             content, extra, flags, _ = self._socket.recvmsg(  # socket.recv_fds of Python 3.11 takes no flags
                 _INLINE_BYTES + 1, socket.CMSG_LEN(_FILE.size), socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionResetError:  # it died with messages unread
-            return None
+        except ConnectionResetError:  # it died with messages unread: told once, before what it has said
+            return self.receive()
         if not content:
             return None
         if flags & socket.MSG_CTRUNC:
@@ -124,6 +124,11 @@ class Channel:
             return _message(_bytes_of(fd))
         finally:
             os.close(fd)
+
+    def hang_up(self) -> None:
+        """Have either end see the end of messages, whoever waits there."""
+        with suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

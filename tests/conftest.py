@@ -37,6 +37,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def cache(tmp_path):
+    """Ten segments of 16 rows, ids 0 to 159; a module that needs another one says so."""
+    from helpers import make_cache, publish
+
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    return cache
+
+
+@pytest.fixture
 def call(capsys):
     """Run the `arrowcache` command here: (exit code, stdout, stderr)."""
     from arrowcache.cli import main

@@ -17,7 +17,9 @@ import numpy as np
 
 from arrowcache.native import engine
 from arrowcache.native.engine import Column, Found, Job, Read
+from arrowcache.native.library import library
 from arrowcache.native.rows import Rows, entry
+from arrowcache.native.threads import threads as of_process
 
 STOP_NANOSECONDS = 60_000_000_000
 Array = np.ndarray[Any, Any]
@@ -186,12 +188,12 @@ def checked(
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """The engine has so many, at most, and none before the next job."""
-    before = engine._engine.most_threads
-    assert engine._engine.stop()
-    engine.limit_threads(count)
+    before = of_process.most
+    assert of_process.stop()
+    of_process.most = count
     try:
         yield
     finally:
-        engine.limit_threads(before)
-        engine._engine.stop()
-        assert not engine.library.engine_stop(engine._engine.handle, STOP_NANOSECONDS)
+        of_process.most = before
+        of_process.stop()
+        assert not library.engine_stop(of_process.handle, STOP_NANOSECONDS)

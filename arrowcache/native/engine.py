@@ -1,4 +1,4 @@
-"""Engine: this process' native threads, which bring rows of segments into arrays. The face of engine.h.
+"""Engine: jobs, which bring rows of segments into arrays. The face of engine.h; threads.py has the threads.
 
 A call begins a job and returns. Rows are named by their numbers (`Rows`). Rows that are in memory are copied
 from mapped files (`copy_rows`); rows that may be on the disk are asked for, then read (`read_rows`). Columns
@@ -6,29 +6,21 @@ of variable width take two jobs: `find_values`, then `copy_values` or `read_valu
 `fetch_values` have the disk begin to read rows that follow one another. The thread that waits for a copy
 helps, so a copy ends also where there are no other threads.
 
-Owns: the engine of this process and its threads. They are started by the first job with work for more than
-one, end before a fork and at exit, and are started again by the next job.
-
 Guarantees: numbers are checked before a byte is copied. Once a job has ended, in whatever way, nothing
 touches what it was given. Ctrl-C ends a wait within milliseconds. A job that the kernel holds for more than
-5 s, as on a dead disk, is left behind with all that it touches, and a ResourceWarning; another thread takes
-the place of the one that is held. A forked child has an engine of its own; a job that a child inherits raises
-there.
+5 s, as on a dead disk, is left behind with all that it touches, and a ResourceWarning. A job that a forked
+child inherits raises there.
 
 Must never: be asked to copy from a segment that is not mapped any more.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import os
-import threading
-import warnings
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -36,16 +28,16 @@ from numpy.typing import NDArray
 
 from arrowcache.native.library import address_of, declare, library, quick
 from arrowcache.native.rows import Rows
+from arrowcache.native.threads import threads
 
 PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
 _FIXED, _LENGTHS, _VALUES = range(3)
 _COPY, _ASK, _READ, _FETCH = range(4)
 _DONE = -1  # no number was out of range
-_STOP_NANOSECONDS = 5_000_000_000
 _INLINE_BYTES = 64 << 10  # less is not worth waking a thread
 _HELD_GIL_CHUNKS = 4  # 1 MiB, copied in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
 _BEGUN = (0,) * 9  # of `engine_job`, which the engine fills in
-_DAMAGED, _FAILED, _ERROR, _MISSED = range(15, 19)
+_WAY, _DAMAGED, _FAILED, _ERROR, _MISSED = 1, *range(15, 19)
 
 
 class Column(NamedTuple):
@@ -60,6 +52,30 @@ class Column(NamedTuple):
     buffer: int
     row_bytes: int
     out: int = 0
+
+
+class Columns:
+    """Columns of fixed width on their way, as of `Column`: a table, made once and moved for each job.
+
+    `row_bytes` are those of a row of all of them; it is read in so many `pieces`.
+    """
+
+    __slots__ = ("_table", "address", "count", "pieces", "row_bytes")
+
+    def __init__(self, columns: Iterable[tuple[int, int, int]]) -> None:
+        self._table = array("q", chain.from_iterable(columns))
+        widths = self._table[1::3]
+        self.address, self.count = self._table.buffer_info()[0], len(widths)
+        self.row_bytes, self.pieces = sum(widths), sum(-(-width // PIECE_BYTES) for width in widths)
+
+    def at(self, addresses: Iterable[int]) -> Columns:
+        """The same columns on their way to other memory: for each an address, as `Column.out`."""
+        moved = object.__new__(Columns)
+        moved._table = self._table[:]
+        moved._table[2::3] = array("q", addresses)
+        moved.address = moved._table.buffer_info()[0]
+        moved.count, moved.pieces, moved.row_bytes = self.count, self.pieces, self.row_bytes
+        return moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,36 +104,32 @@ class Job:
         way: int,
         rows: Rows,
         ids: NDArray[np.int64],
-        columns: array[int],
+        columns: Columns,
+        keep: object,
         *,
-        values: tuple[int, int] = (0, 0),
-        got: NDArray[np.uint8] | None = None,
-        drops: bool = False,
         nbytes: int = 0,
-        keep: object = None,
+        values: tuple[int, int] = (0, 0),
+        pieces: int = 0,
+        drops: bool = False,
     ) -> None:
-        table, words = columns.buffer_info()
-        self._job = array(
-            "q",
-            (
-                *(kind, way, rows.address, address_of(ids), len(ids), table, words // 3, *values),
-                *(0 if got is None else address_of(got), drops, *_BEGUN),
-            ),
-        )
+        got = np.zeros(pieces, np.uint8) if pieces else None  # those that are copied
+        places = kind, way, rows.address, address_of(ids), len(ids), columns.address, columns.count, *values
+        self._job = array("q", (*places, 0 if got is None else address_of(got), drops, *_BEGUN))
         self._keep, self._address = (rows, ids, columns, got, keep), self._job.buffer_info()[0]
-        self._handle = _engine.handle
-        self._held_chunks = _HELD_GIL_CHUNKS if way == _COPY else 0
-        self._is_late = way == _COPY and nbytes <= _INLINE_BYTES
+        self._handle = threads.handle
         self._has_ended = False
+        self._is_late = way == _COPY and nbytes <= _INLINE_BYTES
         if not self._is_late:
             self._submit()
 
     def _submit(self) -> None:
         self._is_late = False
         try:
-            self.refused = _engine.submit(self._handle, self._address)
+            if not threads.are_started:
+                threads.start()
+            self.refused = quick.engine_submit(self._handle, self._address)
         except BaseException:  # Ctrl-C: threads may be at it by now
-            self.cancel()
+            Job.cancel(self)
             raise
         self._has_ended = self.refused != _DONE
 
@@ -129,7 +141,7 @@ class Job:
         """
         if self._has_ended:
             return True
-        if _engine.handle != self._handle:
+        if threads.handle != self._handle:
             raise RuntimeError("the process that forked this one copies these rows: ask again")
         if self._is_late:
             refused = quick.engine_copy(self._address)
@@ -137,7 +149,7 @@ class Job:
                 self.refused, self._has_ended = refused, True
                 return True
             self._submit()  # they are not all mapped
-        is_under_way = quick.engine_help(self._handle, self._address, self._held_chunks)
+        is_under_way = quick.engine_help(self._handle, self._address, _HELD_GIL_CHUNKS)
         if is_under_way and seconds > 0:
             is_under_way = library.engine_take(self._handle, self._address, int(seconds * 1e9))
         self._has_ended = not is_under_way
@@ -153,10 +165,10 @@ class Job:
             seconds: how long to wait for what was begun; None: 5 s, once, and then it is left behind.
         Idempotent; no Ctrl-C keeps it from its end.
         """
-        while not (self._has_ended or _engine is None):  # as it is once the interpreter has ended so far
+        while not (self._has_ended or threads is None):  # as it is once the interpreter has ended so far
             try:
-                if _engine.handle == self._handle and not self._is_late:
-                    most = _STOP_NANOSECONDS if seconds is None else int(seconds * 1e9)
+                if threads.handle == self._handle and not self._is_late:
+                    most = threads.patience_nanoseconds if seconds is None else int(seconds * 1e9)
                     most = 0 if self._is_left_behind else most
                     if library.engine_cancel(self._handle, self._address, most):
                         if seconds is None:
@@ -172,8 +184,7 @@ class Job:
         if not self._is_left_behind:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             self._is_left_behind = True
-            _engine.note_held()
-            _warn()
+            threads.leave_behind()
 
     def has_ended(self) -> bool:
         """True if the job has ended. Does not help, does not wait."""
@@ -197,52 +208,51 @@ class Job:
             self.cancel()
 
 
-class Read:
-    """Rows that may be on the disk: asked for, then read. It has the methods of a `Job`."""
+class Read(Job):
+    """Rows that may be on the disk: they are asked for, then those that were not in memory are read.
 
-    _read: Job | None = None
-    _is_over = False
+    Ctrl-C in any line of it is no harm: at worst it reads once more.
+    """
 
-    def __init__(self, begin: Callable[[int], Job]) -> None:
-        self._begin = begin
-        self._ask = begin(_ASK)
+    _is_asking = True  # a read may have to follow
+    _missed = 0
 
     def go_on(self) -> None:
         """Begin to read the rows that were not in memory, if all have been asked for."""
-        if self._read is None and not self._is_over and self._ask.has_ended() and self._ask.missed:
-            self._read = self._begin(_READ)
+        if self._is_asking and super().has_ended():
+            self._missed = self._missed or self._job[_MISSED]  # which a read that is begun sets anew
+            if self._missed:
+                self._job[_WAY] = _READ
+                self._has_ended = False
+                self._submit()
+            self._is_asking = False
 
     def take(self, seconds: float) -> bool:
         """See `Job`."""
-        if self._read is None and not self._is_over:
-            if not self._ask.take(seconds):
+        if self._is_asking:
+            if not super().take(seconds):
                 return False
             self.go_on()
-        return self._read is None or self._read.take(seconds)
+        return super().take(seconds)
+
+    def has_ended(self) -> bool:
+        """See `Job`."""
+        self.go_on()
+        return not self._is_asking and super().has_ended()
 
     def cancel(self, seconds: float | None = None) -> bool:
-        """As of a `Job`."""
-        self._is_over = True
+        """See `Job`."""
         while True:
             try:
-                return self._ask.cancel(seconds) & (self._read is None or self._read.cancel(seconds))
+                self._is_asking = False
+                return super().cancel(seconds)
             except BaseException:  # noqa: BLE001  # as there
                 pass
 
     @property
-    def refused(self) -> int:
-        """See `Job`."""
-        return self._ask.refused
-
-    @property
     def missed(self) -> int:
         """See `Job`."""
-        return self._ask.missed
-
-    @property
-    def failure(self) -> Failure | None:
-        """See `Job`."""
-        return None if self._read is None else self._read.failure
+        return self._missed
 
 
 class Found(Job):
@@ -252,11 +262,12 @@ class Found(Job):
     values, in bytes, and `damaged` is the index of a row whose offsets point out of its file, or -1.
     """
 
-    def __init__(self, rows: Rows, ids: NDArray[np.int64], table: array[int], way: int, keep: object) -> None:
+    def __init__(self, way: int, rows: Rows, ids: NDArray[np.int64], columns: Columns, keep: object) -> None:
         self.source, self.offsets = np.empty(len(ids), np.int64), np.zeros(len(ids) + 1, np.int64)
         self.rows, self.ids = rows, ids
-        places = address_of(self.source), address_of(self.offsets)
-        super().__init__(_LENGTHS, way, rows, ids, table, values=places, nbytes=self.source.nbytes, keep=keep)
+        self.places = address_of(self.source), address_of(self.offsets)
+        nbytes = self.source.nbytes
+        super().__init__(_LENGTHS, way, rows, ids, columns, keep, nbytes=nbytes, values=self.places)
         if self._is_late:
             self.take(0)  # the values can be on their way the sooner
 
@@ -266,7 +277,7 @@ class Found(Job):
 
 
 def copy_rows(
-    rows: Rows, ids: NDArray[np.int64], columns: Sequence[tuple[int, int, int]], keep: object = None
+    rows: Rows, ids: NDArray[np.int64], columns: Columns | Sequence[tuple[int, int, int]], keep: object = None
 ) -> Job:
     """Have columns of some rows copied from memory; returns at once.
 
@@ -274,18 +285,17 @@ def copy_rows(
 
     Args:
         ids: (n,) int64 numbers of rows.
-        columns: of fixed width, as of `Column`.
+        columns: of fixed width; `Columns` cost less.
         keep: what keeps their memory where it is, and the files mapped; it is kept until the job has ended.
     """
-    ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
-    nbytes = len(ids) * sum(table[1::3])
-    return Job(_FIXED, _COPY, rows, ids, table, nbytes=nbytes, keep=keep)
+    ids, columns = np.ascontiguousarray(ids, np.int64), _table(columns)
+    return Job(_FIXED, _COPY, rows, ids, columns, keep, nbytes=len(ids) * columns.row_bytes)
 
 
 def read_rows(
     rows: Rows,
     ids: NDArray[np.int64],
-    columns: Sequence[tuple[int, int, int]],
+    columns: Columns | Sequence[tuple[int, int, int]],
     keep: object = None,
     *,
     drops: bool = False,
@@ -296,9 +306,8 @@ def read_rows(
         rows, ids, columns, keep: as of `copy_rows`.
         drops: rows that come from the disk leave the page cache again, so that others stay there.
     """
-    ids, table = np.ascontiguousarray(ids, np.int64), _table(columns)
-    got = np.zeros(len(ids) * sum(-(-width // PIECE_BYTES) for width in table[1::3]), np.uint8)
-    return Read(lambda way: Job(_FIXED, way, rows, ids, table, got=got, drops=drops, keep=keep))
+    ids, columns = np.ascontiguousarray(ids, np.int64), _table(columns)
+    return Read(_FIXED, _ASK, rows, ids, columns, keep, pieces=len(ids) * columns.pieces, drops=drops)
 
 
 def find_values(
@@ -319,8 +328,8 @@ def find_values(
         keep: as of `copy_rows`; until the values are brought, too.
         on_disk: the offsets may be there.
     """
-    ids, table = np.ascontiguousarray(ids, np.int64), _table([Column(buffer, element_bytes)])
-    return Found(rows, ids, table, _READ if on_disk else _COPY, keep)
+    column = Columns([Column(buffer, element_bytes)])
+    return Found(_READ if on_disk else _COPY, rows, np.ascontiguousarray(ids, np.int64), column, keep)
 
 
 def copy_values(found: Found, out: NDArray[np.uint8]) -> Job:
@@ -330,7 +339,8 @@ def copy_values(found: Found, out: NDArray[np.uint8]) -> Job:
         found: it has ended; its rows are still mapped.
         out: (found.offsets[-1],) bytes.
     """
-    return _begin_values(found, out, _COPY)
+    kept, column = (found, out), Columns([Column(0, 1, address_of(out))])
+    return Job(_VALUES, _COPY, found.rows, found.ids, column, kept, nbytes=out.nbytes, values=found.places)
 
 
 def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) -> Read:
@@ -338,37 +348,13 @@ def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) ->
 
     Args: as of `copy_values` and `read_rows`.
     """
-    got = np.zeros(len(found.ids) + out.nbytes // PIECE_BYTES, np.uint8)
-    return Read(lambda way: _begin_values(found, out, way, got, drops=drops))
-
-
-def _begin_values(
-    found: Found,
-    out: NDArray[np.uint8],
-    way: int,
-    got: NDArray[np.uint8] | None = None,
-    *,
-    drops: bool = False,
-) -> Job:
-    table = _table([Column(0, 1, address_of(out))])
-    places = address_of(found.source), address_of(found.offsets)
-    kept = found, out
-    return Job(
-        _VALUES,
-        way,
-        found.rows,
-        found.ids,
-        table,
-        values=places,
-        got=got,
-        drops=drops,
-        nbytes=out.nbytes,
-        keep=kept,
-    )
+    kept, column = (found, out), Columns([Column(0, 1, address_of(out))])
+    where = _VALUES, _ASK, found.rows, found.ids, column, kept
+    return Read(*where, values=found.places, pieces=len(found.ids) + out.nbytes // PIECE_BYTES, drops=drops)
 
 
 def fetch_rows(
-    rows: Rows, first: int, last: int, columns: Sequence[tuple[int, int, int]], keep: object = None
+    rows: Rows, first: int, last: int, columns: Columns | Sequence[tuple[int, int, int]], keep: object = None
 ) -> Job:
     """Have the disk begin to read rows first..last-1; returns at once. What is out of range is left out.
 
@@ -376,100 +362,24 @@ def fetch_rows(
         columns: of fixed width; `out` is unused.
         keep: as of `copy_rows`.
     """
-    return Job(_FIXED, _FETCH, rows, np.array([first, last], np.int64), _table(columns), keep=keep)
+    return Job(_FIXED, _FETCH, rows, np.array([first, last], np.int64), _table(columns), keep)
 
 
 def fetch_values(
     rows: Rows, first: int, last: int, buffer: int, element_bytes: int, keep: object = None
 ) -> Job:
     """As `fetch_rows`, the values of a variable-length column, which is named as in `find_values`."""
-    table = _table([Column(buffer, element_bytes)])
-    return Job(_LENGTHS, _FETCH, rows, np.array([first, last], np.int64), table, keep=keep)
+    column = Columns([Column(buffer, element_bytes)])
+    return Job(_LENGTHS, _FETCH, rows, np.array([first, last], np.int64), column, keep)
 
 
-def _table(columns: Sequence[tuple[int, int, int]]) -> array[int]:
-    return array("q", [word for column in columns for word in column])
-
-
-def limit_threads(count: int) -> None:
-    """Have at most so many threads. For a process that works beside others like it."""
-    _engine.most_threads = count
-
-
-class _Engine:
-    """The process' engine and its threads."""
-
-    def __init__(self) -> None:
-        self.handle = library.engine_new()
-        if not self.handle:
-            raise MemoryError("no memory is left for the engine")
-        self._lock = threading.RLock()  # a signal handler may copy rows, too
-        self._has_threads = self._is_closed = False
-        self._held = 0  # of the threads: those that the kernel holds, for which there are others
-        self.most_threads = _thread_count()
-
-    def submit(self, handle: int, address: int) -> int:
-        """Queue a job. Returns: as `engine_submit`."""
-        if not self._has_threads:
-            self._start()
-        return int(quick.engine_submit(handle, address))
-
-    def _start(self) -> None:
-        with self._lock:
-            if not self._has_threads and not self._is_closed:
-                self._held = library.engine_stop(self.handle, 0)  # none but these run
-                library.engine_start(self.handle, self.most_threads + self._held)
-                self._has_threads = True
-
-    def note_held(self) -> None:
-        """The kernel holds a thread, perhaps for ever: start another one in its place."""
-        with self._lock:
-            if self._has_threads:
-                self._held += 1
-                library.engine_start(self.handle, self.most_threads + self._held)
-
-    def stop(self) -> bool:
-        """End the threads, until the next call needs them. Returns: whether all have ended."""
-        if not self._has_threads:
-            return True
-        try:
-            return not library.engine_stop(self.handle, _STOP_NANOSECONDS)
-        finally:
-            self._has_threads = False
-
-    def close(self) -> None:
-        """End the threads for good."""
-        self._is_closed = True
-        if not self.stop():
-            _warn()
-
-    def after_fork_in_child(self) -> None:
-        """Anew: the lock may be another thread's, and the threads are the parent's."""
-        self.__init__()  # type: ignore[misc]
-
-
-def _warn() -> None:
-    words = "a thread that reads rows waits for a disk, and is left behind with what it touches"
-    warnings.warn(words, ResourceWarning, stacklevel=2)
-
-
-def _thread_count() -> int:
-    """One for two processors, two for eight, four for 64; the machine's ranks share them."""
-    ranks = 1
-    with suppress(ValueError):
-        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return (max(1, len(os.sched_getaffinity(0)) // ranks).bit_length() + 1) // 2
+def _table(columns: Columns | Sequence[tuple[int, int, int]]) -> Columns:
+    return columns if isinstance(columns, Columns) else Columns(columns)
 
 
 _pointer, _word = ctypes.c_void_p, ctypes.c_int64
-declare("engine_new", _pointer)
-declare("engine_start", _word, _pointer, _word)
-declare("engine_stop", _word, _pointer, _word)
 declare("engine_submit", _word, _pointer, _pointer)
 declare("engine_copy", _word, _pointer)
 declare("engine_take", _word, _pointer, _pointer, _word)
 declare("engine_help", _word, _pointer, _pointer, _word)
 declare("engine_cancel", _word, _pointer, _pointer, _word)
-_engine = _Engine()
-os.register_at_fork(before=_engine.stop, after_in_child=_engine.after_fork_in_child)
-atexit.register(_engine.close)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
+from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window, starts_of
 from arrowcache.storage.layout import SegmentInfo
 
 _CHUNK_ROWS = 8192  # of the planned order, looked at at once
@@ -143,9 +143,9 @@ class Present:
     """Which of a plan's segments are still there, and their rows in the numbering of a snapshot of these."""
 
     def __init__(self, plan: Plan, present: Sequence[SegmentInfo]) -> None:
-        self._starts = np.concatenate(([0], np.cumsum(plan.rows)))
+        self._starts = starts_of(plan.rows)
         self._is_there = np.isin(plan.seqs, [segment.seq for segment in present])
-        self.segments_before = np.concatenate(([0], np.cumsum(self._is_there)))  # of each planned one
+        self.segments_before = starts_of(self._is_there)  # of each planned one
         rows = plan.rows * self._is_there
         self.rows = int(rows.sum())
         self._shift = np.cumsum(rows) - rows - self._starts[:-1]
@@ -185,7 +185,7 @@ class Survivors(Order):
             stop = min((number + 1) * pass_rows, plan.stream_rows)
             edges = [*range(first, stop, _CHUNK_ROWS), stop]
             counts = [len(chunk(*some)[0]) for some in pairwise(edges)]
-            return edges, np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+            return edges, starts_of(counts)
 
         self._chunk, self._chunks = chunk, chunks
         rows = self._first_rows = 0  # of the pass that the position is in

@@ -21,6 +21,7 @@ from arrowcache.units import MOST_COUNTED, parse_count
 SHUFFLES = ("rows", "window", "blocks", None)
 
 _FORMAT, _VERSION = "arrowcache.loader", 2
+_PLAIN = ("epoch", "position", "seed", "shuffle", "epoch_rows", "window_rows", "block_rows")
 _OTHER_ORDER = 1  # the version of states, as of 0.1.0, whose shuffles gave another order
 _MOST_SEGMENTS = 1 << 20  # what is read from a state is bounded before memory is taken for it
 
@@ -66,18 +67,9 @@ class Plan:
 
     def to_state(self) -> dict[str, Any]:
         """Plain ints, strings, lists and None; segments as runs."""
-        return {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "epoch_rows": self.epoch_rows,
-            "window_rows": self.window_rows,
-            "block_rows": self.block_rows,
-            "segments": runs_of(self.seqs, self.rows).tolist(),
-        }
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        segments = runs_of(self.seqs, self.rows).tolist()
+        return {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
 
     @classmethod
     def from_state(cls, state: object, most_rows: int = MOST_COUNTED) -> Plan:

@@ -113,26 +113,25 @@ class Agreement:
         name = ranks_name(self._membership.run, self._number, epoch, self._begun[epoch])
         record = {**terms, "world_size": self._membership.world_size}
         with ExitStack() as undo:
-            agreed: Snapshot | None = None
+            mine = theirs = None
             if os.path.lexists(self._store.folder.ranks / name):  # who waits for rows takes no lock else
                 with self._store.locked():
-                    agreed = self._join(name, epoch, record)
-            if agreed is None:
+                    theirs = self._join(name, epoch, record)
+            if theirs is None:
                 mine = take()
                 if mine is None:
                     return None
                 undo.callback(mine.close)  # after theirs is mapped: what both read stays so
                 with self._store.locked():
-                    agreed = self._join(name, epoch, record)
-                    if agreed is None:
+                    theirs = self._join(name, epoch, record)
+                    if theirs is None:
                         self._propose(name, epoch, record, mine)
                         undo.pop_all()
-                        agreed = mine
-            if isinstance(agreed, _Adopted):
-                self._map(agreed, epoch)
+            if theirs is not None:
+                self._map(theirs, epoch)
         if not ahead:
             self.came_to(epoch)
-        return agreed
+        return mine if theirs is None else theirs
 
     def came_to(self, epoch: int) -> None:
         """This rank has begun an epoch: if it begins it once more, that is agreed on anew."""
@@ -184,7 +183,7 @@ class Agreement:
             file.hold()
             file.append(joiner_line(self._membership.rank, os.getpid()))
             seen = {"next_seq": record.next_seq, "left_out_rows": record.left_out_rows}
-            snapshot = _Adopted(self._store, segments, lease, **seen)
+            snapshot = Snapshot(self._store, segments, lease, **seen)
             undo.pop_all()
         self._hold(_Held(name, epoch, file, keeper))
         return snapshot
@@ -261,8 +260,15 @@ class Agreement:
         return segments
 
     def _map(self, snapshot: Snapshot, epoch: int) -> None:
+        """Map all of another rank's segments: the same rows, or none."""
+        before = snapshot.segments
         try:
             snapshot.map_all()
+            if damaged := sorted({s.name for s in before} - {s.name for s in snapshot.segments}):
+                raise CorruptSegmentError(
+                    f"{len(damaged)} of {len(before)} segments that the ranks agreed on are damaged "
+                    f"({', '.join(damaged[:3])}): end this epoch on all ranks, the next one goes without them"
+                )
         except BaseException:
             snapshot.close()
             self.release(epoch)
@@ -341,21 +347,3 @@ class _Held:
     def close(self) -> None:
         self.unlease()
         self._file.close()
-
-
-class _Adopted(Snapshot):
-    """A snapshot of another rank's segments: the same rows, or none."""
-
-    def map_all(self) -> int:
-        """Map every segment now.
-
-        Raises: CorruptSegmentError: one is damaged, and the other ranks count on its rows.
-        """
-        before = self.segments
-        rows = super().map_all()
-        if damaged := sorted({s.name for s in before} - {s.name for s in self.segments}):
-            raise CorruptSegmentError(
-                f"{len(damaged)} of {len(before)} segments that the ranks agreed on are damaged "
-                f"({', '.join(damaged[:3])}): end this epoch on all ranks, the next one goes without them"
-            )
-        return rows

@@ -21,7 +21,7 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 from numpy.random import SeedSequence  # here: NumPy loads it late, and the first batch would wait
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.native.order import KEYS, Pass, Runs, Stage
 
@@ -49,7 +49,7 @@ class Sequential(RowOrder):
     """Row i at place i: oldest segment first."""
 
     def __init__(self, segment_rows: NDArray[np.int64]) -> None:
-        self._starts = _starts(segment_rows).tolist()
+        self._starts = starts_of(segment_rows).tolist()
         super().__init__(len(segment_rows), self._starts[-1])
 
     def span(self, place: int) -> range:
@@ -88,7 +88,7 @@ class Window(RowOrder):
     def __init__(
         self, segment_rows: NDArray[np.int64], window_rows: int, seed: int, key: tuple[int, ...] = ()
     ) -> None:
-        starts = _starts(segment_rows).tolist()
+        starts = starts_of(segment_rows).tolist()
         rows = starts[-1]
         self._first_segments = _group(starts, rows if window_rows >= rows else max(1, window_rows // 2))
         edges = [starts[segment] for segment in self._first_segments]
@@ -135,7 +135,7 @@ class Blocks(RowOrder):
     def __init__(
         self, segment_rows: NDArray[np.int64], block_rows: int, seed: int, key: tuple[int, ...] = ()
     ) -> None:
-        starts, segments = _starts(segment_rows), len(segment_rows)
+        starts, segments = starts_of(segment_rows), len(segment_rows)
         rows = int(starts[-1])
         rest = segment_rows % block_rows
         phases = _sequence(seed, (*key, 1)).generate_state(segments, np.uint64)
@@ -149,16 +149,16 @@ class Blocks(RowOrder):
             (starts[:-1] + heads, np.concatenate((starts[:-1], starts[1:] - tails))[mixed])
         )
         chosen = np.flatnonzero(lengths)
-        places = _starts(lengths[chosen])[:-1]
+        places = starts_of(lengths[chosen])[:-1]
         runs = Runs(block_rows, places, firsts[chosen] - places)
         super().__init__(
             segments, rows, _stage([0, rows // block_rows], _sequence(seed, (*key, 0))), runs=runs
         )
 
 
-def _starts(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def starts_of(rows: ArrayLike) -> NDArray[np.int64]:
     """(n + 1,) the first row of each, and the number of all."""
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(rows)))
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(rows, dtype=np.int64)))
 
 
 def _sequence(seed: int, key: tuple[int, ...]) -> SeedSequence:

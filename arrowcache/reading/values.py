@@ -39,6 +39,12 @@ def column_bytes(values: Column) -> int:
     return sum(map(len, values))
 
 
+def bytes_of(values: Values) -> list[bytes]:
+    """The bytes of each row, of text and bytes."""
+    data, ends = values.data.tobytes(), values.offsets.tolist()
+    return [data[start:stop] for start, stop in itertools.pairwise(ends)]
+
+
 def to_column(kind: object, values: Values) -> Column:
     """A column of this type as users get it: text as str, binary as bytes, ragged as it is.
 
@@ -46,8 +52,7 @@ def to_column(kind: object, values: Values) -> Column:
     """
     if isinstance(kind, Ragged):
         return values
-    data, ends = values.data.tobytes(), values.offsets.tolist()
-    pieces = [data[start:stop] for start, stop in itertools.pairwise(ends)]
+    pieces = bytes_of(values)
     if not isinstance(kind, String):
         return pieces
     try:

@@ -48,15 +48,12 @@ class Viewer:
         fixed, variable = list(schema.fixed), list(schema.variable)
         self._columns: list[_Fixed | _Ragged] = []
         for name in self.names:
-            ragged = schema[name]
-            if isinstance(ragged, Ragged):
-                number = len(fixed) + 2 * variable.index(name)
-                sizes = ragged.inner_shape, ragged.item_bytes, ragged.elements
-                self._columns.append(_Ragged(name, number, ragged.numpy_dtype, *sizes))
-            else:
-                kind = schema.fixed[name]
-                number, dtype, shape = fixed.index(name), kind.numpy_dtype, kind.shape
-                self._columns.append(_Fixed(name, number, dtype, shape, kind.row_bytes))
+            if name in schema.fixed:
+                kind, number = schema.fixed[name], fixed.index(name)
+                self._columns.append(_Fixed(name, number, kind.numpy_dtype, kind.shape, kind.row_bytes))
+            elif isinstance(ragged := schema[name], Ragged):
+                number, sizes = len(fixed) + 2 * variable.index(name), (ragged.item_bytes, ragged.elements)
+                self._columns.append(_Ragged(name, number, ragged.numpy_dtype, ragged.inner_shape, *sizes))
 
     def view(
         self,
@@ -83,15 +80,7 @@ class Viewer:
         """
         file = FileMapping(path, end_lease, nbytes=nbytes, writable=True, sparse=sparse)
         memory = np.asarray(_Memory(file))
-        columns: dict[str, ViewColumn] = {}
-        for column in self._columns:
-            if isinstance(column, _Fixed):
-                start = layout[column.number] + rows.start * column.row_bytes
-                file.populate(start, len(rows) * column.row_bytes)
-                columns[column.name] = np.ndarray((len(rows), *column.shape), column.dtype, memory, start)
-            else:
-                columns[column.name] = column.view(file, memory, layout, rows)
-        return columns
+        return {column.name: column.view(file, memory, layout, rows) for column in self._columns}
 
 
 class _Fixed(NamedTuple):
@@ -100,6 +89,13 @@ class _Fixed(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     row_bytes: int
+
+    def view(
+        self, file: FileMapping, memory: NDArray[np.uint8], layout: Sequence[int], rows: range
+    ) -> NDArray[Any]:
+        start = layout[self.number] + rows.start * self.row_bytes
+        file.populate(start, len(rows) * self.row_bytes)
+        return np.ndarray((len(rows), *self.shape), self.dtype, memory, start)
 
 
 class _Ragged(NamedTuple):

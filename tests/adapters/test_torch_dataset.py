@@ -40,14 +40,6 @@ WORKERS = [
 ]
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
-
-
 def identity_of_kind(kind: str):
     """A transform that cloudpickle takes by value, or none."""
     return (lambda batch: batch) if kind == "identity" else None

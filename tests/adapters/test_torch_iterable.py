@@ -31,14 +31,6 @@ WORKERS = [
 ]
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
-
-
 def batches_of(dataset, workers=0, context=None, **options):
     return DataLoader(
         dataset, batch_size=None, num_workers=workers, multiprocessing_context=context, **options

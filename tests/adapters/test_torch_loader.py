@@ -20,14 +20,6 @@ from arrowcache.torch import DevicePrefetcher, Loader, dataloader
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
-
-
 def check(batch) -> None:
     assert torch.equal(batch["image"], BASE + batch["id"].float()[:, None, None])
 

@@ -7,7 +7,7 @@ import inspect
 import threading
 
 import pytest
-from helpers import ids_of, make_cache, publish, wait_until
+from helpers import ids_of, make_cache, wait_until
 from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -20,14 +20,6 @@ import arrowcache.torch.device
 from arrowcache.torch import Loader
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
 
 
 @pytest.fixture

@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 pytest.importorskip("typer", reason="the extra 'explore' is not installed")
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
-
-
 def table(text: str) -> list[list[str]]:
     return [line.split("\t") for line in text.splitlines()]
 

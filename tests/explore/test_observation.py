@@ -22,14 +22,6 @@ from arrowcache.storage.progress import Progress
 
 
 @pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
-
-
-@pytest.fixture
 def events():
     """Two events for a child process."""
     context = multiprocessing.get_context("forkserver")

@@ -24,14 +24,6 @@ from arrowcache.explore.terminal import line_of, render, sparks, watch
 from arrowcache.storage.progress import Progress
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
-
-
 def text_of(board) -> str:
     file = io.StringIO()
     Console(file=file, width=100).print(render(board))

@@ -9,21 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers import make_cache, publish, wait_until
+from helpers import publish, wait_until
 from processes import Script
 
 pytest.importorskip("anywidget", reason="the extra 'explore' is not installed")
 
 from arrowcache.explore import widget as widget_module
 from arrowcache.explore.widget import Monitor, monitor
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
 
 
 def threads() -> list[str]:

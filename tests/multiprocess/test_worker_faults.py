@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import subprocess
 import threading
 import weakref
@@ -311,6 +312,30 @@ def test_a_transform_may_fork_and_have_both_come_back(cache):
     with loader_of(cache, workers=1, shuffle=None, transform=transform) as loader:
         for _ in range(2):
             assert ids_of(loader) == list(range(320))
+
+
+@pytest.mark.slow
+def test_a_worker_is_replaced_though_a_process_that_it_forked_lives_on(cache, tmp_path):
+    """That one has the worker's connection open, too: its end does not tell."""
+    forked = tmp_path / "forked"
+
+    def transform(batch):
+        import signal
+        import time
+
+        if not forked.exists():
+            pid = os.fork()
+            if not pid:
+                time.sleep(3600)
+            forked.write_text(str(pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+    try:
+        with loader_of(cache, workers=1, shuffle=None, transform=transform) as loader:
+            assert ids_of(loader) == list(range(320))
+    finally:
+        os.kill(int(forked.read_text()), signal.SIGKILL)
 
 
 def test_workers_that_are_starting_are_ended_at_once(cache, tmp_path, monkeypatch):

@@ -45,6 +45,16 @@ def test_the_end_of_the_other_process_is_the_end_of_messages(ends):
         ours.send({})
 
 
+def test_what_a_process_said_before_it_died_with_messages_unread_is_heard(ends):
+    """It was taken for its end, and the error that it had told was lost."""
+    ours, other = ends
+    ours.send({"unread": True})
+    other.send({"last": True})
+    other.close()
+    assert ours.receive() == {"last": True}
+    assert ours.receive() is None
+
+
 def test_an_end_that_never_reads_blocks_nobody(ends):
     ours, _ = ends
 

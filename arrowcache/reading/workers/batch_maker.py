@@ -174,21 +174,18 @@ class BatchMaker:
 
     def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64]) -> tuple[Batch, int]:
         """The rows, and how many bytes they have."""
-        columns: dict[str, Any] = {}
         view = None
         if self._viewer is not None and self._viewer.names and (np.diff(ids) == 1).all():
             view = snapshot.view(int(ids[0]), len(ids), self._viewer)
-        if view is not None:
-            columns = dict(view)
-        else:
-            columns = {
+        if view is None:
+            lent = {
                 name: self._slots.lend(name, dtype, (len(ids), *shape))
                 for name, (shape, dtype) in self._columns.items()
             }
-            snapshot.gather_into(ids, list(columns), columns)
-        others = [name for name in self._names if name not in columns]
-        if others:
-            columns |= snapshot.gather_into(ids, others, {})
+            columns = snapshot.gather_into(ids, self._names, lent)
+        else:
+            others = [name for name in self._names if name not in view]
+            columns = view | (snapshot.gather_into(ids, others, {}) if others else {})
         batch: Batch = {name: columns[name] for name in self._names}
         nbytes = sum(map(column_bytes, batch.values()))
         if self._with_ids:

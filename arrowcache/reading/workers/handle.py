@@ -2,18 +2,17 @@
 
 It owns the process and the memory that both have. It knows which requests the worker is to answer, in which
 order, and which of its slots are in use here: the next request names those that have come back. A message
-that cannot be sent or understood ends the process, with a reason; `how_it_ended` tells it then.
+that cannot be sent or understood ends the process, with a reason; `how_it_ended` tells it then. One thread
+listens; any may tell it something.
 """
 
 from __future__ import annotations
 
 import math
-import threading
+import select
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,54 +26,52 @@ from arrowcache.reading.workers.packing import unpack
 from arrowcache.reading.workers.worker_slots import ENDED, PROGRESS, STAGES_OF_WORKERS
 from arrowcache.shortage import explained
 
-_DYING_SECONDS = 1.0
 _MEDDLING = "a transform must leave alone descriptors that are not its own"
 
 
-class Finished:
+class Finished(NamedTuple):
     """The answer to a request: its batches lie in slots, which return with the last array over them.
 
     `seconds` are those of each stage in the worker; `nbytes` are the bytes that it gathered.
     """
 
-    def __init__(self, answer: Message, columns: Sequence[tuple[str, str, list[NDArray[Any]]]]) -> None:
-        self._columns = columns
-        self.arrays = sum(len(arrays) for _, _, arrays in columns)
-        self.nbytes: int = answer["nbytes"]
-        self.seconds: dict[str, float] = answer["seconds"]
+    columns: list[tuple[str, str, list[NDArray[Any]]]]
+    nbytes: int
+    seconds: dict[str, float]
+
+    @property
+    def arrays(self) -> int:
+        return sum(len(arrays) for _, _, arrays in self.columns)
 
     def batch(self, rows: slice | None = None) -> dict[str, Any]:
         """The batch, or some rows of it, if it is a group of batches."""
         return {
             name: unpack(kind, arrays if rows is None else [array[rows] for array in arrays])
-            for name, kind, arrays in self._columns
+            for name, kind, arrays in self.columns
         }
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(Future[Finished]):
     """Rows to be made into batches. It ends once: delivered, failed or skipped.
 
     `serial` is its place in the order of all requests. Segments of the epoch before `oldest` may be let go.
+    `deaths` are of workers, while they made it.
     """
 
-    epoch: int
-    step: int
-    ids: NDArray[np.int64]
-    oldest: int
-    serial: int = 0
-    deaths: int = 0  # of workers, while they made it
-    future: Future[Finished] = field(default_factory=Future)
+    def __init__(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int, serial: int) -> None:
+        super().__init__()
+        self.epoch, self.step, self.ids, self.oldest, self.serial = epoch, step, ids, oldest, serial
+        self.deaths = 0
 
     def deliver(self, finished: Finished) -> None:
         """End it with its batches."""
-        if self.future.begin():
-            self.future.set_result(finished)
+        if self.begin():
+            self.set_result(finished)
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, though a worker may be at it still."""
-        if self.future.begin():
-            self.future.set_exception(error)
+        if self.begin():
+            self.set_exception(error)
 
 
 class WorkerHandle:
@@ -89,8 +86,11 @@ class WorkerHandle:
         self._memory = SharedMemory.create(workers)
         self._words = self._memory.words
         self.process = WorkerProcess(self._memory.fd)
+        self._coming = select.poll()
+        for what in (self.process.watch, self.process.channel):  # so what it said before its end comes first
+            self._coming.register(what, select.POLLIN)
         self.asked: deque[Request] = deque()
-        self.drops: deque[threading.Semaphore] = deque()  # of those who wait until it has let go
+        self.drops: deque[Future[None]] = deque()  # of those who wait until it has let go
         self.is_ready = False
         self.allocated_bytes = self.growths = 0
         self._lent: set[Loan] = set()
@@ -115,53 +115,59 @@ class WorkerHandle:
         self.asked.append(request)
         self.tell(message, request.ids.tobytes())
 
+    def drop(self) -> Future[None]:
+        """Have it let go of epochs that have ended. Returns: what ends when it has, or has ended itself."""
+        done: Future[None] = Future()
+        self.drops.append(done)
+        self.tell({"do": "drop"})
+        return done
+
     def finished(self, answer: Message) -> Finished:
         """The batches that it has made. It leaves them alone until it is told that all arrays are gone."""
         self.allocated_bytes, self.growths = answer["memory"]
-        return Finished(
-            answer,
-            [
-                (name, kind, [self._array(*place) for place in places])
-                for name, kind, places in answer["columns"]
-            ],
-        )
+        columns = [
+            (name, kind, [self._array(*place) for place in places])
+            for name, kind, places in answer["columns"]
+        ]
+        return Finished(columns, answer["nbytes"], answer["seconds"])
 
-    def tell(self, message: Message, data: bytes = b"") -> bool:
-        """Send a message. Returns: False: it was not sent: the process has ended, or is ended here."""
+    def tell(self, message: Message, data: bytes = b"") -> None:
+        """Send a message. Where that fails, the process has ended, or is ended here."""
         try:
             self.process.channel.send(message, data)
         except (BrokenPipeError, ConnectionResetError):  # it has died: its watch tells
-            return False
+            pass
         except BlockingIOError:  # it has stopped, or is at one batch for very long
             self._end("it had read none of hundreds of messages")
-            return False
         except OSError as error:
             self._lose(WorkerError(f"a worker process could not be told what to do: {explained(error)}"))
-            return False
-        return True
 
     def hear(self) -> Message | None:
-        """The next message of it; None: there is none.
+        """The next message of it; None: there is no other: it has ended, or is to be ended.
 
-        Raises: EOFError: it has ended, or is ended here.
+        Blocks: until then.
         """
+        self._coming.poll()
         try:
             received = self.process.channel.receive()
             if received is not None and "say" not in received:
                 raise ValueError("a dict that says nothing")
-        except BlockingIOError:
+        except BlockingIOError:  # its end
             return None
         except WorkerError as error:  # it may have been about anything
             self._lose(error)
-            raise EOFError from error
+            return None
         except ValueError as error:
             self._lose(WorkerError(f"a worker process said what is no message ({error}): {_MEDDLING}"))
-            raise EOFError from error
-        if received is None:
-            if not self.process.wait(_DYING_SECONDS):  # else it closed its files as it died
-                self._end(f"it closed its connection: {_MEDDLING}")
-            raise EOFError
+            return None
         return received
+
+    def end(self, seconds: float) -> None:
+        """End it, unless it does so by itself in this time; give up its descriptors."""
+        if not (self.process.wait(seconds) or self._trouble):
+            self._trouble = f"was ended here: it closed its connection: {_MEDDLING}"
+        self.process.end()
+        self.process.close()
 
     def end_epoch(self, epoch: int) -> None:
         """Have it make nothing more for an epoch, or for one before it; it sees that at once."""
@@ -192,7 +198,7 @@ class WorkerHandle:
         return array_over(owner, kind, shape)
 
     def _lose(self, error: WorkerError) -> None:
-        for request in self.asked:
+        for request in list(self.asked):  # others may ask meanwhile
             request.fail(error)
         self._end(str(error))
 

@@ -10,7 +10,6 @@ Everything else is refused, since it would have to be pickled.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import is_masked
-from arrowcache.reading.values import Values
+from arrowcache.reading.values import Values, bytes_of
 
-ARRAY, VALUES, STR, BYTES, NOTHING = "array", "values", "str", "bytes", "nothing"
+ARRAY, VALUES, STR, BYTES = "array", "values", "str", "bytes"
 SCALAR, NUMBER = "scalar", "number"  # NumPy's, Python's
 _WAY_OUT = (
     "a worker process hands over ndarrays, numbers, Values(data, offsets), lists of str and lists of bytes: "
@@ -62,9 +61,7 @@ def _pack_column(name: object, value: object) -> Packed:
     if type(value) in (bool, int, float):
         return Packed(name, NUMBER, [_plain(name, np.asarray(value))])
     if isinstance(value, list):
-        if not value:
-            return Packed(name, NOTHING, [np.empty(0, np.uint8), np.zeros(1, np.int64)])
-        if all(isinstance(item, str) for item in value):
+        if all(isinstance(item, str) for item in value):  # also of none
             return _pack_items(name, STR, [item.encode(errors="surrogatepass") for item in value])
         if all(isinstance(item, bytes) for item in value):
             return _pack_items(name, BYTES, value)
@@ -103,6 +100,5 @@ def unpack(kind: str, arrays: Sequence[NDArray[Any]]) -> Any:
         return arrays[0].item()
     if kind == VALUES:
         return Values(arrays[0], arrays[1])
-    data, ends = arrays[0].tobytes(), arrays[1].tolist()
-    items = [data[start:stop] for start, stop in itertools.pairwise(ends)]
+    items = bytes_of(Values(arrays[0], arrays[1]))
     return [item.decode(errors="surrogatepass") for item in items] if kind == STR else items

@@ -1,8 +1,9 @@
 """Worker pool: shares requests out among worker processes, and replaces processes that die.
 
-It owns the processes and one thread. The thread sends requests, takes in answers, and starts processes: at
-once, and again when one has died. They live as long as the loader, over all epochs. handle.py has the
-requests and the memory of each process.
+It owns the processes, and a thread for each: that starts it, takes in its answers, and starts another one
+when it has died. They live as long as the loader, over all epochs. Whoever makes a request sends it to a
+worker that is free; else the next answer's thread does. handle.py has the requests and the memory of each
+process.
 
 Guarantees
 - Order: requests are begun in the order in which they were made. One that is made again comes before all
@@ -19,26 +20,23 @@ Guarantees
 from __future__ import annotations
 
 import bisect
-import functools
 import logging
 import os
-import selectors
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache import linux
 from arrowcache.errors import WorkerError
 from arrowcache.pickling import unpack_error
 from arrowcache.process import Message
 from arrowcache.reading.future import Future
-from arrowcache.reading.workers.handle import Finished, Request, WorkerHandle
+from arrowcache.reading.workers.handle import Request, WorkerHandle
 from arrowcache.shortage import explained, start
 
 _log = logging.getLogger("arrowcache")
@@ -48,7 +46,6 @@ MOST_LOSSES = 3  # in a row: of processes that never got ready, or of those that
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.1, 5.0
 _GRACE_SECONDS = 1.0  # for a worker to end by itself
 _DROP_SECONDS = 1.0  # for workers to let go of what they lease
-_LOOK_SECONDS = 10.0
 _JOIN_SECONDS = 5.0
 
 
@@ -85,30 +82,19 @@ class Restarts:
 class Pool:
     """Worker processes. Thread-safe.
 
-    The thread that makes a request holds the pool, and sends it to a worker without waking the pool's thread.
     `end` and `close` may be called by finalizers, at any point of any thread: they wait for no lock.
 
     Args:
         size: the number of processes.
         settings, transform: for the processes; see batch_maker.py.
-    Raises: OSError: no descriptor can be had.
     """
 
     def __init__(self, size: int, settings: Message, transform: bytes) -> None:
         self._size, self._settings, self._transform = size, settings, transform
-        self._pid = os.getpid()
-        with ExitStack() as owned:
-            self._bell = linux.event()
-            owned.callback(os.close, self._bell)
-            self._selector = selectors.DefaultSelector()
-            owned.callback(self._selector.close)
-            self._owned = owned.pop_all()  # here, or nothing was
-        self._selector.register(self._bell, selectors.EVENT_READ, self._unring)
         self._mutex = threading.Lock()
         self._holder = 0  # the thread that holds it
-        self._thread = threading.Thread(target=self._run, name="arrowcache-processes", daemon=True)
-        self._is_stopping = False
-        self._failure: BaseException | None = None
+        self._closed: Future[None] = Future()
+        self._threads: list[threading.Thread] = []
         self._workers: list[WorkerHandle] = []
         self._waiting: list[Request] = []  # by serial
         self._serials = 0
@@ -123,13 +109,14 @@ class Pool:
         _inherited.add(self)
 
     def start(self) -> None:
-        """Start the processes; returns at once. Raises: WorkerError: the thread cannot be started."""
-        try:
-            start(self._thread)
-        except WorkerError:
-            _inherited.discard(self)
-            self._close_files()
-            raise
+        """Start the processes that are missing; returns at once.
+
+        Raises: WorkerError: a thread cannot be started. ValueError: it is closed.
+        """
+        if self._closed.done():
+            raise ValueError("the loader is closed: make a new one")
+        with self._held():
+            self._start_threads()
 
     def begin(self, segments: bytes) -> int:
         """Begin an epoch over packed segments, which the caller leases until `end`. Returns: its number."""
@@ -140,7 +127,7 @@ class Pool:
                 self._tell_of_epoch(worker)
             return self._epochs
 
-    def make(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int) -> Future[Finished]:
+    def make(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int) -> Request:
         """Ask for the batches of some rows, which begin at a step; requests are begun in this order.
 
         Args:
@@ -148,21 +135,21 @@ class Pool:
         Returns: a future, which may be cancelled at any time: the request is then not begun, or its answer
             is dropped.
         """
-        request = Request(epoch, step, ids, oldest)
         with self._held():
-            if self._failure is not None:
-                request.fail(self._failure)
-                return request.future
             self._serials += 1
-            request.serial = self._serials
+            request = Request(epoch, step, ids, oldest, self._serials)
             self._waiting.append(request)
-            if self._starting_since is None and not any(worker.is_ready for worker in self._workers):
+            if not self._any_ready() and self._starting_since is None:
                 self._starting_since = time.perf_counter()
             self._dispatch()
-            is_short = len(self._workers) < self._size
-        if is_short:
-            self._wake()
-        return request.future
+            if self._closed.done():
+                self._fail_all(ValueError("the loader was closed"))
+            elif len(self._threads) < self._size:  # as after a failure that was told
+                try:
+                    self._start_threads()
+                except WorkerError as error:
+                    self._give_up(error)
+        return request
 
     def end(self, epoch: int) -> None:
         """Make nothing more for an epoch, or for one before it."""
@@ -175,19 +162,14 @@ class Pool:
 
         Blocks: until those that are ready have, at most a second: one may be in a transform.
         """
-        if self._is_stopping or self._is_here:
+        if self._closed.done() or self._is_here:
             return
-        done, deadline = threading.Semaphore(0), time.monotonic() + _DROP_SECONDS
+        deadline = time.monotonic() + _DROP_SECONDS
         with self._held():
-            asked = [worker for worker in self._workers if worker.tell({"do": "drop"})]
-            awaited = [
-                worker for worker in asked if worker.is_ready
-            ]  # others have leased nothing, or just now
-            for worker in asked:
-                worker.drops.append(done if worker in awaited else threading.Semaphore(0))
-        for _ in awaited:
-            if not done.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                return
+            drops = [(worker.is_ready, worker.drop()) for worker in self._workers]
+        for is_awaited, done in drops:  # others have leased nothing, or just now
+            if is_awaited:
+                done.wait(deadline - time.monotonic())
 
     def is_hoarded(self, usual_batches: int) -> bool:
         """True if the consumer keeps many more batches than this."""
@@ -196,7 +178,7 @@ class Pool:
     @property
     def is_starting(self) -> bool:
         """True while no process is ready, and none has proved to fail."""
-        return self._is_wanted and not any(worker.is_ready for worker in list(self._workers))
+        return self._is_wanted and not self._any_ready()
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -221,19 +203,20 @@ class Pool:
 
         Blocks: about as long as they take to end, at most some seconds.
         """
-        if self._pid == os.getpid():
-            self._is_stopping = True
-            self._wake()
-            if not self._is_here and self._thread.ident is not None:
-                self._thread.join(_JOIN_SECONDS)
+        self._closed.set_result(None)
+        for worker in list(self._workers):
+            worker.process.channel.hang_up()
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in list(self._threads):
+            if not self._is_here and thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def forget_in_child(self) -> None:
-        """A forked child has neither the thread nor the processes, and must keep nothing of them open."""
-        self._is_stopping = True
+        """A forked child has neither threads nor processes, and must keep nothing of them open."""
+        self._closed.set_result(None)
         for worker in self._workers:
             worker.process.forget()
-        self._workers = []
-        self._close_files()
+        self._workers, self._threads = [], []
 
     # who has it
 
@@ -248,92 +231,93 @@ class Pool:
 
     @property
     def _is_here(self) -> bool:
-        """True if this thread holds the pool, or is its own: a finalizer must not wait for it then."""
-        return threading.get_ident() in (self._thread.ident, self._holder)
+        """True if this thread holds the pool, or is one of its own: a finalizer must not wait for it then."""
+        here = threading.get_ident()
+        return here == self._holder or any(thread.ident == here for thread in list(self._threads))
 
-    def _wake(self) -> None:
-        with suppress(OSError):  # closed, or full: it rings already
-            linux.add_event(self._bell)
+    def _any_ready(self) -> bool:
+        return any(worker.is_ready for worker in list(self._workers))
 
-    def _unring(self) -> None:
-        with suppress(BlockingIOError):
-            linux.take_event(self._bell)
+    # threads: each has one process after another
+
+    def _start_threads(self) -> None:
+        """Called while it is held. Ctrl-C, or a refusal, leaves one that is started the next time."""
+        while len(self._threads) < self._size:
+            self._threads.append(threading.Thread(target=self._run, name="arrowcache-process", daemon=True))
+        for thread in self._threads:
+            if thread.ident is None:
+                start(thread)
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as its children do, until they ignore it
         failure: BaseException | None = None
         try:
-            while not self._is_stopping:
-                self._start_missing()
-                with self._held():
-                    self._dispatch()
-                    pause = self._restarts.not_before - time.monotonic() if self._is_short else _LOOK_SECONDS
-                ready = self._selector.select(max(0.0, pause))
-                with self._held():
-                    for key, _ in ready:
-                        key.data()
+            while self._is_needed():
+                try:
+                    worker = WorkerHandle(self._size)
+                except OSError as error:
+                    with self._held():
+                        self._note_loss(f"could not be started: {explained(error)}", was_ready=False)
+                else:
+                    self._serve(worker)
         except BaseException as error:  # noqa: BLE001  # whoever waits is told
             failure = error
-        finally:
+        if failure is not None or self._closed.done():
             with self._held():
-                self._shut_down(failure)
+                self._leave()
+                self._fail_all(failure or ValueError("the loader was closed"))
+
+    def _is_needed(self) -> bool:
+        """Wait until another process may be started. Returns: False: none is needed: this thread has left."""
+        while not self._closed.done():
+            with self._held():
+                if not (self._is_wanted or self._waiting or self._any_ready()):
+                    self._leave()
+                    return False
+                pause = self._restarts.not_before - time.monotonic()
+            if pause <= 0:
+                return True
+            self._closed.wait(pause)
+        return False
+
+    def _serve(self, worker: WorkerHandle) -> None:
+        """Have a worker's messages taken in until its end."""
+        try:
+            with self._held():
+                self._workers.append(worker)
+                worker.end_epoch(self._ended)
+                worker.tell({"do": "work", **self._settings}, self._transform)
+                if self._segments:
+                    self._tell_of_epoch(worker)
+            while not self._closed.done() and (message := worker.hear()) is not None:
+                with self._held():
+                    self._answered(worker, message)
+                    self._dispatch()
+        finally:
+            with self._held():  # first: nobody tells it anything more
+                self._workers = [other for other in self._workers if other is not worker]
+            worker.end(_GRACE_SECONDS if worker.is_ready or not self._closed.done() else 0.0)
+            with self._held():
+                self._bury(worker)
 
     # called while it is held
+
+    def _leave(self) -> None:
+        self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _tell_of_epoch(self, worker: WorkerHandle) -> None:
         worker.tell({"do": "begin", "epoch": self._epochs}, self._segments)
 
-    # processes
-
-    @property
-    def _is_short(self) -> bool:
-        """True if there are too few processes, and requests are waited for or others work."""
-        return len(self._workers) < self._size and (
-            self._is_wanted or bool(self._waiting) or any(worker.is_ready for worker in self._workers)
-        )
-
-    def _start_missing(self) -> None:
-        """Called while it is not held: others do not wait for a process to start."""
-        while not self._is_stopping:
-            with self._held():
-                if not self._is_short or time.monotonic() < self._restarts.not_before:
-                    return
-            try:
-                worker = WorkerHandle(self._size)
-            except OSError as error:
-                with self._held():
-                    self._note_loss(f"could not be started: {explained(error)}", was_ready=False)
-            else:
-                with self._held():
-                    self._employ(worker)
-
-    def _employ(self, worker: WorkerHandle) -> None:
-        self._workers.append(worker)
-        for what, action in ((worker.process.watch, self._bury), (worker.process.channel, self._take_in)):
-            self._selector.register(what, selectors.EVENT_READ, functools.partial(action, worker))
-        worker.end_epoch(self._ended)
-        worker.tell({"do": "work", **self._settings}, self._transform)
-        if self._segments:
-            self._tell_of_epoch(worker)
-
     def _bury(self, worker: WorkerHandle) -> None:
-        """A worker has ended, or is ended here: its requests are made again."""
-        if worker not in self._workers:
-            return
-        self._workers = [other for other in self._workers if other is not worker]
-        worker.process.end()
-        with suppress(EOFError):
-            while (message := worker.hear()) is not None:  # what it said before
-                self._answered(worker, message)
-        for what in (worker.process.watch, worker.process.channel):
-            self._selector.unregister(what)
-        worker.process.close()
+        """A worker has ended: its requests are made again."""
         self._growths += worker.growths
         for done in worker.drops:
-            done.release()
-        how = worker.how_it_ended()
+            done.set_result(None)
         for request in worker.asked:
             bisect.insort(self._waiting, request, key=lambda other: other.serial)
+        if self._closed.done():
+            return
+        how = worker.how_it_ended()
         if worker.asked and worker.is_ready:
             first = worker.asked[0]
             first.deaths += 1
@@ -346,10 +330,10 @@ class Pool:
                     )
                 )
         self._note_loss(how, was_ready=worker.is_ready)
+        self._dispatch()
 
     def _note_loss(self, how: str, *, was_ready: bool) -> None:
-        others_are_ready = any(worker.is_ready for worker in self._workers)
-        if self._restarts.lost(time.monotonic(), was_ready=was_ready, others_are_ready=others_are_ready):
+        if self._restarts.lost(time.monotonic(), was_ready=was_ready, others_are_ready=self._any_ready()):
             self._give_up(
                 WorkerError(
                     f"worker processes cannot start: {self._restarts.failed_starts} in a row were lost "
@@ -364,14 +348,11 @@ class Pool:
         self._fail_all(error)
         self._is_wanted = False
         self._restarts = Restarts(time.monotonic() + _PAUSE_SECONDS)
-        self._end_start()
 
     def _end_start(self) -> None:
         since, self._starting_since = self._starting_since, None
         if since is not None:
             self._start_seconds += time.perf_counter() - since
-
-    # requests
 
     def _dispatch(self) -> None:
         while self._waiting:
@@ -379,21 +360,10 @@ class Pool:
             if not free:
                 return
             request = self._waiting.pop(0)
-            if request.future.done() or request.epoch <= self._ended:
-                request.future.cancel()
+            if request.done() or request.epoch <= self._ended:
+                request.cancel()
             else:
                 min(free, key=lambda worker: len(worker.asked)).ask(request)
-
-    def _take_in(self, worker: WorkerHandle) -> None:
-        """A worker has something to say, or is dying."""
-        if worker in self._workers:
-            try:
-                message = worker.hear()
-            except EOFError:
-                self._bury(worker)
-            else:
-                if message is not None:
-                    self._answered(worker, message)
 
     def _answered(self, worker: WorkerHandle, message: Message) -> None:
         say = message["say"]
@@ -402,7 +372,7 @@ class Pool:
             self._restarts.started()
             self._end_start()
         elif say == "dropped":
-            worker.drops.popleft().release()
+            worker.drops.popleft().set_result(None)
         elif say == "lost":
             self._give_up(unpack_error(message["error"]))
         else:
@@ -416,35 +386,15 @@ class Pool:
             elif say == "failed":
                 request.fail(unpack_error(message["error"]))
             else:
-                request.future.cancel()
+                request.cancel()
             worker.asked.popleft()  # last: whatever fails here, somebody knows of it
 
     def _fail_all(self, error: BaseException) -> None:
+        """Fail all requests that were made by now."""
         waiting, self._waiting = self._waiting, []
         for request in (*waiting, *(request for worker in self._workers for request in worker.asked)):
             request.fail(error)
-
-    def _shut_down(self, failure: BaseException | None) -> None:
-        self._failure, self._is_stopping = failure or ValueError("the loader was closed"), True
         self._end_start()
-        for worker in self._workers:
-            self._selector.unregister(worker.process.channel)
-            worker.process.channel.close()
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for worker in self._workers:
-            if not (worker.is_ready and worker.process.wait(deadline - time.monotonic())):
-                worker.process.kill()
-        for worker in self._workers:
-            worker.process.end()
-            worker.process.close()
-            for done in worker.drops:
-                done.release()
-        self._fail_all(self._failure)
-        self._workers = []
-        self._close_files()
-
-    def _close_files(self) -> None:
-        self._owned.close()
 
 
 _inherited: weakref.WeakSet[Pool] = weakref.WeakSet()

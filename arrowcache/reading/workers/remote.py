@@ -12,7 +12,6 @@ made in this process until the first worker is ready.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
-from arrowcache.errors import WorkerError
 from arrowcache.pickling import pickled
 from arrowcache.reading.assembly import Assembly, mean_published
 from arrowcache.reading.epoch import Epoch
@@ -31,7 +29,6 @@ from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.handle import Finished
 from arrowcache.reading.workers.pool import DEPTH, Pool
 from arrowcache.reading.workers.segment_list import pack_segments
-from arrowcache.shortage import explaining
 from arrowcache.storage.store import Store
 
 _PREFETCHED = 4
@@ -49,40 +46,38 @@ class RemoteAssembly:
     def __init__(self, store: Store, options: EpochOptions, making: BatchOptions, meter: Meter) -> None:
         schema: Schema = store.settings.schema
         names, transform = options.names, making.transform
-        self._batch_size, self._workers = options.batch_size, making.workers
+        self._batch_size = options.batch_size
         self._meter = meter
         prefetch = _PREFETCHED if making.prefetch is None else making.prefetch
         in_flight = DEPTH * making.workers
         self._usual = in_flight + prefetch + 3  # slots that are in use at a time
-        self._settings = {
+        settings = {
             "cache": os.path.abspath(store.folder.path),
             "names": list(names),
             "in_flight": -(-self._usual // making.workers),
             "with_ids": making.with_ids,
             "views": making.views,
         }
-        self._transform = b""
+        packed = b""
         if transform is not None:
-            self._transform = pickled(transform, "the transform {!r}", "pass worker_type='thread'")
+            packed = pickled(transform, "the transform {!r}", "pass worker_type='thread'")
         row_bytes = sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
         can_group = transform is None and all(name in schema.fixed for name in names)
         batch_bytes = max(1, row_bytes * self._batch_size)
         self._group = max(1, _USUAL_GROUP_BYTES // batch_bytes) if can_group else 1
         self._wanted = prefetch + in_flight * self._group
         self._new_here = partial(Assembly, store, options, BatchOptions(with_ids=making.with_ids), meter)
-        self._here = self._new_here() if transform is None else None  # until a process is ready
-        self._lock = threading.Lock()  # of the start
-        self._pool: Pool | None = None
-        self._end_pool: Callable[[], object] = _nothing
-        self._is_closed = False
+        self._new_pool = partial(Pool, making.workers, settings, packed)
+        self._has_transform = transform is not None
         self._epoch: tuple[Epoch, int] | None = None  # and its number for the pool
+        self.after_fork()
 
     def prepare(self) -> None:
         """An epoch is wanted soon: start the processes; returns at once.
 
-        Raises: WorkerError, OSError: no thread, or no descriptor, can be had.
+        Raises: WorkerError: no thread can be had.
         """
-        self._started()
+        self._pool.start()
 
     def wanted(self) -> int:
         """The number of batches that are to be under way or ready."""
@@ -90,7 +85,8 @@ class RemoteAssembly:
 
     def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """As of `Assembly`."""
-        pool = self._started()
+        pool = self._pool
+        pool.start()
         number = pool.begin(pack_segments(epoch.snapshot.segments))
         self._epoch = epoch, number
         step = 0
@@ -106,24 +102,23 @@ class RemoteAssembly:
 
     def end(self, epoch: Epoch) -> None:
         """Have nothing more made of an epoch; call it before its snapshot is closed."""
-        if self._pool is not None and self._epoch is not None and self._epoch[0] is epoch:
+        if self._epoch is not None and self._epoch[0] is epoch:
             self._pool.end(self._epoch[1])
             self._epoch = None
 
     def drop(self) -> None:
         """Have workers let go of what they lease of epochs that ended."""
-        if self._pool is not None:
-            self._pool.drop()
+        self._pool.drop()
 
     def close(self) -> None:
         """End the processes. Idempotent. Blocks: at most some seconds."""
-        self._is_closed = True
-        self._end_pool()
+        self._pool.close()
 
     def after_fork(self) -> None:
-        """In a child: the pool starts anew; the lock may be held for ever."""
-        self._here = None if self._transform else self._new_here()
-        self._lock, self._pool, self._end_pool, self._epoch = threading.Lock(), None, _nothing, None
+        """In a child, and at first: nothing is begun, no process is started."""
+        self._here = None if self._has_transform else self._new_here()  # until a process is ready
+        self._pool, self._epoch = self._new_pool(), None
+        weakref.finalize(self, Pool.close, self._pool)
 
     def require_views(self) -> None:
         """Raises: ValueError: workers copy every batch."""
@@ -133,13 +128,13 @@ class RemoteAssembly:
 
     def ring_stats(self) -> tuple[int, int]:
         """Bytes of memory for batches, and how often some was added."""
-        here, pool = self._here, self._pool
-        parts = (here.ring_stats() if here else (0, 0), pool.memory if pool else (0, 0))
-        return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+        here = (0, 0) if self._here is None else self._here.ring_stats()
+        nbytes, growths = self._pool.memory
+        return here[0] + nbytes, here[1] + growths
 
     def in_progress(self) -> list[tuple[str, float]]:
         """The stages that workers are at, and since when."""
-        return [] if self._pool is None else self._pool.in_progress()
+        return self._pool.in_progress()
 
     def _jobs_here(self, pool: Pool, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
         """The first jobs, while no process is ready."""
@@ -149,22 +144,6 @@ class RemoteAssembly:
                 yield job
             if not pool.is_starting:
                 self._here = None  # with its memory
-
-    def _started(self) -> Pool:
-        with self._lock:
-            if self._is_closed:
-                raise ValueError("the loader is closed: make a new one")
-            if self._pool is None:
-                with explaining():
-                    pool = Pool(self._workers, self._settings, self._transform)
-                end = weakref.finalize(self, Pool.close, pool)
-                try:
-                    pool.start()
-                except WorkerError:  # another call tries anew
-                    end.detach()
-                    raise
-                self._pool, self._end_pool = pool, end
-            return self._pool
 
     def _job(
         self, pool: Pool, epoch: Epoch, number: int, step: int, ids: NDArray[np.int64], batches: int
@@ -178,8 +157,7 @@ class RemoteAssembly:
     def _finish(
         self, epoch: Epoch, rows: int, batches: int, published: float, finished: Finished
     ) -> Iterator[Made]:
-        if self._pool is not None:
-            self._meter.leave({"start": self._pool.take_start_seconds()})
+        self._meter.leave({"start": self._pool.take_start_seconds()})
         self._meter.leave(finished.seconds)
         for number in range(batches):
             of_batch = slice(number * self._batch_size, min(rows, (number + 1) * self._batch_size))
@@ -188,7 +166,3 @@ class RemoteAssembly:
             batch = finished.batch(of_batch if batches > 1 else None)
             yield Made(batch, count, nbytes, nbytes, published, epoch)
             del batch
-
-
-def _nothing() -> None:
-    pass

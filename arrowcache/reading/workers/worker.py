@@ -22,7 +22,7 @@ import socket
 import sys
 from contextlib import closing, suppress
 
-from arrowcache.native.engine import limit_threads
+from arrowcache.native.threads import threads
 from arrowcache.pickling import pack_error
 from arrowcache.process import Channel, Message, tie_to
 from arrowcache.reading.memory import SharedMemory
@@ -42,7 +42,7 @@ def main(end: int, memory: int, parent: int) -> None:
     with suppress(OSError, RuntimeError, ValueError):  # no stderr
         faulthandler.enable()
     sys.argv = sys.argv[:1]
-    limit_threads(0)
+    threads.most = 0
     channel = Channel(socket.socket(fileno=end))
     for fd in (end, memory):
         os.set_inheritable(fd, False)

@@ -24,8 +24,10 @@ from plain_rows import Array, Files, begun, begun_read, checked, columns_of, end
 from slow_pages import SlowPages, require_slow_pages
 
 from arrowcache.native import engine, library
-from arrowcache.native.engine import Job, copy_values, fetch_rows, find_values
+from arrowcache.native.engine import Column, Job, copy_values, fetch_rows, find_values
 from arrowcache.native.rows import Rows, entry
+from arrowcache.native.threads import _thread_count
+from arrowcache.native.threads import threads as of_process
 
 SMALL = 4  # rows: their copy is late
 CHUNK_BYTES, HELPED_CHUNKS = 256 << 10, engine._HELD_GIL_CHUNKS
@@ -97,7 +99,7 @@ def test_a_number_out_of_range_is_named_and_nothing_is_copied(lengths, wrong, co
         find_values(rows, ids, 1, 1),
         find_values(rows, ids, 1, 1, on_disk=True),
     ):
-        is_late = count == 3 and isinstance(job, Job) and not isinstance(job, engine.Found)
+        is_late = count == 3 and type(job) is Job
         assert job.refused == (-1 if is_late else count - 2), "what is small is checked when it is taken"
         assert job.take(0)
         assert job.cancel()
@@ -124,6 +126,29 @@ def test_a_row_of_a_segment_that_is_neither_mapped_nor_has_a_path_is_refused(rea
         begin = begun_read
     assert ended(begin(rows, np.array([0, 15]), arrays)).refused == 1
     assert not arrays[0].any()
+
+
+def test_rows_that_are_released_after_they_were_asked_for_are_refused(no_threads):
+    """They were not read, and nobody said so."""
+    files, ids = big()
+    files.drop(range(8))
+    job = begun_read(rows := files.table(), ids, files.outputs(len(ids)))
+    assert Job.take(job, 60)
+    rows.release(int(ids.max()) + 1)
+    assert ended(job).refused == 0
+
+
+@READS
+def test_columns_are_made_once_for_many_jobs(reads):
+    files, begin = Files([10, 20], [8, 700, 3]), engine.read_rows if reads else engine.copy_rows
+    columns = engine.Columns([Column(number, width) for number, width in enumerate(files.widths)])
+    for ids in np.arange(30), np.array([3, 29, 3]):
+        arrays = files.outputs(len(ids))
+        moved = columns.at(array.ctypes.data for array in arrays)
+        assert ended(begin(files.table(), ids, moved, arrays)).failure is None
+        for number, array in enumerate(arrays):
+            assert np.array_equal(array, files.column(number, ids))
+    assert columns.row_bytes == 711
 
 
 @READS
@@ -357,11 +382,9 @@ def test_memory_may_go_once_asks_and_reads_were_cancelled(begins):
         files.drop((0,))
         job = begun_read(rows, ids, arrays := files.outputs(64), drops=bool(rng.integers(2)))
         if begins == "reads":
-            wait_until(job._ask.has_ended, "all to be asked for")
+            wait_until(lambda job=job: Job.has_ended(job), "all to be asked for")
             job.go_on()
-            wait_until(lambda job=job: job._read._job[BEGUN_CHUNKS], "a thread to begin to read")
-        else:
-            wait_until(lambda job=job: job._ask._job[BEGUN_CHUNKS], "a thread to begin to ask")
+        wait_until(lambda job=job: job._job[BEGUN_CHUNKS], "a thread to begin")
         assert job.cancel()
         before = arrays[0].copy()
         assert job.take(1)
@@ -561,7 +584,7 @@ def test_threads_end_before_a_fork_and_start_again():
     checked(files, ids)
     assert native_threads() >= 1
     before = native_threads()
-    assert engine._engine.stop()
+    assert of_process.stop()
     wait_until(lambda: native_threads() < before, "the kernel to have forgotten them")
     checked(files, ids)
     assert native_threads() == before
@@ -569,9 +592,9 @@ def test_threads_end_before_a_fork_and_start_again():
 
 def test_what_is_small_needs_no_threads():
     files = Files([50], [100])
-    assert engine._engine.stop()
+    assert of_process.stop()
     checked(files, np.arange(SMALL))
-    assert not engine._engine._has_threads
+    assert not of_process.are_started
 
 
 @READS
@@ -588,7 +611,7 @@ def test_without_threads_the_caller_does_all_by_itself(no_threads, reads):
 def test_threads_are_few_and_shared_among_ranks(monkeypatch, processors, ranks, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert engine._thread_count() == threads
+    assert _thread_count() == threads
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["copies", "reads"])
@@ -616,13 +639,13 @@ def test_ctrl_c_between_its_two_jobs_does_not_keep_a_read_from_its_end(no_thread
     files, ids = big()
     files.drop(range(8))
     job = begun_read(files.table(), ids, files.outputs(len(ids)))
-    assert job._ask.take(60)
+    assert Job.take(job, 60)
     job.go_on()
-    interrupt = CtrlC(2)  # Read.cancel, Job.cancel of what asks, that of what reads
+    interrupt = CtrlC(1)  # Read.cancel, Job.cancel
     with interrupt:
         assert job.cancel()
     assert interrupt.where.endswith("cancel")
-    assert job._read.has_ended()
+    assert job.has_ended()
 
 
 # What the kernel holds.
@@ -665,16 +688,15 @@ def held_read(pages: SlowPages) -> engine.Read:
 
 @pytest.mark.parametrize("held", [held_copy, held_read])
 def test_what_the_kernel_holds_is_left_behind_with_all_that_it_touches(held, pages, monkeypatch):
-    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 10_000_000)
+    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
     with threads(1):
         job = held(pages)
         with pytest.warns(ResourceWarning, match="is left behind"):
             assert not job.cancel()
         assert not job.cancel(), "it was left behind before"
         assert not job.take(0)
-        held_job = job if isinstance(job, Job) else job._read or job._ask
-        kept = weakref.ref(held_job._keep[0])
-        del job, held_job
+        kept = weakref.ref(job._keep[0])
+        del job
         assert kept() is not None
         pages.let_go()
     del pages
@@ -682,7 +704,7 @@ def test_what_the_kernel_holds_is_left_behind_with_all_that_it_touches(held, pag
 
 
 def test_what_was_left_behind_may_end(pages, monkeypatch):
-    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 10_000_000)
+    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
     with threads(1):
         job = held_copy(pages)
         with pytest.warns(ResourceWarning):
@@ -693,7 +715,7 @@ def test_what_was_left_behind_may_end(pages, monkeypatch):
 
 
 def test_a_job_is_left_behind_where_warnings_are_errors(pages, monkeypatch):
-    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 10_000_000)
+    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
     with threads(1):
         job = held_copy(pages)
         assert not job.cancel(), "its warning was an error"
@@ -726,7 +748,7 @@ def test_ctrl_c_ends_a_wait_for_a_read_at_once(pages, released):
 
 def test_a_waiter_reads_by_itself_once_there_are_no_threads_any_more(pages, monkeypatch, released):
     """A fork stops them in the middle of its wait."""
-    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 10_000_000)
+    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
     files, ids = Files([1], [100]), np.zeros(1, np.int64)
     with threads(1):
         held = held_copy(pages)
@@ -736,7 +758,7 @@ def test_a_waiter_reads_by_itself_once_there_are_no_threads_any_more(pages, monk
             released.clear()
             taken = pool.submit(read.take, 100_000)
             wait_until_it_waits(number, released)
-            assert not engine._engine.stop(), "one thread is held"
+            assert not of_process.stop(), "one thread is held"
             assert taken.result(60)
         assert np.array_equal(arrays[0], files.column(0, ids))
         pages.let_go()
@@ -753,13 +775,13 @@ def test_what_the_disk_is_asked_for_comes_before_what_is_copied(pages):
         copy = begun(big.table(), np.zeros(1, np.int64), [slow(later, CHUNK_BYTES)[None]])
         read = begun_read(table, ids, arrays := files.outputs(50))
         asking = [
-            read._ask,
+            read,
             find_values(table, ids, 1, 1, on_disk=True),
             fetch_rows(table, 0, 50, columns_of(arrays)),
         ]
         pages.let_go()
         assert later.touched.wait(60)
-        assert all(job.has_ended() for job in asking)
+        assert all(map(Job.has_ended, asking))
         later.let_go()
         wait_until(copy.has_ended, "the copy")
         wait_until(held.has_ended, "the first one")

@@ -10,6 +10,7 @@ import pytest
 from helpers import DEADLINE_SECONDS
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_rows import threads
 
 from arrowcache import Binary, Ragged, String
 from arrowcache.errors import CorruptSegmentError
@@ -65,12 +66,8 @@ def gather_of(*parts, then=None):
 @pytest.fixture
 def no_threads():
     """Nothing is copied but by who takes it."""
-    most = engine._engine.most_threads
-    assert engine._engine.stop()
-    engine.limit_threads(0)
-    yield
-    engine.limit_threads(most)
-    assert engine._engine.stop()
+    with threads(0):
+        yield
 
 
 @pytest.fixture(params=[True, False], ids=["cold", "warm"])

@@ -19,6 +19,7 @@ from slow_pages import SlowPages, require_slow_pages
 
 import arrowcache as ac
 from arrowcache.native import engine
+from arrowcache.native.threads import threads as of_process
 from arrowcache.reading import gather
 from arrowcache.reading.slots import Slots
 from arrowcache.torch import Loader as TorchLoader
@@ -65,7 +66,7 @@ class Replaced:
 @contextmanager
 def ctrl_c_in_a_wait(monkeypatch: pytest.MonkeyPatch, pages: SlowPages) -> Iterator[None]:
     """Ctrl-C comes once this thread sleeps in the engine and a page is held, which nobody could wait for."""
-    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 3600_000_000_000)
+    monkeypatch.setattr(of_process, "patience_nanoseconds", 3600_000_000_000)
     main, number, real = threading.get_ident(), threading.get_native_id(), engine.library
     waits = threading.Event()
 
@@ -160,7 +161,7 @@ def test_a_gather_that_dies_while_the_kernel_holds_its_thread_leaves_lease_and_m
     cache, monkeypatch, cold, end
 ):
     require_slow_pages()
-    monkeypatch.setattr(engine, "_STOP_NANOSECONDS", 10_000_000)
+    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
     monkeypatch.setattr(engine, "_INLINE_BYTES", 0)
 
     def body() -> None:
@@ -226,7 +227,7 @@ def test_what_was_begun_before_an_error_has_ended_when_it_comes(tmp_path, monkey
             snapshot.close()
             assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
             before = out.copy()
-            assert engine._engine.stop()
+            assert of_process.stop()
             assert np.array_equal(out, before)
             del caught
 
@@ -257,6 +258,6 @@ def test_a_job_that_is_dropped_when_the_engines_module_is_gone_waits_for_nothing
         slots = Slots({"id": ((), np.dtype(np.int64))}, ROWS)
         begun = snapshot.begin_gather(np.arange(ROWS), ["id"], slots.lend(ROWS))
         with pytest.MonkeyPatch.context() as gone:
-            gone.setattr(engine, "_engine", None)
+            gone.setattr(engine, "threads", None)
             begun.cancel()
         begun.cancel()

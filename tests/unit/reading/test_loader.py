@@ -40,14 +40,6 @@ from arrowcache.storage.lease import Lease
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
-
-
 def check(batch: dict[str, Any]) -> None:
     """Every row's image is the one of its id."""
     assert np.array_equal(batch["image"], BASE + batch["id"].astype(np.float32)[:, None, None])

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import in_child, make_cache, publish, wait_until
+from helpers import in_child, wait_until
 from processes import Child
 
 from arrowcache import Loader
@@ -22,14 +22,6 @@ from arrowcache.storage.counters import COUNTERS_LINK, TIMED, CounterPage, parse
 from arrowcache.torch import Loader as TorchLoader
 
 NO_TIME = dict.fromkeys(TIMED, (0.0, ()))
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
 
 
 def panels(pid: int | str = "self") -> list[str]:

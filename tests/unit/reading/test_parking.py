@@ -15,7 +15,6 @@ from helpers import (
     flip_byte,
     ids_of,
     in_child,
-    make_cache,
     mapped_seqs,
     publish,
     published_ids,
@@ -30,14 +29,6 @@ from arrowcache.reading import parking
 from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
 from arrowcache.storage import mapping
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
 
 
 @pytest.fixture

@@ -29,14 +29,6 @@ ROW_BYTES = 8 + 1024
 KIB, MIB = 1 << 10, 1 << 20
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
-
-
 class Clock:
     """Injected in place of the modules `time` and `resource`: what passes, and what a thread did."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import DEADLINE_SECONDS, in_child, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, in_child, make_cache, wait_until
 from processes import Script
 
 import arrowcache as ac
@@ -21,14 +21,6 @@ from arrowcache.torch import Loader as TorchLoader
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
 SHUFFLES = ["rows", "window", "blocks", None]
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Ten segments of 16 rows, ids 0 to 159."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    return cache
 
 
 def loader_of(cache: ac.Cache, size: int = 8, workers: int = 3, **options: Any) -> Loader:

@@ -1,0 +1,94 @@
+"""Threads: this process' native threads, which do the jobs of engine.py.
+
+Owns: the engine of this process and its threads. They are started by the first job with work for more than
+one, end before a fork and at exit, and are started again by the next job.
+
+Guarantees: a thread that the kernel holds for more than 5 s, as on a dead disk, is left behind, with a
+ResourceWarning, and another one takes its place. A forked child has an engine of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import threading
+import warnings
+from contextlib import suppress
+
+from arrowcache.native.library import declare, library
+
+
+class Threads:
+    """The process' engine and its threads.
+
+    `handle` is the engine: another one in a forked child. `most` is how many threads there are to be: fewer
+    in a process that works beside others like it.
+    """
+
+    patience_nanoseconds = 5_000_000_000  # with what the kernel holds
+
+    def __init__(self) -> None:
+        self.handle = library.engine_new()
+        if not self.handle:
+            raise MemoryError("no memory is left for the engine")
+        self.most = _thread_count()
+        self.are_started = self._is_closed = False
+        self._lock = threading.RLock()  # a signal handler may copy rows, too
+        self._held = 0  # those that the kernel holds, for which there are others
+
+    def start(self) -> None:
+        """Start them, unless they are, or the process ends."""
+        with self._lock:
+            if not self.are_started and not self._is_closed:
+                self._held = library.engine_stop(self.handle, 0)  # none but these run
+                library.engine_start(self.handle, self.most + self._held)
+                self.are_started = True
+
+    def leave_behind(self) -> None:
+        """The kernel holds one, perhaps for ever: warn, and start another one in its place."""
+        with self._lock:
+            if self.are_started:
+                self._held += 1
+                library.engine_start(self.handle, self.most + self._held)
+        _warn()
+
+    def stop(self) -> bool:
+        """End them, until the next job needs them. Returns: whether all have ended. Blocks: at most 5 s."""
+        if not self.are_started:
+            return True
+        try:
+            return not library.engine_stop(self.handle, self.patience_nanoseconds)
+        finally:
+            self.are_started = False
+
+    def close(self) -> None:
+        """End them for good."""
+        self._is_closed = True
+        if not self.stop():
+            _warn()
+
+    def after_fork_in_child(self) -> None:
+        """Anew: the lock may be another thread's, and the threads are the parent's."""
+        self.__init__()  # type: ignore[misc]
+
+
+def _warn() -> None:
+    words = "a thread that reads rows waits for a disk, and is left behind with what it touches"
+    warnings.warn(words, ResourceWarning, stacklevel=2)
+
+
+def _thread_count() -> int:
+    """One for two processors, two for eight, four for 64; the machine's ranks share them."""
+    ranks = 1
+    with suppress(ValueError):
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return (max(1, len(os.sched_getaffinity(0)) // ranks).bit_length() + 1) // 2
+
+
+declare("engine_new", ctypes.c_void_p)
+declare("engine_start", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+declare("engine_stop", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+threads = Threads()
+os.register_at_fork(before=threads.stop, after_in_child=threads.after_fork_in_child)
+atexit.register(threads.close)

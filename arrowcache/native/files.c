@@ -4,7 +4,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdbool.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -55,6 +54,8 @@ static int file_of(reader *self, const engine_segment *segment)
     posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* nothing around what is asked for */
     return self->fd = fd;
 }
+
+bool file_opens(reader *self, const engine_segment *segment) { return file_of(self, segment) >= 0; }
 
 /* Whether mapped pages are in memory: for files that can't be asked otherwise. */
 static bool is_resident(const engine_segment *segment, int64_t at, int64_t nbytes)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import signal
+import sys
+import threading
 
 import pytest
 from helpers import make_cache, publish, wait_until
@@ -17,6 +20,7 @@ from rich.console import Console
 
 import arrowcache as ac
 from arrowcache.errors import sentence_of
+from arrowcache.explore import terminal
 from arrowcache.explore.board import board_of, format_seconds
 from arrowcache.explore.history import History
 from arrowcache.explore.lookout import Lookout
@@ -249,3 +253,40 @@ def test_ctrl_c_ends_it_well(cache, is_terminal):
         script.signal_group(signal.SIGINT)
         assert script.end() == (0, "")
     wait_until(lambda: cache.stats().leased_bytes == 0, "nothing to be leased")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_ctrl_c_at_any_step_of_its_wait_ends_it_well(cache, is_terminal):
+    """Also as a function of the standard library's locks returns, where a wait began to have let go of one."""
+    for number in itertools.count():
+        left, where = number, ""
+
+        def trace(frame, event, argument):
+            nonlocal left, where
+            if frame.f_code.co_filename not in (threading.__file__, terminal.__file__):
+                return None
+            if looks >= 2 and not where:
+                left -= 1
+                if left < 0:
+                    where = f"{frame.f_code.co_name}: {event}"
+                    raise KeyboardInterrupt
+            return trace
+
+        looks = 0
+
+        def line_of(board):
+            nonlocal looks
+            looks += 1
+            return "a look"
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(terminal, "line_of", line_of)
+            patched.setattr(terminal, "render", line_of)
+            sys.settrace(trace)
+            try:
+                watch(cache, 0.05, console=Console(file=io.StringIO(), width=100, force_terminal=is_terminal))
+            finally:
+                sys.settrace(None)
+        if looks > 2:
+            break
+    assert number > 1

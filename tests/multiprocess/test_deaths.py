@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish
+from helpers import make_cache, publish, segment_files
+from page_cache import drop_from_memory
 from processes import Script
 
 import arrowcache as ac
@@ -24,7 +25,15 @@ DEATH = """
     import arrowcache as ac
     import arrowcache.reading.loader
 
-    path, way, deaths = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    path, way, deaths, is_cold = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "cold"
+    SHUFFLES = ["rows", "window", "blocks", None] if is_cold else ["rows"]
+    segments = os.path.join(path, "segments")
+
+    def drop():
+        for name in os.listdir(segments):
+            with open(os.path.join(segments, name), "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     class Kept:
         def __del__(self):  # an object that dies after most others have
@@ -32,9 +41,12 @@ DEATH = """
 
     def die(number):
         kept = Kept()
-        loader = ac.Loader(path, 8, seed=number, prefetch=4)
+        options = {"shuffle": SHUFFLES[number % len(SHUFFLES)], "seed": number}
+        loader = ac.Loader(path, 8, prefetch=None if is_cold else 4, **options)
         batches = iter(loader)
         kept.batches = [next(batches) for _ in range(number % 5)]
+        for batch in kept.batches:
+            assert (batch["image"][:, [0, -1]] == batch["id"][:, None]).all()
         loader._meter.kept = kept
         if way == "end":
             globals().update(loader=loader, batches=batches, kept=kept)
@@ -76,6 +88,8 @@ DEATH = """
             os._exit(0)
 
     for number in range(deaths):
+        if is_cold:
+            drop()
         pid = os.fork()
         if not pid:
             signal.alarm(60)
@@ -89,14 +103,18 @@ DEATH = """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", ["warm", "cold"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, way):
+def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, way, rows):
+    """Copied from memory; or asked of the disk and read, or fetched ahead."""
     schema = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("uint8", (65536,)), "text": ac.String()})
     cache = make_cache(tmp_path / "cache", schema, capacity="64MiB", segment_bytes="4MiB", segment_rows=32)
     with cache.writer() as writer:
         for number in range(256):
-            writer.append(id=number, image=np.full(65536, number, np.uint8), text=str(number))
-    with Script(DEATH, cache.path, way, DEATHS) as script:
+            writer.append(id=number, image=np.full(65536, number, np.uint8), text=str(number) * 1000)
+    if rows == "cold":
+        drop_from_memory(*segment_files(cache))
+    with Script(DEATH, cache.path, way, DEATHS, rows) as script:
         assert script.line() == "all are dead"
         assert script.end()[0] == 0
     assert cache.stats().leased_bytes == 0

@@ -8,7 +8,6 @@ that cannot be sent or understood ends the process, with a reason; `how_it_ended
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -90,7 +89,7 @@ class WorkerHandle:
         self._words = self._memory.words
         self.process = WorkerProcess(self._memory.fd)
         self.asked: deque[Request] = deque()
-        self.drops: deque[threading.Semaphore] = deque()  # of those who wait until it has let go
+        self.drops: deque[Future[None]] = deque()  # of those who wait until it has let go
         self.is_ready = False
         self.allocated_bytes = self.growths = 0
         self._lent: set[Loan] = set()

@@ -177,16 +177,16 @@ class Pool:
         """
         if self._is_stopping or self._is_here:
             return
-        done, deadline = threading.Semaphore(0), time.monotonic() + _DROP_SECONDS
+        awaited: list[Future[None]] = []
+        deadline = time.monotonic() + _DROP_SECONDS
         with self._held():
-            asked = [worker for worker in self._workers if worker.tell({"do": "drop"})]
-            awaited = [
-                worker for worker in asked if worker.is_ready
-            ]  # others have leased nothing, or just now
-            for worker in asked:
-                worker.drops.append(done if worker in awaited else threading.Semaphore(0))
-        for _ in awaited:
-            if not done.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            for worker in self._workers:
+                if worker.tell({"do": "drop"}):
+                    worker.drops.append(done := Future())
+                    if worker.is_ready:  # others have leased nothing, or just now
+                        awaited.append(done)
+        for done in awaited:
+            if not done.wait(deadline - time.monotonic()):
                 return
 
     def is_hoarded(self, usual_batches: int) -> bool:
@@ -330,7 +330,7 @@ class Pool:
         worker.process.close()
         self._growths += worker.growths
         for done in worker.drops:
-            done.release()
+            done.set_result(None)
         how = worker.how_it_ended()
         for request in worker.asked:
             bisect.insort(self._waiting, request, key=lambda other: other.serial)
@@ -402,7 +402,8 @@ class Pool:
             self._restarts.started()
             self._end_start()
         elif say == "dropped":
-            worker.drops.popleft().release()
+            if worker.drops:  # else Ctrl-C came as it was asked
+                worker.drops.popleft().set_result(None)
         elif say == "lost":
             self._give_up(unpack_error(message["error"]))
         else:
@@ -438,7 +439,7 @@ class Pool:
             worker.process.end()
             worker.process.close()
             for done in worker.drops:
-                done.release()
+                done.set_result(None)
         self._fail_all(self._failure)
         self._workers = []
         self._close_files()

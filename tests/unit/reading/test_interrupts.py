@@ -81,3 +81,21 @@ def test_closing_a_loader_ends_an_epoch_whose_iterator_was_dropped_as_ctrl_c_cam
         if not interrupt.where:
             break
     assert number > 20
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_while_worker_processes_let_go_is_nothing_else(tmp_path):
+    """A RuntimeError, where it came as the wait for them let go of a lock."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 6)
+    with ac.Loader(cache, 8, workers=1, transform=dict) as loader:
+        assert sum(len(batch["id"]) for batch in loader) == 96
+        for number in itertools.count():
+            interrupt = CtrlC(number, returns=True)
+            with contextlib.suppress(KeyboardInterrupt), interrupt:
+                loader._assembly.drop()
+            if not interrupt.where:
+                break
+        assert number > 5
+        assert sum(len(batch["id"]) for batch in loader) == 96

@@ -21,6 +21,8 @@ from arrowcache.native import engine
 from arrowcache.native.rows import Rows
 from arrowcache.reading.output import aligned
 from arrowcache.reading.values import Column, Values, to_column
+from arrowcache.shortage import explained
+from arrowcache.storage.verification import unfit
 
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
 _MOMENT_SECONDS = 0.01  # what is begun in memory has ended by then
@@ -165,7 +167,8 @@ class Gather:
 
         Blocks: as `engine.Job.take`.
         Raises: OutsideError: as `Gatherer.begin`; CorruptSegmentError: a file has changed since it was
-            checked, or cannot be read; RuntimeError: this process was forked from the one that copies.
+            checked, or cannot be read; OSError: this process has too many files open, or no right to read
+            it; RuntimeError: this process was forked from the one that copies.
         """
         if self._fixed is not None:
             if not self._fixed.take(seconds):
@@ -182,10 +185,13 @@ class Gather:
         jobs = [*([] if self._fixed is None else [self._fixed]), *self._values.values()]
         for job in jobs:
             if (failure := job.failure) is not None:
+                name = self._named(failure.index)
+                error = OSError(failure.error, os.strerror(failure.error), name)
+                if failure.error and unfit(error) is None:
+                    raise explained(error)
                 why = os.strerror(failure.error) if failure.error else "its file was truncated"
                 raise CorruptSegmentError(
-                    f"segment {self._named(failure.index)} can't be read any more ({why}): "
-                    "run cache.verify(), and look at the disk"
+                    f"segment {name} can't be read any more ({why}): run cache.verify(), and look at the disk"
                 )
 
     def go_on(self) -> None:

@@ -24,6 +24,7 @@ import atexit
 import ctypes
 import os
 import threading
+import time
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ class Job:
 
     refused = _DONE
     _is_left_behind = False
+    _cancelled = 0  # when, by time.monotonic_ns
 
     def __init__(
         self,
@@ -150,15 +152,18 @@ class Job:
         """End it. Returns: False: the kernel holds a thread that copies, and what it touches must stay.
 
         Args:
-            seconds: how long to wait for what was begun; None: 5 s, once, and then it is left behind.
+            seconds: how long to wait for what was begun; None: 5 s since the first call, and then it is left
+                behind.
         Idempotent; no Ctrl-C keeps it from its end.
         """
         while not (self._has_ended or _engine is None):  # as it is once the interpreter has ended so far
             try:
                 if _engine.handle == self._handle and not self._is_late:
-                    most = _STOP_NANOSECONDS if seconds is None else int(seconds * 1e9)
-                    most = 0 if self._is_left_behind else most
-                    if library.engine_cancel(self._handle, self._address, most):
+                    self._cancelled = self._cancelled or time.monotonic_ns()
+                    most = self._cancelled + _STOP_NANOSECONDS - time.monotonic_ns()
+                    most = max(0, most) if seconds is None else int(seconds * 1e9)
+                    one = library if most else quick  # which does not wait, and keeps the GIL
+                    if one.engine_cancel(self._handle, self._address, most):
                         if seconds is None:
                             self._leave_behind()
                         return False

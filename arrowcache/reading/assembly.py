@@ -334,6 +334,11 @@ class Gathered:
             self._meter.add("store" if self.gather.missed else "gather", self._seconds)
         return has_ended
 
+    def withdraw(self) -> None:
+        self.gather.withdraw()
+        for fetch in self._fetched:
+            fetch.withdraw()
+
     def cancel(self) -> None:
         self.gather.cancel()
 

@@ -31,6 +31,10 @@ class Fetched:
     def go_on(self) -> None:
         pass
 
+    def withdraw(self) -> None:
+        for fetch in self._fetched:
+            fetch.withdraw()
+
     def cancel(self) -> None:
         self._fetched = ()
 

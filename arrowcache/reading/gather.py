@@ -216,7 +216,12 @@ class Gather:
 
         Where the kernel holds a thread longer than that, its memory stays for ever and `then` is not called.
         """
+        self.withdraw()
         self._cancel(None)
+
+    def withdraw(self) -> None:
+        """Have no thread begin more of it; returns at once."""
+        self._cancel(0)
 
     def abandon(self) -> None:
         """`cancel`, for one who cannot wait: what the disk holds for longer than a moment ends by itself.
@@ -263,6 +268,11 @@ class Fetch:
     def take(self, seconds: float) -> bool:
         """Wait until the disk is asked. Returns: whether it is. Blocks: so long for each column at most."""
         return all(job.take(seconds) for job in self._jobs)
+
+    def withdraw(self) -> None:
+        """As of a `Gather`."""
+        for job in self._jobs:
+            job.cancel(0)
 
     def abandon(self) -> None:
         """End it, as `Gather.abandon`."""

@@ -51,6 +51,9 @@ class Pending(Protocol):
     def go_on(self) -> None:
         """Begin its second part, if the first has ended; returns at once."""
 
+    def withdraw(self) -> None:
+        """Have no thread begin more of it; returns at once. `cancel` or `abandon` follows."""
+
     def cancel(self) -> None:
         """Have it touch nothing any more. Idempotent. Blocks: for what was begun, at most some seconds."""
 
@@ -65,6 +68,9 @@ class Done:
         return True
 
     def go_on(self) -> None:
+        pass
+
+    def withdraw(self) -> None:
         pass
 
     def cancel(self) -> None:
@@ -93,6 +99,9 @@ class Elsewhere:
             return future.result()
         finally:
             del future
+
+    def withdraw(self) -> None:
+        self.future.cancel()
 
     def cancel(self) -> None:
         self.future.cancel()
@@ -305,6 +314,8 @@ def _cancel(stream: Stream) -> None:
 
 
 def _cancel_begun(stream: Stream) -> None:
+    for pending, _ in list(stream.begun):
+        pending.withdraw()  # all of them first: no thread begins one while another is waited for
     with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
         while stream.begun:
             pending = stream.begun[0][0]

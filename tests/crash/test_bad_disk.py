@@ -223,3 +223,52 @@ def test_files_that_cannot_be_opened_while_rows_are_read_are_read_where_they_are
     with Script(OPENS, cache.path, within=faulty_disk(tmp_path)) as script:
         assert script.line() == "well"
         assert script.end() == (0, "")
+
+
+ENDS = (
+    BEGINNING
+    + """
+    from arrowcache.native import engine
+    from plain_rows import threads
+
+    engine._STOP_NANOSECONDS = 50_000_000  # in place of 5 s
+
+    def left_behind(end, *begun):
+        "How many jobs were, as two threads were held."
+        while disk.calls("read") < 2:
+            for each in begun:
+                each.go_on()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            end()
+        return len(caught)
+
+    for shuffle in ("rows", "window"):
+        drop()
+        with threads(2):
+            loader = of_loader(cache, 6, shuffle=shuffle, epoch_rows=2000)
+            epoch = iter(loader)
+            checked(next(epoch))
+            with disk.is_held("/segments/", "read"):
+                on_its_way = threading.Thread(target=list, args=(epoch,), daemon=True)
+                on_its_way.start()
+                assert left_behind(lambda: [loader.close(), on_its_way.join()]) <= 2, shuffle
+    drop()
+    with threads(2), cache.snapshot() as snapshot:
+        snapshot.map_all()
+        with disk.is_held("/segments/", "read"):
+            image = np.empty((96, 64, 64), np.float32)
+            out = {"image": image.ctypes.data}
+            gather = snapshot._begin(np.arange(96), ["image", "name", "boxes"], out, image)
+            assert left_behind(gather.cancel, gather) <= 2
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_what_ends_on_a_disk_that_does_not_answer_waits_for_what_was_begun_and_nothing_more(cache, tmp_path):
+    """Each job that was left behind had a new thread, which began the next one: it ended after 5 s each."""
+    with Script(ENDS, cache.path, within=faulty_disk(tmp_path)) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")

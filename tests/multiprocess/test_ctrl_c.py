@@ -63,7 +63,7 @@ WAITS = """
         ends.append(lambda: held.__exit__(None, None, None))
 
     def steps(*kinds, **options):
-        loader = begun(prefetch=1, **options)
+        loader = begun(prefetch=8, **options)  # before they are found to be in memory
         epoch = iter(loader)
         next(epoch)
         if kinds:
@@ -74,6 +74,7 @@ WAITS = """
         snapshot = cache.snapshot()
         snapshot.map_all()
         stuck(*kinds)
+        ends.append(snapshot.close)
         return lambda: snapshot.gather(range(96))
 
     def locked():
@@ -89,8 +90,8 @@ WAITS = """
         return next(iter(loader))
 
     WAITS = {
-        "rows": lambda: of(begun(nothing, wait_rows=10**6)),
-        "rows of all ranks": lambda: of(begun(rank=0, world_size=2, run_id="a", wait_rows=10**6)),
+        "rows": lambda: of(begun(nothing, wait_rows=500)),
+        "rows of all ranks": lambda: of(begun(rank=0, world_size=2, run_id="a", wait_rows=500)),
         "pace": lambda: of(paced(begun(), min_rows=500)),
         "pace of the next epoch": lambda: of(paced(begun(), max_reuse=1), lambda l: list(l.repeat())),
         "cache.lock": locked,
@@ -118,7 +119,7 @@ WAITS = """
         ends.insert(0, time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    wait = WAITS[what]()
+    pressed, wait = False, WAITS[what]()
     threading.Thread(target=press).start()
     try:
         wait()

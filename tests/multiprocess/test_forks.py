@@ -76,6 +76,11 @@ def test_a_fork_in_the_middle_of_an_epoch_from_the_disk(cache, shuffle):
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 
 
+def take(begun: Any) -> None:
+    while not begun.take(0.05):
+        pass
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
     ids = np.random.default_rng(0).permutation(ROWS)
@@ -94,16 +99,14 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
             def body(gather: Any = gather, fetch: Any = fetch) -> None:
                 for begun in (gather, fetch):
                     with pytest.raises(RuntimeError, match="ask again"):
-                        while not begun.take(0.05):
-                            pass
+                        take(begun)
                 with cache.snapshot() as own:
                     assert checked(own.gather(ids)) == ids.tolist()
 
             with in_child(body):
                 names = gather.wait().values()["name"]
             assert checked({"id": ids, "image": image, "name": names}) == ids.tolist()
-            while not fetch.take(0.05):
-                pass
+            take(fetch)
             del gather, fetch, body
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 

@@ -53,6 +53,9 @@ class Manual:
     def cancel(self) -> None:
         self.cancelled += 1
 
+    def withdraw(self) -> None:
+        pass
+
     def abandon(self) -> None:
         self.cancelled += 1
 
@@ -778,6 +781,9 @@ def test_who_was_interrupted_does_not_wait_for_what_is_under_way_and_later_does(
     class Recorded(Manual):
         def cancel(self) -> None:
             self.calls.append("cancel")
+
+        def withdraw(self) -> None:
+            pass
 
         def abandon(self) -> None:
             self.calls.append("abandon")

@@ -72,6 +72,9 @@ BEGINNING = f"""
             assert (batch["boxes"].data == np.repeat(batch["id"], 200)[:, None]).all()
         return ids
 
+    def rows_of(batches):
+        return sorted(number for batch in batches for number in checked(batch))
+
     def failed(call, kind, *words):
         try:
             result = call()
@@ -130,9 +133,9 @@ LOADERS = (
                         for _ in range(2):
                             with warnings.catch_warnings(record=True) as caught:
                                 warnings.simplefilter("always")
-                                assert sorted(number for each in loader for number in checked(each)) == others
+                                assert rows_of(loader) == others
                             assert f"{name} left out" in str(caught[0].message), caught[0].message
-                    assert sorted(number for each in loader for number in checked(each)) == whole, "well again"
+                    assert rows_of(loader) == whole, "well again"
                     assert sorted(ids_of(loader)) == whole
                 assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
     assert cache.verify() == []
@@ -157,7 +160,7 @@ HINTS = (
             drop()
             with disk.fails("/segments/", error, "advise"), of_loader(cache, 6, shuffle=shuffle) as loader:
                 for _ in range(2):
-                    assert sorted(number for each in loader for number in checked(each)) == whole
+                    assert rows_of(loader) == whole
                 assert disk.calls("advise")
         drop()
         with disk.fails("/segments/", error, "advise"), cache.snapshot() as snapshot:
@@ -209,7 +212,7 @@ OPENS = (
             with of_loader(cache, 6, shuffle=shuffle) as loader:
                 epoch = iter(loader)
                 with disk.fails("/segments/", error, "open"):
-                    assert sorted(number for each in epoch for number in checked(each)) == whole
+                    assert rows_of(epoch) == whole
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
     assert cache.verify() == []
     print("well", flush=True)

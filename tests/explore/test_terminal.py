@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import pytest
 from helpers import make_cache, publish, wait_until
@@ -255,38 +256,40 @@ def test_ctrl_c_ends_it_well(cache, is_terminal):
     wait_until(lambda: cache.stats().leased_bytes == 0, "nothing to be leased")
 
 
+class Pressed:
+    """Ctrl-C at the n-th step of a watch, or of a lock of the standard library, after its second look."""
+
+    def __init__(self, number: int) -> None:
+        self._left, self.looks, self._is_over = number, 0, False
+
+    def look(self, _: object) -> str:
+        self.looks += 1
+        return "a look"
+
+    def trace(self, frame: Any, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in (threading.__file__, terminal.__file__):
+            return None
+        if self.looks >= 2 and not self._is_over:
+            self._left -= 1
+            if self._left < 0:
+                self._is_over = True
+                raise KeyboardInterrupt
+        return self.trace
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_ctrl_c_at_any_step_of_its_wait_ends_it_well(cache, is_terminal):
-    """Also as a function of the standard library's locks returns, where a wait began to have let go of one."""
+def test_ctrl_c_at_any_step_of_its_wait_ends_it_well(cache, is_terminal, monkeypatch):
+    """Also where the standard library has just let go of a lock, which was a RuntimeError."""
     for number in itertools.count():
-        left, where = number, ""
-
-        def trace(frame, event, argument):
-            nonlocal left, where
-            if frame.f_code.co_filename not in (threading.__file__, terminal.__file__):
-                return None
-            if looks >= 2 and not where:
-                left -= 1
-                if left < 0:
-                    where = f"{frame.f_code.co_name}: {event}"
-                    raise KeyboardInterrupt
-            return trace
-
-        looks = 0
-
-        def line_of(board):
-            nonlocal looks
-            looks += 1
-            return "a look"
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(terminal, "line_of", line_of)
-            patched.setattr(terminal, "render", line_of)
-            sys.settrace(trace)
-            try:
-                watch(cache, 0.05, console=Console(file=io.StringIO(), width=100, force_terminal=is_terminal))
-            finally:
-                sys.settrace(None)
-        if looks > 2:
+        pressed = Pressed(number)
+        monkeypatch.setattr(terminal, "line_of", pressed.look)
+        monkeypatch.setattr(terminal, "render", pressed.look)
+        console = Console(file=io.StringIO(), width=100, force_terminal=is_terminal)
+        sys.settrace(pressed.trace)
+        try:
+            watch(cache, 0.05, console=console)
+        finally:
+            sys.settrace(None)
+        if pressed.looks > 2:
             break
     assert number > 1

@@ -182,7 +182,8 @@ class Pool:
         with self._held():
             for worker in self._workers:
                 if worker.tell({"do": "drop"}):
-                    worker.drops.append(done := Future())
+                    done: Future[None] = Future()
+                    worker.drops.append(done)
                     if worker.is_ready:  # others have leased nothing, or just now
                         awaited.append(done)
         for done in awaited:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish, segment_files
+from helpers import make_cache, publish, segment_files, wait_until
 from page_cache import drop_from_memory
 from processes import Script
 
@@ -121,7 +121,9 @@ def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, way,
     assert cache.verify() == []
 
 
-def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_path):
+@pytest.mark.parametrize("is_cold", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["warm", "cold"])
+def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_path, is_cold):
+    """Cold ones end while rows are asked for, read and fetched."""
     cache = make_cache(tmp_path / "cache")
     publish(cache, 4)
 
@@ -129,12 +131,22 @@ def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_pa
         maps = Path("/proc/self/maps").read_text().count(str(cache.path))
         return len(os.listdir("/proc/self/task")), maps, len(os.listdir("/proc/self/fd"))
 
-    def come_and_go() -> None:
+    def come_and_go(number: int = 0) -> None:
+        if is_cold:
+            drop_from_memory(*segment_files(cache))
         with cache.snapshot() as snapshot:
+            if is_cold:
+                snapshot.map_all()
+                fetch = snapshot.fetch(0, 64, ["id", "image"])
+                image = np.empty((64, 16, 16), np.float32)
+                gather = snapshot._begin(np.arange(64), ["image"], {"image": image.ctypes.data}, image)
+                gather.take(number % 3 * 1e-4)
+                gather.abandon() if number % 2 else gather.cancel()
+                del fetch
             snapshot.gather([1, 33])
 
     come_and_go()
     before = now()
-    for _ in range(2000):
-        come_and_go()
-    assert now() == before
+    for number in range(400 if is_cold else 2000):
+        come_and_go(number)
+    wait_until(lambda: now() == before, "all to be let go")  # a thread that cancels for another, too

@@ -26,7 +26,9 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,7 +76,7 @@ class Failure:
 class Job:
     """Rows on their way. Its owner calls `take` until that returns True, or `cancel`; one thread at a time.
 
-    It keeps alive all that it touches, until it has ended.
+    All that it touches stays alive until its end was seen, also where the job dies before that.
 
     `refused` is -1, or the index of a row number that is out of range or whose segment is not known; nothing
     was copied then. Valid once the job has ended.
@@ -116,12 +118,21 @@ class Job:
 
     def _submit(self) -> None:
         self._is_late = False
+        _let_go_of_lost()
+        known = _UnderWay(self, _lost.append)
+        known.address, known.handle, known.kept = self._address, self._handle, (self._job, self._keep)
+        _under_way[self._address] = known
         try:
             self.refused = _engine.submit(self._handle, self._address)
         except BaseException:  # Ctrl-C: threads may be at it by now
             self.cancel()
             raise
-        self._has_ended = self.refused != _DONE
+        if self.refused != _DONE:
+            self._note_end()
+
+    def _note_end(self) -> None:
+        self._has_ended = True
+        _under_way.pop(self._address, None)
 
     def take(self, seconds: float) -> bool:
         """Help with a copy, then wait for the job. Returns: True: it has ended.
@@ -142,7 +153,8 @@ class Job:
         is_under_way = quick.engine_help(self._handle, self._address, self._held_chunks)
         if is_under_way and seconds > 0:
             is_under_way = library.engine_take(self._handle, self._address, int(seconds * 1e9))
-        self._has_ended = not is_under_way
+        if not is_under_way:
+            self._note_end()
         return self._has_ended
 
     def go_on(self) -> None:
@@ -167,7 +179,7 @@ class Job:
                         if seconds is None:
                             self._leave_behind()
                         return False
-                self._has_ended = True
+                self._note_end()
             except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
                 pass
         return self._has_ended
@@ -182,8 +194,8 @@ class Job:
 
     def has_ended(self) -> bool:
         """True if the job has ended. Does not help, does not wait."""
-        if not self._has_ended and not self._is_late:
-            self._has_ended = not quick.engine_help(self._handle, self._address, 0)
+        if not (self._has_ended or self._is_late or quick.engine_help(self._handle, self._address, 0)):
+            self._note_end()
         return self._has_ended
 
     @property
@@ -200,6 +212,29 @@ class Job:
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):
             self.cancel()
+
+
+class _UnderWay(weakref.ref[Job]):
+    """What a job touches, from its beginning until its end was seen; and the job, if it lives."""
+
+    __slots__ = ("address", "handle", "kept")
+    address: int
+    handle: int
+    kept: object
+
+
+def _let_go_of_lost() -> None:
+    """End the jobs that died before they had ended: Ctrl-C came as a finalizer began."""
+    while _lost:
+        lost = _lost.popleft()
+        if _under_way.get(lost.address) is lost:
+            is_ours = lost.handle == _engine.handle  # else a forked child has inherited it
+            if not (is_ours and library.engine_cancel(lost.handle, lost.address, _STOP_NANOSECONDS)):
+                del _under_way[lost.address]
+
+
+_under_way: dict[int, _UnderWay] = {}  # by address
+_lost: deque[_UnderWay] = deque()  # told without a line of Python, in which a Ctrl-C could be lost
 
 
 class Read:

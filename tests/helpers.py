@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -237,10 +238,14 @@ def in_child(body: Callable[[], None]) -> Iterator[int]:
 
 
 class CtrlC:
-    """A KeyboardInterrupt as this thread enters its n-th function of arrowcache or of threading's locks."""
+    """A KeyboardInterrupt as this thread enters its n-th function of arrowcache or of threading's locks.
 
-    def __init__(self, number: int) -> None:
-        self._left = number
+    Args:
+        returns: or leaves it; both count.
+    """
+
+    def __init__(self, number: int, *, returns: bool = False) -> None:
+        self._left, self._returns = number, returns
         self.where = ""
 
     def __enter__(self) -> None:
@@ -249,17 +254,21 @@ class CtrlC:
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
 
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> None:
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         function = frame.f_code
         if self.where or not function.co_filename.endswith("threading.py"):
             if self.where or "/arrowcache/" not in function.co_filename:
-                return
+                return None
         elif function.co_name == "_acquire_restore":  # of a lock in C it is none; threads start with others
-            return
-        if self._left == 0:
-            self.where = f"{function.co_filename}: {function.co_name}"
-            raise KeyboardInterrupt
-        self._left -= 1
+            return None
+        if self._returns and function.co_flags & inspect.CO_GENERATOR:
+            return None  # where it goes on, an error of a trace passes over its `finally`
+        if event in ("call", "return"):
+            if self._left == 0:
+                self.where = f"{function.co_filename}: {function.co_name}"
+                raise KeyboardInterrupt
+            self._left -= 1
+        return self._trace if self._returns else None
 
 
 def nearly_full(path: Path, headroom: float = 0.1) -> ac.Cache:

@@ -12,10 +12,12 @@ begins: `spread` makes some in a file that Arrow wrote.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 _TRAILER_BYTES = 10  # the footer's length, and the magic
 _CONTINUATION = 0xFFFFFFFF
+_MOST_PADDING_BYTES = 64  # some count what follows a buffer to it
 _DICTIONARIES, _BATCHES = 2, 3  # fields of Footer
 _HEADER, _BODY_BYTES = 2, 3  # of Message
 _BUFFERS, _COMPRESSION = 2, 3  # of RecordBatch
@@ -56,6 +58,39 @@ def require_plain(file: memoryview) -> None:
         raise ValueError("its record batch has no header")
     if _field(file, batch + _read("<I", file, batch), _COMPRESSION):
         raise ValueError("its record batch is compressed")
+
+
+def structure_spans(file: memoryview, rows: int) -> Iterator[tuple[int, int]]:
+    """Where a file has its headers and offsets: all that is read to check its structure.
+
+    A span is asked for before it is read: where the disk does not give it, stop here. Where headers lead
+    nowhere these end, and reading them says so.
+
+    Args:
+        rows: that the file is to have.
+    Yields: (start, bytes), within the file.
+    """
+    nbytes = len(file)
+    yield 0, min(8, nbytes)
+    yield max(0, nbytes - _TRAILER_BYTES), min(_TRAILER_BYTES, nbytes)
+    with suppress(ValueError):
+        at = footer_start(file)
+        yield at, nbytes - at
+        batches = _vector(file, at + _read("<I", file, at), _BATCHES)
+        if not batches or not _read("<I", file, batches):
+            return
+        message, message_bytes = _read("<q", file, batches + 4), _read("<i", file, batches + 12)
+        if not 0 < message_bytes <= nbytes - message < nbytes:
+            return
+        yield message, message_bytes
+        batch = _field(file, message + 8 + _read("<I", file, message + 8), _HEADER)
+        buffers = _vector(file, batch + _read("<I", file, batch), _BUFFERS)
+        offsets_bytes, entry_bytes = 4 * (rows + 1), struct.calcsize(_BUFFER)
+        for entry in range(_read("<I", file, buffers)):
+            place = buffers + 4 + entry * entry_bytes
+            start, size = message + message_bytes + _read("<q", file, place), _read("<q", file, place + 8)
+            if 0 <= start <= nbytes - size and 0 <= size - offsets_bytes < _MOST_PADDING_BYTES:
+                yield start, size
 
 
 def spread(pieces: Sequence[memoryview], alignments: Sequence[int]) -> list[memoryview]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +43,7 @@ def watch(
     """
     seconds = parse_interval(interval)
     console = console or Console()
-    lookout, never = Lookout(cache), threading.Event()
+    lookout = Lookout(cache)
     try:
         is_live = console.is_terminal and not console.is_dumb_terminal  # one that can draw over what is there
         if once or not is_live:
@@ -52,10 +52,11 @@ def watch(
                 console.print(render(board) if is_live else line_of(board), soft_wrap=not is_live)
                 if once:
                     return
-                never.wait(seconds)
+                time.sleep(seconds)  # Ctrl-C in the wait of an Event may come out as a RuntimeError
         board = board_of(lookout.history, lookout.look(), lookout.path)
         with Live(render(board), console=console, auto_refresh=False, screen=False) as live:
-            while not never.wait(seconds):
+            while True:
+                time.sleep(seconds)
                 board = board_of(lookout.history, lookout.look(), lookout.path)
                 live.update(render(board), refresh=True)
     except KeyboardInterrupt:

@@ -346,7 +346,7 @@ static void fetch_rows(const engine_job *job, reader *file, int64_t first, int64
         place at = place_of(job->rows, first);
         int64_t count = least(last, at.segment[1].first) - first;
         stop = first + count;
-        if (!at.segment->at)
+        if (!at.segment->at || !file_opens(file, at.segment)) /* a map would be waited for */
             continue;
         for (const engine_column *column = job->columns; column < job->columns + job->column_count; column++) {
             int64_t start = row_at(at, column), nbytes = count * column->row_bytes;

@@ -17,7 +17,10 @@ Must never: be asked to copy from a segment that is not mapped any more.
 from __future__ import annotations
 
 import ctypes
+import time
+import weakref
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -89,7 +92,7 @@ class Failure:
 class Job:
     """Rows on their way. Its owner calls `take` until that returns True, or `cancel`; one thread at a time.
 
-    It keeps alive all that it touches, until it has ended.
+    All that it touches stays alive until its end was seen, also where the job dies before that.
 
     `refused` is -1, or the index of a row number that is out of range or whose segment is not known; nothing
     was copied then. Valid once the job has ended.
@@ -97,6 +100,7 @@ class Job:
 
     refused = _DONE
     _is_left_behind = False
+    _cancelled = 0  # when, by time.monotonic_ns
 
     def __init__(
         self,
@@ -124,6 +128,10 @@ class Job:
 
     def _submit(self) -> None:
         self._is_late = False
+        _let_go_of_lost()
+        known = _UnderWay(self, _lost.append)
+        known.address, known.handle, known.kept = self._address, self._handle, (self._job, self._keep)
+        _under_way[self._address] = known
         try:
             if not threads.are_started:
                 threads.start()
@@ -131,7 +139,12 @@ class Job:
         except BaseException:  # Ctrl-C: threads may be at it by now
             Job.cancel(self)
             raise
-        self._has_ended = self.refused != _DONE
+        if self.refused != _DONE:
+            self._note_end()
+
+    def _note_end(self) -> None:
+        self._has_ended = True
+        _under_way.pop(self._address, None)
 
     def take(self, seconds: float) -> bool:
         """Help with a copy, then wait for the job. Returns: True: it has ended.
@@ -152,7 +165,8 @@ class Job:
         is_under_way = quick.engine_help(self._handle, self._address, _HELD_GIL_CHUNKS)
         if is_under_way and seconds > 0:
             is_under_way = library.engine_take(self._handle, self._address, int(seconds * 1e9))
-        self._has_ended = not is_under_way
+        if not is_under_way:
+            self._note_end()
         return self._has_ended
 
     def go_on(self) -> None:
@@ -162,19 +176,22 @@ class Job:
         """End it. Returns: False: the kernel holds a thread that copies, and what it touches must stay.
 
         Args:
-            seconds: how long to wait for what was begun; None: 5 s, once, and then it is left behind.
+            seconds: how long to wait for what was begun; None: 5 s since the first call, and then it is left
+                behind.
         Idempotent; no Ctrl-C keeps it from its end.
         """
         while not (self._has_ended or threads is None):  # as it is once the interpreter has ended so far
             try:
                 if threads.handle == self._handle and not self._is_late:
-                    most = threads.patience_nanoseconds if seconds is None else int(seconds * 1e9)
-                    most = 0 if self._is_left_behind else most
-                    if library.engine_cancel(self._handle, self._address, most):
+                    self._cancelled = self._cancelled or time.monotonic_ns()
+                    most = self._cancelled + threads.patience_nanoseconds - time.monotonic_ns()
+                    most = max(0, most) if seconds is None else int(seconds * 1e9)
+                    one = library if most else quick  # which does not wait, and keeps the GIL
+                    if one.engine_cancel(self._handle, self._address, most):
                         if seconds is None:
                             self._leave_behind()
                         return False
-                self._has_ended = True
+                self._note_end()
             except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
                 pass
         return self._has_ended
@@ -188,8 +205,8 @@ class Job:
 
     def has_ended(self) -> bool:
         """True if the job has ended. Does not help, does not wait."""
-        if not self._has_ended and not self._is_late:
-            self._has_ended = not quick.engine_help(self._handle, self._address, 0)
+        if not (self._has_ended or self._is_late or quick.engine_help(self._handle, self._address, 0)):
+            self._note_end()
         return self._has_ended
 
     @property
@@ -206,6 +223,31 @@ class Job:
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):
             self.cancel()
+
+
+class _UnderWay(weakref.ref[Job]):
+    """What a job touches, from its beginning until its end was seen; and the job, if it lives."""
+
+    __slots__ = ("address", "handle", "kept")
+    address: int
+    handle: int
+    kept: object
+
+
+def _let_go_of_lost() -> None:
+    """End the jobs that died before they had ended: Ctrl-C came as a finalizer began."""
+    while _lost:
+        lost = _lost.popleft()
+        if _under_way.get(lost.address) is lost:
+            is_ours = lost.handle == threads.handle  # else a forked child has inherited it
+            if not (
+                is_ours and library.engine_cancel(lost.handle, lost.address, threads.patience_nanoseconds)
+            ):
+                del _under_way[lost.address]
+
+
+_under_way: dict[int, _UnderWay] = {}  # by address
+_lost: deque[_UnderWay] = deque()  # told without a line of Python, in which a Ctrl-C could be lost
 
 
 class Read(Job):

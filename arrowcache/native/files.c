@@ -4,7 +4,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdbool.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -66,6 +65,8 @@ void file_end(reader *self)
         if (self->files[place].segment && self->files[place].fd >= 0)
             close(self->files[place].fd);
 }
+
+bool file_opens(reader *self, const engine_segment *segment) { return file_of(self, segment) >= 0; }
 
 /* Whether mapped pages are in memory: for files that can't be asked otherwise. */
 static bool is_resident(const engine_segment *segment, int64_t at, int64_t nbytes)

@@ -9,12 +9,17 @@
 
 #include "engine.h"
 
+#include <stdbool.h>
+
 typedef struct {
     struct {
         const engine_segment *segment; /* NULL: none is open */
         int fd;                        /* < 0: -errno: it can't be opened, or is another file by now */
     } files[16]; /* a segment has one place, by its address */
 } reader;
+
+/* Whether a file can be read by itself, and not from its map alone. */
+bool file_opens(reader *, const engine_segment *);
 
 /* Copy bytes of a file if they are in memory. Returns: 1: they are copied; 0: not. Never waits for the disk. */
 int file_peek(reader *, const engine_segment *, int64_t at, uint8_t *out, int64_t nbytes);

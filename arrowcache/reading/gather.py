@@ -22,6 +22,8 @@ from arrowcache.native import engine
 from arrowcache.native.rows import Rows
 from arrowcache.reading.output import aligned
 from arrowcache.reading.values import Column, Values, to_column
+from arrowcache.shortage import explained
+from arrowcache.storage.verification import unfit
 
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
 _MOMENT_SECONDS = 0.01  # what is begun in memory has ended by then
@@ -166,7 +168,8 @@ class Gather:
 
         Blocks: as `engine.Job.take`.
         Raises: OutsideError: as `Gatherer.begin`; CorruptSegmentError: a file has changed since it was
-            checked, or cannot be read; RuntimeError: this process was forked from the one that copies.
+            checked, or cannot be read; OSError: this process has too many files open, or no right to read
+            it; RuntimeError: this process was forked from the one that copies.
         """
         for part in self._parts:
             if not part.take(seconds):
@@ -177,10 +180,13 @@ class Gather:
         self._end()
         for part in self._parts:
             if (failure := part.failure) is not None:
+                name = self._named(failure.index)
+                error = OSError(failure.error, os.strerror(failure.error), name)
+                if failure.error and unfit(error) is None:
+                    raise explained(error)
                 why = os.strerror(failure.error) if failure.error else "its file was truncated"
                 raise CorruptSegmentError(
-                    f"segment {self._named(failure.index)} can't be read any more ({why}): "
-                    "run cache.verify(), and look at the disk"
+                    f"segment {name} can't be read any more ({why}): run cache.verify(), and look at the disk"
                 )
         return True
 
@@ -204,8 +210,10 @@ class Gather:
 
         Blocks: as `engine.Job.cancel`. Where that leaves a thread behind, `then` is not called.
         """
+        for part in self._parts if seconds is None else ():
+            part.cancel(0)  # no thread begins one while another is waited for
         has_ended = True
-        for part in reversed(self._parts):  # none is begun while others are waited for
+        for part in self._parts:
             has_ended &= part.cancel(seconds)
         if has_ended:
             self._end()

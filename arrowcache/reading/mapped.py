@@ -79,6 +79,7 @@ class MappedSegments:
         self._claims: list[Claim] = []  # of snapshots that may read them; replaced as a whole
         self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
         self._opening: maps.File | None = None
+        self._doubted: set[int] = set()  # by seq: a read of it failed, and it is not mapped since
 
     @classmethod
     def of(cls, store: Store) -> MappedSegments:
@@ -156,6 +157,7 @@ class MappedSegments:
             for seq, each in found.items():
                 each.is_mapped = bool(each.file.address and each.entry)
                 if not each.file.address:
+                    self._doubted.update([seq] if each.is_doubted else ())
                     del self._segments[seq]
 
     def found(self, seqs: Sequence[int], *, check_bytes_below: int) -> list[MappedSegment | None]:
@@ -194,7 +196,8 @@ class MappedSegments:
         with self._lock:
             for (nbytes, rows), some in kinds.items():
                 template = self._known.find(nbytes, rows)
-                new = [segment for segment in some if segment.seq not in self._segments]
+                known, doubted = self._segments, self._doubted
+                new = [each for each in some if each.seq not in known and each.seq not in doubted]
                 if template is not None and new:
                     self._map_alike(new, store, template)
         self._let_go()
@@ -255,6 +258,9 @@ class MappedSegments:
         """Map a segment and check it: by comparison where its layout is known."""
         file = found.file
         file.open(self._settings.segment_bytes, _most_mapped)
+        if segment.seq in self._doubted:
+            self._check_read(file, segment, store)
+            self._doubted.discard(segment.seq)
         template = None if check_bytes else self._known.find(file.nbytes, segment.rows)
         if template is not None and template.kind.has(file):
             layout = template.layout
@@ -272,15 +278,19 @@ class MappedSegments:
                 raise ValueError(
                     f"{segment.name} has changed since it was mapped: it has {file.nbytes} bytes"
                 )
-            with open(file.fd, "rb", buffering=0, closefd=False) as whole:
-                data = pa.py_buffer(whole.read())
+            self._check_read(file, segment, store)
         except (OSError, ValueError) as error:
             shown = mapping.explained_at_open(error)
             raise unfit(shown) or shown from None
         finally:
             file.close()
-        check_file(data, store, segment, check_bytes=True)
         found.is_doubted = False
+
+    def _check_read(self, file: maps.File, segment: SegmentInfo, store: Store) -> None:
+        """Check all bytes of an open file, past its mapping: what the disk does not give is an OSError."""
+        with open(file.fd, "rb", buffering=0, closefd=False) as whole:
+            data = pa.py_buffer(whole.read())
+        check_file(data, store, segment, check_bytes=True)
 
     def _check(self, found: MappedSegment, segment: SegmentInfo, store: Store, check_bytes: bool) -> Layout:
         """Check a file the complete way; one that is open is mapped for as long as that takes."""

@@ -277,11 +277,12 @@ class Stream:
         self._error, self._jobs = None, iter(())
 
     def _cancel_begun(self) -> None:
+        for job in tuple(self.begun):
+            job.cancel(0)  # no thread begins one while another is waited for
         with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
             while self.begun:
-                job = self.begun[-1]  # newest first: no thread begins one while an older one is waited for
-                abandon(job) if self._was_interrupted else job.cancel()
-                self.begun.pop()  # now: Ctrl-C loses none
+                abandon(self.begun[0]) if self._was_interrupted else self.begun[0].cancel()
+                self.begun.popleft()  # now: Ctrl-C loses none
         self.under_way = 0
 
     # epochs

@@ -98,7 +98,7 @@ def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
     return fd, nbytes
 
 
-def is_readable(address: int, nbytes: int) -> bool:
+def is_readable(address: int, nbytes: int, *, keep_gil: bool = False) -> bool:
     """Read mapped pages from the disk: False where touching them would end the process by SIGBUS.
 
     Blocks while the disk reads.
@@ -106,7 +106,7 @@ def is_readable(address: int, nbytes: int) -> bool:
     start = address // PAGE_BYTES * PAGE_BYTES
     for _ in range(2):  # what failed once may have been chance
         advice = linux.MADV_POPULATE_READ
-        refused = linux.advise(start, address + nbytes - start, advice, keep_gil=False)
+        refused = linux.advise(start, address + nbytes - start, advice, keep_gil=keep_gil)
         if refused not in _UNREADABLE:  # else an older kernel, or no memory for page tables
             return True
     return False

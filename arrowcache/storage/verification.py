@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from arrowcache.arrow import segment as segment_file
+from arrowcache.arrow.header import structure_spans
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.storage import layout
 from arrowcache.storage.layout import SegmentInfo
@@ -26,6 +27,7 @@ from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes
 
 _OUT_OF_RESOURCES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_NOT_GIVEN = "the disk does not give its bytes (an I/O error: see dmesg)"
 _NO_RIGHT = (errno.EACCES, errno.EPERM)
 _NO_SEGMENT = (  # the name is that of nothing, a link, a socket, a folder, an empty file, a pipe
     errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EINVAL, errno.ESPIPE,
@@ -67,10 +69,13 @@ def check_file(
 
     It is no longer than a segment may be: `open_file` and `FileMapping` see to that before they map it.
 
-    Raises: CorruptSegmentError: what is wrong.
+    Raises: CorruptSegmentError: what is wrong; as an UnreadableSegmentError where only the disk is.
     """
     if check_bytes and not is_readable(file.address, file.size):
-        raise CorruptSegmentError("the disk does not give its bytes (an I/O error: see dmesg)")
+        raise CorruptSegmentError(_NOT_GIVEN)
+    for start, nbytes in () if check_bytes else structure_spans(memoryview(file), segment.rows):
+        if not is_readable(file.address + start, nbytes, keep_gil=True):
+            raise UnreadableSegmentError(_NOT_GIVEN)
     layout_of_file = segment_file.read_structure(file, store.settings.schema, segment.rows)
     if check_bytes:
         segment_file.check_bytes(file, store.settings.schema)

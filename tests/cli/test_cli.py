@@ -319,7 +319,7 @@ def test_ctrl_c_ends_a_watch_in_a_terminal(cache, environment):
         terminal.interrupt()
         code, rest = terminal.end()
     shown += rest
-    assert code == OK
+    assert code == OK, shown
     assert "Traceback" not in shown
     assert ("\x1b" in shown) == ("TERM" not in environment)
     assert ("\x1b[36m" in shown) == (not environment), "cyan"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import signal
+import sys
+import threading
+from typing import Any
 
 import pytest
 from helpers import make_cache, publish, wait_until
@@ -17,6 +21,7 @@ from rich.console import Console
 
 import arrowcache as ac
 from arrowcache.errors import sentence_of
+from arrowcache.explore import terminal
 from arrowcache.explore.board import board_of, format_seconds
 from arrowcache.explore.history import History
 from arrowcache.explore.lookout import Lookout
@@ -241,3 +246,42 @@ def test_ctrl_c_ends_it_well(cache, is_terminal):
         script.signal_group(signal.SIGINT)
         assert script.end() == (0, "")
     wait_until(lambda: cache.stats().leased_bytes == 0, "nothing to be leased")
+
+
+class Pressed:
+    """Ctrl-C at the n-th step of a watch, or of a lock of the standard library, after its second look."""
+
+    def __init__(self, number: int) -> None:
+        self._left, self.looks, self._is_over = number, 0, False
+
+    def look(self, _: object) -> str:
+        self.looks += 1
+        return "a look"
+
+    def trace(self, frame: Any, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in (threading.__file__, terminal.__file__):
+            return None
+        if self.looks >= 2 and not self._is_over:
+            self._left -= 1
+            if self._left < 0:
+                self._is_over = True
+                raise KeyboardInterrupt
+        return self.trace
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_ctrl_c_at_any_step_of_its_wait_ends_it_well(cache, is_terminal, monkeypatch):
+    """Also where the standard library has just let go of a lock, which was a RuntimeError."""
+    for number in itertools.count():
+        pressed = Pressed(number)
+        monkeypatch.setattr(terminal, "line_of", pressed.look)
+        monkeypatch.setattr(terminal, "render", pressed.look)
+        console = Console(file=io.StringIO(), width=100, force_terminal=is_terminal)
+        sys.settrace(pressed.trace)
+        try:
+            watch(cache, 0.05, console=console)
+        finally:
+            sys.settrace(None)
+        if pressed.looks > 2:
+            break
+    assert number > 1

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish
+from helpers import make_cache, publish, segment_files, wait_until
+from page_cache import drop_from_memory
 from processes import Script
 
 import arrowcache as ac
@@ -24,7 +25,15 @@ DEATH = """
     import arrowcache as ac
     import arrowcache.reading.loader
 
-    path, way, deaths = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    path, way, deaths, is_cold = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "cold"
+    SHUFFLES = ["rows", "window", "blocks", None] if is_cold else ["rows"]
+    segments = os.path.join(path, "segments")
+
+    def drop():
+        for name in os.listdir(segments):
+            with open(os.path.join(segments, name), "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     class Kept:
         def __del__(self):  # an object that dies after most others have
@@ -32,9 +41,12 @@ DEATH = """
 
     def die(number):
         kept = Kept()
-        loader = ac.Loader(path, 8, seed=number, prefetch=4)
+        options = {"shuffle": SHUFFLES[number % len(SHUFFLES)], "seed": number}
+        loader = ac.Loader(path, 8, prefetch=None if is_cold else 4, **options)
         batches = iter(loader)
         kept.batches = [next(batches) for _ in range(number % 5)]
+        for batch in kept.batches:
+            assert (batch["image"][:, [0, -1]] == batch["id"][:, None]).all()
         loader._meter.kept = kept
         if way == "end":
             globals().update(loader=loader, batches=batches, kept=kept)
@@ -76,6 +88,8 @@ DEATH = """
             os._exit(0)
 
     for number in range(deaths):
+        if is_cold:
+            drop()
         pid = os.fork()
         if not pid:
             signal.alarm(60)
@@ -89,21 +103,27 @@ DEATH = """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", ["warm", "cold"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, way):
+def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, way, rows):
+    """Copied from memory; or asked of the disk and read, or fetched ahead."""
     schema = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("uint8", (65536,)), "text": ac.String()})
     cache = make_cache(tmp_path / "cache", schema, capacity="64MiB", segment_bytes="4MiB", segment_rows=32)
     with cache.writer() as writer:
         for number in range(256):
-            writer.append(id=number, image=np.full(65536, number, np.uint8), text=str(number))
-    with Script(DEATH, cache.path, way, DEATHS) as script:
+            writer.append(id=number, image=np.full(65536, number, np.uint8), text=str(number) * 1000)
+    if rows == "cold":
+        drop_from_memory(*segment_files(cache))
+    with Script(DEATH, cache.path, way, DEATHS, rows) as script:
         assert script.line() == "all are dead"
         assert script.end()[0] == 0
     assert cache.stats().leased_bytes == 0
     assert cache.verify() == []
 
 
-def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_path):
+@pytest.mark.parametrize("is_cold", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["warm", "cold"])
+def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_path, is_cold):
+    """Cold ones end while rows are asked for, read and fetched."""
     cache = make_cache(tmp_path / "cache")
     publish(cache, 4)
 
@@ -111,12 +131,22 @@ def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_pa
         maps = Path("/proc/self/maps").read_text().count(str(cache.path))
         return len(os.listdir("/proc/self/task")), maps, len(os.listdir("/proc/self/fd"))
 
-    def come_and_go() -> None:
+    def come_and_go(number: int = 0) -> None:
+        if is_cold:
+            drop_from_memory(*segment_files(cache))
         with cache.snapshot() as snapshot:
+            if is_cold:
+                snapshot.map_all()
+                fetch = snapshot.fetch(0, 64, ["id", "image"])
+                image = np.empty((64, 16, 16), np.float32)
+                gather = snapshot._begin(np.arange(64), ["image"], {"image": image.ctypes.data}, image)
+                gather.take(number % 3 * 1e-4)
+                gather.abandon() if number % 2 else gather.cancel()
+                del fetch
             snapshot.gather([1, 33])
 
     come_and_go()
     before = now()
-    for _ in range(2000):
-        come_and_go()
-    assert now() == before
+    for number in range(400 if is_cold else 2000):
+        come_and_go(number)
+    wait_until(lambda: now() == before, "all to be let go")  # a thread that cancels for another, too

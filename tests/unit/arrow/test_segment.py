@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import arrowcache as ac
 from arrowcache.arrow import segment
+from arrowcache.arrow.header import structure_spans
 from arrowcache.arrow.label import labelled
 from arrowcache.arrow.schema import DTYPES
 from arrowcache.arrow.segment import check_bytes, encode, encoded_bytes_bound, max_rows, read_structure
@@ -182,6 +183,32 @@ def test_a_flipped_byte_is_found_or_leaves_every_value_as_it_was():
         labelled(batch, SMALL).validate(full=True)
         assert batch.to_pylist() == original, f"byte {position}"
     assert 0 < unharmed < len(data) / 2, "padding is all that may change"
+
+
+@pytest.mark.parametrize("schema", [SMALL, EVERY_TYPE])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_a_structure_is_read_from_the_spans_of_headers_and_offsets_alone(schema, rows):
+    """Each is told before it is read: what a disk does not give would end the process."""
+    data = file_bytes(schema, columns_of(schema, rows))
+    told = bytearray(b"\xff" * len(data))
+    for start, nbytes in structure_spans(memoryview(told), rows):
+        told[start : start + nbytes] = data[start : start + nbytes]
+    assert read_structure(pa.py_buffer(bytes(told)), schema, rows) == read_structure(
+        pa.py_buffer(data), schema, rows
+    )
+    if rows == 300:
+        assert told.count(0xFF) > data.count(0xFF), "not all is told"
+
+
+def test_spans_of_any_bytes_lie_in_them():
+    data, chance = file_bytes(SMALL, columns_of(SMALL, 5)), random.Random(0)
+    for _ in range(2000):
+        damaged = bytearray(data[: chance.choice([len(data), chance.randrange(len(data))])])
+        for _ in range(chance.choice([0, 1, 5])):
+            if damaged:
+                damaged[chance.randrange(len(damaged))] = chance.choice([0, 1, 0x7F, 0xFF])
+        for start, nbytes in structure_spans(memoryview(damaged), 5):
+            assert 0 <= start <= start + nbytes <= len(damaged)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import wait_until
+from helpers import in_child, wait_until
 from page_cache import drop_from_memory, resident_bytes
 from plain_rows import Array, Files, Table, begun, begun_read, checked, columns_of, ended, threads
 
+from arrowcache import linux
 from arrowcache.native import engine
 from arrowcache.native.engine import Failure, copy_values, fetch_rows, fetch_values, find_values, read_values
+from arrowcache.native.rows import entry
 
 PAGE = 4096
 KIB64 = 64 << 10
@@ -211,6 +214,23 @@ def test_rows_of_files_that_are_missing_are_not_fetched():
     files.paths[0].unlink()
     assert ended(fetch_rows(table, 0, 4, columns_of(files.outputs(1)))).failure is None
     assert ended(fetch_values(table, 0, 4, 1, 1)).failure is None
+
+
+def test_values_of_a_file_that_has_gone_are_not_fetched_by_its_map():
+    """Whoever touches that waits for the disk; here it would end the process."""
+    files = Files([4], [8], values=(500, 1000))
+    table, name = Table(files.starts), np.frombuffer(os.fsencode(files.paths[0]) + b"\0", np.uint8)
+    nbytes = files.paths[0].stat().st_size
+    address = linux.map_memory(0, nbytes, linux.PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    table.put([0], [entry(address, nbytes, files.layouts[0].ctypes.data, name.ctypes.data)])
+
+    def body() -> None:
+        assert ended(fetch_rows(table, 0, 4, columns_of(files.outputs(1)))).failure is None
+        assert ended(fetch_values(table, 0, 4, 1, 1)).failure is None
+
+    with in_child(body):
+        pass
+    linux.unmap_memory(address, nbytes)
 
 
 # Files that have changed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import runpy
@@ -10,8 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +393,78 @@ def test_memory_may_go_once_asks_and_reads_were_cancelled(begins):
         assert job.take(1)
         assert np.array_equal(arrays[0], before)
         del job, arrays
+
+
+def copied_values(table: Any, ids: Array, *, on_disk: bool) -> None:
+    found = ended(find_values(table, ids, 1, 1, on_disk=on_disk))
+    out = np.zeros(int(found.offsets[-1]), np.uint8)
+    ended(engine.read_values(found, out) if on_disk else engine.copy_values(found, out))
+
+
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # it came in a destructor
+@pytest.mark.parametrize("what", ["copy", "read", "fetch", "values copied", "values read"])
+def test_ctrl_c_at_any_step_leaves_nothing_that_touches_memory(what):
+    """From the disk, too, where threads are at it."""
+    files = Files([16], [CHUNK_BYTES], values=(100_000, 200_000))
+    table, ids = files.table(unmapped=() if what.endswith(("copy", "copied")) else (0,)), np.arange(16)
+
+    def work(arrays: list[Array]) -> None:
+        if what == "copy":
+            ended(begun(table, ids, arrays))
+        elif what == "read":
+            ended(begun_read(table, ids, arrays))
+        elif what == "fetch":
+            ended(fetch_rows(table, 0, 16, columns_of(arrays)))
+        else:
+            copied_values(table, ids, on_disk=what == "values read")
+
+    for number in itertools.count():
+        files.drop((0,))
+        arrays, interrupt = files.outputs(16), CtrlC(number)
+        with suppress(KeyboardInterrupt), interrupt:
+            work(arrays)
+        before = arrays[0].copy()
+        assert engine._engine.stop()
+        assert np.array_equal(arrays[0], before), interrupt.where
+        if not interrupt.where:
+            break
+    assert number > 3
+    if what in ("copy", "read"):
+        assert np.array_equal(arrays[0], files.fixed[0][0])
+
+
+class Owner:
+    """Of memory."""
+
+
+@pytest.mark.parametrize("what", ["copy", "read", "fetch"])
+def test_what_a_job_touches_outlives_one_that_is_dropped_as_ctrl_c_comes(what, monkeypatch):
+    """Also where it comes as the job's finalizer begins; the next job lets go of it then."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps what was dropped
+    files, ids, lost = Files([16], [CHUNK_BYTES]), np.arange(16), 0
+    table = files.table(unmapped=() if what == "copy" else (0,))
+    for number in itertools.count():
+        files.drop((0,))
+        owner, arrays, interrupt = Owner(), files.outputs(16), CtrlC(number)
+        keep, alive = (owner, arrays), weakref.ref(owner)
+        with suppress(KeyboardInterrupt), interrupt:
+            if what == "copy":
+                engine.copy_rows(table, ids, columns_of(arrays), keep)
+            elif what == "read":
+                engine.read_rows(table, ids, columns_of(arrays), keep)
+            else:
+                fetch_rows(table, 0, 16, columns_of(arrays), keep)
+        del owner, keep
+        before = arrays[0].copy()
+        time.sleep(0.002)
+        assert np.array_equal(arrays[0], before) or alive() is not None, interrupt.where
+        lost += alive() is not None
+        checked(files, ids, table, reads=what != "copy")
+        assert alive() is None, interrupt.where
+        if not interrupt.where:
+            break
+    assert number > 3
+    assert lost, "it came as a finalizer began"
 
 
 def test_a_copy_ends_by_others():

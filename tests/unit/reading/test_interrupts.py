@@ -6,7 +6,8 @@ import sys
 import threading
 
 import pytest
-from helpers import CtrlC, make_cache, publish, wait_until
+from helpers import CtrlC, make_cache, publish, segment_files, wait_until
+from page_cache import drop_from_memory
 
 import arrowcache as ac
 
@@ -14,13 +15,23 @@ import arrowcache as ac
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # it came in a destructor
 @pytest.mark.parametrize(
-    ("options", "every"), [({}, 1), ({"workers": 2, "worker_type": "thread", "transform": dict}, 3)]
+    ("options", "every", "is_cold"),
+    [
+        ({}, 1, False),
+        ({"workers": 2, "worker_type": "thread", "transform": dict}, 3, False),
+        ({}, 3, True),
+        ({"shuffle": "window"}, 3, True),
+    ],
 )
-def test_ctrl_c_at_any_step_of_an_epoch_leaves_a_loader_that_gives_the_next_one(tmp_path, options, every):
+def test_ctrl_c_at_any_step_of_an_epoch_leaves_a_loader_that_gives_the_next_one(
+    tmp_path, options, every, is_cold
+):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 6)
     rows = cache.stats().rows
     for number in itertools.count(0, every):
+        if is_cold:
+            drop_from_memory(*segment_files(cache))
         loader, came, interrupt = ac.Loader(cache, 8, timeout=5, **options), [], CtrlC(number)
         try:
             with interrupt:
@@ -81,3 +92,21 @@ def test_closing_a_loader_ends_an_epoch_whose_iterator_was_dropped_as_ctrl_c_cam
         if not interrupt.where:
             break
     assert number > 20
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_while_worker_processes_let_go_is_nothing_else(tmp_path):
+    """A RuntimeError, where it came as the wait for them let go of a lock."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 6)
+    with ac.Loader(cache, 8, workers=1, transform=dict) as loader:
+        assert sum(len(batch["id"]) for batch in loader) == 96
+        for number in itertools.count():
+            interrupt = CtrlC(number, returns=True)
+            with contextlib.suppress(KeyboardInterrupt), interrupt:
+                loader._assembly.drop()
+            if not interrupt.where:
+                break
+        assert number > 5
+        assert sum(len(batch["id"]) for batch in loader) == 96

@@ -1213,6 +1213,7 @@ SCRIPT = """
 
     if __name__ == "__main__":
         cache, how = ac.Cache.open(sys.argv[1]), sys.argv[2]
+        of_loader = ac.Loader  # its module is imported here: Ctrl-C within that ends it with two tracebacks
         pool = ac.SamplerPool(cache, slow if how == "slow" else sampler, workers=2, progress=False)
         if how == "full":
             held = cache.snapshot()
@@ -1225,7 +1226,7 @@ SCRIPT = """
             pool.wait(segments=3, timeout=60)
         print("ready", flush=True)
         if how == "train":
-            with pool, ac.Loader(cache, 8) as loader:
+            with pool, of_loader(cache, 8) as loader:
                 while True:
                     for batch in loader:
                         pass

@@ -1,0 +1,277 @@
+"""A disk that does not give a segment's bytes, or does not answer, while rows are read.
+
+Errors name the segment, hints that fail harm nothing, Ctrl-C ends each wait, and what was begun goes on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faulty_disk import faulty_disk
+from helpers import make_cache
+from processes import Script
+
+import arrowcache as ac
+
+ROWS, SEGMENT_ROWS, DAMAGED = 96, 16, 3
+FIXED, VARIABLE = ["id", "image"], ["id", "name", "boxes"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ac.Cache:
+    """Six segments of 16 rows of 21 KiB, ids 0 to 95."""
+    schema = ac.Schema(
+        {
+            "id": ac.Tensor("int64"),
+            "image": ac.Tensor("float32", (64, 64)),
+            "name": ac.String(),
+            "boxes": ac.Ragged("float32", (4,)),
+        }
+    )
+    cache = make_cache(tmp_path / "cache", schema, capacity="16MiB", segment_bytes="1MiB")
+    with cache.writer() as writer:
+        for number in range(ROWS):
+            image = np.full((64, 64), number, np.float32)
+            boxes = np.full((200, 4), number, np.float32)
+            writer.append(id=number, image=image, name=str(number) * 500, boxes=boxes)
+    return cache
+
+
+BEGINNING = f"""
+    import errno, gc, os, re, signal, sys, threading, time, warnings
+    from pathlib import Path
+    import numpy as np
+    import arrowcache as ac
+    from arrowcache.reading import mapped
+    from faulty_disk import Disk
+    from helpers import ids_of, mapped_seqs, segment_files, wait_until
+
+    disk, cache = Disk(), ac.Cache.open(sys.argv[1])
+    of_loader = ac.Loader
+    files = segment_files(cache)
+    name = files[{DAMAGED}].name
+    whole = list(range({ROWS}))
+    bad = list(range({DAMAGED * SEGMENT_ROWS}, {(DAMAGED + 1) * SEGMENT_ROWS}))
+    others = [row for row in whole if row not in bad]
+    FIXED, VARIABLE = {FIXED}, {VARIABLE}
+
+    def drop():
+        for path in files:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def checked(batch):
+        ids = batch["id"].tolist()
+        if "image" in batch:
+            assert (batch["image"] == batch["id"][:, None, None]).all()
+        if "name" in batch:
+            assert batch["name"] == [str(number) * 500 for number in ids]
+            assert (batch["boxes"].data == np.repeat(batch["id"], 200)[:, None]).all()
+        return ids
+
+    def rows_of(batches):
+        return sorted(number for batch in batches for number in checked(batch))
+
+    def failed(call, kind, *words):
+        try:
+            result = call()
+        except kind as error:
+            assert all(word in str(error) for word in words), error
+        else:
+            raise AssertionError(f"it did not fail: {{result!r}}")
+"""
+
+GATHERS = (
+    BEGINNING
+    + """
+    for most_mapped in (1000, 0):
+        mapped._most_mapped = most_mapped
+        for is_cold in (True, False):
+            for columns in (FIXED, VARIABLE):
+                drop()
+                with cache.snapshot() as snapshot:
+                    snapshot.map_all()
+                    snapshot.temperature.is_cold = is_cold
+                    with disk.fails(name, errno.EIO, "read"):
+                        if is_cold or not most_mapped:
+                            for _ in range(2):
+                                gather = lambda: snapshot.gather(whole, columns)
+                                failed(gather, ac.CorruptSegmentError, name, "Input/output error")
+                        assert checked(snapshot.gather(others, columns)) == others
+                    assert checked(snapshot.gather(bad, columns)) == bad, "it was a moment's"
+                assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_gather_of_rows_that_the_disk_does_not_give_names_their_segment(cache, tmp_path):
+    """Cold, and warm where they are not mapped."""
+    with Script(GATHERS, cache.path, within=faulty_disk(tmp_path)) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")
+
+
+LOADERS = (
+    BEGINNING
+    + """
+    options = {"drop_last": False, "prefetch": 1}
+    for shuffle in ("rows", "window"):
+        for columns in (FIXED, VARIABLE):
+            for more in ({}, {"transform": dict, "workers": 2, "worker_type": "thread"}):
+                drop()
+                with of_loader(cache, 6, shuffle=shuffle, columns=columns, **options, **more) as loader:
+                    epoch = iter(loader)
+                    checked(next(epoch))
+                    with disk.fails(name, errno.EIO, "read"):
+                        failed(lambda: list(epoch), ac.CorruptSegmentError, name, "Input/output error")
+                        assert next(epoch, None) is None
+                        for _ in range(2):
+                            with warnings.catch_warnings(record=True) as caught:
+                                warnings.simplefilter("always")
+                                assert rows_of(loader) == others
+                            assert f"{name} left out" in str(caught[0].message), caught[0].message
+                    assert rows_of(loader) == whole, "well again"
+                    assert sorted(ids_of(loader)) == whole
+                assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+    assert cache.verify() == []
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_step_that_the_disk_does_not_give_names_its_segment_and_the_next_epochs_go_on(cache, tmp_path):
+    """Until the disk gives it again: it may be sound, so that it stays where it is."""
+    with Script(LOADERS, cache.path, within=faulty_disk(tmp_path)) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")
+
+
+HINTS = (
+    BEGINNING
+    + """
+    for error in (errno.EIO, errno.ENOSYS):
+        for shuffle in ("rows", "window", "blocks", None):
+            drop()
+            with disk.fails("/segments/", error, "advise"), of_loader(cache, 6, shuffle=shuffle) as loader:
+                for _ in range(2):
+                    assert rows_of(loader) == whole
+                assert disk.calls("advise")
+        drop()
+        with disk.fails("/segments/", error, "advise"), cache.snapshot() as snapshot:
+            assert checked(snapshot.gather(whole)) == whole
+    gc.collect()  # views
+    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_what_the_disk_is_told_may_fail(cache, tmp_path):
+    with Script(HINTS, cache.path, within=faulty_disk(tmp_path)) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")
+
+
+OPENS = (
+    BEGINNING
+    + """
+    WORDS = {errno.EMFILE: (OSError, "ulimit -n"), errno.EACCES: (OSError, "Permission denied", "user "),
+             errno.ENOENT: (ac.CorruptSegmentError, "No such file")}
+    for error, (kind, *words) in WORDS.items():
+        for is_cold in (True, False):
+            for columns in (FIXED, VARIABLE):
+                drop()
+                with cache.snapshot() as snapshot:
+                    snapshot.map_all()
+                    snapshot.temperature.is_cold = is_cold
+                    fetch = None
+                    with disk.fails("/segments/", error, "open"):
+                        assert checked(snapshot.gather(whole, columns)) == whole, "they are mapped"
+                        fetch = snapshot.fetch(0, len(whole), columns)
+                        while not fetch.take(0.05):
+                            pass
+                    del fetch
+                mapped._most_mapped = 0
+                with cache.snapshot() as snapshot:
+                    snapshot.map_all()
+                    snapshot.temperature.is_cold = is_cold
+                    with disk.fails(name, error, "open"):
+                        failed(lambda: snapshot.gather(whole, columns), kind, name, *words)
+                        assert checked(snapshot.gather(others, columns)) == others
+                    assert checked(snapshot.gather(whole, columns)) == whole
+                mapped._most_mapped = 1000
+        for shuffle in ("rows", "window"):
+            drop()
+            with of_loader(cache, 6, shuffle=shuffle) as loader:
+                epoch = iter(loader)
+                with disk.fails("/segments/", error, "open"):
+                    assert rows_of(epoch) == whole
+    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+    assert cache.verify() == []
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_files_that_cannot_be_opened_while_rows_are_read_are_read_where_they_are_mapped(cache, tmp_path):
+    """Those that are not mapped cannot: the error says what to do, and is no damage where it is none."""
+    with Script(OPENS, cache.path, within=faulty_disk(tmp_path)) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")
+
+
+ENDS = (
+    BEGINNING
+    + """
+    from arrowcache.native import engine
+    from plain_rows import threads
+
+    engine._STOP_NANOSECONDS = 50_000_000  # in place of 5 s
+
+    def left_behind(end, *begun):
+        "How many jobs were, as two threads were held."
+        while disk.calls("read") < 2:
+            for each in begun:
+                each.go_on()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            end()
+        return len(caught)
+
+    for shuffle in ("rows", "window"):
+        drop()
+        with threads(2):
+            loader = of_loader(cache, 6, shuffle=shuffle, epoch_rows=2000)
+            epoch = iter(loader)
+            checked(next(epoch))
+            with disk.is_held("/segments/", "read"):
+                on_its_way = threading.Thread(target=list, args=(epoch,), daemon=True)
+                on_its_way.start()
+                assert left_behind(lambda: [loader.close(), on_its_way.join()]) <= 2, shuffle
+    drop()
+    with threads(2), cache.snapshot() as snapshot:
+        snapshot.map_all()
+        with disk.is_held("/segments/", "read"):
+            image = np.empty((96, 64, 64), np.float32)
+            out = {"image": image.ctypes.data}
+            gather = snapshot._begin(np.arange(96), ["image", "name", "boxes"], out, image)
+            assert left_behind(gather.cancel, gather) <= 2
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_what_ends_on_a_disk_that_does_not_answer_waits_for_what_was_begun_and_nothing_more(cache, tmp_path):
+    """Each job that was left behind had a new thread, which began the next one: it ended after 5 s each."""
+    with Script(ENDS, cache.path, within=faulty_disk(tmp_path)) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")

@@ -62,7 +62,7 @@ class Feed:
                 yield LATER  # what begins later sees more rows
             following = self._epochs.begin_after(epoch)
             if following is None:
-                while self._is_busy:
+                while self._is_busy or self.stream.is_asked:
                     yield LATER  # first all is delivered: the next epoch has to wait
                 retire = partial(self._retire, epoch)
                 following = self._epochs.begin_after(epoch, Wait(lambda: self.stream.ended, retire))

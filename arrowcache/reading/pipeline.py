@@ -140,6 +140,7 @@ class Stream:
     has_failed: bool = False  # `error` came, or comes
     was_interrupted: bool = False  # its consumer, who must not wait for the disk now
     consumer: int = 0  # the thread that is in `next`
+    is_asked: bool = False  # whether it is ready: `jobs` must not wait for rows
 
 
 class Pipeline:
@@ -199,6 +200,20 @@ class Pipeline:
             return None
         finally:
             del error  # its traceback has this frame
+
+    def is_ready(self, stream: Stream) -> bool:
+        """Whether `next` would return at once. Begins jobs; waits for nothing, also not for rows."""
+        if self.is_inherited() or not self._enter(stream):
+            return True
+        try:
+            stream.is_asked = True
+            self._begin_jobs(stream)
+            while not stream.ready and stream.begun and self._take(stream, 0.0):
+                pass
+            return bool(stream.ready) or stream.ended or (stream.exhausted and not stream.begun)
+        finally:
+            stream.is_asked = False
+            self._leave(stream)
 
     def _enter(self, stream: Stream) -> bool:
         """Make this thread the consumer: it ends the jobs if another thread ends the stream. Returns: False:

@@ -6,6 +6,8 @@ unaligned array, one of foreign byte order) is copied; what it would lose (a mas
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,40 @@ def source_of(leaf: Any) -> torch.Tensor | None:
     ):
         return None
     return leaf
+
+
+def move(leaf: Any, device: torch.device) -> Any:
+    """A leaf on a device, by its own `to`, without waiting for the copy if it lets itself be told so.
+
+    What has no `to` stays.
+    """
+    if not hasattr(leaf, "to"):
+        return leaf
+    if isinstance(leaf, torch.Tensor) or _can_be_late(type(leaf)):
+        return leaf.to(device, non_blocking=True)
+    return leaf.to(device)
+
+
+def pinned(leaf: Any) -> Any:
+    """A leaf in pinned memory, by its own `pin_memory`; itself, if it has none or cannot."""
+    try:
+        return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+    except (RuntimeError, NotImplementedError):  # such as tensors of many layouts
+        return leaf
+
+
+@functools.cache
+def _can_be_late(kind: type) -> bool:
+    """Whether the `to` of a class takes `non_blocking`, and its `pin_memory` makes that safe."""
+    if not hasattr(kind, "pin_memory"):
+        return False
+    try:
+        parameters = inspect.signature(kind.to).parameters  # type: ignore[attr-defined]  # it has one
+    except (TypeError, ValueError):
+        return False
+    return "non_blocking" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -70,6 +70,7 @@ class RemoteAssembly:
             "in_flight": -(-self._usual // workers),
             "with_ids": with_ids,
             "views": views,
+            "keeps": False,
         }
         self._transform = b""
         if transform is not None:
@@ -89,6 +90,10 @@ class RemoteAssembly:
         self._end_pool: Callable[[], object] = _nothing
         self._is_closed = False
         self._epoch: tuple[Epoch, int] | None = None  # and its number for the pool
+
+    def gather_into(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:  # noqa: ARG002
+        """Have batches lie in memory that a device may register, before any is made."""
+        self._settings["keeps"] = True
 
     def prepare(self) -> None:
         """An epoch is wanted soon: start the processes; returns at once.

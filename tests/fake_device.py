@@ -191,7 +191,8 @@ class FakeDevice:
         self.registered_ranges.pop(address, None)
 
     def holds(self, leaf: object) -> bool:
-        return isinstance(leaf, torch.Tensor) and bool(leaf.nbytes) and leaf.data_ptr() in self._on_device
+        is_plain = type(leaf) is torch.Tensor and leaf.layout == torch.strided
+        return is_plain and leaf.data_ptr() in self._on_device
 
     def pinned(self, leaf: object) -> object:
         return leaf

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -54,10 +55,12 @@ class Registered:
         That is registered now, if it was not yet.
         """
         address, nbytes = source.data_ptr(), source.nbytes
-        if self._parts.get(address, 0) >= nbytes:
+        if self._parts.get(address, 0) >= nbytes or _around(self._parts, address, nbytes) is not None:
             return True
-        if (unseen := self._unseen.pop(address, None)) is not None and (own := unseen()) is not None:
-            return self._register(own, address, len(own))
+        unseen = {start: len(memory) for start, it in [*self._unseen.items()] if (memory := it()) is not None}
+        if (start := _around(unseen, address, nbytes)) is not None:
+            own = self._unseen.pop(start)()
+            return own is not None and self._register(own, start, len(own))
         found = shared_part(address, nbytes)
         if found is None:
             return False
@@ -104,6 +107,14 @@ def tidy() -> None:
         registered, memory = _held[0]
         registered.let_go(memory)
         _held.popleft()
+
+
+def _around(parts: Mapping[int, int], address: int, nbytes: int) -> int | None:
+    """Where the part begins that some bytes lie in; parts are few."""
+    for start, size in parts.items():
+        if start <= address and address + nbytes <= start + size:
+            return start
+    return None
 
 
 def _pages(nbytes: int) -> int:

@@ -7,9 +7,9 @@ more reliably. Memory is filled with garbage by its stream when it is allocated 
 as if others had used it before and did so again.
 
 It refuses what a real one refuses: any call while a graph is captured, in whatever thread (the capture is
-global); a wait for an event that nobody recorded; an event that is recorded on a second stream; memory beyond
-`most_bytes`. Registered memory must stay mapped. A call can be made to fail, and the device can be stuck: then
-nothing runs but by `step`, and `pause`, the only wait of a processor, moves the clock.
+global); a wait for an event that nobody recorded; an event that is recorded on a second stream; memory
+beyond `most_bytes`. Registered memory must stay mapped. A call can be made to fail, and the device can be
+stuck: then nothing runs but by `step`, and `pause`, the only wait of a processor, moves the clock.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class FakeDevice:
         self.streams.append(found)
         return found
 
-    def current_stream(self, device: torch.device | None = None) -> Stream:  # noqa: ARG002
+    def current_stream(self, device: torch.device | None = None) -> Stream:
         return getattr(self._local, "stream", self.default)
 
     def event(self) -> Event:

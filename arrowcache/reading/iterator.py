@@ -98,8 +98,7 @@ class EpochIterator:
         return None if self._stream.ended else self._pipeline.next(self._stream, timeout_seconds)
 
     def is_ready(self) -> bool:
-        """Whether `take` would return at once, if it were called now. Begins what comes next; waits for nothing.
-        """
+        """Whether `take` would return at once. Begins what comes next; waits for nothing."""
         return self._stream.ended or self._pipeline.is_ready(self._stream)
 
     def deliver(self, made: Made | None) -> None:

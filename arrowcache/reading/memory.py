@@ -72,12 +72,13 @@ class SharedMemory(HeldMemory):
     """
 
     fd = -1
+    parts: dict[int, int]  # bytes in use, by offset, of parts that another process gives
 
     def __new__(cls, fd: int) -> Self:
         self = super().__new__(cls, fd, os.fstat(fd).st_size)
         _inherited.add(self)
         self.fd = fd
-        self.parts: dict[int, int] = {}  # bytes in use, by offset, of parts that another process gives
+        self.parts = {}
         return self
 
     @classmethod

@@ -1,7 +1,7 @@
 """Delivery: an epoch of a loader, handed over on a device.
 
-Batches are taken of the epoch ahead, as far as they are ready; they count as delivered here, when the consumer
-gets them. What is still on its way when an epoch ends is dropped, and was never delivered.
+Batches are taken of the epoch ahead, as far as they are ready; they count as delivered here, when the
+consumer gets them. What is still on its way when an epoch ends is dropped, and was never delivered.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ This module is the face: what users say and get, and when an iteration ends. tra
 which the consumer's own calls of `next` drive: there is no thread.
 
 Guarantees: nothing that is kept is overwritten. Streams, slots and device memory live as long as the
-prefetcher, over all its iterations. It never synchronizes the device. An iteration ends by exhaustion, `break`,
-an exception, a newer one, `close` or the interpreter's exit.
+prefetcher, over all its iterations. It never synchronizes the device. An iteration ends by exhaustion,
+`break`, an exception, a newer one, `close` or the interpreter's exit.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class PrefetcherStats:
 
     `batches` and `bytes` are what was handed over, with all devices' parts of a step as one batch.
     `stall_seconds` is the time that the consumer waited for the source, `device_seconds` the time that it
-    waited for a device to be done with earlier copies. `device_bytes` is the memory for batches on the devices
-    that is reused, `device_allocations` how often some was added to it: `depth + 2` times at first for each
-    leaf of 1 MiB and more, and for the smaller ones together, then no more, unless batches are kept, or grow.
+    waited for a device to be done with earlier copies. `device_bytes` is the memory for batches on the
+    devices that is reused, `device_allocations` how often some was added to it: `depth + 2` times at first
+    for each leaf of 1 MiB and more, and for the smaller ones together, then no more, unless batches are kept,
+    or grow.
     `pinned_bytes` is host memory for copying what is small, or was not pinned already.
     """
 
@@ -137,9 +138,7 @@ class DevicePrefetcher:
     def over(self, source: Source) -> PrefetchIterator:
         """The batches of a source, over the same memory. Raises: as `iter`."""
         self._end_iteration()
-        self._iteration = Iteration(
-            source, self._lanes, self._depth, self._counts, is_split=self._is_split
-        )
+        self._iteration = Iteration(source, self._lanes, self._depth, self._counts, is_split=self._is_split)
         return PrefetchIterator(self, self._iteration)
 
     def __len__(self) -> int:
@@ -222,9 +221,9 @@ class DevicePrefetcher:
         for lane in self._lanes:
             try:
                 if lane.backend.is_capturing() or not lane.close(CLOSE_SECONDS):
-                    leave([lane])
+                    leave(lane)
             except Exception as failed:  # noqa: BLE001  # the others come first
-                leave([lane])
+                leave(lane)
                 error = failed
         try:
             if error is not None:
@@ -242,7 +241,9 @@ class DevicePrefetcher:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            leave(self._lanes)
+            for lane in self._lanes:
+                if not lane.is_quiet():
+                    leave(lane)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

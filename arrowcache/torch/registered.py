@@ -1,7 +1,7 @@
 """Registered memory: host memory of our own that a device reads by itself.
 
-It is registered as it is, where a device's own pinned memory would be rounded up to a power of two: slots, also
-those of worker processes, when the first batch in them goes to the device.
+It is registered as it is, where a device's own pinned memory would be rounded up to a power of two: slots,
+also those of worker processes, when the first batch in them goes to the device.
 
 Guarantee: memory is never given back to the system while it is registered. When its last array dies no device
 may be called, for that may be amid the capture of a CUDA graph: it waits here for `tidy`.
@@ -9,6 +9,7 @@ may be called, for that may be amid the capture of a CUDA graph: it waits here f
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ class Registered:
         self._parts: dict[int, int] = {}  # bytes, by address
         self._unseen: dict[int, weakref.ref[HeldMemory]] = {}
         self._is_refused = False  # once: it will be again
+        self.pid = os.getpid()
 
     @property
     def nbytes(self) -> int:
@@ -102,8 +104,8 @@ _held: deque[tuple[Registered, HeldMemory]] = deque()
 
 
 def tidy() -> None:
-    """Give back memory that has died meanwhile. One thread at a time."""
-    while _held:
+    """Give back memory that has died meanwhile; in a forked child none of its parent's. One thread at a time."""
+    while _held and _held[0][0].pid == os.getpid():
         registered, memory = _held[0]
         registered.let_go(memory)
         _held.popleft()

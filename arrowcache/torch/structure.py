@@ -1,9 +1,9 @@
 """Structure: batches of any nesting, taken apart into leaves and put together again.
 
-A leaf is what goes to a device: a tensor, a NumPy array, or an object with a `to` method of its own. Dicts and
-other mappings, lists, tuples, NamedTuples, dataclasses, TensorDicts and nested tensors of jagged layout are
-taken apart; whatever else is in a batch (text, numbers, None) stays as it is. Pure: nothing given is changed,
-and what holds no leaf is the same object afterwards.
+A leaf is what goes to a device: a tensor, a NumPy array, or an object with a `to` method of its own. Dicts
+and other mappings, lists, tuples, NamedTuples, dataclasses, TensorDicts and nested tensors of jagged layout
+are taken apart; whatever else is in a batch (text, numbers, None) stays as it is. Pure: nothing given is
+changed, and what holds no leaf is the same object afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def split(batch: Any, parts: int) -> list[Any]:
     """
     leaves: list[Any] = []
     build = _Taking(leaves, to_split=True).apart(batch)
-    lengths = {_length(leaf) for leaf in leaves if not isinstance(leaf, list)} - {None}
+    found = [_length(leaf) for leaf in leaves if not isinstance(leaf, list)]
+    lengths = {length for length in found if length is not None}
     if len(lengths) != 1:
         raise ValueError(
             f"a batch whose tensors have {sorted(lengths) or 'no'} rows cannot be split among {parts} "
@@ -90,20 +91,25 @@ class _Taking:
             return self._dataclass(node)
         return _Same(node)
 
-    def _leaf(self, leaf: Any) -> Build:
+    def _number(self, leaf: Any) -> int:
         number = self._numbers.setdefault(id(leaf), len(self._leaves))
         if number == len(self._leaves):
             self._leaves.append(leaf)
+        return number
+
+    def _leaf(self, leaf: Any) -> Build:
+        number = self._number(leaf)
         return lambda new, _: new[number]
 
     def _jagged(self, node: Any) -> Build:
         offsets = node.offsets()
         values, ends = self._leaf(node.values()), self._leaf(offsets)
-        lengths = offsets.diff() if offsets.device.type == "cpu" and len(offsets) > 1 else None
-        # else the first kernel that needs them waits for the device
-        known = {} if lengths is None else {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+        shortest = longest = None
+        if offsets.is_cpu and len(offsets) > 1:  # else the first kernel that needs them waits for the device
+            lengths = offsets.diff()
+            shortest, longest = int(lengths.min()), int(lengths.max())
         return lambda new, device: torch.nested.nested_tensor_from_jagged(
-            values(new, device), ends(new, device), **known
+            values(new, device), ends(new, device), min_seqlen=shortest, max_seqlen=longest
         )
 
     def _tensordict(self, node: Any) -> Build:
@@ -121,6 +127,9 @@ class _Taking:
         return build
 
     def _mapping(self, node: Mapping[Any, Any]) -> Build:
+        if type(node) is dict and {*map(type, node.values())} == {torch.Tensor}:  # the usual ones, quicker
+            numbers = {key: self._number(value) for key, value in node.items()}
+            return lambda new, _: {key: new[number] for key, number in numbers.items()}
         builds = {key: self.apart(value) for key, value in node.items()}
         if type(node) is dict:
             return lambda new, device: {key: build(new, device) for key, build in builds.items()}
@@ -196,9 +205,7 @@ def _length(leaf: Any) -> int | None:
     Raises: ValueError: it cannot be cut.
     """
     if not isinstance(leaf, torch.Tensor | np.ndarray) and not _is_tensordict(leaf):
-        raise ValueError(
-            f"a batch with a {type(leaf).__name__} cannot be split among devices: pass device="
-        )
+        raise ValueError(f"a batch with a {type(leaf).__name__} cannot be split among devices: pass device=")
     if isinstance(leaf, torch.Tensor) and not (
         _is_jagged(leaf) if leaf.is_nested else leaf.layout == torch.strided
     ):

@@ -22,8 +22,8 @@ Invariants, which tests/stateful/test_device_machine.py holds against a device i
    one that was never recorded.
 5. The processor waits for a device only with nothing in flight. That is device time, no stall, and has no
    timeout. Only the source's time is stall.
-6. A tensor dies without a line of ours: weak references without a callback are polled. torch keeps a storage's
-   Python object as long as any tensor, view, array or node of autograd over it lives.
+6. A tensor dies without a line of ours: weak references without a callback are polled. torch keeps a
+   storage's Python object as long as any tensor, view, array or node of autograd over it lives.
 7. Where objects die, and while a CUDA graph is captured, no device is called.
 8. The caller's current device and stream do not change, and no other device is woken.
 9. After any failure the next iteration is right, with depth + 2 places a leaf, and what is kept.
@@ -36,7 +36,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -112,21 +112,25 @@ class Memory:
 
 
 class Column(NamedTuple):
-    """Leaves of a batch that share a place."""
+    """Leaves of a batch that share a place, by their numbers, and one copy: that of the first piece."""
 
     number: int
     leaves: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    nbytes: int
+    pieces: tuple[Piece, ...]  # all together, if there are several, then each
+    staged_at: int | None  # the piece of `Plan.staging` that is copied; None: the source itself
+
+    @property
+    def nbytes(self) -> int:
+        return self.pieces[0].nbytes
 
 
 class Plan(NamedTuple):
-    """Where the leaves of a batch go, by their numbers."""
+    """Where the leaves of a batch go."""
 
     columns: tuple[Column, ...]
     empty: tuple[tuple[int, Piece], ...]
-    staged: tuple[int, ...]  # which are copied into pinned memory first
-    staging: tuple[Piece, ...]  # and where; small ones lie there as in their place
+    staged: tuple[tuple[int, int], ...]  # which go to pinned memory first, and to which piece
+    staging: tuple[Piece, ...]  # of that; small leaves lie there as in their place
     staging_bytes: int
     nbytes: int
 
@@ -134,7 +138,7 @@ class Plan(NamedTuple):
 class Load(NamedTuple):
     """One device's part of a batch, taken apart."""
 
-    sources: list[torch.Tensor | None]  # of its leaves, on the host
+    sources: list[Any]  # of its leaves, tensors on the host, or None
     rest: Rest
 
 
@@ -262,12 +266,13 @@ class Lane:
             return None
         with _making():
             plan = self._planned(load.sources)
-            copies = self._stage(slot, plan, load.sources)
+            staged = self._stage(slot, plan, load.sources)
             places = [self._place(column) for column in plan.columns]
             pairs = [
-                (place.memory.whole[: column.nbytes], copies[column.number])
-                if column.number == 0
-                else (place.memory.tensors(column.pieces)[0], copies[column.number])
+                (
+                    place.memory.tensors(column.pieces)[0],
+                    load.sources[column.leaves[0]] if column.staged_at is None else staged[column.staged_at],
+                )
                 for column, place in zip(plan.columns, places, strict=True)
             ]
             for place in places:
@@ -300,7 +305,8 @@ class Lane:
                     piece.shape, piece.strides, dtype=piece.dtype, device=device
                 )
             for column, place in zip(part.plan.columns, part.places, strict=True):
-                lent = [from_dlpack(to_dlpack(tensor)) for tensor in place.memory.tensors(column.pieces)]
+                tensors = place.memory.tensors(column.pieces)[-len(column.leaves) :]
+                lent = [from_dlpack(to_dlpack(tensor)) for tensor in tensors]
                 place.reader, place.since, place.is_ordered = here, self._call, here == place.stream
                 place.loans = tuple([weakref.ref(tensor.untyped_storage()) for tensor in lent])
                 found.update(zip(column.leaves, lent, strict=True))
@@ -371,26 +377,18 @@ class Lane:
             slot.is_busy = False
         return True
 
-    def _stage(
-        self, slot: Slot, plan: Plan, sources: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor]:
-        """What each column is copied from: pinned memory, into which others are copied first."""
-        copies = {column.number: sources[column.leaves[0]] for column in plan.columns if column.number}
-        if plan.staged:
-            if slot.memory is None or slot.memory.nbytes < plan.staging_bytes:
-                had, slot.memory = slot.memory is not None, None
-                room = int(plan.staging_bytes * _GROWTH) if had else plan.staging_bytes
-                slot.memory = Memory(self.backend.pinned_memory(room))
-            staged = slot.memory.tensors(plan.staging)
-            for number, tensor in zip(plan.staged, staged, strict=True):
-                tensor.copy_(sources[number])  # type: ignore[arg-type]  # it has one
-            of = dict(zip(plan.staged, staged, strict=True))
-            for column in plan.columns:
-                if not column.number:
-                    copies[0] = slot.memory.whole[: column.nbytes]
-                elif column.leaves[0] in of:
-                    copies[column.number] = of[column.leaves[0]]
-        return copies  # type: ignore[return-value]  # each column has leaves
+    def _stage(self, slot: Slot, plan: Plan, sources: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Copy into pinned memory what the device does not read where it is. Returns: the pieces there."""
+        if not plan.staged:
+            return ()
+        if slot.memory is None or slot.memory.nbytes < plan.staging_bytes:
+            had, slot.memory = slot.memory is not None, None
+            room = int(plan.staging_bytes * _GROWTH) if had else plan.staging_bytes
+            slot.memory = Memory(self.backend.pinned_memory(room))
+        pieces = slot.memory.tensors(plan.staging)
+        for number, piece in plan.staged:
+            pieces[piece].copy_(sources[number])
+        return pieces
 
     # Places
 
@@ -458,12 +456,17 @@ class Lane:
 
     # Leaves
 
-    def _planned(self, sources: Sequence[torch.Tensor | None]) -> Plan:
+    def _planned(self, sources: Sequence[Any]) -> Plan:
         """The plan of a batch; the last one's, if the batches are alike."""
         alike = [
             None
             if source is None
-            else (source.dtype, source.shape, source.stride(), self._can_read(source))
+            else (
+                source.dtype,
+                source.shape,
+                source.stride(),
+                source.nbytes >= SMALL_BYTES and self._can_read(source),
+            )
             for source in sources
         ]
         if self._plan is None or self._plan[0] != alike:
@@ -472,10 +475,7 @@ class Lane:
 
     def _can_read(self, source: torch.Tensor) -> bool:
         return (
-            source.nbytes >= SMALL_BYTES
-            and is_dense(source)
-            and not (source.is_conj() or source.is_neg())
-            and self.backend.can_read(source)
+            is_dense(source) and not (source.is_conj() or source.is_neg()) and self.backend.can_read(source)
         )
 
 
@@ -647,11 +647,9 @@ _left: dict[int, Lane] = {}  # that must not die yet
 _turn = Turn()
 
 
-def leave(lanes: Sequence[Lane]) -> None:
-    """Nobody uses some lanes any more. Calls no device: those that are not quiet stay until `tidy`."""
-    for lane in lanes:
-        if not lane.is_quiet():
-            _left[id(lane)] = lane  # in a forked child for ever
+def leave(lane: Lane) -> None:
+    """Have `tidy` close a lane that nobody uses any more; in a forked child it stays for ever."""
+    _left[id(lane)] = lane
 
 
 def tidy() -> None:
@@ -692,7 +690,7 @@ def _making() -> Any:
 def _load(backend: Backend, batch: Any) -> Load:
     leaves: list[Any] = []
     build = take_apart(batch, leaves)
-    sources: list[torch.Tensor | None] = []
+    sources: list[Any] = []
     others: dict[int, Any] = {}
     arrivals: dict[Stream, Event] = {}
     for number, leaf in enumerate(leaves):
@@ -709,33 +707,36 @@ def _load(backend: Backend, batch: Any) -> Load:
     return Load(sources, Rest(build, others, [*arrivals.values()]))
 
 
-def _plan_of(sources: Sequence[torch.Tensor | None], readable: Sequence[bool]) -> Plan:
-    small: list[tuple[int, Piece]] = []
-    large: list[Column] = []
-    slab = 0
-    for number, source in enumerate(sources):
-        if source is not None and 0 < source.nbytes < SMALL_BYTES:
-            small.append((number, _piece(source, slab)))
-            slab = _aligned(slab + source.nbytes)
-    room, staged = slab, small.copy()
-    for number, source in enumerate(sources):
-        if source is not None and source.nbytes >= SMALL_BYTES:
-            large.append(Column(len(large) + 1, (number,), (_piece(source, 0),), source.nbytes))
-            if not readable[number]:
-                staged.append((number, _piece(source, room)))
-                room = _aligned(room + source.nbytes)
-    first = Column(0, tuple(number for number, _ in small), tuple(piece for _, piece in small), slab)
+def _plan_of(sources: Sequence[Any], readable: Sequence[bool]) -> Plan:
+    leaves = [(number, source) for number, source in enumerate(sources) if source is not None]
+    columns: list[Column] = []
+    staged: list[tuple[int, int]] = []
+    staging: list[Piece] = []
+    room = 0
+    small = [(number, source) for number, source in leaves if 0 < source.nbytes < SMALL_BYTES]
+    if small:
+        pieces = []
+        for _, source in small:
+            pieces.append(_piece(source, room))
+            room = _aligned(room + source.nbytes)
+        staging = [Piece(0, room, torch.uint8, (room,), (1,)), *pieces]
+        staged = [(number, place) for place, (number, _) in enumerate(small, 1)]
+        columns.append(Column(0, tuple(number for number, _ in small), tuple(staging), 0))
+    large = [(number, source) for number, source in leaves if source.nbytes >= SMALL_BYTES]
+    for place, (number, source) in enumerate(large, 1):
+        staged_at = None if readable[number] else len(staging)
+        columns.append(Column(place, (number,), (_piece(source, 0),), staged_at))
+        if staged_at is not None:
+            staged.append((number, staged_at))
+            staging.append(_piece(source, room))
+            room = _aligned(room + source.nbytes)
     return Plan(
-        columns=(first, *large) if small else tuple(large),
-        empty=tuple(
-            (number, _piece(source, 0))
-            for number, source in enumerate(sources)
-            if source is not None and not source.nbytes
-        ),
-        staged=tuple(number for number, _ in staged),
-        staging=tuple(piece for _, piece in staged),
+        columns=tuple(columns),
+        empty=tuple((number, _piece(source, 0)) for number, source in leaves if not source.nbytes),
+        staged=tuple(staged),
+        staging=tuple(staging),
         staging_bytes=room,
-        nbytes=sum(source.nbytes for source in sources if source is not None),
+        nbytes=sum(source.nbytes for _, source in leaves),
     )
 
 

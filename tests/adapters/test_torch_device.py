@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 import os
 import pickle
 import subprocess
@@ -138,7 +139,7 @@ def test_all_memory_is_there_with_the_first_batch(depth):
         iterator = iter(prefetcher)
         batch = next(iterator)
         first = prefetcher.stats()
-        for batch in iterator:
+        for _ in iterator:
             pass
         last = prefetcher.stats()
     assert first.device_allocations == last.device_allocations == depth + 2
@@ -542,8 +543,7 @@ def test_a_call_that_fails_gives_all_back(fakes, failure):
                 next(iterator)
             device.fails_in = number
             with pytest.raises(failure):
-                for _ in range(20):
-                    next(iterator)
+                list(itertools.islice(iterator, 20))
             with pytest.raises(StopIteration):
                 next(iterator)
         assert prefetcher.stats().device_allocations == 4

@@ -269,5 +269,3 @@ def test_no_thread_is_started(cache):
         with Loader(cache, 16, device="cpu") as loader:
             list(loader)
             assert {thread.name for thread in threading.enumerate()} == usual
-
-

@@ -1,8 +1,8 @@
 """The way to a device, in any order of events: no read sees anything but its batch, whatever fails.
 
-A machine takes batches on several streams, keeps, views, drops them, on other threads too, begins anew, has calls
-fail and Ctrl-C come at any line, while the device runs what it was given in any order. Then each wait of the
-algorithm is left out in turn, and the machine has to find out.
+A machine takes batches on several streams, keeps, views, drops them, on other threads too, begins anew, has
+calls fail and Ctrl-C come at any line, while the device runs what it was given in any order. Then each wait
+of the algorithm is left out in turn, and the machine has to find out.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Interrupt:
 
 
 class Source:
-    """Batches without end. What is not pinned lies in memory that the next batch of as many rows is written to."""
+    """Batches without end. What is not pinned, the next batch of so many rows overwrites."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
         self.number = 0
-        self.given: deque[tuple[int, int, bool]] = deque()  # number, rows, whether there is a leaf on the device
+        self.given: deque[tuple[int, int, bool]] = deque()  # number, rows, whether it has "made"
         self.rows, self.pinned, self.made_on = 4, False, None
         self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -126,7 +126,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.source.given.clear()
         self.iterator = iter(self.prefetcher)
 
-    @rule(rows=st.sampled_from([4, 4, 4, 2, 7]), pinned=st.booleans(), made=st.sampled_from([None, None, 1, 2]))
+    @rule(rows=st.sampled_from([4, 4, 2, 7]), pinned=st.booleans(), made=st.sampled_from([None, None, 1, 2]))
     def change_the_source(self, rows: int, pinned: bool, made: int | None) -> None:
         self.source.rows, self.source.pinned = rows, pinned
         self.source.made_on = None if made is None else self.computes[made]
@@ -315,7 +315,7 @@ LEFT_OUT = {  # a part of transfers.py, and what it is without a wait, or with l
         "pass",
     ),
     "what flies is not free": (" and (self.flight is None or not self.flight.is_flying)", ""),
-    "what died on its way waits": ("if not lane.is_quiet()", "if False"),
+    "what died on its way waits": ("_left[id(lane)] = lane", "pass"),
     "a batch is for the stream that is current": (
         "here, device = self.backend.current_stream()",
         "here, device = self._here",

@@ -11,7 +11,7 @@ CPU, where every call is done when it returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -163,17 +163,19 @@ class Accelerator:
 
     def register(self, address: int, nbytes: int) -> bool:
         """As of `registered.Registers`."""
+        return self._succeeds(lambda: self._module.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def unregister(self, address: int) -> None:
+        """As of `registered.Registers`."""
+        self._succeeds(lambda: self._module.cudart().cudaHostUnregister(address))
+
+    def _succeeds(self, call: Callable[[], Any]) -> bool:
         with self._module.device(self.device):
-            if int(self._module.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0:
+            if int(call()) == 0:
                 return True
             with suppress(RuntimeError):  # the next kernel raises the error, which nobody else may meet
                 torch.zeros(1, device=self.device)
             return False
-
-    def unregister(self, address: int) -> None:
-        """As of `registered.Registers`."""
-        with self._module.device(self.device):
-            self._module.cudart().cudaHostUnregister(address)
 
 
 class Host:

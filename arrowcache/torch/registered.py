@@ -13,7 +13,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +27,8 @@ class Registers(Protocol):
     def register(self, address: int, nbytes: int) -> bool:
         """Returns: False: it refuses."""
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, address: int) -> None:
+        """What is not registered is left alone."""
 
 
 class Registered:
@@ -95,19 +95,22 @@ class Registered:
         return not self._is_refused
 
     def _unregister(self, start: int) -> None:
-        with suppress(RuntimeError):  # an interrupted call had not registered it
-            self._device.unregister(start)
+        self._device.unregister(start)
         del self._parts[start]
 
 
 _held: deque[tuple[Registered, HeldMemory]] = deque()
+_kept: list[HeldMemory] = []  # for ever
 
 
 def tidy() -> None:
-    """Give back memory that has died meanwhile; in a forked child none of its parent's. One thread at a time."""
+    """Give back memory that has died; in a forked child none of its parent's. One thread at a time."""
     while _held and _held[0][0].pid == os.getpid():
         registered, memory = _held[0]
-        registered.let_go(memory)
+        try:
+            registered.let_go(memory)
+        except RuntimeError:  # a device that failed
+            _kept.append(memory)
         _held.popleft()
 
 

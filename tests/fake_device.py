@@ -5,22 +5,32 @@ and of the events that it waits for, and by no other. So memory that is written 
 still read it, or read before its copy, shows as a wrong value in `errors`, as on a real device, only
 more reliably. Memory is filled with garbage by its stream when it is allocated and once it is freed,
 as if others had used it before and did so again.
+
+It refuses what a real one refuses: any call while a graph is captured, in whatever thread (the capture is
+global); a wait for an event that nobody recorded; an event that is recorded on a second stream; memory
+beyond `most_bytes`. Registered memory must stay mapped. A call can be made to fail, and the device can be
+stuck: then nothing runs but by `step`, and `pause`, the only wait of a processor, moves the clock.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
+import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from arrowcache.torch.registered import Registered
+
 GARBAGE = 0xA5
+ORDERS = ("none", "copy", "compute", "all", "random")
 
 
 class Recording:
@@ -44,122 +54,197 @@ class Event:
 
 
 class FakeDevice:
-    """A backend. `order`: which streams run as soon as they can ("copy", "compute", "all", "none", or
-    "random"); the others run when somebody waits for them.
+    """A backend.
 
-    `deaf` names calls that do nothing: what the prefetcher must not leave out.
+    Args:
+        order: which streams run as soon as they can ("copy", "compute", "all", "none", or "random"); the
+            others run when a processor pauses.
+        deaf: names of calls that do nothing: what must not be left out.
+        most_bytes: memory that it has.
     """
 
-    def __init__(self, order: str = "none", seed: int = 0, deaf: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, order: str = "none", seed: int = 0, deaf: tuple[str, ...] = (), most_bytes: int = 1 << 40
+    ) -> None:
         self.device = torch.device("cpu")
-        self.order, self.deaf = order, deaf
+        self.order, self.deaf, self.most_bytes = order, deaf, most_bytes
         self.errors: list[str] = []
         self.calls: list[str] = []
+        self.threads: set[int] = set()  # that called it
         self.default = Stream("compute 0")
         self.streams = [self.default]
-        self.pinned: list[tuple[int, int]] = []  # ranges that are pinned already
+        self.pinned_ranges: list[tuple[int, int]] = []  # that others have pinned
+        self.registered_ranges: dict[int, int] = {}
+        self.refuses_to_register = False
+        self.asked_if_pinned = 0
+        self.is_stuck = False
+        self.clock = 0.0  # seconds that processors paused
+        self.on_pause: Callable[[], object] = lambda: None
+        self.fails_in: int | None = None  # calls
+        self.failure: Callable[[], BaseException] = lambda: RuntimeError("the device failed")
+        self.memory_bytes = 0
+        self._registered = Registered(self)
         self._copy_streams: list[Stream] = []
+        self._capturing: int | None = None  # thread
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._local = threading.local()
         self._keep: list[np.ndarray] = []  # memory is never really freed
         self._retained: dict[int, list[Stream]] = {}
-        self.memory_bytes = 0
+        self._on_device: set[int] = set()
 
-    # What the prefetcher calls.
+    # What is called.
+
+    def is_capturing(self) -> bool:
+        return self._capturing == threading.get_ident()
 
     def stream(self) -> Stream:
+        self._call("stream")
         found = Stream(f"copy {len(self._copy_streams)}")
         self._copy_streams.append(found)
         self.streams.append(found)
         return found
 
-    def current_stream(self) -> Stream:
+    def current_stream(self, device: torch.device | None = None) -> Stream:
         return getattr(self._local, "stream", self.default)
 
     def event(self) -> Event:
-        self.calls.append("event")
+        self._call("event")
         return Event()
 
     def record(self, event: Event, stream: Stream) -> None:
+        self._call("record")
         if "record" in self.deaf:
             return
         with self._lock:
+            if event.recording is not None and event.recording.stream is not stream:
+                self.errors.append(f"an event of {event.recording.stream} was recorded on {stream}")
             event.recording = Recording(stream)
             self._enqueue(stream, event.recording)
 
     def wait(self, stream: Stream, event: Event) -> None:
+        self._call("wait")
         kind = "copy waits" if stream in self._copy_streams else "compute waits"
-        if kind in self.deaf or event.recording is None:
-            return
-        self._enqueue(stream, ("wait", event.recording))
+        if event.recording is None:
+            self.errors.append("a wait for an event that nobody recorded")
+        elif kind not in self.deaf:
+            self._enqueue(stream, ("wait", event.recording))
 
-    def synchronize(self, event: Event) -> None:
-        if "synchronize" in self.deaf or event.recording is None:
-            return
-        with self._lock:
-            self._run_until(event.recording)
+    def query(self, event: Event) -> bool:
+        self._call("query")
+        if event.recording is None:
+            self.errors.append("a query of an event that nobody recorded")
+        return event.recording is None or event.recording.is_over or "query" in self.deaf
+
+    def pause(self, seconds: float) -> None:
+        """The processor waits: what is given to the device comes to its end, unless it is stuck."""
+        self.clock += seconds
+        self.on_pause()
+        if not self.is_stuck:
+            with self._lock:
+                for stream in self.streams:
+                    self.step(stream)
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        self._call("memory")
+        if self.memory_bytes + nbytes > self.most_bytes:
+            raise torch.OutOfMemoryError("the fake has no memory")
         raw = np.zeros(nbytes, np.uint8)
         tensor = torch.from_numpy(raw[:])
         with self._lock:
             self._keep.append(raw)
             self.memory_bytes += nbytes
             self._enqueue(stream, ("do", lambda: raw.fill(GARBAGE)))
-        self.calls.append("memory")
         weakref.finalize(tensor.untyped_storage(), self._freed, raw, stream)
         return tensor
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
-        self._retained.setdefault(memory.data_ptr(), []).append(stream)
+        self._call("retain")
+        if "retain" not in self.deaf:
+            self._retained.setdefault(memory.data_ptr(), []).append(stream)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         self.calls.append("host_memory")
-        memory = torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
-        self.pin(memory)
-        weakref.finalize(memory.untyped_storage(), self.pinned.remove, self.pinned[-1])
-        return memory
+        return self._registered.allocate(nbytes).fill_(GARBAGE)
+
+    def pinned_memory(self, nbytes: int) -> torch.Tensor:
+        memory = self.host_memory(nbytes)
+        if self.can_read(memory):
+            return memory
+        return self.pin(memory)
 
     def can_read(self, source: torch.Tensor) -> bool:
+        if self._registered.reads(source):
+            return True
+        self.asked_if_pinned += 1
         start = source.data_ptr()
-        return any(first <= start < last for first, last in self.pinned)
+        return any(first <= start < last for first, last in self.pinned_ranges)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        assert self.can_read(source), "the source is not pinned"
-        assert into.dtype == source.dtype
-        assert into.stride() == source.stride()
-        assert into.shape == source.shape
-        storage, nbytes = weakref.ref(source.untyped_storage()), source.nbytes
-        target, start = into.data_ptr(), source.data_ptr()
+    def register(self, address: int, nbytes: int) -> bool:
+        self._call("register")
+        if not self.refuses_to_register:
+            self.registered_ranges[address] = nbytes
+        return not self.refuses_to_register
 
-        def run() -> None:
-            if storage() is None:
-                self.errors.append("a source was freed before its copy")
-            else:
-                ctypes.memmove(target, start, nbytes)
+    def unregister(self, address: int) -> None:
+        self._call("unregister")
+        self.registered_ranges.pop(address, None)
 
-        self._enqueue(stream, ("do", run))
+    def holds(self, leaf: object) -> bool:
+        is_plain = type(leaf) is torch.Tensor and leaf.layout == torch.strided
+        return is_plain and leaf.data_ptr() in self._on_device
+
+    def pinned(self, leaf: object) -> object:
+        return leaf
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        self._call("copy")
+        for into, source in pairs:
+            self._copy(into, source, stream)
 
     # What a test calls.
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.pinned.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        pinned = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        self.pinned_ranges.append(pinned)
+        weakref.finalize(tensor.untyped_storage(), self.pinned_ranges.remove, pinned)
         return tensor
+
+    def set_stream(self, stream: Stream) -> None:
+        """Have the calling thread's work go to a stream."""
+        self._local.stream = stream
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         before = self.current_stream()
-        self._local.stream = stream
+        self.set_stream(stream)
         try:
             yield
         finally:
-            self._local.stream = before
+            self.set_stream(before)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """This thread captures a graph: in global mode, which forbids calls to all threads."""
+        self._capturing = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._capturing = None
 
     def compute_stream(self) -> Stream:
         found = Stream(f"compute {len(self.streams)}")
         self.streams.append(found)
         return found
+
+    def made(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor that is on this device already: the current stream gives it its values."""
+        raw, result = values.numpy().copy(), torch.full_like(values, 0)
+        self._on_device.add(result.data_ptr())
+        self._keep.append(result.numpy())
+        into = result.numpy()
+        self._enqueue(self.current_stream(), ("do", lambda: np.copyto(into, raw)))
+        return result
 
     def read(self, tensor: torch.Tensor, expected: torch.Tensor) -> None:
         """Enqueue a read of what a tensor should hold by then. Keeps the tensor's memory from nobody."""
@@ -191,9 +276,46 @@ class FakeDevice:
     def finish(self) -> None:
         """Run everything."""
         with self._lock:
-            while any(self.step(stream) for stream in self.streams):
+            while any([self.step(stream) for stream in self.streams]):  # noqa: C419  # each a step
                 pass
             assert not any(stream.todo for stream in self.streams), "the streams wait for each other"
+
+    def unmapped(self) -> list[int]:
+        """Addresses of registered memory that was given back to the system."""
+        lines = re.findall(r"^(\w+)-(\w+) ", Path("/proc/self/maps").read_text(), re.MULTILINE)
+        maps = [(int(start, 16), int(end, 16)) for start, end in lines]
+        return [
+            address
+            for address, nbytes in self.registered_ranges.items()
+            if not any(start <= address and address + nbytes <= end for start, end in maps)
+        ]
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        self.threads.add(threading.get_ident())
+        if self._capturing is not None:
+            self.errors.append(f"{name} while a graph is captured")
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in < 0:
+                self.fails_in = None
+                raise self.failure()
+
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        assert into.dtype == source.dtype
+        assert into.stride() == source.stride()
+        assert into.shape == source.shape
+        storage, nbytes = weakref.ref(source.untyped_storage()), source.nbytes
+        target, start = into.data_ptr(), source.data_ptr()
+
+        def run() -> None:
+            if storage() is None:
+                self.errors.append("a source was freed before its copy")
+            else:
+                ctypes.memmove(target, start, nbytes)
+
+        self._enqueue(stream, ("do", run))
 
     def _enqueue(self, stream: Stream, operation: Recording | tuple[str, object]) -> None:
         with self._lock:
@@ -201,6 +323,8 @@ class FakeDevice:
             self._run_what_is_early()
 
     def _run_what_is_early(self) -> None:
+        if self.is_stuck:
+            return
         if self.order == "random":
             for _ in range(self._random.randrange(4)):
                 self.step(self._random.choice(self.streams))
@@ -211,16 +335,8 @@ class FakeDevice:
             "all": self.streams,
             "none": [],
         }[self.order]
-        while any(self.step(stream) for stream in early):
+        while any([self.step(stream) for stream in early]):  # noqa: C419
             pass
-
-    def _run_until(self, recording: Recording) -> None:
-        while not recording.is_over:
-            if not self.step(recording.stream):
-                blocked = recording.stream.todo[0]
-                assert isinstance(blocked, tuple)
-                assert blocked[0] == "wait"
-                self._run_until(blocked[1])
 
     def _freed(self, raw: np.ndarray, stream: Stream) -> None:
         """Its stream has the memory from now on, and writes to it."""

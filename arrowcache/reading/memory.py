@@ -2,7 +2,7 @@
 
 An allocator gives memory for one buffer, (nbytes,) uint8. `page_aligned` gives plain memory. `SharedBuffers`
 gives a part of an anonymous file, which another process finds by its offset. Memory that a device reads by
-itself comes from torch/backend.py.
+itself comes from torch/registered.py, which also registers parts of such files.
 
 Guarantee: a buffer of a file has its memory before anybody writes. Otherwise a full disk or memory would be a
 SIGBUS, not an error.
@@ -14,6 +14,8 @@ import mmap
 import os
 import resource
 import weakref
+from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -42,7 +44,24 @@ def page_aligned(nbytes: int) -> NDArray[np.uint8]:
     return memory[start : start + nbytes]
 
 
-class SharedMemory(mmap.mmap):
+class HeldMemory(mmap.mmap):
+    """Mapped memory that somebody may hold beyond its last array, such as a device that has registered it.
+
+    Anonymous memory is shared with forked children: no write of this process moves it to other pages.
+    """
+
+    holder: Callable[[HeldMemory], object] | None = None  # gets it then
+
+    @property
+    def address(self) -> int:
+        return int(np.frombuffer(self, np.uint8, 1).ctypes.data)
+
+    def __del__(self) -> None:
+        if self.holder is not None:
+            self.holder(self)
+
+
+class SharedMemory(HeldMemory):
     """An anonymous file, mapped by several processes; it lives as long as any array over it.
 
     It is sparse and far larger than what is ever used of it. So it is mapped once, and nothing in it moves.
@@ -53,11 +72,13 @@ class SharedMemory(mmap.mmap):
     """
 
     fd = -1
+    parts: dict[int, int]  # bytes in use, by offset, of parts that another process gives
 
     def __new__(cls, fd: int) -> Self:
         self = super().__new__(cls, fd, os.fstat(fd).st_size)
         _inherited.add(self)
         self.fd = fd
+        self.parts = {}
         return self
 
     @classmethod
@@ -88,16 +109,20 @@ class SharedMemory(mmap.mmap):
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
+        super().__del__()
 
 
 class SharedBuffers:
     """Gives parts of a `SharedMemory`, as its only allocator. Not thread-safe.
 
     Sizes of parts are powers of two, so that each is used again. Only the used bytes of a part have memory.
+
+    Args:
+        keeps: memory is never given back to the system: a device of another process may have registered it.
     """
 
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: SharedMemory, *, keeps: bool = False) -> None:
+        self._memory, self._keeps = memory, keeps
         self._start = memory.words.ctypes.data
         self._end = PAGE_BYTES
         self._bare: dict[int, list[int]] = {}  # offsets of parts without memory, by size
@@ -108,7 +133,7 @@ class SharedBuffers:
 
         Raises: MemoryError: there is no memory, or no address space, for it.
         """
-        size, bare = _size(nbytes), self._bare.setdefault(_size(nbytes), [])
+        size, bare = size_class(nbytes), self._bare.setdefault(size_class(nbytes), [])
         if not bare:
             if self._end + size > len(self._memory):
                 raise MemoryError(
@@ -133,19 +158,34 @@ class SharedBuffers:
     def free(self, memory: NDArray[np.uint8]) -> None:
         """Give back what `allocate` gave."""
         self._allocated_bytes -= _backed(memory.nbytes)
-        self._release(self.offset(memory.ctypes.data), _size(memory.nbytes))
+        self._release(self.offset(memory.ctypes.data), size_class(memory.nbytes))
 
     def offset(self, address: int) -> int:
         """The offset of an address in the file: other processes find it by that."""
         return address - self._start
 
     def _release(self, offset: int, size: int) -> None:
-        with suppress(OSError):  # a file system that cannot: the memory stays
-            self._memory.madvise(mmap.MADV_REMOVE, offset, size)
+        if not self._keeps:
+            with suppress(OSError):  # a file system that cannot: the memory stays
+                self._memory.madvise(mmap.MADV_REMOVE, offset, size)
         self._bare[size].append(offset)
 
 
-def _size(nbytes: int) -> int:
+def shared_part(address: int, nbytes: int) -> tuple[SharedMemory, int, int] | None:
+    """The memory, address and bytes of the part, given by another process, that some bytes lie in."""
+    for memory in [*_inherited]:
+        start = memory.address
+        if memory.parts and 0 <= address - start < len(memory):
+            offsets = sorted(memory.parts)
+            offset = offsets[max(0, bisect_right(offsets, address - start) - 1)]
+            size = memory.parts[offset]
+            if start + offset <= address and address + nbytes <= start + offset + size:
+                return memory, start + offset, size
+    return None
+
+
+def size_class(nbytes: int) -> int:
+    """The bytes of addresses that a part of so many bytes has at least."""
     return max(PAGE_BYTES, 1 << (max(1, nbytes) - 1).bit_length())
 
 

@@ -1,24 +1,31 @@
-"""Backend: the few calls to a device that a prefetcher makes, behind one protocol.
+"""Backend: the few calls to a device that batches on their way need, behind one protocol.
 
-Everything about streams, events and memory is here and nowhere else, so that the prefetcher is the
-same code on every accelerator, on the CPU, and on a recording fake in the tests. A backend decides
-nothing: it owns no memory, and when to wait for what is the copier's business.
+Everything about streams, events and memory is here and nowhere else, so that transfers.py is the same code on
+every accelerator, on the CPU, and on a device in software in the tests. A backend decides nothing: when to
+wait for what is the business of transfers.py.
 
-`Accelerator` is any device with streams, through `torch.get_device_module` (CUDA, ROCm, XPU);
-`Host` is the CPU, where every call is done when it returns.
+`Accelerator` is any device with streams, through `torch.get_device_module` (CUDA, ROCm, XPU); `Host` is the
+CPU, where every call is done when it returns.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
 from arrowcache.reading.memory import page_aligned
+from arrowcache.torch.registered import Registered
+from arrowcache.torch.tensors import pinned
 
 #: A stream or an event of a backend: opaque, compared and hashed as a whole.
 Stream = Any
 Event = Any
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every context
 
 
 class Backend(Protocol):
@@ -26,11 +33,14 @@ class Backend(Protocol):
 
     device: torch.device
 
+    def is_capturing(self) -> bool:
+        """Whether this thread captures a graph, which forbids all other calls."""
+
     def stream(self) -> Stream:
         """A new stream."""
 
-    def current_stream(self) -> Stream:
-        """The one that the calling thread's work goes to."""
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        """The one that the calling thread's work goes to, on this device or on another of its kind."""
 
     def event(self) -> Event:
         """A new event, at which nothing waits yet."""
@@ -41,23 +51,38 @@ class Backend(Protocol):
     def wait(self, stream: Stream, event: Event) -> None:
         """What the stream is given from now on begins after the event, as it was recorded last."""
 
-    def synchronize(self, event: Event) -> None:
-        """Block this thread until the event, as it was recorded last, is over. Releases the GIL."""
+    def query(self, event: Event) -> bool:
+        """Whether the event, as it was recorded last, is over."""
+
+    def pause(self, seconds: float) -> None:
+        """Have this thread sleep so long. Ctrl-C ends it."""
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        """(nbytes,) uint8 on the device, which is a stream's: once freed, its next work may have it."""
+        """(nbytes,) uint8 on the device, which is a stream's: once freed, its next work may have it.
+
+        Raises: torch.OutOfMemoryError.
+        """
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
         """Memory that is freed from now on is used anew after what another stream was given by then."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 on the host, from which the device reads by itself (pinned)."""
+        """(nbytes,) uint8 on the host, at a page, which `can_read` unless the device refuses. Any thread."""
+
+    def pinned_memory(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 on the host, from which the device reads by itself."""
 
     def can_read(self, source: torch.Tensor) -> bool:
         """Whether a copy may read a host tensor where it is."""
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy a host tensor, which `can_read`, to the device in the stream's order."""
+    def holds(self, leaf: Any) -> bool:
+        """Whether a leaf is a tensor on a device of this kind already."""
+
+    def pinned(self, leaf: Any) -> Any:
+        """A leaf with a `to` of its own, such that this need not wait for its copy; itself, if it cannot."""
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        """Copy host tensors (second), which `can_read`, to the device (first) in the stream's order."""
 
 
 class Accelerator:
@@ -74,16 +99,19 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
+        self._registered = Registered(self) if device.type == "cuda" else None
+
+    def is_capturing(self) -> bool:
+        ask = getattr(self._module, "is_current_stream_capturing", None)
+        return ask is not None and bool(ask())
 
     def stream(self) -> Stream:
         return self._module.Stream(self.device)
 
-    def current_stream(self) -> Stream:
-        return self._module.current_stream(self.device)
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self._module.current_stream(self.device if device is None else device)
 
     def event(self) -> Event:
-        if self.device.type == "cuda":
-            return self._module.Event(blocking=True)  # who waits for one sleeps, and does not spin
         return self._module.Event()
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -92,8 +120,11 @@ class Accelerator:
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
 
-    def synchronize(self, event: Event) -> None:
-        event.synchronize()
+    def query(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
         with self._module.device(self.device), self._module.stream(stream):
@@ -103,15 +134,48 @@ class Accelerator:
         memory.record_stream(stream)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
+        return self.pinned_memory(nbytes) if self._registered is None else self._registered.allocate(nbytes)
+
+    def pinned_memory(self, nbytes: int) -> torch.Tensor:
+        if self._registered is not None:
+            memory = self._registered.allocate(nbytes)
+            if self._registered.reads(memory):
+                return memory
         with self._module.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def can_read(self, source: torch.Tensor) -> bool:
+        if self._registered is not None and self._registered.reads(source):
+            return True
         return source.is_pinned()
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def holds(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.device.type == self.device.type
+
+    def pinned(self, leaf: Any) -> Any:
+        with self._module.device(self.device):
+            return pinned(leaf)
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         with self._module.device(self.device), self._module.stream(stream):
-            into.copy_(source, non_blocking=True)
+            for into, source in pairs:
+                into.copy_(source, non_blocking=True)
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """As of `registered.Registers`."""
+        return self._succeeds(lambda: self._module.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def unregister(self, address: int) -> None:
+        """As of `registered.Registers`."""
+        self._succeeds(lambda: self._module.cudart().cudaHostUnregister(address))
+
+    def _succeeds(self, call: Callable[[], Any]) -> bool:
+        with self._module.device(self.device):
+            if int(call()) == 0:
+                return True
+            with suppress(RuntimeError):  # the next kernel raises the error, which nobody else may meet
+                torch.zeros(1, device=self.device)
+            return False
 
 
 class Host:
@@ -119,10 +183,16 @@ class Host:
 
     device = torch.device("cpu")
 
+    def is_capturing(self) -> bool:
+        return False
+
     def stream(self) -> Stream:
         return None
 
-    current_stream = event = stream
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        pass
+
+    event = stream
 
     def record(self, event: Event, stream: Stream) -> None:
         pass
@@ -130,7 +200,10 @@ class Host:
     def wait(self, stream: Stream, event: Event) -> None:
         pass
 
-    def synchronize(self, event: Event) -> None:
+    def query(self, event: Event) -> bool:  # noqa: ARG002
+        return True
+
+    def pause(self, seconds: float) -> None:
         pass
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:  # noqa: ARG002
@@ -142,11 +215,20 @@ class Host:
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.from_numpy(page_aligned(nbytes))
 
+    pinned_memory = host_memory
+
     def can_read(self, source: torch.Tensor) -> bool:  # noqa: ARG002
         return True
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: ARG002
-        into.copy_(source)
+    def holds(self, leaf: Any) -> bool:  # noqa: ARG002
+        return False
+
+    def pinned(self, leaf: Any) -> Any:
+        return leaf
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:  # noqa: ARG002
+        for into, source in pairs:
+            into.copy_(source)
 
 
 def backend_of(device: str | int | torch.device | None) -> Backend:

@@ -1,6 +1,6 @@
 """Delivery: an epoch of a loader, handed over on a device.
 
-The prefetcher's thread takes batches of the epoch ahead; they count as delivered here, when the
+Batches are taken of the epoch ahead, as far as they are ready; they count as delivered here, when the
 consumer gets them. What is still on its way when an epoch ends is dropped, and was never delivered.
 """
 
@@ -21,12 +21,11 @@ class DeviceEpoch:
     Args:
         epoch: what makes them.
         prefetcher: what brings them there.
-        timeout_seconds: how long a step waits; None: for ever.
-        finish: makes tensors of a batch, in the prefetcher's thread.
-    Raises: WorkerError: that thread cannot be started. The epoch has ended then.
+        timeout_seconds: how long a step waits for a batch to be made; None: for ever.
+        finish: makes tensors of a batch.
     """
 
-    _batches: PrefetchIterator | None = None  # until the prefetcher has started
+    _batches: PrefetchIterator | None = None  # until the prefetcher has begun
 
     def __init__(
         self,
@@ -36,10 +35,9 @@ class DeviceEpoch:
         finish: Callable[[Batch], Batch],
     ) -> None:
         self._epoch = epoch
-        self._timeout_seconds = timeout_seconds
         self._finish = finish  # of the loader, which so lives as long as this
         try:
-            self._batches = prefetcher.over(_Undelivered(epoch, finish), epoch.close)
+            self._batches = prefetcher.over(_Undelivered(epoch, timeout_seconds, finish))
         except BaseException:
             epoch.close()
             raise
@@ -50,13 +48,12 @@ class DeviceEpoch:
     def __next__(self) -> Batch:
         """The next batch, on the device.
 
-        Blocks: until it is made and its copy was started, at most the loader's timeout.
+        Blocks: until it is made, at most the loader's timeout, and its copy was begun.
         Raises: as the iterator of a loader without a device.
         """
         assert self._batches is not None
         try:
-            with self._epoch.waiting():
-                batch, receipt = self._batches.take(self._timeout_seconds)
+            batch, receipt = next(self._batches)
         except StopIteration:
             self._epoch.deliver(None)
             raise
@@ -72,9 +69,11 @@ class DeviceEpoch:
 
     def close(self) -> None:
         """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
-        self._epoch.close()
-        if self._batches is not None:
-            self._batches.close()
+        try:
+            self._epoch.close()
+        finally:
+            if self._batches is not None:
+                self._batches.close()
 
     def __del__(self) -> None:
         if (epoch := getattr(self, "_epoch", None)) is not None:  # else the constructor failed
@@ -92,16 +91,22 @@ class _Receipt:
 
 
 class _Undelivered:
-    """An epoch's batches, not counted, each with its receipt: for the prefetcher's thread."""
+    """An epoch's batches, not counted, each with its receipt: a source."""
 
-    def __init__(self, epoch: Stream, finish: Callable[[Batch], Batch]) -> None:
-        self._epoch, self._finish = epoch, finish
+    def __init__(
+        self, epoch: Stream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
+    ) -> None:
+        self._epoch, self._timeout_seconds, self._finish = epoch, timeout_seconds, finish
 
-    def __iter__(self) -> _Undelivered:
-        return self
-
-    def __next__(self) -> tuple[Batch, _Receipt]:
-        made: Any = self._epoch.take(None)  # the consumer is the one that waits
+    def next(self) -> tuple[Batch, _Receipt]:
+        with self._epoch.waiting():
+            made: Any = self._epoch.take(self._timeout_seconds)
         if made is None:
             raise StopIteration
         return self._finish(made.batch), _Receipt(made)
+
+    def is_ready(self) -> bool:
+        return self._epoch.is_ready()
+
+    def close(self) -> None:
+        self._epoch.close()

@@ -1,23 +1,20 @@
 """DevicePrefetcher: the next batches go to a device while this one trains.
 
-A thread of its own takes batches from any iterable (iteration.py) and starts their copies on a copy
-stream (copier.py), into memory that is used again (buffers.py); the consumer is handed tensors on
-the device. This module is the face: what users say and get, and when an iteration ends.
+This module is the face: what users say and get, and when an iteration ends. transfers.py has the algorithm,
+which the consumer's own calls of `next` drive: there is no thread.
 
-Guarantees: nothing that is kept is overwritten. Streams, slots and device memory live as long as
-the prefetcher, over all its iterations. It never synchronizes the device, calls no `record_stream`
-and leaves nothing running: an iteration ends by exhaustion, `break`, an exception, a newer one,
-`close` or the interpreter's exit, and every wait for the thread then has a bound, except where the
-next iteration must not begin beside a source that is still busy.
+Guarantees: nothing that is kept is overwritten. Streams, slots and device memory live as long as the
+prefetcher, over all its iterations. It never synchronizes the device. An iteration ends by exhaustion,
+`break`, an exception, a newer one, `close` or the interpreter's exit.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,10 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arrowcache.shortage import start
 from arrowcache.torch.backend import Backend, backend_of
-from arrowcache.torch.copier import Copier
-from arrowcache.torch.iteration import JOIN_SECONDS, Iteration
+from arrowcache.torch.transfers import Counts, Iteration, Lane, Source, Turn, leave, tidy
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -37,6 +32,7 @@ if TYPE_CHECKING:
 
 Device = str | int | torch.device
 
+CLOSE_SECONDS = 5.0  # that `close` waits for a device
 _MOST_DEPTH = 1024
 _CLOSED = "the prefetcher is closed: make a new one"
 _FORKED = "this prefetcher belongs to the process that forked this one: make a new one here"
@@ -48,11 +44,13 @@ _open: weakref.WeakSet[DevicePrefetcher] = weakref.WeakSet()
 class PrefetcherStats:
     """A prefetcher since it was made.
 
-    `batches` and `bytes` are what was handed over, with all devices' parts of a step as one batch;
-    `stall_seconds` the time that the consumer waited for it. `device_bytes` is the memory for batches
-    on the devices that is reused, `device_allocations` how often a buffer was added to it: for each
-    leaf of a batch `depth + 2` at first, then no more, unless batches are kept, or grow. `pinned_bytes`
-    is host memory for copying what was not pinned already.
+    `batches` and `bytes` are what was handed over, with all devices' parts of a step as one batch.
+    `stall_seconds` is the time that the consumer waited for the source, `device_seconds` the time that it
+    waited for a device to be done with earlier copies. `device_bytes` is the memory for batches on the
+    devices that is reused, `device_allocations` how often some was added to it: `depth + 2` times at first
+    for each leaf of 1 MiB and more, and for the smaller ones together, then no more, unless batches are kept,
+    or grow.
+    `pinned_bytes` is host memory for copying what is small, or was not pinned already.
     """
 
     batches: int
@@ -61,17 +59,18 @@ class PrefetcherStats:
     device_bytes: int
     device_allocations: int
     pinned_bytes: int
+    device_seconds: float = 0.0
 
 
 class DevicePrefetcher:
     """Batches of any iterable, on a device: each `for` iterates over it anew.
 
     Args:
-        iterable: of batches: a loader of this library, a torch DataLoader, a list, a generator. It is
-            iterated in a background thread; `iter` of it is called in the consumer's.
+        iterable: of batches: a loader of this library, a torch DataLoader, a list, a generator. `next` takes
+            batches of it, ahead, in the consumer's thread.
         device: such as "cuda", "cuda:1", 0, "xpu" or "cpu"; without an index, the current one of its kind.
         depth: batches on the device, or on their way, beside the one in use; at least 1. Device memory
-            is that of depth + 2 batches, pinned memory that of depth batches.
+            is that of depth + 2 batches, pinned memory that of depth + 1 batches.
         devices: several in place of one: each batch is split along dimension 0 into nearly equal parts,
             and a list of one part a device is yielded.
 
@@ -79,20 +78,21 @@ class DevicePrefetcher:
     NamedTuples, dataclasses and TensorDicts of them, and comes back in the same form. Tensors and
     arrays of numbers become tensors of the same dtype, shape and order in memory, over reused
     memory that nothing overwrites while a view of it lives: they are safe to keep, and what is kept
-    makes the memory grow. Jagged nested tensors stay such. Tensors of another kind (sparse, of a
-    subclass, on another device, of autograd) and other objects with a `to` method are moved by
-    that, when they are handed over. Whatever else there is passes unchanged.
+    makes the memory grow. Each is a tensor of its own, and no view; leaves under 1 MiB lie side by side in
+    memory that is let go when the last of them is. Jagged nested tensors stay such. Tensors of another kind
+    (sparse, of a subclass, of autograd) and other objects with a `to` method are moved by that, when
+    they are handed over. Whatever else there is passes unchanged.
 
-    Tensors are ready for the stream that is current when they are handed over; work on another one
-    has to wait for that, and that for it before the batch is let go: `Tensor.record_stream` has no
-    effect on them. They cannot be resized in place. Capture a CUDA graph with
-    `capture_error_mode="thread_local"` while an iteration is in progress: its thread waits for copies
-    meanwhile, which the default forbids to all threads.
+    Tensors are ready for the stream that is current when they are handed over, also those that the source
+    made on the device; work on another one has to wait for that, and that for it before the batch is let go:
+    `Tensor.record_stream` has no effect on them. They cannot be resized in place. While a CUDA graph is
+    captured, `next` raises RuntimeError, and nothing else calls the device.
     On the CPU batches are copied, too, so that they are safe to keep, whatever the source does. Elsewhere
     pinned tensors are copied from where they are, while the source goes on: it must not write into them
     again.
 
-    Only one iteration is in progress: a newer one ends it with a RuntimeError in its consumer.
+    Only one iteration is in progress, in one thread at a time: a newer one ends it with a RuntimeError in its
+    consumer.
     Raises: ValueError, TypeError: a device that does not exist, a depth that does not fit.
     """
 
@@ -118,10 +118,10 @@ class DevicePrefetcher:
 
     def _setup(self, iterable: Iterable[Any], backends: Sequence[Backend]) -> None:
         self._iterable = iterable
-        self._backends = backends
-        self._copiers = [Copier(backend, self._depth) for backend in backends]
+        self._lanes = [Lane(backend, self._depth) for backend in backends]
         self._iteration: Iteration | None = None
-        self._counts = _Counts()
+        self._counts = Counts()
+        self._turn = Turn()
         self._pid = os.getpid()
         self._closed = False
         _open.add(self)
@@ -129,35 +129,17 @@ class DevicePrefetcher:
     def __iter__(self) -> PrefetchIterator:
         """Iterate over the source anew. An iteration still in progress ends.
 
-        Blocks: until a source that is busy with the batch of an earlier iteration has made it.
         Raises: whatever `iter` of the source raises; ValueError: the prefetcher is closed.
         """
-        self._end_iteration("a newer one began")
-        source = iter(self._iterable)
-        return self.over(source, is_ours=source is not self._iterable)
+        self._end_iteration()
+        iterator = iter(self._iterable)
+        return self.over(_Iterator(iterator, is_ours=iterator is not self._iterable))
 
-    def over(
-        self, source: Iterator[Any], interrupt: Callable[[], None] | None = None, *, is_ours: bool = True
-    ) -> PrefetchIterator:
-        """The batches of an iterator, over the same slots.
-
-        Args:
-            interrupt: makes a `next` of the source that is in progress return or raise; called from any
-                thread when the iteration ends.
-            is_ours: the source is closed at the end, if it can be.
-        """
-        self._end_iteration("a newer one began")
-        for copier in self._copiers:
-            copier.buffers.collect()
-            copier.buffers.begin()
-        iteration = Iteration(
-            source, self._copiers, self._depth, interrupt, is_ours=is_ours, is_split=self._is_split
-        )
-        start(iteration.thread)
-        self._iteration = iteration
-        if self._closed:  # by another thread meanwhile, which did not see it
-            iteration.end()
-        return PrefetchIterator(self, iteration, self._counts)
+    def over(self, source: Source) -> PrefetchIterator:
+        """The batches of a source, over the same memory. Raises: as `iter`."""
+        self._end_iteration()
+        self._iteration = Iteration(source, self._lanes, self._depth, self._counts, is_split=self._is_split)
+        return PrefetchIterator(self, self._iteration)
 
     def __len__(self) -> int:
         """That of the iterable. Raises: TypeError: it has none."""
@@ -166,11 +148,11 @@ class DevicePrefetcher:
     @property
     def devices(self) -> list[torch.device]:
         """Where batches go."""
-        return [backend.device for backend in self._backends]
+        return [lane.backend.device for lane in self._lanes]
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """(nbytes,) on the host, pinned: arrays over it go to the (first) device without another copy."""
-        return self._backends[0].host_memory(nbytes).numpy()
+        """(nbytes,) on the host: arrays over it go to the (first) device without another copy."""
+        return self._lanes[0].backend.host_memory(nbytes).numpy()
 
     def stats(self) -> PrefetcherStats:
         """What was handed over so far, and the memory in use for it."""
@@ -178,43 +160,76 @@ class DevicePrefetcher:
             batches=self._counts.batches,
             bytes=self._counts.nbytes,
             stall_seconds=self._counts.stall_seconds,
-            device_bytes=sum(copier.buffers.nbytes for copier in self._copiers),
-            device_allocations=sum(copier.buffers.allocations for copier in self._copiers),
-            pinned_bytes=sum(copier.host_bytes for copier in self._copiers),
+            device_bytes=sum(lane.device_bytes for lane in self._lanes),
+            device_allocations=sum(lane.allocations for lane in self._lanes),
+            pinned_bytes=sum(lane.pinned_bytes for lane in self._lanes),
+            device_seconds=self._counts.device_seconds,
         )
 
     def close(self) -> None:
-        """End the iteration and its thread, and let go of all memory but what is kept. Idempotent.
+        """End the iteration, and let go of all memory but what is kept. Idempotent.
 
-        Blocks: at most 5 s for a source that is busy; its thread then ends when that returns.
+        What a device still reads, or all of it while a graph is captured, is let go by the next call of any
+        prefetcher. A thread that is in `next` does this at its end.
+        Blocks: until devices are done with copies, at most 5 s for each.
+        Raises: what the source's `close`, or a device, raised last; all else was let go.
         """
-        self._close(JOIN_SECONDS)
-
-    def _close(self, seconds: float) -> None:
-        if self._closed:
-            return
         self._closed = True
         _open.discard(self)
-        iteration, self._iteration = self._iteration, None
-        if self.is_inherited():
-            return
-        if iteration is None or iteration.close(seconds):
-            for copier in self._copiers:
-                copier.close()
+        if self._iteration is not None:
+            self._iteration.end()
+        if not self.is_inherited() and self._turn.take():
+            try:
+                self._let_go()
+            finally:
+                self._turn.leave()
 
     def is_inherited(self) -> bool:
-        """Whether this process was forked from the one that has the thread."""
+        """Whether this process was forked from the one whose devices these are."""
         return self._pid != os.getpid()
 
-    def _end_iteration(self, because: str) -> None:
+    def next_of(self, iteration: Iteration) -> Any:
+        """The next batch of one of its iterations: see PrefetchIterator."""
+        if self.is_inherited():
+            raise ValueError(_FORKED)
+        if not self._turn.take():
+            raise RuntimeError("another thread is in `next` of this prefetcher: one at a time takes batches")
+        try:
+            if any(lane.backend.is_capturing() for lane in self._lanes):
+                raise RuntimeError(
+                    "a graph is being captured, and no batch can come meanwhile: take it before, and copy it "
+                    "into the graph's static input"
+                )
+            tidy()
+            return iteration.next()
+        finally:
+            if self._closed:
+                self._let_go()
+            self._turn.leave()
+
+    def _end_iteration(self) -> None:
         if self._closed:
             raise ValueError(_CLOSED)
         if self.is_inherited():
             raise ValueError(_FORKED)
         if self._iteration is not None:
-            self._iteration.end(because)
-            self._iteration.join(None)
+            self._iteration.end("a newer one began")
             self._iteration = None
+
+    def _let_go(self) -> None:
+        error: Exception | None = None
+        for lane in self._lanes:
+            try:
+                if lane.backend.is_capturing() or not lane.close(CLOSE_SECONDS):
+                    leave(lane)
+            except Exception as failed:  # noqa: BLE001  # the others come first
+                leave(lane)
+                error = failed
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback has this frame
 
     def __enter__(self) -> Self:
         return self
@@ -226,12 +241,14 @@ class DevicePrefetcher:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            self._close(0.0)
+            for lane in self._lanes:
+                if not lane.is_quiet():
+                    leave(lane)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a DevicePrefetcher cannot be pickled or copied: its thread and its device memory are of this "
-            "process; make one where the batches are used, over a loader that can"
+            "a DevicePrefetcher cannot be pickled or copied: its device memory is of this process; make one "
+            "where the batches are used, over a loader that can"
         )
 
     def __repr__(self) -> str:
@@ -240,14 +257,11 @@ class DevicePrefetcher:
 
 
 class PrefetchIterator:
-    """The batches of one iteration, in the consumer's hands. Dropping it ends the iteration.
+    """The batches of one iteration, in the consumer's hands. Dropping it ends the iteration."""
 
-    Nothing that makes batches refers to it.
-    """
-
-    def __init__(self, prefetcher: DevicePrefetcher, iteration: Iteration, counts: _Counts) -> None:
+    def __init__(self, prefetcher: DevicePrefetcher, iteration: Iteration) -> None:
         self._prefetcher = prefetcher  # which lives as long as this
-        self._iteration, self._counts = iteration, counts
+        self._iteration = iteration
         self._pid = os.getpid()
 
     def __iter__(self) -> PrefetchIterator:
@@ -256,34 +270,21 @@ class PrefetchIterator:
     def __next__(self) -> Any:
         """The next batch, on the device; a list with one part a device, if there are several.
 
-        Blocks: until the source has made it and its copy was started; not for the copy itself.
-        Raises: whatever the source raised; RuntimeError: a newer iteration began.
+        Blocks: until the source has made it and its copy was begun; not for the copy itself. Where nothing is
+        on its way, and the device is not done with earlier copies, until it is.
+        Raises: whatever the source raised; RuntimeError: a newer iteration began; a graph is captured, or
+            another thread takes a batch: this goes on then.
         """
-        return self.take(None)
-
-    def take(self, timeout_seconds: float | None) -> Any:
-        """As `next`. Raises: LoaderTimeoutError: none came in time; the iteration has ended then."""
-        if self._pid != os.getpid():
-            raise ValueError(_FORKED)
-        iteration = self._iteration
-        iteration.collect()
-        started = time.perf_counter()
-        try:
-            sent = iteration.next(timeout_seconds)
-            self._counts.stall_seconds += time.perf_counter() - started
-            batch = iteration.receive(sent)
-        except BaseException:
-            iteration.give_up()
-            raise
-        self._counts.batches += 1
-        self._counts.nbytes += sum(part.nbytes for part in sent)
-        return batch
+        return self._prefetcher.next_of(self._iteration)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an iteration over a DevicePrefetcher cannot be pickled or copied")
 
     def close(self) -> None:
-        """End the iteration: what was not handed over is dropped. Does not wait. Idempotent."""
+        """End the iteration: what was not handed over is dropped. Does not wait. Idempotent.
+
+        Raises: what the source's `close` does.
+        """
         if self._pid == os.getpid():
             self._iteration.end()
 
@@ -291,16 +292,28 @@ class PrefetchIterator:
         self.close()
 
 
-@dataclass(slots=True)
-class _Counts:
-    batches: int = 0
-    nbytes: int = 0
-    stall_seconds: float = 0.0
+class _Iterator:
+    """The source that an iterator is. `is_ours`: it is closed at the end, if it can be."""
+
+    def __init__(self, iterator: Iterator[Any], *, is_ours: bool) -> None:
+        self._iterator, self._is_ours = iterator, is_ours
+
+    def next(self) -> Any:
+        return next(self._iterator)
+
+    def is_ready(self) -> bool:
+        return True  # it cannot be asked
+
+    def close(self) -> None:
+        iterator, self._iterator = self._iterator, iter(())
+        if self._is_ours and callable(close := getattr(iterator, "close", None)):
+            close()
 
 
 def _close_all() -> None:
     for prefetcher in list(_open):
-        prefetcher.close()
+        with suppress(Exception):  # such as of a device that failed
+            prefetcher.close()
 
 
 atexit.register(_close_all)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from arrowcache.reading.assembly import Assembly, Batch
+from arrowcache.reading.assembly import Batch
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.stream import Stream
@@ -26,10 +26,11 @@ class Loader(NumpyLoader):
 
     Args:
         device: None: tensors are on the CPU and share memory with the loader's slots. Else such as "cuda":
-            a thread copies the next two batches there while this one trains, as `DevicePrefetcher` does;
+            the next two batches are copied there while this one trains, as `DevicePrefetcher` does;
             a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it. Rows are
-            gathered into pinned memory, from which the device copies them itself. Batches that lie elsewhere
-            (views, results of transforms, batches of worker processes) are copied into such first.
+            gathered, also by worker processes, into memory from which the device copies large columns itself;
+            small ones, and what lies elsewhere (views, results of transforms), are copied into such first.
+            Only time that the consumer waits for rows is stall, and has a timeout: a busy device is none.
 
     Keeping a tensor is safe: nothing overwrites it while it or a view of it lives.
     Raises: as `arrowcache.Loader`; ValueError: a device that does not exist here.
@@ -89,7 +90,7 @@ class Loader(NumpyLoader):
             window_bytes=window_bytes,
             paced=paced,
         )
-        if self._prefetcher is not None and isinstance(self._assembly, Assembly):
+        if self._prefetcher is not None:
             self._assembly.gather_into(self._prefetcher.host_memory)
 
     def device_stats(self) -> PrefetcherStats | None:
@@ -97,13 +98,15 @@ class Loader(NumpyLoader):
         return None if self._prefetcher is None else self._prefetcher.stats()
 
     def close(self) -> None:
-        """End the epoch, the threads and processes of workers, and the device's thread. Idempotent.
+        """End the epoch, the threads and processes of workers, and let go of device memory. Idempotent.
 
-        Blocks: at most some seconds, for a transform that runs.
+        Blocks: at most some seconds, for a transform that runs, or a device that still copies.
         """
-        super().close()
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        try:
+            super().close()
+        finally:
+            if self._prefetcher is not None:
+                self._prefetcher.close()
 
     def _find_rank(self) -> tuple[int | None, int | None]:
         now = Ranks(*self._given, self._run_id).now()  # Lightning initializes torch.distributed in `fit`
@@ -112,7 +115,7 @@ class Loader(NumpyLoader):
     def _hand_out(self, stream: Stream) -> Batches:
         if self._prefetcher is None:
             return super()._hand_out(stream)
-        if self._prefetcher.is_inherited():  # its thread stayed in the process that forked this one
+        if self._prefetcher.is_inherited():  # its devices are those of the process that forked this one
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
         return DeviceEpoch(stream, self._prefetcher, self._options.timeout_seconds, self._finish)
 

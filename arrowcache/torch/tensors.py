@@ -6,6 +6,9 @@ unaligned array, one of foreign byte order) is copied; what it would lose (a mas
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,9 @@ def source_of(leaf: Any) -> torch.Tensor | None:
     Returns: None: it is moved by a `to` of its own, or stays as it is.
     Raises: TypeError: it has no values, or would lose some.
     """
+    # a subclass has more to it than its bytes
+    if type(leaf) is torch.Tensor and leaf.is_cpu and leaf.layout is torch.strided:
+        return None if leaf.requires_grad or leaf.is_nested or leaf.is_quantized else leaf
     if isinstance(leaf, np.ndarray):
         try:
             return tensor_over(leaf)
@@ -66,16 +72,41 @@ def source_of(leaf: Any) -> torch.Tensor | None:
             f"a meta tensor of shape {tuple(leaf.shape)} has no values that could be copied to a device: "
             "make the batch on the CPU"
         )
-    if (
-        type(leaf) is not torch.Tensor  # a subclass has more to it than its bytes
-        or leaf.device.type != "cpu"
-        or leaf.layout != torch.strided
-        or leaf.requires_grad
-        or leaf.is_nested
-        or leaf.is_quantized
-    ):
-        return None
-    return leaf
+    return None
+
+
+def move(leaf: Any, device: torch.device) -> Any:
+    """A leaf on a device, by its own `to`, without waiting for the copy if it lets itself be told so.
+
+    What has no `to` stays.
+    """
+    if not hasattr(leaf, "to"):
+        return leaf
+    if isinstance(leaf, torch.Tensor) or _can_be_late(type(leaf)):  # type: ignore[arg-type]  # it is
+        return leaf.to(device, non_blocking=True)
+    return leaf.to(device)
+
+
+def pinned(leaf: Any) -> Any:
+    """A leaf in pinned memory, by its own `pin_memory`; itself, if it has none or cannot."""
+    try:
+        return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+    except (RuntimeError, NotImplementedError):  # such as tensors of many layouts
+        return leaf
+
+
+@functools.cache
+def _can_be_late(kind: Hashable) -> bool:
+    """Whether the `to` of a class takes `non_blocking`, and its `pin_memory` makes that safe."""
+    if not hasattr(kind, "pin_memory"):
+        return False
+    try:
+        parameters = inspect.signature(kind.to).parameters  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return False
+    return "non_blocking" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 import os
 import pickle
 import subprocess
@@ -23,7 +24,6 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 from fake_device import FakeDevice
-from helpers import wait_until
 from quick import first_is_quick
 
 import arrowcache.torch.device
@@ -74,6 +74,9 @@ def fakes(monkeypatch):
     return devices
 
 
+BATCH_BYTES = 2 * 256  # of the memory for a batch: each leaf is aligned in it
+
+
 def batches(count: int, rows: int = 4):
     for number in range(count):
         yield {"x": torch.full((rows, 3), float(number)), "id": torch.full((rows,), number)}
@@ -105,17 +108,6 @@ class Source:
         raise ZeroDivisionError("of the source")
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "arrowcache-device"]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    gc.collect()
-    wait_until(lambda: not threads(), "the threads to end")
-
-
 def check(batch, number: int) -> None:
     assert torch.equal(batch["x"], torch.full((4, 3), float(number)))
     assert batch["id"].tolist() == [number] * 4
@@ -137,21 +129,21 @@ def test_batches_arrive_in_order_in_every_iteration_over_the_same_memory():
     assert source.closed == 53
     assert last.batches == 530
     assert last.bytes == 530 * (48 + 32)
-    assert first.device_allocations <= last.device_allocations <= 2 * 4
-    assert last.device_bytes <= 4 * (48 + 32)
+    assert first.device_allocations == last.device_allocations == 4
+    assert last.device_bytes == 4 * BATCH_BYTES
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_all_memory_is_there_with_the_first_batch_whatever_the_timing(depth):
-    source = Source(30)
-    with DevicePrefetcher(source, "cpu", depth) as prefetcher:
-        for _ in prefetcher:  # slower than the source
-            wait_until(lambda: prefetcher._iteration.on_device == depth or source.closed, "the source")
-        late = prefetcher.stats()
-    with DevicePrefetcher(Source(1), "cpu", depth) as prefetcher:
-        (batch,) = prefetcher
-        assert prefetcher.stats().device_allocations == late.device_allocations == 2 * (depth + 2)
-        assert prefetcher.stats().device_bytes == late.device_bytes == (depth + 2) * (48 + 32)
+def test_all_memory_is_there_with_the_first_batch(depth):
+    with DevicePrefetcher(Source(30), "cpu", depth) as prefetcher:
+        iterator = iter(prefetcher)
+        batch = next(iterator)
+        first = prefetcher.stats()
+        for _ in iterator:
+            pass
+        last = prefetcher.stats()
+    assert first.device_allocations == last.device_allocations == depth + 2
+    assert first.device_bytes == last.device_bytes == (depth + 2) * BATCH_BYTES
     del batch
 
 
@@ -164,8 +156,8 @@ def test_on_a_fake_device_every_read_sees_its_batch(fakes, depth):
                 fakes["fake"].read(batch["id"], torch.full((4,), number))
             del batch
         stats = prefetcher.stats()
-    assert stats.device_allocations <= 2 * (depth + 2)
-    assert stats.pinned_bytes <= depth * 2 * 256
+    assert stats.device_allocations == depth + 2
+    assert stats.pinned_bytes <= (depth + 1) * BATCH_BYTES
     fakes["fake"].finish()
     assert fakes["fake"].errors == []
     assert fakes["fake"].memory_bytes == 0
@@ -178,23 +170,23 @@ def test_what_is_kept_is_never_overwritten_and_comes_back_when_it_dies(fakes):
         device.finish()
         for number, batch in enumerate(kept):
             check(batch, number)
-        assert prefetcher.stats().device_allocations >= 80
+        assert prefetcher.stats().device_allocations >= 40
         kept = kept[7]["x"][1:]
         for _ in prefetcher:
             pass
         del _, batch
-        assert prefetcher.stats().device_bytes <= 48 + 5 * (48 + 32)
+        assert prefetcher.stats().device_bytes <= 5 * BATCH_BYTES
     device.finish()
     assert kept.tolist() == [[7.0] * 3] * 3
     assert device.errors == []
-    assert device.memory_bytes == 48
+    assert device.memory_bytes == BATCH_BYTES
 
 
 def test_no_more_than_depth_batches_are_ahead(fakes):
     source = Source(50)
     with DevicePrefetcher(source, "cpu", depth=3) as prefetcher:
         for number, _ in enumerate(prefetcher):
-            wait_until(lambda number=number: source.given == min(50, number + 1 + 3), "the next batches")
+            assert source.given == (1, 3, 5, 7)[number] if number < 4 else number + 1 + 3
             if number == 10:
                 break
         assert source.given == 14
@@ -434,7 +426,7 @@ def test_a_break_ends_the_iteration_and_the_next_begins_anew(fakes):
                 if number == 5:
                     break
         del batch
-        assert prefetcher.stats().device_allocations <= 2 * 4
+        assert prefetcher.stats().device_allocations == 4
     assert source.closed == 10
     fakes["fake"].finish()
     assert fakes["fake"].errors == []
@@ -472,7 +464,7 @@ def test_sources_are_let_go_when_their_copy_is_over():
     with DevicePrefetcher(source(), "cpu") as prefetcher:
         kept = list(prefetcher)
         gc.collect()
-        wait_until(lambda: not any(ref() is not None for ref in alive), "the sources to be let go")
+        assert not any(ref() is not None for ref in alive)
     assert len(kept) == len(alive) == 5
 
 
@@ -483,7 +475,6 @@ def test_close_ends_all_and_may_be_called_again():
     kept = next(iterator)
     prefetcher.close()
     prefetcher.close()
-    assert threads() == []
     assert list(iterator) == []
     with pytest.raises(ValueError, match="closed"):
         iter(prefetcher)
@@ -491,46 +482,78 @@ def test_close_ends_all_and_may_be_called_again():
     assert prefetcher.stats().device_bytes == 0
 
 
-def test_close_does_not_wait_long_for_a_source_that_hangs(fakes, monkeypatch):
-    monkeypatch.setattr(arrowcache.torch.device, "JOIN_SECONDS", 0.01)
+def test_a_close_in_another_thread_ends_an_iteration_whose_source_is_busy(fakes):
     source = Source(wait_at=2)
     prefetcher = DevicePrefetcher(source, "fake")
-    iterator = iter(prefetcher)
-    next(iterator)
+    iterator, found = iter(prefetcher), []
+
+    def take() -> None:
+        found.extend(int(batch["id"][0]) for batch in iterator)
+        found.append("ended")
+
+    thread = threading.Thread(target=take)
+    thread.start()
     assert source.is_waiting.wait(20)
-    prefetcher.close()
-    assert threads()
+    prefetcher.close()  # returns at once
+    assert source.closed == 0
+    with pytest.raises(ValueError, match="closed"):
+        iter(prefetcher)
     source.go.set()
-    wait_until(lambda: not threads(), "the thread to end by itself")
+    thread.join(20)
+    assert found == [0, "ended"]
+    assert source.closed == 1
+    gc.collect()
     fakes["fake"].finish()
     assert fakes["fake"].memory_bytes == 0
-    assert source.closed == 1
+    assert fakes["fake"].errors == []
 
 
-def test_dropping_all_ends_the_thread():
+def test_one_thread_at_a_time_takes_batches():
+    source = Source(wait_at=2)
+    with DevicePrefetcher(source, "cpu") as prefetcher:
+        iterator = iter(prefetcher)
+        thread = threading.Thread(target=lambda: [next(iterator), next(iterator)])
+        thread.start()
+        assert source.is_waiting.wait(20)
+        with pytest.raises(RuntimeError, match="another thread"):
+            next(iterator)
+        source.go.set()
+        thread.join(20)
+        check(next(iterator), 2)
+
+
+def test_dropping_all_closes_the_source():
     source = Source(100)
     iterator = iter(DevicePrefetcher(source, "cpu"))
     next(iterator)
     del iterator
-    wait_until(lambda: not threads() and source.closed, "the thread to end")
+    gc.collect()
+    assert source.closed == 1
 
 
-def test_an_interrupted_step_gives_all_back(fakes, monkeypatch):
-    def interrupted(sent):
-        raise KeyboardInterrupt
-
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+def test_a_call_that_fails_gives_all_back(fakes, failure):
+    """Each call to the device in turn."""
     with DevicePrefetcher(Source(100), "fake") as prefetcher:
-        for _ in range(5):
+        device = fakes["fake"]
+        device.failure = failure
+        for number in range(25):
             iterator = iter(prefetcher)
-            next(iterator)
-            with monkeypatch.context() as patch:
-                patch.setattr(prefetcher._copiers[0], "receive", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    next(iterator)
+            for _ in range(2):
+                next(iterator)
+            device.fails_in = number
+            with pytest.raises(failure):
+                list(itertools.islice(iterator, 20))
             with pytest.raises(StopIteration):
                 next(iterator)
-        assert prefetcher.stats().device_allocations <= 2 * 4
-        assert len(list(prefetcher)) == 100
+        assert prefetcher.stats().device_allocations == 4
+        for number, batch in enumerate(prefetcher):
+            device.read(batch["x"], torch.full((4, 3), float(number)))
+        assert number == 99
+        del batch
+    device.finish()
+    assert device.errors == []
+    assert device.memory_bytes == 0
 
 
 def test_it_has_the_length_of_its_source():
@@ -564,8 +587,6 @@ def test_the_interpreter_ends(way):
     script = (
         "import sys, threading, torch\n"
         "from arrowcache.torch import DevicePrefetcher\n"
-        "import arrowcache.torch.device as module\n"
-        "module.JOIN_SECONDS = 0.1\n"
         "def endless():\n    while True: yield {'x': torch.zeros(1000)}\n"
         "def hang():\n    threading.Event().wait(); yield\n"
         "prefetcher = DevicePrefetcher(endless(), 'cpu')\n" + EXITS[way]
@@ -641,7 +662,8 @@ def test_what_occurs_twice_in_a_batch_does_so_on_the_device(fakes):
     batch = {"x": tensor, "again": [tensor], "a": jagged, "b": 2 * jagged}
     with DevicePrefetcher([batch], "fake") as prefetcher:
         (found,) = prefetcher
-        assert prefetcher.stats().device_allocations == 4 * 4
+        leaves = tensor, jagged.values(), jagged.offsets(), (2 * jagged).values()
+        assert prefetcher.stats().bytes == sum(leaf.nbytes for leaf in leaves)
     fakes["fake"].finish()
     assert found["again"][0] is found["x"]
     total = found["a"] + found["b"]  # of one ragged shape: they share their offsets

@@ -17,15 +17,17 @@ from fake_device import FakeDevice
 
 import arrowcache as ac
 import arrowcache.torch.device
-from arrowcache.torch import Loader
+from arrowcache.torch import Loader, transfers
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 
 
 @pytest.fixture
 def fake(monkeypatch):
+    """A device, to which images go by themselves."""
     device = FakeDevice("random")
     monkeypatch.setattr(arrowcache.torch.device, "backend_of", lambda name: device)
+    monkeypatch.setattr(transfers, "SMALL_BYTES", 4096)
     return device
 
 
@@ -65,7 +67,7 @@ def test_on_a_fake_device_every_read_sees_its_batch(cache, fake):
                 fake.read(batch["id"], ids)
                 fake.read(batch["image"], BASE + ids.float()[:, None, None])
         del batch
-        assert loader.device_stats().device_allocations <= 2 * 4
+        assert loader.device_stats().device_allocations == 2 * 4
     fake.finish()
     assert fake.errors == []
     assert fake.memory_bytes == 0
@@ -83,14 +85,15 @@ def test_the_device_copies_from_the_ring_which_is_not_used_again_before(cache, f
                 for name, tensor in expected.items():
                     fake.read(batch[name], tensor)
         del batch
-        assert loader.device_stats().pinned_bytes == 0
-        assert fake.calls.count("host_memory") == loader.stats().ring_growths < 20 * 10  # batches
+        assert loader.device_stats().pinned_bytes <= 3 * 256  # for ids, which are small
+        assert fake.calls.count("host_memory") <= loader.stats().ring_growths + 3 < 20 * 10  # batches
+        assert fake.asked_if_pinned == 0
     fake.finish()
     assert fake.errors == []
 
 
 def test_the_fake_finds_a_ring_that_is_used_again_too_early(cache, fake):
-    fake.order, fake.deaf = "none", ("synchronize",)
+    fake.order, fake.deaf = "none", ("query",)
     with Loader(cache, 16, device="fake") as loader, Loader(cache, 16) as plain:
         for batch, expected in zip(loader, plain, strict=True):
             fake.read(batch["image"], expected["image"])
@@ -106,7 +109,7 @@ def test_what_was_made_elsewhere_is_staged(cache, fake):
         for batch, expected in zip(loader, plain, strict=True):
             fake.read(batch["id"], expected["id"])
             fake.read(batch["half"], expected["image"] / 2)
-        assert loader.device_stats().pinned_bytes == 2 * batch["half"].nbytes
+        assert 0 < loader.device_stats().pinned_bytes <= 3 * (256 + batch["half"].nbytes)
     fake.finish()
     assert fake.errors == []
 
@@ -251,17 +254,10 @@ def test_a_device_that_does_not_exist_fails_in_the_constructor(cache):
         Loader(cache, 16, device="cuda:99")
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_an_epoch_whose_prefetcher_cannot_start_ends_with_that_error_alone(cache, monkeypatch):
-    def no_thread(thread):
-        raise ac.WorkerError("no thread can be started")
-
-    with Loader(cache, 16, seed=2, device="cpu") as loader, Loader(cache, 16, seed=2) as plain:
-        with monkeypatch.context() as patched:
-            patched.setattr(arrowcache.torch.device, "start", no_thread)
-            for _ in range(2):
-                with pytest.raises(ac.WorkerError, match="no thread"):
-                    iter(loader)
-        gc.collect()  # of what was begun nothing is left that could complain
-        wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
-        assert ids_of(loader) == ids_of(plain)  # it was never begun: this is the first epoch
+def test_no_thread_is_started(cache):
+    with Loader(cache, 16) as plain:
+        list(plain)
+        usual = {thread.name for thread in threading.enumerate()}
+        with Loader(cache, 16, device="cpu") as loader:
+            list(loader)
+            assert {thread.name for thread in threading.enumerate()} == usual

@@ -21,7 +21,7 @@ from fake_device import FakeDevice
 
 import arrowcache as ac
 import arrowcache.torch.device
-from arrowcache.torch import Loader
+from arrowcache.torch import Loader, transfers
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 ROWS = 2048
@@ -100,7 +100,8 @@ def fake(monkeypatch):
 
 
 @pytest.mark.slow
-def test_complaint_18_pinned_memory_is_made_once_and_batches_are_gathered_into_it(cache, fake):
+def test_complaint_18_pinned_memory_is_made_once_and_batches_are_gathered_into_it(cache, fake, monkeypatch):
+    monkeypatch.setattr(transfers, "SMALL_BYTES", 4096)  # images go by themselves
     batches = 0
     with Loader(cache, 64, device="fake") as loader, Loader(cache, 64) as plain:
         for _ in range(5):
@@ -108,7 +109,7 @@ def test_complaint_18_pinned_memory_is_made_once_and_batches_are_gathered_into_i
                 fake.read(batch["image"], expected["image"])
                 batches += 1
         fake.finish()
-        assert loader.device_stats().pinned_bytes == 0, "batches were copied into it, and not gathered"
+        assert loader.device_stats().pinned_bytes <= 3 * 512, "images were copied into it, and not gathered"
     assert fake.errors == []
     assert fake.calls.count("host_memory") < batches / 20, "it was pinned anew"
 

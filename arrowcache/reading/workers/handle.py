@@ -193,6 +193,7 @@ class WorkerHandle:
         if not offset:
             return np.empty(shape, kind)
         nbytes = kind.itemsize * math.prod(shape)
+        self._memory.parts[offset] = max(nbytes, self._memory.parts.get(offset, 0))
         owner, loan = lent(self._memory, offset, nbytes, offset, self._returned.append)
         self._lent.add(loan)
         return array_over(owner, kind, shape)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -51,12 +51,13 @@ class RemoteAssembly:
         prefetch = _PREFETCHED if making.prefetch is None else making.prefetch
         in_flight = DEPTH * making.workers
         self._usual = in_flight + prefetch + 3  # slots that are in use at a time
-        settings = {
+        self._settings = {
             "cache": os.path.abspath(store.folder.path),
             "names": list(names),
             "in_flight": -(-self._usual // making.workers),
             "with_ids": making.with_ids,
             "views": making.views,
+            "keeps": False,
         }
         packed = b""
         if transform is not None:
@@ -67,10 +68,14 @@ class RemoteAssembly:
         self._group = max(1, _USUAL_GROUP_BYTES // batch_bytes) if can_group else 1
         self._wanted = prefetch + in_flight * self._group
         self._new_here = partial(Assembly, store, options, BatchOptions(with_ids=making.with_ids), meter)
-        self._new_pool = partial(Pool, making.workers, settings, packed)
+        self._new_pool = partial(Pool, making.workers, self._settings, packed)
         self._has_transform = transform is not None
         self._epoch: tuple[Epoch, int] | None = None  # and its number for the pool
         self.after_fork()
+
+    def gather_into(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:  # noqa: ARG002
+        """Have batches lie in memory that a device may register, before any is made."""
+        self._settings["keeps"] = True
 
     def prepare(self) -> None:
         """An epoch is wanted soon: start the processes; returns at once.

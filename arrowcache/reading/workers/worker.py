@@ -59,9 +59,8 @@ def _work(channel: Channel, memory: int) -> None:
     settings = channel.receive()
     if settings is None:
         return
-    maker = BatchMaker(
-        WorkerSlots(SharedMemory(memory), settings["in_flight"]), settings, settings.get("data", b"")
-    )
+    slots = WorkerSlots(SharedMemory(memory), settings["in_flight"], keeps=settings["keeps"])
+    maker = BatchMaker(slots, settings, settings.get("data", b""))
     try:
         channel.send({"say": "ready"})
         _serve(channel, maker)

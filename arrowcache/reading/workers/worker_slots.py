@@ -45,11 +45,12 @@ class WorkerSlots:
 
     Args:
         in_flight: batches that the main process usually has of this worker.
+        keeps: as of SharedBuffers.
     """
 
-    def __init__(self, memory: SharedMemory, in_flight: int) -> None:
+    def __init__(self, memory: SharedMemory, in_flight: int, *, keeps: bool = False) -> None:
         self._words = memory.words
-        self._buffers = SharedBuffers(memory)
+        self._buffers = SharedBuffers(memory, keeps=keeps)
         self._slots = Slots({}, 1, in_flight, self._buffers.allocate, self._buffers.free)
         self._lent: dict[int, _Lent] = {}  # by address
         self._handed_over: dict[int, Any] = {}  # owners, by offset

@@ -424,7 +424,7 @@ def test_ctrl_c_at_any_step_leaves_nothing_that_touches_memory(what):
         with suppress(KeyboardInterrupt), interrupt:
             work(arrays)
         before = arrays[0].copy()
-        assert engine._engine.stop()
+        assert of_process.stop()
         assert np.array_equal(arrays[0], before), interrupt.where
         if not interrupt.where:
             break

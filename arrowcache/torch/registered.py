@@ -1,0 +1,126 @@
+"""Registered memory: host memory of our own that a device reads by itself.
+
+It is registered as it is, where a device's own pinned memory would be rounded up to a power of two: slots,
+also those of worker processes, when the first batch in them goes to the device.
+
+Guarantee: memory is never given back to the system while it is registered. When its last array dies no device
+may be called, for that may be amid the capture of a CUDA graph: it waits here for `tidy`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from arrowcache.reading.memory import PAGE_BYTES, HeldMemory, shared_part, size_class
+
+
+class Registers(Protocol):
+    """A device that reads registered memory."""
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Returns: False: it refuses."""
+
+    def unregister(self, address: int) -> None:
+        """What is not registered is left alone."""
+
+
+class Registered:
+    """The memory that one device has registered. One thread at a time calls it, but for `allocate`."""
+
+    def __init__(self, device: Registers) -> None:
+        self._device = device
+        self._parts: dict[int, int] = {}  # bytes, by address
+        self._unseen: dict[int, weakref.ref[HeldMemory]] = {}
+        self._is_refused = False  # once: it will be again
+        self.pid = os.getpid()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._parts.copy().values())
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 that start at a page. Calls no device."""
+        memory = HeldMemory(-1, _pages(nbytes))
+        self._unseen[memory.address] = weakref.ref(memory)
+        return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
+
+    def reads(self, source: torch.Tensor) -> bool:
+        """Whether the device reads a tensor by itself, as far as that lies in memory of ours.
+
+        That is registered now, if it was not yet.
+        """
+        address, nbytes = source.data_ptr(), source.nbytes
+        if self._parts.get(address, 0) >= nbytes or _around(self._parts, address, nbytes) is not None:
+            return True
+        unseen = {start: len(memory) for start, it in [*self._unseen.items()] if (memory := it()) is not None}
+        if (start := _around(unseen, address, nbytes)) is not None:
+            own = self._unseen.pop(start)()
+            return own is not None and self._register(own, start, len(own))
+        found = shared_part(address, nbytes)
+        if found is None:
+            return False
+        memory, start, size = found
+        had = self._parts.get(start, 0)
+        if had >= size:
+            return True
+        if had:  # no copy out of it is on its way: its worker had it
+            self._unregister(start)
+            size = min(int(size * 1.25), size_class(size))
+        return self._register(memory, start, _pages(size))
+
+    def hold(self, memory: HeldMemory) -> None:
+        """Its last array has died."""
+        _held.append((self, memory))
+
+    def let_go(self, memory: HeldMemory) -> None:
+        """Unregister memory, which then may end."""
+        for start in [start for start in self._parts if 0 <= start - memory.address < len(memory)]:
+            self._unregister(start)
+
+    def _register(self, memory: HeldMemory, start: int, nbytes: int) -> bool:
+        if self._is_refused:
+            return False
+        memory.holder = self.hold  # first: an interrupted call leaves too much of it, not too little
+        self._parts[start] = nbytes
+        if not self._device.register(start, nbytes):
+            del self._parts[start]
+            self._is_refused = True
+        return not self._is_refused
+
+    def _unregister(self, start: int) -> None:
+        self._device.unregister(start)
+        del self._parts[start]
+
+
+_held: deque[tuple[Registered, HeldMemory]] = deque()
+_kept: list[HeldMemory] = []  # for ever
+
+
+def tidy() -> None:
+    """Give back memory that has died; in a forked child none of its parent's. One thread at a time."""
+    while _held and _held[0][0].pid == os.getpid():
+        registered, memory = _held[0]
+        try:
+            registered.let_go(memory)
+        except RuntimeError:  # a device that failed
+            _kept.append(memory)
+        _held.popleft()
+
+
+def _around(parts: Mapping[int, int], address: int, nbytes: int) -> int | None:
+    """Where the part begins that some bytes lie in; parts are few."""
+    for start, size in parts.items():
+        if start <= address and address + nbytes <= start + size:
+            return start
+    return None
+
+
+def _pages(nbytes: int) -> int:
+    return -(-max(1, nbytes) // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,450 @@
+"""What batches on their way to a device must not do again: defects of the thread that took them there before.
+
+Each stands for a defect of the prefetcher of 0.1.0, by what its user saw.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import types
+
+import numpy as np
+import pytest
+from helpers import make_cache, publish
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch
+from fake_device import ORDERS, FakeDevice
+
+import arrowcache as ac
+import arrowcache.torch.device
+from arrowcache.reading import stats as loader_stats
+from arrowcache.torch import DevicePrefetcher, Loader, transfers
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Fake devices by name."""
+    devices: dict[str, FakeDevice] = {}
+    monkeypatch.setattr(
+        arrowcache.torch.device, "backend_of", lambda name: devices.setdefault(name, FakeDevice("random"))
+    )
+    return devices
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    device = FakeDevice("random")
+    monkeypatch.setattr(arrowcache.torch.device, "backend_of", lambda _: device)
+    return device
+
+
+@pytest.fixture
+def clock(fake, monkeypatch):
+    """Time passes only where a processor waits for the fake device."""
+    times = types.SimpleNamespace(
+        perf_counter=lambda: fake.clock, monotonic=lambda: fake.clock, time=lambda: fake.clock
+    )
+    monkeypatch.setattr(transfers, "time", times)
+    monkeypatch.setattr(loader_stats, "time", times)
+    return fake
+
+
+def batches(count: int):
+    return [{"x": torch.full((300,), float(number)), "id": torch.tensor(number)} for number in range(count)]
+
+
+# 1. A slot could wait for an event that was recorded anew.
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_batches_that_are_kept_and_dropped_in_stages_are_not_overwritten(fake, order):
+    fake.order = order
+    with DevicePrefetcher(batches(200), "fake", depth=1) as prefetcher:
+        kept = []
+        for number, batch in enumerate(prefetcher):
+            fake.read(batch["x"], torch.full((300,), float(number)))
+            kept.append((number, batch))
+            if number % 7 == 6:
+                for old, each in kept[::2]:
+                    fake.read(each["x"], torch.full((300,), float(old)))
+                del old, each
+                kept = kept[1::2]
+            if number % 31 == 30:
+                kept.clear()
+    fake.finish()
+    assert fake.errors == []  # also: no event was recorded on two streams
+
+
+# 2. A busy device was taken for a slow loader.
+
+
+def test_a_device_that_is_busy_for_a_minute_is_no_stall(clock):
+    clock.is_stuck, clock.on_pause = True, lambda: free(clock, 60.0)
+    with DevicePrefetcher(batches(20), "fake") as prefetcher:
+        assert [int(batch["x"].shape[0]) for batch in prefetcher] == [300] * 20
+        stats = prefetcher.stats()
+    assert stats.stall_seconds == 0.0
+    assert stats.device_seconds > 59.0
+
+
+def free(fake: FakeDevice, after_seconds: float) -> None:
+    fake.is_stuck = fake.clock < after_seconds
+
+
+def test_a_loader_has_no_timeout_while_the_device_is_busy(tmp_path, clock):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    clock.is_stuck, clock.on_pause = True, lambda: free(clock, 60.0)
+    with Loader(cache, 16, device="fake", timeout=30.0) as loader:
+        for batch in loader:
+            clock.read(batch["id"], batch["id"].clone())
+        assert loader.stats().stall_seconds == 0.0
+        assert loader.stats().stalls == 0
+        assert loader.stats().bottleneck == "consumer"
+        assert loader.device_stats().device_seconds > 59.0
+
+
+def test_the_processor_waits_for_the_device_only_with_nothing_in_flight(fake):
+    fake.order = "none"
+    taken = given = 0
+
+    def source():
+        nonlocal given
+        for batch in batches(50):
+            given += 1
+            yield batch
+
+    def on_pause() -> None:
+        assert given - 1 == taken, "something was in flight"  # the one that was fetched has no slot yet
+
+    fake.on_pause = on_pause
+    with DevicePrefetcher(source(), "fake") as prefetcher:
+        for _ in prefetcher:
+            taken += 1
+        fake.on_pause = lambda: None
+    assert taken == 50
+    assert fake.clock > 0
+
+
+def test_ctrl_c_ends_a_wait_for_a_device_that_is_stuck(fake):
+    def on_pause() -> None:
+        raise KeyboardInterrupt
+
+    with DevicePrefetcher(batches(50), "fake", depth=1) as prefetcher:
+        fake.is_stuck, fake.on_pause = True, on_pause
+        with pytest.raises(KeyboardInterrupt):
+            list(prefetcher)
+        fake.is_stuck, fake.on_pause = False, lambda: None
+        for number, batch in enumerate(prefetcher):
+            fake.read(batch["x"], torch.full((300,), float(number)))
+    fake.finish()
+    assert fake.errors == []
+
+
+# 3. A source ran on another thread, whose current device was 0.
+
+
+def test_the_source_runs_in_the_thread_that_takes_batches(fake):
+    threads = set()
+
+    def source():
+        for batch in batches(10):
+            threads.add(threading.get_ident())
+            yield batch
+
+    before = threading.active_count()
+    with DevicePrefetcher(source(), "fake") as prefetcher:
+        for _ in prefetcher:
+            assert threading.active_count() == before
+    assert threads == fake.threads == {threading.get_ident()}
+
+
+# 4. Calls of another thread broke the capture of a graph.
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_graph_can_be_captured_while_an_iteration_is_in_progress(fake, order):
+    fake.order = order
+    with DevicePrefetcher(batches(10), "fake") as prefetcher:
+        iterator = iter(prefetcher)
+        kept = [next(iterator) for _ in range(3)]
+        before = len(fake.calls)
+        with fake.capture():
+            kept.clear()
+            gc.collect()
+            with pytest.raises(RuntimeError, match="captured"):
+                next(iterator)
+            DevicePrefetcher.__del__(prefetcher)  # nor where it dies
+        assert len(fake.calls) == before
+        assert [int(batch["x"].shape[0]) for batch in iterator] == [300] * 7, "the iteration goes on"
+    fake.finish()
+    assert fake.errors == []
+
+
+def test_closing_while_a_graph_is_captured_lets_go_later(fake):
+    prefetcher = DevicePrefetcher(batches(10), "fake")
+    next(iter(prefetcher))
+    before = len(fake.calls)
+    with fake.capture():
+        prefetcher.close()
+    assert len(fake.calls) == before
+    with DevicePrefetcher(batches(1), "fake") as other:
+        list(other)
+    gc.collect()
+    fake.finish()
+    assert fake.memory_bytes == 0
+    assert fake.errors == []
+
+
+# 5. Pinned memory was far larger than batches.
+
+
+def test_pinned_memory_is_as_large_as_batches(fake):
+    four = [{"x": torch.zeros(MIB, dtype=torch.int32)}] * 8
+    with DevicePrefetcher(four, "fake", depth=2) as prefetcher:
+        for _ in range(3):
+            for _ in prefetcher:
+                pass
+        assert prefetcher.stats().pinned_bytes == sum(fake.registered_ranges.values()) == 3 * 4 * MIB
+
+
+def test_a_loader_pins_as_much_as_it_has_in_flight(tmp_path, fake):
+    schema = {"x": ac.Tensor("uint8", (MIB // 16,)), "id": ac.Tensor("int64")}
+    cache = make_cache(tmp_path / "cache", schema, capacity="256MiB", segment_bytes="16MiB", segment_rows=128)
+    with cache.writer() as writer:
+        for number in range(1024):
+            writer.append(x=np.full(MIB // 16, number % 251, np.uint8), id=number)
+    with Loader(cache, 64, device="fake") as loader:
+        for _ in range(3):
+            for batch in loader:
+                fake.read(batch["x"][:, 0].clone(), (batch["id"] % 251).to(torch.uint8))
+        pinned = sum(fake.registered_ranges.values())
+        assert loader.device_stats().pinned_bytes <= 3 * 512, "4 MiB are copied from where they are gathered"
+    assert 8 * MIB <= pinned <= 32 * MIB
+
+
+# 6. What a source had made on the device was handed over without order.
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_on_the_device_already_is_ready_for_the_consumer(fake, order):
+    fake.order = order
+    side = fake.compute_stream()
+
+    def source():
+        for number in range(20):
+            with fake.on(side):
+                batch = {"x": fake.made(torch.full((8,), number)), "id": torch.full((8,), number)}
+            fake.set_stream(side)  # as a generator does that yields inside `with torch.cuda.stream(side)`
+            yield batch
+
+    with DevicePrefetcher(source(), "fake") as prefetcher:
+        iterator = iter(prefetcher)
+        for number in range(20):
+            with fake.on(fake.default):
+                fake.set_stream(fake.default)
+                batch = next(iterator)
+                here = fake.current_stream()
+            with fake.on(here):
+                fake.read(batch["x"], torch.full((8,), number))
+                fake.read(batch["id"], torch.full((8,), number))
+        del batch
+    fake.finish()
+    assert fake.errors == []
+
+
+# 7. Tensors were views; jagged ones lost what their kernels need; some were moved by a blocking copy.
+
+
+@pytest.mark.parametrize("nbytes", [64, 2 * MIB])
+def test_a_tensor_that_is_handed_over_is_none_of_anothers(nbytes):
+    with DevicePrefetcher([[torch.zeros(nbytes), torch.ones(nbytes)]], "cpu") as prefetcher:
+        (batch,) = prefetcher
+    for tensor in batch:
+        assert not tensor._is_view()
+        tensor.detach_()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.requires_grad_()
+
+
+def test_batches_made_in_inference_mode_can_be_used_outside():
+    with DevicePrefetcher(batches(6), "cpu") as prefetcher:
+        iterator = iter(prefetcher)
+        with torch.inference_mode():
+            first = next(iterator)
+        assert not first["x"].is_inference()
+        first["x"].add_(1)
+        assert [float(batch["x"][0]) for batch in iterator] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_jagged_tensors_know_their_shortest_and_longest_row(monkeypatch):
+    rows = [torch.full((length, 2), float(length)) for length in (3, 0, 5, 2)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    made = []
+
+    def spy(*arguments, **known):
+        made.append(known)
+        return original(*arguments, **known)
+
+    original = torch.nested.nested_tensor_from_jagged
+    monkeypatch.setattr(torch.nested, "nested_tensor_from_jagged", spy)
+    with DevicePrefetcher([{"points": jagged}], "cpu") as prefetcher:
+        (batch,) = prefetcher
+    assert made == [{"min_seqlen": 0, "max_seqlen": 5}]
+    assert [row.tolist() for row in batch["points"].unbind()] == [row.tolist() for row in rows]
+
+
+class Movable:
+    """As objects of other libraries are: pinned, then moved."""
+
+    def __init__(self, history=()):
+        self.history = tuple(history)
+
+    def pin_memory(self):
+        return Movable([*self.history, "pinned"])
+
+    def to(self, device, non_blocking=False):
+        return Movable([*self.history, f"moved, non_blocking={non_blocking}"])
+
+
+def test_an_object_with_a_to_is_pinned_and_moved_without_a_wait(fake, monkeypatch):
+    from arrowcache.torch.tensors import pinned
+
+    monkeypatch.setattr(fake, "pinned", pinned)
+    with DevicePrefetcher([[Movable()]], "fake") as prefetcher:
+        ((found,),) = prefetcher
+    assert found.history == ("pinned", "moved, non_blocking=True")
+
+
+def test_one_device_that_fails_at_close_keeps_no_other_from_being_closed(fakes):
+    source = [{"x": torch.arange(4)}] * 10
+    prefetcher = DevicePrefetcher(source, devices=["a", "b", "c"])
+    next(iter(prefetcher))
+    fakes["b"].fails_in = 0
+    fakes["b"].failure = lambda: RuntimeError("b is lost")
+    with pytest.raises(RuntimeError, match="b is lost"):
+        prefetcher.close()
+    for name in ("a", "c"):
+        gc.collect()
+        fakes[name].finish()
+        assert fakes[name].memory_bytes == 0
+    prefetcher.close()
+    fakes["b"].finish()
+    assert fakes["b"].memory_bytes == 0
+
+
+def test_memory_that_a_device_has_none_of_is_used_as_far_as_there_is_some(fake):
+    fake.most_bytes = 2 * 2 * MIB
+    source = [torch.full((2 * MIB,), number, dtype=torch.uint8) for number in range(10)]
+    with DevicePrefetcher(source, "fake", depth=2) as prefetcher:
+        for number, batch in enumerate(prefetcher):
+            fake.read(batch, source[number])
+            del batch
+        assert number == 9
+        assert prefetcher.stats().device_bytes <= fake.most_bytes
+        iterator, kept = iter(prefetcher), []
+        with pytest.raises(torch.OutOfMemoryError):
+            kept.extend(iterator)
+        assert len(kept) >= 1
+        kept.clear()
+        assert len([batch.shape for batch in prefetcher]) == 10
+    fake.finish()
+    assert fake.errors == []
+
+
+# Slots of worker processes
+
+
+def test_a_device_copies_from_slots_of_worker_processes(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(transfers, "SMALL_BYTES", 4096)
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 20)
+    with (
+        Loader(cache, 16, device="fake", workers=2, transform=dict) as loader,
+        Loader(cache, 16) as plain,
+    ):
+        for _ in range(6):
+            for batch, expected in zip(loader, plain, strict=True):
+                fake.read(batch["image"], expected["image"])
+                fake.read(batch["id"], expected["id"])
+            assert fake.unmapped() == []
+        assert fake.registered_ranges
+        assert fake.asked_if_pinned == 0, "nothing is asked of memory of our own"
+        assert loader.device_stats().pinned_bytes <= 3 * 512, "images were copied once more"
+    fake.finish()
+    assert fake.errors == []
+    del batch, loader
+    gc.collect()
+    assert fake.unmapped() == [], "registered memory was given back to the system"
+    with DevicePrefetcher([1], "fake") as prefetcher:
+        list(prefetcher)
+    assert len(fake.registered_ranges) <= 3
+
+
+def test_where_a_device_refuses_to_register_batches_are_staged(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(transfers, "SMALL_BYTES", 4096)
+    fake.refuses_to_register = True
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 10)
+    with Loader(cache, 16, device="fake") as loader, Loader(cache, 16) as plain:
+        for batch, expected in zip(loader, plain, strict=True):
+            fake.read(batch["image"], expected["image"])
+        assert loader.device_stats().pinned_bytes >= batch["image"].nbytes
+    fake.finish()
+    assert fake.errors == []
+    assert fake.calls.count("register") == 1, "it is not asked again"
+
+
+# A source that is not ready
+
+
+def test_what_flies_is_handed_over_before_a_source_that_is_not_ready_is_waited_for(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 2)
+    go = threading.Event()
+
+    def transform(batch):
+        if len(seen) >= 1 or batch["id"].min() >= 16:
+            go.wait(20)
+        return batch
+
+    seen: list[int] = []
+    with Loader(cache, 4, shuffle=None, device="cpu", transform=transform, prefetch=2) as loader:
+        iterator = iter(loader)
+        for _ in range(4):
+            seen += next(iterator)["id"].tolist()
+            if len(seen) == 4:
+                break
+        go.set()
+        for batch in iterator:
+            seen += batch["id"].tolist()
+    assert sorted(seen) == list(range(32))
+
+
+def test_a_stream_of_epochs_gives_what_it_has_before_it_waits_for_rows(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 1)
+    with Loader(cache, 4, device="cpu", timeout=5.0) as loader:
+        seen = [batch["id"].tolist() for batch, _ in zip(loader.repeat(), range(11), strict=False)]
+    assert len(seen) == 11
+
+
+def test_in_a_forked_child_memory_of_the_parents_devices_is_left_alone(fake):
+    prefetcher = DevicePrefetcher(batches(10), "fake")
+    iterator = iter(prefetcher)
+    next(iterator)
+    pid = os.fork()
+    if pid == 0:
+        before = len(fake.calls)
+        del iterator, prefetcher
+        gc.collect()
+        transfers.tidy()
+        os._exit(len(fake.calls) != before)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    prefetcher.close()

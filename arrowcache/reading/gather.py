@@ -206,8 +206,10 @@ class Gather:
 
         Blocks: as `engine.Job.cancel`. Where that leaves a thread behind, `then` is not called.
         """
+        for part in self._parts:
+            part.cancel(0)  # all of them first: no thread begins one while another is waited for
         has_ended = True
-        for part in reversed(self._parts):  # none is begun while others are waited for
+        for part in self._parts:
             has_ended &= part.cancel(seconds)
         if has_ended:
             self._end()

@@ -277,11 +277,13 @@ class Stream:
         self._error, self._jobs = None, iter(())
 
     def _cancel_begun(self) -> None:
+        for begun in tuple(self.begun):
+            begun.cancel(0)  # all of them first: no thread begins one while another is waited for
         with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
             while self.begun:
-                job = self.begun[-1]  # newest first: no thread begins one while an older one is waited for
+                job = self.begun[0]
                 abandon(job) if self._was_interrupted else job.cancel()
-                self.begun.pop()  # now: Ctrl-C loses none
+                self.begun.popleft()  # now: Ctrl-C loses none
         self.under_way = 0
 
     # epochs

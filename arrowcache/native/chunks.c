@@ -434,7 +434,7 @@ static void copy_chunk(engine_job *job, int64_t start, int64_t stop)
 /* Returns: how many pieces were not in memory. */
 static int64_t read_chunk(engine_job *job, int64_t start, int64_t stop)
 {
-    reader file = NO_READER;
+    reader file = {0};
     int64_t missed = 0;
     if (job->way == ENGINE_FETCH) {
         int64_t first = fetched_from(job) + start, lowest = __atomic_load_n(&job->rows->first, __ATOMIC_RELAXED);

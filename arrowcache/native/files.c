@@ -10,7 +10,10 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { MOST_LOOKED_PAGES = 64 };
+enum {
+    MOST_LOOKED_PAGES = 64,
+    FILES = sizeof((reader *)0)->files / sizeof((reader *)0)->files[0],
+};
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -23,36 +26,44 @@ static int64_t page_bytes(void)
     return nbytes;
 }
 
-void file_end(reader *self)
+/* A segment's descriptor, opened now; or -errno. */
+static int opened(const engine_segment *segment)
 {
-    if (self->fd >= 0)
-        close(self->fd);
-    *self = NO_READER;
-}
-
-/* A segment's descriptor; or -errno. */
-static int file_of(reader *self, const engine_segment *segment)
-{
-    if (self->segment == segment)
-        return self->fd;
-    file_end(self);
-    self->segment = segment;
-    self->fd = -ENOENT;
     if (!segment->path)
-        return self->fd;
+        return -ENOENT;
     int fd, flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOATIME;
     while ((fd = open(segment->path, flags)) < 0 && (errno == EINTR || (errno == EPERM && flags & O_NOATIME)))
         if (errno == EPERM) /* it is another user's */
             flags &= ~O_NOATIME;
     if (fd < 0)
-        return self->fd = -errno;
+        return -errno;
     struct stat status;
     if (fstat(fd, &status) || (int64_t)status.st_dev != segment->device || (int64_t)status.st_ino != segment->inode) {
         close(fd);
-        return self->fd = -ESTALE;
+        return -ESTALE;
     }
     posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* nothing around what is asked for */
-    return self->fd = fd;
+    return fd;
+}
+
+/* The same, perhaps opened before. */
+static int file_of(reader *self, const engine_segment *segment)
+{
+    size_t place = (uintptr_t)segment / sizeof *segment % FILES;
+    if (self->files[place].segment != segment) {
+        if (self->files[place].segment && self->files[place].fd >= 0)
+            close(self->files[place].fd);
+        self->files[place].segment = segment;
+        self->files[place].fd = opened(segment);
+    }
+    return self->files[place].fd;
+}
+
+void file_end(reader *self)
+{
+    for (size_t place = 0; place < FILES; place++)
+        if (self->files[place].segment && self->files[place].fd >= 0)
+            close(self->files[place].fd);
 }
 
 bool file_opens(reader *self, const engine_segment *segment) { return file_of(self, segment) >= 0; }

@@ -1,7 +1,8 @@
 /* Files: bytes of segments' files, asked of the disk or read, but for what is mapped.
  *
- * Whoever reads has a `reader` of its own, which keeps the file that it read last open: rows that follow one another
- * are of one file. Nothing else is kept open, so no descriptor outlives a chunk, nor a segment its lease.
+ * Whoever reads has a `reader` of its own, which keeps some of the files open that it read last: a chunk's rows are of
+ * few files where they are shuffled in a window. Nothing else is kept open, so no descriptor outlives a chunk, nor a
+ * segment its lease.
  */
 #ifndef ARROWCACHE_FILES_H
 #define ARROWCACHE_FILES_H
@@ -11,11 +12,11 @@
 #include <stdbool.h>
 
 typedef struct {
-    const engine_segment *segment; /* NULL: none is open */
-    int fd;                        /* < 0: -errno: it can't be opened, or is another file by now */
+    struct {
+        const engine_segment *segment; /* NULL: none is open */
+        int fd;                        /* < 0: -errno: it can't be opened, or is another file by now */
+    } files[16]; /* a segment has one place, by its address */
 } reader;
-
-#define NO_READER ((reader){NULL, -1})
 
 /* Whether a file can be read by itself, and not from its map alone. */
 bool file_opens(reader *, const engine_segment *);

@@ -33,12 +33,13 @@ class Crew:
 
     def submit(self, function: Callable[[], object]) -> Future[Any]:
         """Have a function run. Raises: WorkerError: a thread cannot be started."""
-        while len(self._threads) < self._size:
-            name = f"arrowcache-worker-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-        for thread in self._threads:  # Ctrl-C, or a refusal, leaves one that is started the next time
-            if thread.ident is None:
-                start(thread)
+        for number in range(self._size):
+            if number == len(self._threads):
+                self._threads.append(self._new_thread(number))
+            elif self._threads[number].ident is None:  # refused, or cut short by Ctrl-C, and begins yet
+                self._threads[number] = self._new_thread(number)
+            if self._threads[number].ident is None:
+                start(self._threads[number])
         future: Future[Any] = Future()
         self._todo.put((future, function))
         return future
@@ -50,6 +51,9 @@ class Crew:
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _new_thread(self, number: int) -> threading.Thread:
+        return threading.Thread(target=self._run, name=f"arrowcache-worker-{number}", daemon=True)
 
     def _run(self) -> None:
         _wait_for_a_processor()

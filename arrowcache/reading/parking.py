@@ -42,7 +42,8 @@ class Parking:
         self._lock = threading.RLock()
         self._parked: list[Snapshot] = []
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()  # safe to use in a finalizer
-        self._thread = threading.Thread(target=self._run, name="arrowcache-parking", daemon=True)
+        self._thread = self._new_thread()
+        self._is_one = threading.Lock()  # taken by the one that runs
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -52,6 +53,7 @@ class Parking:
         Where no thread can be started nothing is parked after it.
         """
         if self._thread.ident is None:
+            self._thread = self._new_thread()  # what Ctrl-C cut short may have started the one before
             try:
                 start(self._thread)
             except WorkerError:
@@ -94,7 +96,12 @@ class Parking:
         finally:
             self.drop()
 
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="arrowcache-parking", daemon=True)
+
     def _run(self) -> None:
+        if not self._is_one.acquire(blocking=False):
+            return
         seconds: float | None = None
         while True:
             try:

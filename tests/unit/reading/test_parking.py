@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
+import signal
 import threading
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,6 +29,7 @@ from helpers import (
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.reading import parking
+from arrowcache.reading.crew import Crew
 from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
 from arrowcache.storage import mapping
@@ -311,3 +315,30 @@ def test_reading_changes_no_page_of_the_files(cache):
             for batch in loader:
                 assert np.all(batch["image"][:, 0, 0] == batch["id"])
     assert [path.read_bytes() for path in segment_files(cache)] == before
+
+
+@pytest.mark.parametrize("of", ["parking", "crew"])
+def test_a_thread_that_begins_late_after_ctrl_c_is_not_started_twice(of, monkeypatch):
+    """Joining one that was failed now and then, and left another one."""
+    may_begin, begin = threading.Event(), threading.Thread._bootstrap_inner
+
+    def late(thread: threading.Thread) -> None:
+        may_begin.wait(60)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", late)
+    before = len(os.listdir("/proc/self/task"))
+    owner = Parking(lambda: False, lambda: None) if of == "parking" else Crew(1)
+    call = owner.begin if isinstance(owner, Parking) else partial(owner.submit, list)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(2):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    may_begin.set()
+    call()
+    owner.close()
+    wait_until(lambda: len(os.listdir("/proc/self/task")) == before, "the threads to end")

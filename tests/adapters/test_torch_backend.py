@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 
 import pytest
@@ -11,18 +12,35 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch
 
 from arrowcache.torch.backend import Accelerator
+from arrowcache.torch.registered import tidy
 
 
 class Module:
     """The current device and stream of one thread, which begins on device 0, as torch.cuda keeps them.
 
-    `awake` are the devices whose context was made.
+    `awake` are the devices whose context was made; `registered` is what cudaHostRegister was told, and where.
     """
+
+    refuses = False
 
     def __init__(self) -> None:
         self.current = 0
+        self.registered: dict[int, tuple[int, int]] = {}
         self.streams: dict[int, str] = {}
         self.awake: set[int] = set()
+
+    def cudart(self):
+        return self
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        assert flags == 1
+        if not self.refuses:
+            self.registered[address] = nbytes, self.current
+        return 2 * self.refuses
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return 0
 
     @contextmanager
     def device(self, device):
@@ -58,9 +76,10 @@ def module(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("call", ["memory", "host_memory", "copy"])
+@pytest.mark.parametrize("call", ["memory", "pinned_memory", "copy"])
 def test_a_device_wakes_up_no_other(module, monkeypatch, call):
     accelerator = Accelerator(torch.device("cuda", 1))
+    module.refuses = True  # to register memory: torch's own is taken then
     found = []
 
     def empty(*size, **options):
@@ -70,14 +89,39 @@ def test_a_device_wakes_up_no_other(module, monkeypatch, call):
         copy_ = empty
 
     if call == "copy":
-        accelerator.copy(Target(), torch.zeros(3), (1, "copies"))
+        accelerator.copy([(Target(), torch.zeros(3))], (1, "copies"))
     else:
         with monkeypatch.context() as patched:
             patched.setattr(torch, "empty", empty)
+            patched.setattr(torch, "zeros", lambda *_, **__: None)  # clears the error of cudaHostRegister
             if call == "memory":
                 accelerator.memory(3, (1, "copies"))
             else:
-                accelerator.host_memory(3)
-    assert found == [(1, "default" if call == "host_memory" else "copies")]
+                accelerator.pinned_memory(3)
+    assert found == [(1, "default" if call == "pinned_memory" else "copies")]
     assert module.awake == {1}
     assert (module.current, module.streams.get(1, "default")) == (0, "default")
+
+
+def test_pinned_memory_is_our_own_and_unregistered_before_it_ends(module):
+    accelerator = Accelerator(torch.device("cuda", 1))
+    memory = accelerator.pinned_memory(100_000)
+    (start,) = module.registered
+    nbytes, device = module.registered[start]
+    assert (memory.data_ptr(), memory.nbytes, device) == (start, 100_000, 1)
+    assert 100_000 <= nbytes < 110_000
+    assert accelerator.can_read(memory[50:])
+    del memory
+    gc.collect()
+    assert module.registered, "no device is called where memory dies"
+    tidy()
+    assert module.registered == {}
+    assert module.awake == {1}
+
+
+def test_memory_of_slots_is_registered_when_it_is_first_copied_from(module):
+    accelerator = Accelerator(torch.device("cuda", 1))
+    memory = accelerator.host_memory(100_000)
+    assert module.registered == {}
+    assert accelerator.can_read(memory[1000:2000])
+    assert list(module.registered) == [memory.data_ptr()]

@@ -37,6 +37,7 @@ def train(path: Path, rank: int, shuffle: str, barrier: Any) -> Read:
                 assert (batch["_seq"] * 16 + batch["_row"] == batch["id"]).all()
                 came += zip(batch["_seq"].tolist(), batch["_row"].tolist(), strict=True)
             read.append((before, came))
+        barrier.wait(60)  # who closes its loader lets go of epochs that the other one may not have begun
     return read
 
 

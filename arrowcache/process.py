@@ -190,11 +190,6 @@ class WorkerProcess:
         finally:
             theirs.close()
 
-    @property
-    def has_ended(self) -> bool:
-        """True if its end was seen by `wait` or `end`."""
-        return self._process.returncode is not None
-
     def kill(self) -> None:
         """SIGKILL."""
         with suppress(OSError):
@@ -204,7 +199,7 @@ class WorkerProcess:
         """Wait for its end, at most so long. Returns: True: it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
-        return self.has_ended
+        return self._process.returncode is not None
 
     def end(self) -> None:
         """Kill it, if it lives, and wait: it writes nothing more."""

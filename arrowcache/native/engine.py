@@ -60,16 +60,15 @@ class Column(NamedTuple):
 class Columns:
     """Columns of fixed width on their way, as of `Column`: a table, made once and moved for each job.
 
-    `row_bytes` are those of a row of all of them; it is read in so many `pieces`.
+    `row_bytes` are those of a row of all of them.
     """
 
-    __slots__ = ("_table", "address", "count", "pieces", "row_bytes")
+    __slots__ = ("_table", "address", "count", "row_bytes")
 
     def __init__(self, columns: Iterable[tuple[int, int, int]]) -> None:
         self._table = array("q", chain.from_iterable(columns))
-        widths = self._table[1::3]
-        self.address, self.count = self._table.buffer_info()[0], len(widths)
-        self.row_bytes, self.pieces = sum(widths), sum(-(-width // PIECE_BYTES) for width in widths)
+        self.address, words = self._table.buffer_info()
+        self.count, self.row_bytes = words // 3, sum(self._table[1::3])
 
     def at(self, addresses: Iterable[int]) -> Columns:
         """The same columns on their way to other memory: for each an address, as `Column.out`."""
@@ -77,8 +76,13 @@ class Columns:
         moved._table = self._table[:]
         moved._table[2::3] = array("q", addresses)
         moved.address = moved._table.buffer_info()[0]
-        moved.count, moved.pieces, moved.row_bytes = self.count, self.pieces, self.row_bytes
+        moved.count, moved.row_bytes = self.count, self.row_bytes
         return moved
+
+    @property
+    def pieces(self) -> int:
+        """A row is read in so many."""
+        return sum(-(-width // PIECE_BYTES) for width in self._table[1::3])
 
 
 @dataclass(frozen=True, slots=True)

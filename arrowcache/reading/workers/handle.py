@@ -87,7 +87,7 @@ class WorkerHandle:
         self._words = self._memory.words
         self.process = WorkerProcess(self._memory.fd)
         self._coming = select.poll()
-        for what in (self.process.watch, self.process.channel):  # so what it said before its end comes first
+        for what in (self.process.watch, self.process.channel):
             self._coming.register(what, select.POLLIN)
         self.asked: deque[Request] = deque()
         self.drops: deque[Future[None]] = deque()  # of those who wait until it has let go
@@ -152,7 +152,7 @@ class WorkerHandle:
             received = self.process.channel.receive()
             if received is not None and "say" not in received:
                 raise ValueError("a dict that says nothing")
-        except BlockingIOError:  # its end
+        except BlockingIOError:  # its end, and all that it said before was heard
             return None
         except WorkerError as error:  # it may have been about anything
             self._lose(error)

@@ -211,6 +211,9 @@ class Pipeline:
             while not stream.ready and stream.begun and self._take(stream, 0.0):
                 pass
             return bool(stream.ready) or stream.ended or (stream.exhausted and not stream.begun)
+        except KeyboardInterrupt:
+            stream.was_interrupted = True
+            raise
         finally:
             stream.is_asked = False
             self._leave(stream)

@@ -7,11 +7,13 @@ workers, where it pins in the consumer's thread, and with one, where a thread of
 has room for the batches.
 Host-to-device GB/s over a bare pinned copy. Whether `torch.cuda.memory_reserved` is flat over 50 epochs.
 Whether a profiler sees copies under the compute. Values are checked on the device.
+First, everywhere: what a batch of 2 and of 40 leaves of 256 bytes costs Python, in microseconds of this
+process, to the CPU, whose copies are as short as can be.
 Method: compute is matrix products that take about as long as the copy of that batch; STEPS a turn, so
 many that its first copy, which nothing can hide, is under a hundredth of it; the device synchronized
 at its ends; cases take turns; medians. Sources yield ready batches, so that only
 the way to the device is measured: nil is to be gained where a step is a few microseconds of launches.
-Run: `python -m benchmarks.device`, which says so and ends where there is no CUDA device.
+Run: `python -m benchmarks.device`, which ends after that where there is no CUDA device, and says so.
 `--trace FILE` writes the profiler's trace. Results: benchmarks/RESULTS.md.
 """
 
@@ -174,14 +176,37 @@ def hidden_share(trace: str | None) -> float:
     return hidden / max(1e-9, sum(end - start for start, end in copies))
 
 
+def python_microseconds(leaves: int) -> tuple[float, float]:
+    """Of a batch: the median of some turns, and the least."""
+    batches = [{f"column {number}": torch.zeros(4, 16) for number in range(leaves)}] * 400
+    found = []
+    with DevicePrefetcher(batches, "cpu") as prefetcher:
+        for _ in range(12):
+            started = time.process_time()
+            for _ in prefetcher:
+                pass
+            found.append((time.process_time() - started) / len(batches) * 1e6)
+    return statistics.median(found[2:]), min(found[2:])
+
+
+def on_the_processor() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for leaves in (2, 40):
+        median, least = python_microseconds(leaves)
+        print(f"{leaves} leaves: {median:.0f} microseconds of Python a batch, at least {least:.0f}")
+    torch.set_num_threads(threads)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The way to the device, over its parts alone.")
     parser.add_argument("--trace", help="where to write the profiler's trace")
     trace = parser.parse_args().trace
     print(machine())
     print(f"PyTorch {torch.__version__}")
+    on_the_processor()
     if not torch.cuda.is_available():
-        print("There is no CUDA device here: nothing was measured.")
+        print("There is no CUDA device here: nothing else was measured.")
         return
     print(torch.cuda.get_device_name())
     for megabytes in MEGABYTES:

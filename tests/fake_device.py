@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from arrowcache.torch.registered import Registered
+from arrowcache.torch.tensors import move
 
 GARBAGE = 0xA5
 ORDERS = ("none", "copy", "compute", "all", "random")
@@ -196,6 +197,9 @@ class FakeDevice:
 
     def pinned(self, leaf: object) -> object:
         return leaf
+
+    def moved(self, leaf: object) -> object:
+        return move(leaf, self.device, waits=False)
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         self._call("copy")

@@ -155,6 +155,9 @@ class Stream:
             while not self.ready and self.begun and self._take_oldest(0.0):
                 pass
             return bool(self.ready) or self.ended or (self.exhausted and not self.begun)
+        except KeyboardInterrupt:
+            self._was_interrupted = True
+            raise
         finally:
             self._may_wait = True
             self._leave()

@@ -19,7 +19,7 @@ import torch
 
 from arrowcache.reading.memory import page_aligned
 from arrowcache.torch.registered import Registered
-from arrowcache.torch.tensors import pinned
+from arrowcache.torch.tensors import move, pinned
 
 #: A stream or an event of a backend: opaque, compared and hashed as a whole.
 Stream = Any
@@ -80,6 +80,9 @@ class Backend(Protocol):
 
     def pinned(self, leaf: Any) -> Any:
         """A leaf with a `to` of its own, such that this need not wait for its copy; itself, if it cannot."""
+
+    def moved(self, leaf: Any) -> Any:
+        """A leaf, `pinned` or held, on the device, by its own `to` and in the current stream's order."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         """Copy host tensors (second), which `can_read`, to the device (first) in the stream's order."""
@@ -156,6 +159,9 @@ class Accelerator:
         with self._module.device(self.device):
             return pinned(leaf)
 
+    def moved(self, leaf: Any) -> Any:
+        return move(leaf, self.device, waits=False)
+
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         with self._module.device(self.device), self._module.stream(stream):
             for into, source in pairs:
@@ -225,6 +231,9 @@ class Host:
 
     def pinned(self, leaf: Any) -> Any:
         return leaf
+
+    def moved(self, leaf: Any) -> Any:
+        return move(leaf, self.device, waits=True)
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:  # noqa: ARG002
         for into, source in pairs:

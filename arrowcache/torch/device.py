@@ -203,9 +203,9 @@ class DevicePrefetcher:
             tidy()
             return iteration.next()
         finally:
-            if self._closed:
-                self._let_go()
             self._turn.leave()
+            if self._closed:  # by another thread, which could not let go
+                self.close()
 
     def _end_iteration(self) -> None:
         if self._closed:

@@ -75,13 +75,16 @@ def source_of(leaf: Any) -> torch.Tensor | None:
     return None
 
 
-def move(leaf: Any, device: torch.device) -> Any:
-    """A leaf on a device, by its own `to`, without waiting for the copy if it lets itself be told so.
+def move(leaf: Any, device: torch.device, *, waits: bool) -> Any:
+    """A leaf on a device, by its own `to`; what has none stays.
 
-    What has no `to` stays.
+    Args:
+        waits: for the copy; else only where the leaf does not let itself be told not to.
     """
     if not hasattr(leaf, "to"):
         return leaf
+    if waits:
+        return leaf.to(device)
     if isinstance(leaf, torch.Tensor) or _can_be_late(type(leaf)):  # type: ignore[arg-type]  # it is
         return leaf.to(device, non_blocking=True)
     return leaf.to(device)

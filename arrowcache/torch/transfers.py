@@ -47,7 +47,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from arrowcache.torch import registered
 from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.structure import Build, split, take_apart
-from arrowcache.torch.tensors import is_dense, move, source_of, strides_of_copy
+from arrowcache.torch.tensors import is_dense, source_of, strides_of_copy
 
 SMALL_BYTES = 1 << 20  # leaves below share a place and a copy
 _ALIGNMENT = 256  # of a leaf in memory that it shares
@@ -135,47 +135,30 @@ class Plan(NamedTuple):
     nbytes: int
 
 
-class Load(NamedTuple):
-    """One device's part of a batch, taken apart."""
-
-    sources: list[Any]  # of its leaves, tensors on the host, or None
-    rest: Rest
-
-
-class Rest(NamedTuple):
-    """What a part needs beside its copies: how it is put together, and leaves that are moved by then."""
+@dataclass(slots=True, eq=False)
+class Part:
+    """One device's part of a batch, taken apart. It has a slot once its copies were begun."""
 
     build: Build
-    others: dict[int, Any]
-    arrivals: list[Event]  # of leaves that are on a device
-
-
-class Part(NamedTuple):
-    """One device's part of a batch, whose copies were begun."""
-
-    slot: Slot
-    plan: Plan
-    places: list[Place]
-    rest: Rest
+    sources: Sequence[Any]  # of its leaves until then: tensors on the host, or None
+    others: dict[int, Any]  # leaves that are moved when they are handed over
+    arrivals: list[Event]  # of those that are on a device
+    slot: Slot | None = None
+    plan: Plan | None = None
+    places: Sequence[Place] = ()
 
 
 class Flight:
-    """One batch on its way: `loads` of the devices that come, `parts` of those whose copies were begun."""
+    """One batch on its way."""
 
     is_lent = False
 
-    def __init__(self, course: Course, loads: list[Load]) -> None:
-        self._course, self.loads = course, deque(loads)
-        self.parts: list[Part] = []
+    def __init__(self, course: Course, parts: Sequence[Part]) -> None:
+        self._course, self.parts = course, parts
 
     @property
     def is_flying(self) -> bool:
         return not (self.is_lent or self._course.has_ended)
-
-    def clear(self) -> None:
-        """Let go of what it knows of its batch."""
-        self.loads.clear()
-        self.parts = []
 
 
 class Course:
@@ -256,22 +239,22 @@ class Lane:
                 elif self._call - place.since > _KEPT_CALLS:
                     self._give_away(column, place)
 
-    def send(self, load: Load, flight: Flight) -> Part | None:
-        """Begin the copies of a batch. Returns: None: no slot is free.
+    def send(self, part: Part, flight: Flight) -> bool:
+        """Begin the copies of a part. Returns: False: no slot is free.
 
         Raises: OutOfMemoryError: the device has no memory. Nothing has begun.
         """
         slot = self._free_slot()
         if slot is None:
-            return None
+            return False
         with _making():
-            plan = self._planned(load.sources)
-            staged = self._stage(slot, plan, load.sources)
+            plan = self._planned(part.sources)
+            staged = self._stage(slot, plan, part.sources)
             places = [self._place(column) for column in plan.columns]
             pairs = [
                 (
                     place.memory.tensors(column.pieces)[0],
-                    load.sources[column.leaves[0]] if column.staged_at is None else staged[column.staged_at],
+                    part.sources[column.leaves[0]] if column.staged_at is None else staged[column.staged_at],
                 )
                 for column, place in zip(plan.columns, places, strict=True)
             ]
@@ -289,16 +272,19 @@ class Lane:
                 self.backend.record(slot.copied, self._stream)
                 slot.is_recorded = True
                 self._is_read(slot)  # on the processor it is
-        return Part(slot, plan, places, load.rest)
+        part.slot, part.plan, part.places, part.sources = slot, plan, places, ()
+        return True
 
     def lend(self, part: Part) -> Any:
         """A batch on the device, for the calling thread's current stream, which waits for the copy."""
         here, device = self.backend.current_stream(), self.backend.device
+        assert part.slot is not None
+        assert part.plan is not None
         if part.places:
             self.backend.wait(here, part.slot.copied)
-        for event in part.rest.arrivals:
+        for event in part.arrivals:
             self.backend.wait(here, event)
-        found = {number: move(leaf, device) for number, leaf in part.rest.others.items()}
+        found = {number: self.backend.moved(leaf) for number, leaf in part.others.items()}
         with _making():
             for number, piece in part.plan.empty:
                 found[number] = torch.empty_strided(
@@ -310,7 +296,7 @@ class Lane:
                 place.reader, place.since, place.is_ordered = here, self._call, here == place.stream
                 place.loans = tuple([weakref.ref(tensor.untyped_storage()) for tensor in lent])
                 found.update(zip(column.leaves, lent, strict=True))
-        return part.rest.build(found, device)
+        return part.build(found, device)
 
     def wait(self) -> None:
         """Wait until a slot is free. Blocks: as long as the device takes; Ctrl-C ends it."""
@@ -551,8 +537,8 @@ class Iteration:
         flight.is_lent = True
         self._flights.popleft()
         self._counts.batches += 1
-        self._counts.nbytes += sum(part.plan.nbytes for part in flight.parts)
-        flight.clear()
+        self._counts.nbytes += sum(part.plan.nbytes for part in flight.parts if part.plan is not None)
+        flight.parts = ()
         return batch if self._is_split else batch[0]
 
     def _require_going(self) -> None:
@@ -563,9 +549,9 @@ class Iteration:
 
     def _let_go(self) -> None:
         self._fetched = self._error = None
-        with suppress(IndexError):  # another thread is at it, too
-            while self._flights:
-                self._flights.popleft().clear()
+        for flight in [*self._flights]:
+            flight.parts = ()
+        self._flights.clear()
         source, self._source = self._source, _NOTHING
         source.close()
 
@@ -596,28 +582,23 @@ class Iteration:
             self._counts.stall_seconds += time.perf_counter() - started
         try:
             parts = split(batch, len(self._lanes)) if self._is_split else [batch]
-            loads = [_load(lane.backend, part) for lane, part in zip(self._lanes, parts, strict=True)]
-            self._fetched = Flight(self._course, loads)
+            taken = [_part_of(lane.backend, part) for lane, part in zip(self._lanes, parts, strict=True)]
+            self._fetched = Flight(self._course, taken)
         except Exception as error:  # noqa: BLE001  # such as a leaf that would lose its values
             self._error, self._is_over = error, True
 
     def _send(self, flight: Flight) -> bool:
         """Begin the copies to each device. Returns: False: not now, but something flies."""
-        while flight.loads:
-            lane = self._lanes[len(flight.parts)]
+        for lane, part in zip(self._lanes, flight.parts, strict=True):
             try:
-                part = lane.send(flight.loads[0], flight)
+                while part.slot is None and not lane.send(part, flight):
+                    if self._flights:
+                        return False
+                    self._wait_for(lane)
             except torch.OutOfMemoryError:
                 if not self._flights:
                     raise
                 return False
-            if part is not None:
-                flight.parts.append(part)
-                flight.loads.popleft()
-            elif self._flights:
-                return False
-            else:
-                self._wait_for(lane)
         return True
 
     def _wait_for(self, lane: Lane) -> None:
@@ -687,7 +668,7 @@ def _making() -> Any:
     return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def _load(backend: Backend, batch: Any) -> Load:
+def _part_of(backend: Backend, batch: Any) -> Part:
     leaves: list[Any] = []
     build = take_apart(batch, leaves)
     sources: list[Any] = []
@@ -704,7 +685,7 @@ def _load(backend: Backend, batch: Any) -> Load:
         elif (source := source_of(leaf)) is None:
             others[number] = backend.pinned(leaf)
         sources.append(source)
-    return Load(sources, Rest(build, others, [*arrivals.values()]))
+    return Part(build, sources, others, [*arrivals.values()])
 
 
 def _plan_of(sources: Sequence[Any], readable: Sequence[bool]) -> Plan:

@@ -13,6 +13,7 @@ from page_cache import drop_from_memory
 from plain_rows import threads
 
 import arrowcache as ac
+from arrowcache.native.engine import Job
 
 ROWS = 256
 
@@ -92,8 +93,8 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
             gather = snapshot._begin(ids, ["image", "name"], {"image": image.ctypes.data}, image)
             fetch = snapshot.fetch(0, ROWS, ["id", "image", "name"])
             if began == "reads":
-                assert gather._fixed is not None
-                gather._fixed._ask.take(60)
+                while not Job.take(gather._parts[0], 60):  # all is asked for
+                    pass
                 gather.go_on()
 
             def body(gather: Any = gather, fetch: Any = fetch) -> None:

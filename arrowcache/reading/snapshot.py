@@ -33,7 +33,7 @@ from arrowcache.cgroup import memory_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Fetch, Gather, Gatherer, OutsideError
-from arrowcache.reading.mapped import Claim, MappedSegment, MappedSegments
+from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 _seq_of, _rows_of, _nbytes_of, _published_of = map(attrgetter, ("seq", "rows", "nbytes", "published"))
-_MAPPED_AT_ONCE = 128  # segments: some 2 ms, while other threads wait for the GIL
+_MAPPED_FIRST, _MAPPED_AT_ONCE = 4, 2048  # segments
 _MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
 
 
@@ -127,8 +127,6 @@ class Snapshot:
         self._nbytes = int(sum(map(_nbytes_of, segments)))
         self._rows = Rows(self._starts)
         self._gatherer = Gatherer(self._store.settings.schema, self._rows)
-        self._found: list[MappedSegment | None] = [None] * count  # what `_rows` tells of
-        self._is_known = not segments  # it tells of all
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
@@ -205,8 +203,12 @@ class Snapshot:
         Raises: OutsideError: a row is outside the snapshot.
         """
         out = {name: int(array.ctypes.data) for name, array in arrays.items()}
-        gather = self._begin(ids, names, out, arrays)
-        values = gather.wait().values()
+        try:
+            gather = self._begin(ids, names, out, arrays).wait()
+        except OutsideError:
+            self._map_segments_of(ids)
+            gather = self._begin(ids, names, out, arrays).wait()
+        values = gather.values()
         self.temperature.note(len(ids), gather.missed)
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
@@ -215,17 +217,15 @@ class Snapshot:
 
         The caller tells `temperature` what it missed.
         """
+        if not self._rows.is_known:
+            with _Reader(self):
+                self._map_segments_of(ids)
         return self._begin(ids, names, slot.addresses, slot)
 
     def _begin(
         self, ids: NDArray[np.int64], names: Sequence[str], out: Mapping[str, int], keep: object
     ) -> Gather:
         reader = _Reader(self)
-        try:
-            self._map_segments_of(ids)
-        except BaseException:
-            reader.end()
-            raise
         is_cold = self.temperature.is_cold
         return self._gatherer.begin(
             ids,
@@ -239,16 +239,13 @@ class Snapshot:
         )
 
     def _map_segments_of(self, ids: NDArray[np.int64]) -> None:
-        if not self._is_known:
-            missing = self._rows.unknown(self._gatherer.segments_of(ids))
-            if len(missing):
-                self._map_some(missing.tolist())
+        """Map what is not yet of the segments of rows. Raises: OutsideError: a row is out of range."""
+        self._map_some(self._rows.unknown(self._gatherer.segments_of(ids)))
 
     def _doubted(self, row: int) -> str:
         """The name of the segment of a row that could not be read: who maps it next checks it anew."""
         index = int(self._starts.searchsorted(row, side="right")) - 1
-        if (found := self._found[index]) is not None:
-            found.is_doubted = True
+        self._mapped.doubt(int(self._seqs[index]))
         return self._segments[index].name
 
     @cached_property
@@ -327,12 +324,13 @@ class Snapshot:
         if lease is None or first + count > self._starts[index + 1] or not has_room():
             return None
         with _Reader(self):
-            found, segment = self._map(index), self._segments[index]
+            self._map(index)
+            segment = self._segments[index]
             start = first - int(self._starts[index])
             end_lease = lease.share(segment.seq)
             try:
                 path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
-                layout = found.layout.buffers
+                layout = self._mapped.layout_of(segment.seq).buffers
                 view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
                 return dict(view)
             except OSError:  # no address space or file descriptor is left
@@ -402,11 +400,11 @@ class Snapshot:
         """
         with _Reader(self):
             damaged: list[int] = []
-            self._map_some(range(self._released, len(self._segments)), damaged)
+            self._map_some(np.arange(self._released, len(self._segments)), damaged)
             if damaged:
                 kept = [index for index in range(len(self._segments)) if index not in set(damaged)]
                 self._set_segments([self._segments[index] for index in kept])
-                self._is_known = not self._put_found(range(len(kept)))
+                self._put_known(np.arange(len(kept)))
                 before, self._claim = self._claim, Claim(self._seqs)
                 self._mapped.acquire(self._claim)
                 self._mapped.release(before, len(before.seqs))
@@ -415,7 +413,7 @@ class Snapshot:
     def map_ahead(self) -> None:
         """Map all segments that can be: the folder is not needed any more. Errors come with their rows."""
         with _Reader(self), self._mapping:
-            for index in self._put_alike(self._rows.unknown().tolist()):
+            for index in self._put_alike(self._rows.unknown()):
                 with suppress(CorruptSegmentError, OSError):
                     self._open(index)
 
@@ -515,7 +513,7 @@ class Snapshot:
         if self._lease is not None:
             self._lease.on_contention = let_go
 
-    def _map_some(self, indices: Sequence[int], damaged: list[int] | None = None) -> None:
+    def _map_some(self, indices: NDArray[np.int64], damaged: list[int] | None = None) -> None:
         """Map and check segments; a damaged one is noted in `damaged`, or raises."""
         with self._mapping:
             for index in self._put_alike(indices):
@@ -525,47 +523,36 @@ class Snapshot:
                     if damaged is None:
                         raise
                     damaged.append(index)
-        self._is_known = not len(self._rows.unknown())
 
-    def _put_alike(self, indices: Sequence[int]) -> Iterator[int]:
-        """Map segments whose layout is known, some at a time. Yields: each of the others, in its turn."""
-        left = self._put_found(indices)
-        for start in range(0, len(left), _MAPPED_AT_ONCE):
-            some = left[start : start + _MAPPED_AT_ONCE]
-            trusted = [self._segments[index] for index in some]
-            trusted = [segment for segment in trusted if segment.seq >= self._suspect_below]
-            self._mapped.map_alike(trusted, self._store)
-            yield from self._put_found(some)
+    def _put_alike(self, indices: NDArray[np.int64]) -> Iterator[int]:
+        """Map segments whose layout is known. Yields: each of the others, in its turn.
 
-    def _put_found(self, indices: Sequence[int]) -> Sequence[int]:
-        """Have `_rows` tell of segments that are mapped by now. Returns: the others."""
-        if not indices:
-            return indices
-        seqs = self._seqs[indices[0] : indices[-1] + 1] if isinstance(indices, range) else self._seqs[indices]
-        found = self._mapped.found(seqs.tolist(), check_bytes_below=self._suspect_below)
-        others: Sequence[int] = []
-        if None in found:
-            others = [index for index, each in zip(indices, found, strict=True) if each is None]
-            indices = [index for index, each in zip(indices, found, strict=True) if each is not None]
-        there = [each for each in found if each is not None]
-        for index, each in zip(indices, there, strict=True):
-            self._found[index] = each  # first: it keeps what `_rows` tells of
-        self._rows.put(indices, [each.entry for each in there])
-        return others
+        More and more at a time: the first ones make their layout known.
+        """
+        left, size = self._put_known(indices), _MAPPED_FIRST
+        while len(left):
+            some, left, size = left[:size], left[size:], min(2 * size, _MAPPED_AT_ONCE)
+            trusted = some[self._seqs[some] >= self._suspect_below].tolist()
+            self._mapped.map_alike([self._segments[index] for index in trusted], self._store)
+            yield from self._put_known(some).tolist()
 
-    def _map(self, index: int) -> MappedSegment:
+    def _put_known(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Have `_rows` tell of segments that are known by now. Returns: the others."""
+        is_known, entries = self._mapped.known(self._seqs[indices], check_bytes_below=self._suspect_below)
+        self._rows.put(indices[is_known], entries)
+        return indices[~is_known]
+
+    def _map(self, index: int) -> None:
         try:
-            return self._found[index] or self._open(index)
+            if not self._rows.knows(index):
+                self._open(index)
         except CorruptSegmentError as error:
             self._condemn(self._segments[index], error)
 
-    def _open(self, index: int) -> MappedSegment:
+    def _open(self, index: int) -> None:
         segment = self._segments[index]
         check = segment.seq < self._suspect_below
-        found = self._mapped.map(segment, self._store, check_bytes=check)
-        self._found[index] = found  # first, as above
-        self._rows.put([index], [found.entry])
-        return found
+        self._rows.put([index], self._mapped.map(segment, self._store, check_bytes=check))
 
     def _condemn(self, segment: SegmentInfo, error: CorruptSegmentError) -> NoReturn:
         """Quarantine a segment, which is no longer mapped here, and raise with its name."""

@@ -50,6 +50,7 @@ class Gatherer:
     def __init__(self, schema: Schema, rows: Rows) -> None:
         self._schema, self._rows = schema, rows
         count = len(schema.fixed)
+        self._widths = {name: kind.row_bytes for name, kind in schema.fixed.items()}
         self._buffer_of = {name: number for number, name in enumerate(schema.fixed)}
         self._buffer_of |= {name: count + 2 * number for number, name in enumerate(schema.variable)}
 
@@ -66,6 +67,22 @@ class Gatherer:
     def release(self, first: int) -> None:
         """Refuse rows before this one from now on."""
         self._rows.release(first)
+
+    def copy(self, ids: NDArray[np.int64], out: Mapping[str, int]) -> int | None:
+        """Copy columns of a few rows, here and now.
+
+        Args: as of `begin`; the files stay mapped meanwhile.
+        Returns: pages that were not in memory. None: nothing was done: they are many, or not all mapped.
+        Raises: OutsideError: as `begin`.
+        """
+        columns = [self._column(name, address) for name, address in out.items() if self._widths[name]]
+        done = engine.copy_now(self._rows, ids, columns) if columns else None
+        if done is None:
+            return None
+        refused, missed = done
+        if refused >= 0:
+            raise OutsideError(refused)
+        return missed
 
     def begin(
         self,
@@ -93,7 +110,7 @@ class Gatherer:
         Raises: OutsideError: a row is out of range, or its segment not known; nothing is written then. A
             small warm job raises this when it is taken: see `engine.Job`.
         """
-        columns = [self._column(name, address) for name, address in out.items() if self._width_of(name)]
+        columns = [self._column(name, address) for name, address in out.items() if self._widths[name]]
         others = () if len(names) == len(out) else [name for name in names if name not in out]
         if not columns and not others:
             self.segments_of(ids)  # they are checked, whatever is asked of them
@@ -119,7 +136,7 @@ class Gatherer:
         Args:
             keep: kept until it has ended.
         """
-        fixed = [self._column(n, 0) for n in names if n in self._schema.fixed and self._width_of(n)]
+        fixed = [self._column(n, 0) for n in names if n in self._schema.fixed and self._widths[n]]
         jobs = [engine.fetch_rows(self._rows, first, last, fixed, keep)] if fixed else []
         for name in names:
             if name not in self._schema.fixed:
@@ -127,11 +144,8 @@ class Gatherer:
                 jobs.append(engine.fetch_values(self._rows, first, last, self._buffer_of[name], width, keep))
         return Fetch(jobs)
 
-    def _width_of(self, name: str) -> int:
-        return self._schema.fixed[name].row_bytes
-
     def _column(self, name: str, address: int) -> engine.Column:
-        return engine.Column(self._buffer_of[name], self._width_of(name), address)
+        return engine.Column(self._buffer_of[name], self._widths[name], address)
 
 
 class Gather:

@@ -31,6 +31,7 @@ from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
 from arrowcache.errors import CorruptSegmentError
+from arrowcache.native.library import address_of
 from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Fetch, Gather, Gatherer, OutsideError
 from arrowcache.reading.mapped import Claim, MappedSegments
@@ -202,14 +203,33 @@ class Snapshot:
 
         Raises: OutsideError: a row is outside the snapshot.
         """
-        out = {name: int(array.ctypes.data) for name, array in arrays.items()}
+        out = {name: address_of(array) for name, array in arrays.items()}
+        reader = _Reader(self)
         try:
-            gather = self._begin(ids, names, out, arrays).wait()
-        except OutsideError:
-            self._map_segments_of(ids)
-            gather = self._begin(ids, names, out, arrays).wait()
-        values = gather.values()
-        self.temperature.note(len(ids), gather.missed)
+            try:
+                return self._gathered(ids, names, out, arrays, reader)
+            except OutsideError:
+                self._map_segments_of(ids)
+            return self._gathered(ids, names, out, arrays, reader)
+        finally:
+            reader.end()
+
+    def _gathered(
+        self,
+        ids: NDArray[np.int64],
+        names: Sequence[str],
+        out: Mapping[str, int],
+        arrays: Mapping[str, NDArray[Any]],
+        reader: _Reader,
+    ) -> dict[str, Column]:
+        """`gather_into`, but rows of a segment that is not known yet raise OutsideError, too."""
+        values: dict[str, Column] = {}
+        is_simple = len(out) == len(names) and not self.temperature.is_cold
+        missed = self._gatherer.copy(ids, out) if is_simple else None
+        if missed is None:
+            gather = self._begin(ids, names, out, arrays, reader).wait()
+            values, missed = gather.values(), gather.missed
+        self.temperature.note(len(ids), missed)
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
@@ -223,9 +243,14 @@ class Snapshot:
         return self._begin(ids, names, slot.addresses, slot)
 
     def _begin(
-        self, ids: NDArray[np.int64], names: Sequence[str], out: Mapping[str, int], keep: object
+        self,
+        ids: NDArray[np.int64],
+        names: Sequence[str],
+        out: Mapping[str, int],
+        keep: object,
+        beside: _Reader | None = None,
     ) -> Gather:
-        reader = _Reader(self)
+        reader = _Reader(self, beside)
         is_cold = self.temperature.is_cold
         return self._gatherer.begin(
             ids,
@@ -478,11 +503,11 @@ class Snapshot:
             ("leased", f"{format_count(len(leased), 'segment')}, {nbytes}, by this process"),
         ]
 
-    def _begin_read(self) -> None:
+    def _begin_read(self, beside: _Reader | None) -> None:
         if self._pid != os.getpid():  # first: the lock may be held for ever
             raise ValueError("the snapshot belongs to the process that forked this one: take a new one")
         with self._lock:
-            if self._closed:
+            if self._closed and (beside is None or beside.has_ended):
                 raise ValueError("the snapshot is closed: take a new one with cache.snapshot()")
             self._readers += 1
 
@@ -584,15 +609,16 @@ class Snapshot:
 class _Reader:
     """A reader of a snapshot, which stays open until the reader has ended: a context manager.
 
-    Dropping it ends it, too, where Ctrl-C came into its end.
+    Dropping it ends it, too, where Ctrl-C came into its end. With another one, `beside`, that has not ended it
+    may also begin when the snapshot was closed.
     Raises: ValueError: the snapshot is closed, or another process'.
     """
 
     has_ended = True
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, beside: _Reader | None = None) -> None:
         self._snapshot = snapshot
-        snapshot._begin_read()
+        snapshot._begin_read(beside)
         self.has_ended = False
 
     def end(self) -> None:

@@ -223,7 +223,7 @@ def test_files_that_are_alike_are_mapped_and_no_others(tmp_path):
 def test_files_that_are_alike_are_told_where_no_mapping_is_left(tmp_path):
     (tmp_path / "file").write_bytes(KIND_BYTES)
     before, files = maps.count(), maps.files(os.fspath(tmp_path), ["file"] * 3)
-    assert maps.open_alike(files, kind_of(KIND_BYTES), before + 2) .tolist() == [True] * 3
+    assert maps.open_alike(files, kind_of(KIND_BYTES), before + 2).tolist() == [True] * 3
     assert [bool(file.address) for file in files] == [True, True, False]
     maps.unmap(list(files))
     assert maps.count() == before

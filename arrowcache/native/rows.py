@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from ctypes import c_int64, c_void_p
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -82,7 +83,9 @@ class Rows:
 
     def put(self, indices: ArrayLike, entries: NDArray[np.int64]) -> None:
         """Tell where the files of segments are, by their `entries_of`. The indices rise."""
-        at = np.asarray(indices, np.int64)
+        at: Any = np.asarray(indices, np.int64)
+        if len(at) and at[-1] - at[0] + 1 == len(at):
+            at = slice(at[0], at[-1] + 1)  # it is faster
         told = np.asarray(entries)
         self._table[at, _NBYTES:_FIRST_ROW] = told[:, _NBYTES:_FIRST_ROW]
         self._table[at, _PATH:] = told[:, _PATH:]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from arrowcache.reading.workers.remote import RemoteAssembly
 
 _MOST_AHEAD = 8  # epochs, where they are short
+_MANY_SEGMENTS = 1000  # so many are listed, leased and mapped in some 2 ms
 
 
 class Feed:
@@ -60,7 +61,11 @@ class Feed:
             is_awaited = False
             while self._is_busy and sum(not each.is_delivered for each in self._undelivered) > _MOST_AHEAD:
                 yield LATER  # what begins later sees more rows
-            following = self._epochs.begin_after(epoch)
+            try:
+                yield from self._in_slices(epoch, self._epochs.take_ahead())
+                following = self._epochs.begin_after(epoch)
+            finally:
+                self._epochs.drop_ahead()
             if following is None:
                 while self._is_busy:
                     yield LATER  # first all is delivered: the next epoch has to wait
@@ -68,12 +73,24 @@ class Feed:
                 following = self._epochs.begin_after(epoch, Wait(lambda: self.stream.ended, retire))
             epoch = self._keep(following)
 
+    def _in_slices(self, epoch: Epoch, work: Iterator[None]) -> Iterator[Job]:
+        """Do what comes before the next epoch, a slice in a step, where that is much."""
+        if len(epoch.snapshot.seqs) >= _MANY_SEGMENTS:
+            for _ in work:
+                yield LATER
+                while self._is_busy and not self.stream.ready:
+                    yield LATER  # this step is asked once more
+
     @property
     def _is_busy(self) -> bool:
         return bool(self.stream.begun or self.stream.ready)
 
     def _jobs_of(self, epoch: Epoch, *, is_awaited: bool) -> Iterator[Job]:
+        look = self._epochs.look_ahead()
         for job in self._assembly.jobs(epoch, awaited=is_awaited):
+            is_many = len(epoch.snapshot.seqs) >= _MANY_SEGMENTS
+            if self._endless and is_many and job.step + 3 * job.batches >= epoch.order.steps:
+                next(look, None)
             is_last = job.step + job.batches >= epoch.order.steps
             if self._endless and is_last:
                 yield job._replace(finish=partial(self._finish_last, job.finish, epoch))

@@ -22,6 +22,7 @@ from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts, Template
 from arrowcache.native import maps
 from arrowcache.native.rows import entries_of
+from arrowcache.reading.segment_arrays import SegmentArrays
 from arrowcache.storage import mapping
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.locks import file_identity
@@ -109,6 +110,7 @@ class MappedSegments:
         self._claims: list[Claim] = []  # of snapshots that may read them; replaced as a whole
         self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
         self._opening: maps.File | None = None
+        self.last: SegmentArrays | None = None  # of the last snapshot
 
     @classmethod
     def of(cls, store: Store) -> MappedSegments:
@@ -179,6 +181,8 @@ class MappedSegments:
         """Unmap what is mapped of these. Raises: OSError: not all; what is left is as it was."""
         table = self._table
         lines = table.lines(seqs)
+        if not len(lines):
+            return
         layouts, table.layouts[lines] = table.layouts[lines], 0  # first: what Ctrl-C leaves nobody may read
         try:
             maps.unmap(table.files(lines))

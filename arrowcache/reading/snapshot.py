@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,6 +35,7 @@ from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Fetch, Gather, Gatherer, OutsideError
 from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.output import output_arrays
+from arrowcache.reading.segment_arrays import SegmentArrays
 from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import Column
@@ -44,7 +44,7 @@ from arrowcache.storage import timeline
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.mapping import FileMapping
-from arrowcache.storage.store import Store
+from arrowcache.storage.store import Leased, Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
 
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-_seq_of, _rows_of, _nbytes_of, _published_of = map(attrgetter, ("seq", "rows", "nbytes", "published"))
 _MAPPED_FIRST, _MAPPED_AT_ONCE = 4, 2048  # segments
 _MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
 
@@ -109,7 +108,12 @@ class Snapshot:
         Args:
             where, yields_since: as of `Store.lease`.
         """
-        segments, lease, next_seq, left_out_rows = store.lease(where, yields_since=yields_since)
+        return cls.of(store, store.lease(where, yields_since=yields_since))
+
+    @classmethod
+    def of(cls, store: Store, leased: Leased) -> Snapshot:
+        """What was leased, which is its own from now on."""
+        segments, lease, next_seq, left_out_rows = leased
         try:
             return cls(store, segments, lease, next_seq=next_seq, left_out_rows=left_out_rows)
         except BaseException:
@@ -118,14 +122,11 @@ class Snapshot:
             raise
 
     def _set_segments(self, segments: Sequence[SegmentInfo]) -> None:
-        self._segments = tuple(segments)
-        count = len(self._segments)
-        rows = np.fromiter(map(_rows_of, segments), np.int64, count)
-        self._seqs = np.fromiter(map(_seq_of, segments), np.int64, count)
-        self._published = np.fromiter(map(_published_of, segments), np.float64, count)
-        self._starts = np.concatenate(([0], np.cumsum(rows)))
+        self._mapped.last = arrays = SegmentArrays.of(segments, self._mapped.last)
+        self._segments, self._seqs, self._published = arrays.segments, arrays.seqs, arrays.published
+        self._starts = np.concatenate(([0], np.cumsum(arrays.rows)))
         self._length = int(self._starts[-1])
-        self._nbytes = int(sum(map(_nbytes_of, segments)))
+        self._nbytes = int(arrays.nbytes.sum())
         self._rows = Rows(self._starts)
         self._gatherer = Gatherer(self._store.settings.schema, self._rows)
 
@@ -552,14 +553,16 @@ class Snapshot:
     def _put_alike(self, indices: NDArray[np.int64]) -> Iterator[int]:
         """Map segments whose layout is known. Yields: each of the others, in its turn.
 
-        More and more at a time: the first ones make their layout known.
+        It gives a few first, which may make the layout of the rest known.
         """
-        left, size = self._put_known(indices), _MAPPED_FIRST
+        left, count = self._put_known(indices), _MAPPED_FIRST
         while len(left):
-            some, left, size = left[:size], left[size:], min(2 * size, _MAPPED_AT_ONCE)
+            some, left = left[:_MAPPED_AT_ONCE], left[_MAPPED_AT_ONCE:]
             trusted = some[self._seqs[some] >= self._suspect_below].tolist()
             self._mapped.map_alike([self._segments[index] for index in trusted], self._store)
-            yield from self._put_known(some).tolist()
+            some = self._put_known(some)
+            yield from some[:count].tolist()
+            left, count = np.concatenate((some[count:], left)), min(2 * count, _MAPPED_AT_ONCE)
 
     def _put_known(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Have `_rows` tell of segments that are known by now. Returns: the others."""
@@ -609,8 +612,8 @@ class Snapshot:
 class _Reader:
     """A reader of a snapshot, which stays open until the reader has ended: a context manager.
 
-    Dropping it ends it, too, where Ctrl-C came into its end. With another one, `beside`, that has not ended it
-    may also begin when the snapshot was closed.
+    Dropping it ends it, too, where Ctrl-C came into its end. Beside another one, which has not ended, it may
+    also begin when the snapshot was closed.
     Raises: ValueError: the snapshot is closed, or another process'.
     """
 

@@ -9,7 +9,7 @@ waits nor counts.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -49,11 +49,35 @@ class Supply:
         self.listed: Sequence[SegmentInfo] = ()
         self.rows = 0  # of the listed, that an epoch may have
         self.pace_says = ""  # why no epoch may begin; empty: it is not the pace
+        self._ahead: Snapshot | None = None  # for the next `take`
 
     @property
     def accepted(self) -> str:
         """What a message says of `rows`, behind their number."""
         return " that `where` accepts" if self._where else ""
+
+    def take_ahead(self, since: float) -> Iterator[None]:
+        """Take a snapshot for the next `take`; the work is done in slices, between what is given.
+
+        Nothing stays leased if this is closed before it ends, nor after `drop`.
+        """
+        self.drop()
+        with ExitStack() as undo:
+            leased = self.store.lease(self._fresh(), yields_since=since)
+            if leased.lease is not None:
+                undo.callback(leased.lease.close)
+            yield
+            self._ahead = Snapshot.of(self.store, leased)
+            undo.pop_all()
+        yield
+        self._ahead.map_all()
+        yield
+
+    def drop(self) -> None:
+        """Let go of what was taken ahead. Idempotent."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def take(self, least_rows: int, since: float, claim: Claim) -> Snapshot | None:
         """An open snapshot of so many rows, all of them mapped, as the pace allows; None: there is none yet.
@@ -63,6 +87,12 @@ class Supply:
             claim: counts the epoch.
         Raises: OSError: the folder is gone, or its disk failed; says what to do.
         """
+        if self._ahead is not None:
+            snapshot, self._ahead = self._ahead, None
+            if self._may_begin():
+                return self._counted(snapshot, least_rows, claim)
+            snapshot.close()
+            return None
         if not self._may_begin():
             return None
         where = self._fresh()
@@ -71,8 +101,11 @@ class Supply:
             self.rows = sum(segment.rows for segment in self.listed if where is None or where(segment))
         if self.rows < least_rows:
             return None
+        return self._counted(Snapshot.take(self.store, where, yields_since=since), least_rows, claim)
+
+    def _counted(self, snapshot: Snapshot, least_rows: int, claim: Claim) -> Snapshot | None:
         with ExitStack() as undo:  # Ctrl-C while it maps, too, leaves nothing leased
-            snapshot = undo.enter_context(Snapshot.take(self.store, where, yields_since=since))
+            undo.enter_context(snapshot)
             self.rows = len(snapshot)
             if self.rows >= least_rows:
                 self.rows = snapshot.map_all()
@@ -144,7 +177,7 @@ class Claim:
         supply, most = self._supply, self._supply.most_passes()
         if not supply.is_paced:
             return True
-        seqs, passes = _seqs(snapshot.segments), supply.passes_of(len(snapshot))
+        seqs, passes = snapshot.seqs, supply.passes_of(len(snapshot))
         with self.store.locked():
             if most is not None and (self.store.usage.served(seqs) >= most).any():
                 return False

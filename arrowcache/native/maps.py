@@ -19,7 +19,7 @@ from arrowcache.native.library import address_of, declare, library, quick
 _TOO_LONG = -1  # MAPS_LENGTH of the header
 PATH, _FD, ADDRESS, NBYTES, DEVICE, INODE = range(6)  # words of a `maps_file`
 WORDS = 6
-_KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
+_KEPT_GIL_BYTES, _KEPT_GIL_FILES = 8 << 20, 16  # unmapping so much takes some 0.1 ms
 
 
 class File(ctypes.Structure):
@@ -162,7 +162,7 @@ def unmap(files: Sequence[File]) -> None:
     else:
         places = np.array([ctypes.addressof(file) for file in files], np.int64)
         nbytes = sum(file.nbytes for file in files)
-    one = quick if nbytes < _KEPT_GIL_BYTES else library
+    one = quick if nbytes < _KEPT_GIL_BYTES and len(places) <= _KEPT_GIL_FILES else library
     if code := one.maps_unmap(address_of(places), len(places)):
         raise OSError(code, os.strerror(code))
 

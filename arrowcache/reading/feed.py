@@ -104,7 +104,8 @@ class Feed:
         made = finish(pending)
         yield from made
         if epoch is not self._making[-1]:
-            self._retire(epoch)
+            is_many = len(epoch.snapshot.seqs) >= _MANY_SEGMENTS
+            self._retire(epoch, self._parking.leave if is_many else Snapshot.close)
 
     def _keep(self, epoch: Epoch | None) -> Epoch | None:
         """Have an epoch under way from now on. Returns: None: there is none, or the stream has ended."""
@@ -124,11 +125,11 @@ class Feed:
             epoch.end()
         return None
 
-    def _retire(self, epoch: Epoch) -> None:
+    def _retire(self, epoch: Epoch, leave_to: Callable[[Snapshot], None] = Snapshot.close) -> None:
         """Let go of an epoch whose batches are all made. Idempotent."""
         self._assembly.end(epoch)
-        epoch.let_go()
         self._parking.drop()
+        epoch.let_go(leave_to)
         self._making = [each for each in self._making if each is not epoch or each is self._making[-1]]
 
     def _let_go(self) -> None:

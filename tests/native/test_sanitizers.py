@@ -43,6 +43,9 @@ ANOTHER_FILE = {" || (int64_t)status.st_ino != segment->inode": ""}
 UNTOLD = {"return done ? errno : -1;": "return 0;"}
 FETCHED_UNKNOWN = {"        if (!at.segment->at)\n            continue;\n": ""}
 A_PIECE_TWICE = {"if (begin + done >= from && begin + done < to)": "if (begin + done < to)"}
+A_WINDOW_TOO_LONG = {"return end - start < WINDOW ? end : start + WINDOW;": "return end;"}
+A_PART_UNCOMPARED = {"for (int64_t i = 0; i < kind->count; i++) {": "for (int64_t i = 1; i < kind->count; i++) {"}
+UNLIKE_AND_MAPPED = {"alike[i] && maps_count() < most ?": "file->fd >= 0 && maps_count() < most ?"}
 _LOCK, _UNLOCK = "    pthread_mutex_lock(&self->lock);\n", "    pthread_mutex_unlock(&self->lock);\n"
 _DONE = "    int64_t chunk = begin_chunk(self, job);\n"
 DONE_WITHOUT_A_LOCK = {f"{_LOCK}{_DONE}{_UNLOCK}    if": f"{_DONE}    if"}
@@ -203,6 +206,9 @@ def test_random_jobs_are_copied_as_a_plain_reader_copies_them(tmp_path):
     code, output = run(program, 2000, 0, ASAN_OPTIONS="detect_leaks=0", TMPDIR=str(tmp_path))
     assert code == 0, output
     assert counts(output)[0] > 2000
+    compared = re.search(r"^mapped (\d+) unlike (\d+) without (\d+)$", output, re.MULTILINE)
+    assert compared, output
+    assert min(map(int, compared.groups())) > 100, output
     one = tmp_path / "input"
     one.write_bytes(bytes(range(256)))
     assert run(program, one, ASAN_OPTIONS="detect_leaks=0", TMPDIR=str(tmp_path))[0] == 0
@@ -219,12 +225,16 @@ def test_random_jobs_are_copied_as_a_plain_reader_copies_them(tmp_path):
         (ANOTHER_PIECE, "this is not so"),
         (ANOTHER_FILE, "this is not so"),
         (UNTOLD, "this is not so"),
-        (FETCHED_UNKNOWN, "AddressSanitizer: SEGV|null pointer"),
+        (FETCHED_UNKNOWN, r"AddressSanitizer: SEGV|null pointer|\A\Z"),  # a thread that blocks signals is mute
         (A_PIECE_TWICE, "this is not so"),
+        (A_WINDOW_TOO_LONG, "AddressSanitizer: stack-buffer-overflow"),
+        (A_PART_UNCOMPARED, "this is not so"),
+        (UNLIKE_AND_MAPPED, "this is not so"),
     ],
     ids=[
         "without a check", "a byte too many", "a read out of line", "beyond the file", "another piece",
-        "another file", "untold", "fetched unknown", "a piece twice",
+        "another file", "untold", "fetched unknown", "a piece twice", "a window too long",
+        "a part uncompared", "unlike and mapped",
     ],
 )  # fmt: skip
 def test_random_jobs_find_a_defect(defect, words, tmp_path):

@@ -7,6 +7,7 @@ consumer's thread.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from arrowcache.reading.workers.remote import RemoteAssembly
 
 _MOST_AHEAD = 8  # epochs, where they are short
+_LOOKS = 2  # slices of `Epochs.look_ahead`
 _MANY_SEGMENTS = 1000  # so many are listed, leased and mapped in some 2 ms
 
 
@@ -55,14 +57,15 @@ class Feed:
         epoch: Epoch | None = self._making[0]
         is_awaited = True
         while epoch is not None:
-            yield from self._jobs_of(epoch, is_awaited=is_awaited)
+            ahead = itertools.chain(self._epochs.look_ahead(), self._epochs.take_ahead())
+            yield from self._jobs_of(epoch, itertools.islice(ahead, _LOOKS), is_awaited=is_awaited)
             if not self._endless:
                 return
             is_awaited = False
             while self._is_busy and sum(not each.is_delivered for each in self._undelivered) > _MOST_AHEAD:
                 yield LATER  # what begins later sees more rows
             try:
-                yield from self._in_slices(epoch, self._epochs.take_ahead())
+                yield from self._in_slices(epoch, ahead)
                 following = self._epochs.begin_after(epoch)
             finally:
                 self._epochs.drop_ahead()
@@ -75,22 +78,23 @@ class Feed:
 
     def _in_slices(self, epoch: Epoch, work: Iterator[None]) -> Iterator[Job]:
         """Do what comes before the next epoch, a slice in a step, where that is much."""
-        if len(epoch.snapshot.seqs) >= _MANY_SEGMENTS:
-            for _ in work:
+        is_over = len(epoch.snapshot.seqs) < _MANY_SEGMENTS
+        while not is_over:
+            while self._is_busy and not self.stream.ready:
+                yield LATER  # in the same step: it has a batch then
+            is_over = next(work, self) is self
+            if self._is_busy and not is_over:
                 yield LATER
-                while self._is_busy and not self.stream.ready:
-                    yield LATER  # this step is asked once more
 
     @property
     def _is_busy(self) -> bool:
         return bool(self.stream.begun or self.stream.ready)
 
-    def _jobs_of(self, epoch: Epoch, *, is_awaited: bool) -> Iterator[Job]:
-        look = self._epochs.look_ahead()
+    def _jobs_of(self, epoch: Epoch, looks: Iterator[None], *, is_awaited: bool) -> Iterator[Job]:
+        is_many = len(epoch.snapshot.seqs) >= _MANY_SEGMENTS
         for job in self._assembly.jobs(epoch, awaited=is_awaited):
-            is_many = len(epoch.snapshot.seqs) >= _MANY_SEGMENTS
             if self._endless and is_many and job.step + 3 * job.batches >= epoch.order.steps:
-                next(look, None)
+                next(looks, None)
             is_last = job.step + job.batches >= epoch.order.steps
             if self._endless and is_last:
                 yield job._replace(finish=partial(self._finish_last, job.finish, epoch))

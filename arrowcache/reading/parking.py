@@ -2,8 +2,8 @@
 
 It owns snapshots of epochs that ended. It lets go of them after a second, or sooner: when a writer of this
 process waits for them, when the next epoch has mapped its segments, or when the loader is closed. A thread
-waits for that second, and sleeps while an epoch runs. It closes at once what was left to it. Where ranks agreed
-on an epoch, the thread goes on looking until all have joined it.
+waits for that second, and sleeps while an epoch runs. What was left to it it closes at once. Where ranks
+agreed on an epoch, it goes on looking until all have joined it.
 
 Guarantees: a loader that nobody iterates leases nothing for longer than that second.
 """

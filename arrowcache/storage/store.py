@@ -240,6 +240,7 @@ class Store:
         yield
         with explaining(self.folder.path):
             self._list(names)
+        yield
 
     def _list(self, names: list[str] | None = None) -> _Listing:
         known = self._listing

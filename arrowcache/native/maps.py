@@ -9,7 +9,7 @@ import ctypes
 import itertools
 import os
 from collections.abc import Sequence
-from typing import overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,13 +103,7 @@ class Files(Sequence[File]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> File: ...
-    @overload
-    def __getitem__(self, index: slice) -> Files: ...
-    def __getitem__(self, index: int | slice) -> File | Files:
-        if isinstance(index, slice):
-            return Files(self.words, self._rows[index], self.paths)
+    def __getitem__(self, index: Any) -> Any:
         file = File.from_buffer(self.words.data, self.words.strides[0] * int(self._rows[index]))
         file.paths = self.paths
         return file

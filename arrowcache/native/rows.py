@@ -9,7 +9,6 @@ keeps all memory whose addresses are in the table.
 
 from __future__ import annotations
 
-import struct
 from ctypes import c_int64, c_void_p
 from typing import Any
 
@@ -23,34 +22,16 @@ _SEGMENT_WORDS = 7  # of `engine_segment`
 _BASE, _NBYTES, _AT, _FIRST_ROW, _PATH, _DEVICE, _INODE = range(_SEGMENT_WORDS)
 _FROM_WORDS = [_BASE, _NBYTES, _PATH, _DEVICE, _INODE]
 _WORDS = [maps.ADDRESS, maps.NBYTES, maps.PATH, maps.DEVICE, maps.INODE]  # in the same order
-_ENTRY = struct.Struct("@5q2Q")
-_ALL_BITS = 2**64 - 1  # of what some give with a sign and some without
 _FIRST = 3  # of `engine_rows`
 _BLOCKS_A_SEGMENT = 4
 
 
-def entry(
-    base: int, nbytes: int, layout_address: int, path_address: int = 0, device: int = 0, inode: int = 0
-) -> NDArray[np.int64]:
-    """What `Rows.put` is told of a segment's file.
-
-    Args:
-        base: its address; 0: it is not mapped, and its rows are read.
-        nbytes: of the file.
-        layout_address: of int64 that say where each buffer begins, in bytes of the file.
-        path_address: of its absolute path, which a zero byte ends; 0: it is mapped, and never read.
-        device, inode: of the file.
-    """
-    told = _ENTRY.pack(base, nbytes, layout_address, 0, path_address, device & _ALL_BITS, inode & _ALL_BITS)
-    return np.frombuffer(told, np.int64)
-
-
 def entries_of(words: NDArray[np.int64], layouts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The `entry` of each of some files, (n, words of one).
+    """What `Rows.put` is told of some files: (n, words of an `engine_segment`).
 
     Args:
-        words: of `maps.Files`, (n, words of one).
-        layouts: (n,) addresses, as of `entry`.
+        words: (n, words of one) of `maps.Files`. One without an address is read, not copied.
+        layouts: (n,) addresses of int64 that say where each buffer begins, in bytes of the file.
     """
     told = np.zeros((len(words), _SEGMENT_WORDS), np.int64)
     told[:, _FROM_WORDS] = words[:, _WORDS]
@@ -81,12 +62,12 @@ class Rows:
         self._words = np.array(words, np.int64)
         self.address = address_of(self._words)
 
-    def put(self, indices: ArrayLike, entries: NDArray[np.int64]) -> None:
+    def put(self, indices: ArrayLike, entries: ArrayLike) -> None:
         """Tell where the files of segments are, by their `entries_of`. The indices rise."""
         at: Any = np.asarray(indices, np.int64)
         if len(at) and at[-1] - at[0] + 1 == len(at):
             at = slice(at[0], at[-1] + 1)  # it is faster
-        told = np.asarray(entries)
+        told = np.asarray(entries, np.int64).reshape(-1, _SEGMENT_WORDS)
         self._table[at, _NBYTES:_FIRST_ROW] = told[:, _NBYTES:_FIRST_ROW]
         self._table[at, _PATH:] = told[:, _PATH:]
         self._table[at, _BASE] = told[:, _BASE]  # last, in one piece: threads may read it by now

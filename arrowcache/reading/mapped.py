@@ -221,8 +221,9 @@ class MappedSegments:
 
     def doubt(self, seq: int) -> None:
         """A read of a segment failed: who maps it next checks it anew."""
-        table = self._table
-        table.is_doubted[table.lines([seq])] = True
+        with self._lock:
+            self._table.is_doubted[self._table.lines([seq])] = True
+        self._let_go()
 
     def map_alike(self, segments: Sequence[SegmentInfo], store: Store) -> None:
         """Map acquired segments whose layout is known, if they are not yet; see `known`.

@@ -87,14 +87,12 @@ class Supply:
             claim: counts the epoch.
         Raises: OSError: the folder is gone, or its disk failed; says what to do.
         """
+        if not self._may_begin():
+            self.drop()
+            return None
         if self._ahead is not None:
             snapshot, self._ahead = self._ahead, None
-            if self._may_begin():
-                return self._counted(snapshot, least_rows, claim)
-            snapshot.close()
-            return None
-        if not self._may_begin():
-            return None
+            return self._counted(snapshot, least_rows, claim)
         where = self._fresh()
         if self.rows < least_rows:  # last time: so who waits never takes cache.lock
             self.listed = self.store.segments()

@@ -299,7 +299,7 @@ class MappedSegments:
                     self._check(line, file, segment, store, check_bytes)
                 return
             for claim in self._claims:
-                claim.keeps.append(table.keeps[line].copy())
+                claim.keeps.append(table.keeps[line].copy())  # it may have been told of it without a mapping
             self._unmap([segment.seq])  # what Ctrl-C has left, or found no mapping
         self._add([segment], store)
         (line,) = self._table.lines([segment.seq]).tolist()
@@ -311,6 +311,7 @@ class MappedSegments:
             raise unfit(shown) or shown from None
         finally:
             file.close()
+            self._opening = None
             if not self._table.layouts[line]:
                 self._unmap([segment.seq])
 

@@ -5,10 +5,20 @@ from __future__ import annotations
 import itertools
 import linecache
 import sys
+import threading
 from contextlib import closing, suppress
 
 import pytest
-from helpers import flip_byte, ids_of, make_cache, mapped_seqs, publish, segment_files, wait_until
+from helpers import (
+    DEADLINE_SECONDS,
+    flip_byte,
+    ids_of,
+    make_cache,
+    mapped_seqs,
+    publish,
+    segment_files,
+    wait_until,
+)
 
 from arrowcache import Loader
 from arrowcache.native import maps
@@ -115,6 +125,56 @@ def test_an_error_in_a_slice_leaves_nothing_leased(cache, monkeypatch, where, er
             ids_of(itertools.islice(epochs, 2 * STEPS))
         monkeypatch.undo()
         epochs.close()
+    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+
+
+def test_a_look_that_fails_takes_no_batch_from_the_epoch_that_runs(cache, monkeypatch):
+    def fails(self):
+        raise OSError
+
+    found: list[int] = []
+    with Loader(cache, 8, prefetch=1, columns=["id"]) as loader, closing(loader.repeat()) as epochs:
+        found += ids_of([next(epochs)])
+        monkeypatch.setattr(Folder, "names_in_segments", fails)
+        with pytest.raises(OSError):
+            found.extend(row for batch in epochs for row in batch["id"].tolist())
+        monkeypatch.undo()
+    assert sorted(found) == list(range(160))
+
+
+@pytest.mark.parametrize("where", [(Store, "lease"), (Snapshot, "__init__"), (Snapshot, "map_all")])
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_whoever_ends_it_during_a_slice_nothing_stays_leased(cache, monkeypatch, where, begins_anew):
+    owner, name = where
+    real, came, anew = getattr(owner, name), False, []
+
+    def end():
+        if begins_anew:
+            anew.append(loader.repeat())
+            next(anew[0])
+        else:
+            loader.close()
+
+    def ends(*args, **options):
+        nonlocal came
+        result = real(*args, **options)
+        if not came:
+            came = True
+            thread = threading.Thread(target=end)
+            thread.start()
+            thread.join(DEADLINE_SECONDS)
+            assert not thread.is_alive()
+        return result
+
+    with Loader(cache, 8, prefetch=8, columns=["id"]) as loader, closing(loader.repeat()) as epochs:
+        next(epochs)
+        monkeypatch.setattr(owner, name, ends)
+        with suppress(RuntimeError):  # a newer epoch began
+            ids_of(itertools.islice(epochs, 2 * STEPS))
+        assert came
+        if begins_anew:
+            assert len(ids_of(itertools.islice(anew[0], 2 * STEPS - 1))) == 2 * 160 - 8
+            anew[0].close()
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 
 

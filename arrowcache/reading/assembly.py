@@ -157,15 +157,15 @@ class Assembly:
     def _begin(self, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> Job:
         if self._crew is not None:
             made = self._crew.submit(partial(self._transformed, rows))
-            return Elsewhere(rows.epoch, batches, made, _only, fetched)
+            return Elsewhere(rows.epoch, batches, made, iter, fetched)
         kind = _Gathered if self._viewer is None else _Viewed
         return kind(self, rows, batches, fetched)
 
-    def _transformed(self, rows: _Rows) -> Made:
+    def _transformed(self, rows: _Rows) -> list[Made]:
         (made,) = self.made(rows)
         assert self._making.transform is not None
         with self.meter.stage("transform"):
-            return made._replace(batch=self._making.transform(made.batch))
+            return [made._replace(batch=self._making.transform(made.batch))]
 
     def made(self, rows: _Rows) -> Iterator[Made]:
         """Batches without a transform, made by this thread; those before one that fails come first."""
@@ -316,10 +316,6 @@ class _Gathered(_Viewed):
 
     def cancel(self, seconds: float | None = None) -> bool:
         return self._gather.cancel(seconds) & super().cancel(seconds)
-
-
-def _only(made: Made) -> Iterable[Made]:
-    return (made,)
 
 
 def _breaks(ids: NDArray[np.int64]) -> list[int]:

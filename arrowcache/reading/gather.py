@@ -134,7 +134,9 @@ class Gatherer:
                 gather.add(engine.copy_rows(self._rows, ids, columns, keep))
             for name in others:
                 buffer, kind = self._buffer_of[name], self._schema.variable[name]
-                gather.add(ValuesGather(self._rows, ids, buffer, kind, name, is_cold, drops, keep))
+                width = element_bytes(kind)
+                found = engine.find_values(self._rows, ids, buffer, width, keep, on_disk=is_cold)
+                gather.add(ValuesGather(found, kind, name, is_cold=is_cold, drops=drops))
             gather.is_in_parts = is_cold or bool(others)
             if others:
                 gather.go_on()
@@ -237,8 +239,8 @@ class Gather:
 
         Blocks: as `engine.Job.cancel`. Where that leaves a thread behind, `then` is not called.
         """
-        for part in self._parts if seconds is None else ():
-            part.cancel(0)  # no thread begins one while another is waited for
+        for part in self._parts:
+            part.cancel(0)  # all of them first: no thread begins one while another is waited for
         has_ended = True
         for part in self._parts:
             has_ended &= part.cancel(seconds)
@@ -267,19 +269,10 @@ class ValuesGather:
     _is_over = False
 
     def __init__(
-        self,
-        rows: Rows,
-        ids: NDArray[np.int64],
-        buffer: int,
-        kind: VariableType,
-        name: str,
-        is_cold: bool,
-        drops: bool,
-        keep: object = None,
+        self, found: engine.Found, kind: VariableType, name: str, *, is_cold: bool, drops: bool = False
     ) -> None:
-        self._kind, self.name = kind, name
+        self._found, self._kind, self.name = found, kind, name
         self._is_cold, self._drops = is_cold, drops
-        self._found = engine.find_values(rows, ids, buffer, element_bytes(kind), keep, on_disk=is_cold)
 
     @property
     def refused(self) -> int:

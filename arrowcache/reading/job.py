@@ -54,7 +54,7 @@ class Job:
         return ()
 
     def cancel(self, seconds: float | None = None) -> bool:  # noqa: ARG002
-        """Have it touch nothing any more; as of `Gather`. Idempotent."""
+        """Have it touch nothing any more; as of `Gather`. Idempotent. 0 seconds: only begin no more of it."""
         return True
 
 

@@ -290,11 +290,12 @@ class Stream:
         self._epochs.drop_ahead()
 
     def _cancel_begun(self) -> None:
-        for job in tuple(self.begun):
-            job.cancel(0)  # no thread begins one while another is waited for
+        for begun in tuple(self.begun):
+            begun.cancel(0)  # all of them first: no thread begins one while another is waited for
         with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
             while self.begun:
-                abandon(self.begun[0]) if self._was_interrupted else self.begun[0].cancel()
+                job = self.begun[0]
+                abandon(job) if self._was_interrupted else job.cancel()
                 self.begun.popleft()  # now: Ctrl-C loses none
         self.under_way = 0
 

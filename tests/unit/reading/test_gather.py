@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plain_rows import threads
 
 from arrowcache import Binary, Ragged, String
+from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
 from arrowcache.native.engine import Column, copy_rows, read_rows
@@ -54,7 +55,10 @@ def fixed_of(segment, ids, width=WIDTH):
 
 
 def texts_of(segment, ids, kind=String(), name="text"):  # noqa: B008
-    return ValuesGather(segment.table, np.asarray(ids), 1, kind, name, segment.is_cold, False)
+    found = engine.find_values(
+        segment.table, np.asarray(ids), 1, element_bytes(kind), segment, on_disk=segment.is_cold
+    )
+    return ValuesGather(found, kind, name, is_cold=segment.is_cold)
 
 
 def gather_of(*parts, then=None):

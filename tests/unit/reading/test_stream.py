@@ -142,8 +142,9 @@ class Manual(Job):
         return iter([made(self.step + number, self.epoch) for number in range(self.batches)])
 
     def cancel(self, seconds: float | None = None) -> bool:
-        self.cancelled += 1
-        return True
+        self.calls.append("withdraw" if seconds == 0 else "cancel")
+        self.cancelled += seconds != 0
+        return seconds != 0
 
 
 def stream_of(
@@ -721,7 +722,7 @@ def test_a_stream_that_ends_while_its_consumer_waits_is_not_touched_by_who_ends_
     assert touched == []
     go_on.set()
     consumer.join(DEADLINE_SECONDS)
-    assert touched == [consumer]
+    assert touched == [consumer, consumer]
 
 
 def test_a_consumer_may_end_its_stream_while_it_waits():
@@ -828,11 +829,12 @@ def test_an_end_that_was_interrupted_is_finished_by_the_next():
     assert calls == [0, 1]
 
 
-def test_an_end_that_was_interrupted_between_two_jobs_is_finished_by_the_next():
+@pytest.mark.parametrize("which", ["withdraw", "cancel"])
+def test_an_end_that_was_interrupted_between_two_jobs_is_finished_by_the_next(which):
     class Interrupted(Manual):
         def cancel(self, seconds: float | None = None) -> bool:
-            super().cancel()
-            if self.cancelled == 1:
+            super().cancel(seconds)
+            if self.calls[-1] == which and self.calls.count(which) == 1:
                 raise KeyboardInterrupt
             return True
 
@@ -951,8 +953,8 @@ def test_what_was_under_way_is_let_go_at_the_end():
 def test_who_was_interrupted_does_not_wait_for_what_is_under_way_and_others_do():
     class Recorded(Manual):
         def cancel(self, seconds: float | None = None) -> bool:
-            waits.append(seconds)
-            return True
+            order.append((self.step, seconds))
+            return seconds != 0
 
         def take(self, seconds: float) -> bool:
             if is_pressed:
@@ -960,7 +962,7 @@ def test_who_was_interrupted_does_not_wait_for_what_is_under_way_and_others_do()
             return super().take(seconds)
 
     for is_pressed in (True, False):
-        waits: list[float | None] = []
+        order: list[tuple[int, float | None]] = []
         pending = [Recorded(0), Recorded(1, is_done=False)]
         stream = stream_of(of(*pending))
         if is_pressed:
@@ -969,5 +971,8 @@ def test_who_was_interrupted_does_not_wait_for_what_is_under_way_and_others_do()
         else:
             assert taken(stream) == 0
         stream.close()
-        assert waits
-        assert all((seconds is not None) == is_pressed for seconds in waits)
+        first = 0 if is_pressed else 1
+        left = range(first, 2)
+        assert order[: len(left)] == [(step, 0) for step in left], "all are withdrawn, then waited for"
+        assert [step for step, _ in order[len(left) :]] == [*left]
+        assert all((seconds is not None) == is_pressed for _, seconds in order[len(left) :])

@@ -63,8 +63,8 @@ def time_mapping(folder: str) -> None:
     """Print the times of `MAPPING`, of this fresh process."""
     clock, opened, real = Clock(), Clock(), maps.open_alike
 
-    def timed(*arguments: object) -> bytes:
-        told: list[bytes] = []
+    def timed(*arguments: object) -> object:
+        told: list[object] = []
         opened.time(lambda: told.append(real(*arguments)))  # type: ignore[arg-type]
         return told[0]
 

@@ -18,12 +18,17 @@ import numpy as np
 from arrowcache.native import engine
 from arrowcache.native.engine import Column, Found, Job, Read
 from arrowcache.native.library import library
-from arrowcache.native.rows import Rows, entry
+from arrowcache.native.rows import Rows
 from arrowcache.native.threads import threads as of_process
 
 STOP_NANOSECONDS = 60_000_000_000
 Array = np.ndarray[Any, Any]
 J = TypeVar("J", Job, Read, Found)
+
+
+def entry(base: int, nbytes: int, layout: int, path: int = 0, device: int = 0, inode: int = 0) -> Array:
+    """What `Rows.put` is told of a file: where it is mapped, and where int64 of its buffers' places are."""
+    return np.array([base, nbytes, layout, 0, path, device, inode], np.int64)
 
 
 class Files:

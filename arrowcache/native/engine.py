@@ -39,6 +39,7 @@ _COPY, _ASK, _READ, _FETCH = range(4)
 _DONE = -1  # no number was out of range
 _INLINE_BYTES = 64 << 10  # less is not worth waking a thread
 _HELD_GIL_CHUNKS = 4  # 1 MiB, copied in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
+_NOTHING = (0,) * 4  # of `engine_job`: there are no values, nothing is read
 _BEGUN = (0,) * 9  # of `engine_job`, which the engine fills in
 _WAY, _DAMAGED, _FAILED, _ERROR, _MISSED = 1, *range(15, 19)
 
@@ -320,6 +321,23 @@ class Found(Job):
     @property
     def damaged(self) -> int:
         return self._job[_DAMAGED] - 1
+
+
+def copy_now(rows: Rows, ids: NDArray[np.int64], columns: Columns) -> tuple[int, int] | None:
+    """Copy columns of a few rows from memory, here and now; the GIL is kept.
+
+    Args:
+        ids: (n,) int64, C-contiguous.
+        columns: of fixed width.
+    Returns: as of a `Job`: `refused` and `missed`. None: there are too many rows, or some are not mapped;
+        nothing was done.
+    """
+    if len(ids) * columns.row_bytes > _INLINE_BYTES:
+        return None
+    words = _FIXED, _COPY, rows.address, address_of(ids), len(ids), columns.address, columns.count
+    job = array("q", (*words, *_NOTHING, *_BEGUN))
+    refused = quick.engine_copy(job.buffer_info()[0])
+    return (refused, job[_MISSED]) if refused >= _DONE else None
 
 
 def copy_rows(

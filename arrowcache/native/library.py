@@ -15,8 +15,8 @@ PATH = Path(__file__).with_name("libengine.so")
 
 def address_of(array: NDArray[Any]) -> int:
     """The address of an array's first byte."""
-    try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # the interface takes four times that
+    try:  # the other way takes four times as long
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     except (TypeError, ValueError):  # it is empty, strided, of times, or not to be written to
         return int(array.__array_interface__["data"][0])
 

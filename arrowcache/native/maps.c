@@ -48,20 +48,37 @@ static uint8_t *map_aligned(const maps_file *file)
     return address;
 }
 
-PUBLIC int64_t maps_map(maps_file *file)
+/* Map a file that is open; what a mapping has to be told comes next. Returns: 0, or the error's number. */
+static int64_t map_untold(maps_file *file)
 {
-    if (file->address)
-        return 0;
     size_t nbytes = (size_t)file->nbytes;
     uint8_t *address = nbytes < HUGE_PAGE ? mmap(NULL, nbytes, PROT_READ, MAP_PRIVATE, (int)file->fd, 0)
                                           : map_aligned(file);
     if (address == MAP_FAILED)
         return errno;
-    madvise(address, nbytes, MADV_DONTFORK);
-    madvise(address, nbytes, MADV_RANDOM);
     __atomic_fetch_add(&mapped, 1, __ATOMIC_RELAXED);
     file->address = address;
     return 0;
+}
+
+/* Of mappings that lie side by side. */
+static void tell(uintptr_t start, uintptr_t end)
+{
+    madvise((void *)start, end - start, MADV_DONTFORK);
+    madvise((void *)start, end - start, MADV_RANDOM);
+}
+
+static uintptr_t start_of(const maps_file *file) { return (uintptr_t)file->address; }
+static uintptr_t end_of(const maps_file *file) { return start_of(file) + in_pages(file); }
+
+PUBLIC int64_t maps_map(maps_file *file)
+{
+    if (file->address)
+        return 0;
+    int64_t error = map_untold(file);
+    if (!error)
+        tell(start_of(file), end_of(file));
+    return error;
 }
 
 static int64_t closed(maps_file *file, int64_t error)
@@ -70,7 +87,7 @@ static int64_t closed(maps_file *file, int64_t error)
     return error;
 }
 
-PUBLIC int64_t maps_open(maps_file *file, int64_t limit, int64_t most)
+static int64_t open_within(maps_file *file, int64_t limit)
 {
     int fd = opened(file->path);
     if (fd < 0)
@@ -86,9 +103,15 @@ PUBLIC int64_t maps_open(maps_file *file, int64_t limit, int64_t most)
     file->inode = (int64_t)status.st_ino;
     if (file->nbytes < 1 || file->nbytes > limit)
         return closed(file, MAPS_LENGTH);
-    if (maps_count() >= most)
-        return 0;
-    int64_t error = maps_map(file);
+    return 0;
+}
+
+PUBLIC int64_t maps_open(maps_file *file, int64_t limit, int64_t most)
+{
+    int64_t error = open_within(file, limit);
+    if (error || maps_count() >= most)
+        return error;
+    error = maps_map(file);
     return error && error != ENOMEM ? closed(file, error) : 0;
 }
 
@@ -135,24 +158,34 @@ PUBLIC int64_t maps_is_alike(const maps_file *file, const maps_kind *kind)
     return 1;
 }
 
-PUBLIC void maps_open_alike(maps_file *files, int64_t count, const maps_kind *kind, int64_t most, uint8_t *alike)
+PUBLIC void maps_open_alike(maps_file *const *files, int64_t count, const maps_kind *kind, int64_t most, uint8_t *alike)
 {
+    uintptr_t start = 0, end = 0; /* of those that are mapped and not told yet: each below the one before it */
     for (int64_t i = 0; i < count; i++) {
-        maps_file *file = &files[i];
-        alike[i] = !maps_open(file, kind->nbytes, most) && maps_is_alike(file, kind);
-        if (!alike[i])
-            maps_unmap(&file, 1);
+        maps_file *file = files[i];
+        alike[i] = !open_within(file, kind->nbytes) && maps_is_alike(file, kind);
+        int64_t error = alike[i] && maps_count() < most ? map_untold(file) : 0;
+        if (error && error != ENOMEM)
+            alike[i] = 0;
+        if (file->address && end_of(file) == start)
+            start = start_of(file);
+        else if (file->address) {
+            tell(start, end);
+            start = start_of(file);
+            end = end_of(file);
+        }
         maps_close(file);
     }
+    tell(start, end);
 }
 
 PUBLIC int64_t maps_unmap(maps_file *const *files, int64_t count)
 {
     int64_t error = 0, next;
     for (int64_t i = 0; i < count; i = next) {
-        uintptr_t start = (uintptr_t)files[i]->address, end = start + in_pages(files[i]);
-        for (next = i + 1; next < count && (uintptr_t)files[next]->address + in_pages(files[next]) == start; next++)
-            start = (uintptr_t)files[next]->address; /* right below it: the kernel unmaps both in one go */
+        uintptr_t start = start_of(files[i]), end = end_of(files[i]);
+        for (next = i + 1; next < count && end_of(files[next]) == start; next++)
+            start = start_of(files[next]); /* right below it: the kernel unmaps both in one go */
         bool is_mapped = files[i]->address;
         if (is_mapped && munmap((void *)start, end - start)) {
             error = errno;

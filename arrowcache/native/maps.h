@@ -50,9 +50,9 @@ typedef struct {
    open nor mapped then, but `nbytes` tells how long it is. */
 int64_t maps_open(maps_file *, int64_t limit, int64_t most);
 
-/* Open files that lie side by side, one after another, map those of a kind, as `maps_open`, and close them all.
+/* Open files, one after another, map those of a kind, as `maps_open`, and close them all. None is open or mapped before.
    `alike`: for each file 1, or 0: it is of another kind, or cannot be opened or read; it is not mapped then. */
-void maps_open_alike(maps_file *, int64_t count, const maps_kind *, int64_t most, uint8_t *alike);
+void maps_open_alike(maps_file *const *, int64_t count, const maps_kind *, int64_t most, uint8_t *alike);
 
 /* Whether a file that is open is of a kind; 0 also where it cannot be read. */
 int64_t maps_is_alike(const maps_file *, const maps_kind *);

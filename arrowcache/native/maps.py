@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from arrowcache.native.library import address_of, declare, library, quick
 
 _TOO_LONG = -1  # MAPS_LENGTH of the header
-_WORDS = 6  # of `maps_file`
-_KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
+PATH, _FD, ADDRESS, NBYTES, DEVICE, INODE = range(6)  # words of a `maps_file`
+WORDS = 6
+_KEPT_GIL_BYTES, _KEPT_GIL_FILES = 8 << 20, 16  # unmapping so much takes some 0.1 ms
 
 
 class File(ctypes.Structure):
@@ -35,6 +36,9 @@ class File(ctypes.Structure):
     fd: int
     address: int
     nbytes: int
+    device: int
+    inode: int
+    paths: object  # what keeps its path
 
     def open(self, limit: int, most: int) -> None:
         """Open it, and map it, if less than `most` files are mapped and there are addresses: see `address`.
@@ -81,38 +85,65 @@ class Kind:
         return bool(quick.maps_is_alike(file, self.address))
 
 
-def files(folder: str, names: Sequence[str]) -> ctypes.Array[File]:
+class Files(Sequence[File]):
+    """Some rows of a table of files. What is done to a file is done to its row.
+
+    Args:
+        words: (n, 6) int64, C-contiguous: what a `maps_file` holds: path, fd, address, nbytes, device, inode.
+        rows: (m,) which; None: all.
+        paths: what keeps the paths.
+    """
+
+    def __init__(
+        self, words: NDArray[np.int64], rows: NDArray[np.int64] | None = None, paths: object = None
+    ) -> None:
+        self.words, self.paths = words, paths
+        self._rows = np.arange(len(words)) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        file = File.from_buffer(self.words.data, self.words.strides[0] * int(self._rows[index]))
+        file.paths = self.paths
+        return file
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """(m,) where each `maps_file` is."""
+        return address_of(self.words) + self.words.strides[0] * self._rows
+
+    @property
+    def nbytes(self) -> int:
+        """Of all, as far as they were opened."""
+        return int(self.words[self._rows, NBYTES].sum())
+
+
+def files(folder: str, names: Sequence[str]) -> Files:
     """Files that are neither open nor mapped.
 
     Args:
         folder: its absolute path.
         names: in it, of ASCII.
     """
-    made = (File * len(names))()
     before = os.fsencode(f"\0{folder}/")
-    text = before + before.join([name.encode() for name in names]) + b"\0"
-    made.paths = array = np.frombuffer(text, np.uint8)  # type: ignore[attr-defined]
+    text = np.frombuffer(before + before.join([name.encode() for name in names]) + b"\0", np.uint8)
     lengths = np.fromiter(map(len, names), np.int64, len(names)) + len(before)
-    words = words_of(made)
-    words[:, 0] = address_of(array) + 1 + np.cumsum(lengths) - lengths
-    words[:, 1] = -1
-    return made
+    words = np.zeros((len(names), WORDS), np.int64)
+    words[:, PATH] = address_of(text) + 1 + np.cumsum(lengths) - lengths
+    words[:, _FD] = -1
+    return Files(words, paths=text)
 
 
-def words_of(files: ctypes.Array[File] | File) -> NDArray[np.int64]:
-    """What a `maps_file` holds, a row each: path, fd, address, nbytes, device, inode. It is no copy."""
-    return np.frombuffer(memoryview(files).cast("B"), np.int64).reshape(-1, _WORDS)
-
-
-def open_alike(files: ctypes.Array[File], kind: Kind, most: int) -> bytes:
+def open_alike(files: Files, kind: Kind, most: int) -> NDArray[np.bool_]:
     """Map those files that are of a kind, as `File.open`, and leave none open.
 
     Keeps the GIL: some ten microseconds a file.
-    Returns: for each 1, or 0: it is of another kind, or cannot be opened, and is not mapped.
+    Returns: (m,) False: it is of another kind, or cannot be opened, and is not mapped.
     """
-    alike = (ctypes.c_uint8 * len(files))()
-    quick.maps_open_alike(files, len(files), kind.address, most, alike)
-    return bytes(alike)
+    alike, places = np.zeros(len(files), np.bool_), files.places
+    quick.maps_open_alike(address_of(places), len(files), kind.address, most, address_of(alike))
+    return alike
 
 
 def unmap(files: Sequence[File]) -> None:
@@ -120,9 +151,13 @@ def unmap(files: Sequence[File]) -> None:
 
     Raises: OSError: not all; their `address` says which are left.
     """
-    words = array("Q", map(ctypes.addressof, files))
-    one = quick if sum(file.nbytes for file in files) < _KEPT_GIL_BYTES else library
-    if code := one.maps_unmap(words.buffer_info()[0], len(words)):
+    if isinstance(files, Files):
+        places, nbytes = files.places, files.nbytes
+    else:
+        places = np.array([ctypes.addressof(file) for file in files], np.int64)
+        nbytes = sum(file.nbytes for file in files)
+    one = quick if nbytes < _KEPT_GIL_BYTES and len(places) <= _KEPT_GIL_FILES else library
+    if code := one.maps_unmap(address_of(places), len(places)):
         raise OSError(code, os.strerror(code))
 
 

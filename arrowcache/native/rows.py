@@ -9,47 +9,34 @@ keeps all memory whose addresses are in the table.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from ctypes import Array, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from arrowcache.native import maps
 from arrowcache.native.library import address_of, declare, quick
-from arrowcache.native.maps import File, words_of
 
 _SEGMENT_WORDS = 7  # of `engine_segment`
-_BASE, _NBYTES, _AT, _FIRST_ROW, _PATH = range(5)  # and device, inode
-_ENTRY = struct.Struct("@5q2Q")
-_ALL_BITS = 2**64 - 1  # of what some give with a sign and some without
+_BASE, _NBYTES, _AT, _FIRST_ROW, _PATH, _DEVICE, _INODE = range(_SEGMENT_WORDS)
+_FROM_WORDS = [_BASE, _NBYTES, _PATH, _DEVICE, _INODE]
+_WORDS = [maps.ADDRESS, maps.NBYTES, maps.PATH, maps.DEVICE, maps.INODE]  # in the same order
 _FIRST = 3  # of `engine_rows`
 _BLOCKS_A_SEGMENT = 4
 
 
-def entry(
-    base: int, nbytes: int, layout_address: int, path_address: int = 0, device: int = 0, inode: int = 0
-) -> bytes:
-    """What `Rows.put` is told of a segment's file.
+def entries_of(words: NDArray[np.int64], layouts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What `Rows.put` is told of some files: (n, words of an `engine_segment`).
 
     Args:
-        base: its address; 0: it is not mapped, and its rows are read.
-        nbytes: of the file.
-        layout_address: of int64 that say where each buffer begins, in bytes of the file.
-        path_address: of its absolute path, which a zero byte ends; 0: it is mapped, and never read.
-        device, inode: of the file.
+        words: (n, words of one) of `maps.Files`. One without an address is read, not copied.
+        layouts: (n,) addresses of int64 that say where each buffer begins, in bytes of the file.
     """
-    return _ENTRY.pack(base, nbytes, layout_address, 0, path_address, device & _ALL_BITS, inode & _ALL_BITS)
-
-
-def entries_of(files: Array[File], layout_address: int) -> list[bytes]:
-    """The `entry` of each of some files: as of now."""
-    words = words_of(files)
     told = np.zeros((len(words), _SEGMENT_WORDS), np.int64)
-    told[:, [_PATH, _BASE, _NBYTES, _PATH + 1, _PATH + 2]] = words[:, [0, 2, 3, 4, 5]]
-    told[:, _AT] = layout_address
-    data, step = told.tobytes(), 8 * _SEGMENT_WORDS
-    return [data[start : start + step] for start in range(0, len(data), step)]
+    told[:, _FROM_WORDS] = words[:, _WORDS]
+    told[:, _AT] = layouts
+    return told
 
 
 class Rows:
@@ -75,13 +62,12 @@ class Rows:
         self._words = np.array(words, np.int64)
         self.address = address_of(self._words)
 
-    def put(self, indices: Sequence[int], entries: Sequence[bytes]) -> None:
-        """Tell where the files of segments are, by their `entries`. The indices rise."""
-        if not indices:
-            return
-        first, last = indices[0], indices[-1]
-        at = slice(first, last + 1) if last - first + 1 == len(indices) else indices  # a slice is faster
-        told = np.frombuffer(b"".join(entries), np.int64).reshape(-1, _SEGMENT_WORDS)
+    def put(self, indices: ArrayLike, entries: ArrayLike) -> None:
+        """Tell where the files of segments are, by their `entries_of`. The indices rise."""
+        at: Any = np.asarray(indices, np.int64)
+        if len(at) and at[-1] - at[0] + 1 == len(at):
+            at = slice(at[0], at[-1] + 1)  # it is faster
+        told = np.asarray(entries, np.int64).reshape(-1, _SEGMENT_WORDS)
         self._table[at, _NBYTES:_FIRST_ROW] = told[:, _NBYTES:_FIRST_ROW]
         self._table[at, _PATH:] = told[:, _PATH:]
         self._table[at, _BASE] = told[:, _BASE]  # last, in one piece: threads may read it by now
@@ -97,6 +83,15 @@ class Rows:
         ids = np.ascontiguousarray(ids, np.int64)
         bad = quick.engine_segments(self.address, address_of(ids), len(ids), address_of(segments))
         return segments if bad < 0 else int(bad)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all segments were put."""
+        return bool(self._is_known.all())
+
+    def knows(self, segment: int) -> bool:
+        """Whether a segment was put."""
+        return bool(self._is_known[segment])
 
     def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """The segments that were not put yet, each once and in order: of these, or of all."""

@@ -10,7 +10,7 @@ leased while it waits for rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -219,6 +219,17 @@ class Epochs:
         Blocks, Returns, Raises: as `begin`.
         """
         return self._begin(previous.plan.epoch + 1, None, wait, ahead=True)
+
+    def look_ahead(self) -> Iterator[None]:
+        """Look what is published: the next epoch then begins the sooner. In slices, between what is given."""
+        yield from self._store.look_ahead()
+
+    def take_ahead(self) -> Iterator[None]:
+        """Take the snapshot for `begin_after`, in slices; `drop_ahead` lets go of it."""
+        yield from self.supply.take_ahead()
+
+    def drop_ahead(self) -> None:
+        self.supply.drop()
 
     def take_back(self, epoch: Epoch) -> None:
         """Nobody asked for a batch of an epoch that was begun: so the next one is that epoch."""

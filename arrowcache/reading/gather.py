@@ -64,6 +64,7 @@ class Gatherer:
             if kind.row_bytes
         }
         self._buffer_of = {name: count + 2 * number for number, name in enumerate(schema.variable)}
+        self._tables: dict[tuple[str, ...], engine.Columns] = {}  # by the columns' names
 
     def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Index of each row's segment (n,), of rows (n,).
@@ -78,6 +79,22 @@ class Gatherer:
     def release(self, first: int) -> None:
         """Refuse rows before this one from now on."""
         self._rows.release(first)
+
+    def copy(self, ids: NDArray[np.int64], out: Mapping[str, int]) -> int | None:
+        """Copy columns of a few rows, here and now.
+
+        Args: as of `begin`; the files stay mapped meanwhile.
+        Returns: pages that were not in memory. None: nothing was done: they are many, or not all mapped.
+        Raises: OutsideError: as `begin`.
+        """
+        columns = self._columns(out)
+        done = engine.copy_now(self._rows, ids, columns) if columns else None
+        if done is None:
+            return None
+        refused, missed = done
+        if refused >= 0:
+            raise OutsideError(refused)
+        return missed
 
     def begin(
         self,
@@ -105,7 +122,7 @@ class Gatherer:
         Raises: OutsideError: a row is out of range, or its segment not known; nothing is written then. A
             small warm job raises this when it is taken: see `engine.Job`.
         """
-        columns = [(*self._fixed[name], address) for name, address in out.items() if name in self._fixed]
+        columns = self._columns(out)
         others = () if len(names) == len(out) else [name for name in names if name not in out]
         if not columns and not others:
             self.segments_of(ids)  # they are checked, whatever is asked of them
@@ -135,13 +152,23 @@ class Gatherer:
             keep: kept until it has ended.
         """
         fetch = Gather()
-        if fixed := [(*self._fixed[name], 0) for name in names if name in self._fixed]:
-            fetch.add(engine.fetch_rows(self._rows, first, last, fixed, keep))
+        if columns := self._columns(dict.fromkeys(names, 0)):
+            fetch.add(engine.fetch_rows(self._rows, first, last, columns, keep))
         for name in names:
             if (buffer := self._buffer_of.get(name)) is not None:
                 width = element_bytes(self._schema.variable[name])
                 fetch.add(engine.fetch_values(self._rows, first, last, buffer, width, keep))
         return fetch
+
+    def _columns(self, out: Mapping[str, int]) -> engine.Columns | None:
+        """The columns of fixed width that go to these addresses; None: no row of them has any bytes."""
+        names = tuple(filter(self._fixed.__contains__, out))
+        if not names:
+            return None
+        table = self._tables.get(names)
+        if table is None:
+            table = self._tables[names] = engine.Columns([(*self._fixed[name], 0) for name in names])
+        return table.at(map(out.__getitem__, names))
 
 
 class Gather:

@@ -12,15 +12,17 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts, Template
 from arrowcache.native import maps
-from arrowcache.native.rows import entries_of, entry
+from arrowcache.native.rows import entries_of
+from arrowcache.reading.segment_arrays import SegmentArrays
 from arrowcache.storage import mapping
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.locks import file_identity
@@ -28,28 +30,54 @@ from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
 _most_mapped = mapping.most_mappings() // 2
-_KNOWN = 3  # of a `maps_file`, from here on: its length, device and inode
+_MAPPED_AT_ONCE = 128  # segments: some 2 ms, while other threads wait for the GIL
 
 
-class MappedSegment:
-    """A segment's file, mapped where `file.address` says so.
+class _Table(NamedTuple):
+    """Segments by their number: whatever is mapped is here. It is replaced as a whole; lines change in place.
 
-    Once it was checked, `layout` tells where its buffers lie, and `entry` is its line in the table of `Rows`.
+    `layouts` are addresses of where a segment's buffers lie, as of `entries_of`; 0: it was not checked, and
+    nobody may read it. `keeps` has its layout, and what keeps its path.
     """
 
-    __slots__ = ("entry", "file", "is_doubted", "is_mapped", "layout", "was_read")
-    layout: Layout
+    seqs: NDArray[np.int64]  # which rise
+    words: NDArray[np.int64]  # of `maps.Files`
+    layouts: NDArray[np.int64]
+    was_read: NDArray[np.bool_]  # its bytes were checked
+    keeps: NDArray[np.object_]  # (n, 2)
 
-    def __init__(self, file: maps.File) -> None:
-        self.file = file
-        self.entry = b""
-        self.is_mapped = False  # and checked
-        self.was_read = False  # its bytes were checked
-        self.is_doubted = False  # a read of it failed since
+    @classmethod
+    def of(cls, seqs: NDArray[np.int64], files: maps.Files) -> _Table:
+        """A table of segments of which nothing is mapped."""
+        count = len(seqs)
+        keeps = np.full((count, 2), None, object)
+        for line in range(count):
+            keeps[line, 1] = files.paths
+        return cls(seqs, files.words, np.zeros(count, np.int64), np.zeros(count, np.bool_), keeps)
 
-    def know(self, layout: Layout, entry: bytes) -> None:
-        """Note that it was checked, and its layout."""
-        self.layout, self.entry, self.is_mapped = layout, entry, bool(self.file.address)
+    def lines(self, seqs: ArrayLike) -> NDArray[np.int64]:
+        """Where segments are: of those that are here, in the order that is given."""
+        wanted = np.asarray(seqs, np.int64)
+        lines = self.seqs.searchsorted(wanted)
+        lines[lines == len(self.seqs)] = 0
+        return lines[self.seqs[lines] == wanted] if len(self.seqs) else lines[:0]
+
+    def entries(self, lines: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What `Rows.put` is told of them."""
+        return entries_of(self.words[lines], self.layouts[lines])
+
+    def files(self, lines: NDArray[np.int64]) -> maps.Files:
+        return maps.Files(self.words, lines, self)
+
+    def some(self, lines: NDArray[Any]) -> _Table:
+        """The table of some lines."""
+        return _Table(*[column[lines] for column in self])
+
+    def plus(self, more: _Table) -> _Table:
+        """The table with those of another one, none of which is here."""
+        pairs = [*zip(self, more, strict=True)]
+        both = _Table(*[np.concatenate(pair) for pair in pairs])
+        return both if (np.diff(both.seqs) > 0).all() else both.some(both.seqs.argsort())
 
 
 class Claim:
@@ -62,6 +90,7 @@ class Claim:
     def __init__(self, seqs: NDArray[np.int64]) -> None:
         self.seqs = seqs
         self.released = len(seqs)
+        self.keeps: list[object] = []  # what its reader may have been told of, and the table has no more
 
 
 class MappedSegments:
@@ -75,11 +104,12 @@ class MappedSegments:
         self._settings, self._kind = settings, (settings.schema, settings.segment_bytes)
         self._known = KnownLayouts(settings.schema)
         self._lock = threading.Lock()
-        self._segments: dict[int, MappedSegment] = {}  # by seq: whatever is mapped is here
+        self._table = _Table.of(np.zeros(0, np.int64), maps.files("/", ()))
         self._claims: list[Claim] = []  # of snapshots that may read them; replaced as a whole
         self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
         self._opening: maps.File | None = None
-        self._doubted: set[int] = set()  # by seq: a read of it failed, and it is not mapped since
+        self._doubted: set[int] = set()  # by seq: a read of it failed, and it was not checked since
+        self.last: SegmentArrays | None = None  # of the last snapshot
 
     @classmethod
     def of(cls, store: Store) -> MappedSegments:
@@ -138,56 +168,69 @@ class MappedSegments:
                     then()
                     self._released.popleft()
 
-    def _unused(self, claim: Claim, count: int) -> list[int]:
+    def _unused(self, claim: Claim, count: int) -> NDArray[np.int64]:
         """What nobody else claims of the `count` oldest segments of a claim, those that it still has."""
         seqs = claim.seqs[claim.released : count]
         for other in self._claims:
             if other is not claim and len(seqs):
                 seqs = seqs[~np.isin(seqs, other.seqs[other.released :])]
-        return [*map(int, seqs)]
+        return seqs
 
-    def _unmap(self, seqs: Sequence[int]) -> None:
+    def _unmap(self, seqs: ArrayLike) -> None:
         """Unmap what is mapped of these. Raises: OSError: not all; what is left is as it was."""
-        found = {seq: self._segments[seq] for seq in seqs if seq in self._segments}
-        for each in found.values():
-            each.is_mapped = False  # first: what Ctrl-C leaves here may not be any more
+        table = self._table
+        lines = table.lines(seqs)
+        if not len(lines):
+            return
+        layouts, table.layouts[lines] = table.layouts[lines], 0  # first: what Ctrl-C leaves nobody may read
         try:
-            maps.unmap([each.file for each in found.values()])
+            maps.unmap(table.files(lines))
         finally:
-            for seq, each in found.items():
-                each.is_mapped = bool(each.file.address and each.entry)
-                if not each.file.address:
-                    self._doubted.update([seq] if each.is_doubted else ())
-                    del self._segments[seq]
+            is_left = table.words[lines, maps.ADDRESS] != 0
+            table.layouts[lines[is_left]] = layouts[is_left]
+            is_kept = np.ones(len(table.seqs), np.bool_)
+            is_kept[lines[~is_left]] = False
+            self._table = table.some(is_kept)
 
-    def found(self, seqs: Sequence[int], *, check_bytes_below: int) -> list[MappedSegment | None]:
-        """What there is of acquired segments; None: it is to be mapped, or checked, by `map`.
+    def known(
+        self, seqs: NDArray[np.int64], *, check_bytes_below: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Which of some acquired segments are known: the others are to be mapped, or checked, by `map`.
 
         Args:
-            seqs: their numbers, which rise.
+            seqs: (n,) their numbers, which rise.
             check_bytes_below: below this number their bytes were to be checked, too.
+        Returns: (n,), and of the known ones what `Rows.put` is told.
         """
-        is_full = maps.count() >= _most_mapped  # then those without a mapping stay so
+        table = self._table
+        is_known = np.isin(seqs, table.seqs)
+        lines = table.lines(seqs)
+        is_right = (table.layouts[lines] != 0) & ~np.isin(table.seqs[lines], [*self._doubted])
+        is_right &= (table.seqs[lines] >= check_bytes_below) | table.was_read[lines]
+        if maps.count() < _most_mapped:  # else those without a mapping stay so
+            is_right &= table.words[lines, maps.ADDRESS] != 0
+        is_known[is_known] = is_right
+        return is_known, table.entries(lines[is_right])
 
-        def is_ready(each: MappedSegment) -> bool:
-            return bool(each.is_mapped or (is_full and each.entry)) and not each.is_doubted
+    def layout_of(self, seq: int) -> Layout:
+        """The layout of a segment that was mapped."""
+        table = self._table
+        layout: Layout = table.keeps[table.lines([seq])[0], 0]
+        return layout
 
-        found = [
-            each if each is not None and is_ready(each) else None for each in map(self._segments.get, seqs)
-        ]
-        if seqs and seqs[0] < check_bytes_below:
-            for index, each in enumerate(found):
-                if each is not None and seqs[index] < check_bytes_below and not each.was_read:
-                    found[index] = None
-        return found
+    def doubt(self, seq: int) -> None:
+        """A read of a segment failed: who maps it next checks it anew."""
+        with self._lock:
+            self._doubted.add(seq)
+        self._let_go()
 
     def map_alike(self, segments: Sequence[SegmentInfo], store: Store) -> None:
-        """Map acquired segments whose layout is known, if they are not yet; see `found`.
+        """Map acquired segments whose layout is known, if they are not yet; see `known`.
 
         What is of another layout, cannot be opened or is damaged is left to `map`.
 
         Args:
-            segments: few enough that the GIL is kept for as long; their bytes need no check.
+            segments: their bytes need no check.
             store: who asks: its folder has the files.
         """
         kinds: dict[tuple[int, int], list[SegmentInfo]] = {}
@@ -196,67 +239,86 @@ class MappedSegments:
         with self._lock:
             for (nbytes, rows), some in kinds.items():
                 template = self._known.find(nbytes, rows)
-                known, doubted = self._segments, self._doubted
-                new = [each for each in some if each.seq not in known and each.seq not in doubted]
-                if template is not None and new:
-                    self._map_alike(new, store, template)
+                if template is not None:
+                    some = [segment for segment in some if segment.seq not in self._doubted]
+                    self._map_alike(some, store, template)
         self._let_go()
 
     def _map_alike(self, segments: Sequence[SegmentInfo], store: Store, template: Template) -> None:
-        files = maps.files(os.fspath(store.folder.segments), [segment.name for segment in segments])
-        made = {segment.seq: MappedSegment(file) for segment, file in zip(segments, files, strict=True)}
-        self._segments.update(made)
+        added = self._add(segments, store)
         try:
-            alike = maps.open_alike(files, template.kind, _most_mapped)
-            entries = entries_of(files, template.layout.buffers.buffer_info()[0])
-            for each, told, is_alike in zip(made.values(), entries, alike, strict=True):
-                if is_alike:
-                    each.know(template.layout, told)
+            for start in range(0, len(added), _MAPPED_AT_ONCE):
+                lines = self._table.lines(added[start : start + _MAPPED_AT_ONCE])
+                alike = maps.open_alike(self._table.files(lines), template.kind, _most_mapped)
+                self._know(lines[alike], template.layout)
         finally:
-            if others := [seq for seq, each in made.items() if not each.entry]:
-                self._unmap(others)
+            unknown = added[self._table.layouts[self._table.lines(added)] == 0]
+            if len(unknown):
+                self._unmap(unknown)
 
-    def map(self, segment: SegmentInfo, store: Store, *, check_bytes: bool) -> MappedSegment:
+    def _add(self, segments: Sequence[SegmentInfo], store: Store) -> NDArray[np.int64]:
+        """Have lines of those that have none yet. Returns: their numbers."""
+        seqs = np.array([segment.seq for segment in segments], np.int64)
+        is_new = ~np.isin(seqs, self._table.seqs)
+        names = [segment.name for segment, new in zip(segments, is_new.tolist(), strict=True) if new]
+        if names:
+            files = maps.files(os.fspath(store.folder.segments), names)
+            self._table = self._table.plus(_Table.of(seqs[is_new], files))
+        return seqs[is_new]
+
+    def _know(self, lines: NDArray[np.int64], layout: Layout) -> None:
+        """Note that segments were checked, and their layout."""
+        for line in lines.tolist():
+            self._table.keeps[line, 0] = layout
+        self._table.layouts[lines] = layout.buffers.buffer_info()[0]  # last: now they may be read
+
+    def map(self, segment: SegmentInfo, store: Store, *, check_bytes: bool) -> NDArray[np.int64]:
         """Map and check an acquired segment, if it is not yet; where no mapping is left it is only checked.
 
         Args:
             store: who asks: its folder has the file.
             check_bytes: check its bytes too, also where another reader has mapped it without.
+        Returns: what `Rows.put` is told.
         Raises: CorruptSegmentError: what is wrong; it is not mapped then, but for others who read it.
             OSError: the process has too little memory or too many files open.
         """
         with self._lock:
-            found = self._map(segment, store, check_bytes)
+            self._map(segment, store, check_bytes)
+            told = self._table.entries(self._table.lines([segment.seq]))
         self._let_go()
-        return found
+        return told
 
-    def _map(self, segment: SegmentInfo, store: Store, check_bytes: bool) -> MappedSegment:
-        found = self._segments.get(segment.seq)
-        if found is not None:
-            if found.is_doubted:
-                self._read_again(found, segment, store)
-            if found.is_mapped:
-                if check_bytes and not found.was_read:
-                    self._check(found, segment, store, check_bytes)
-                return found
+    def _map(self, segment: SegmentInfo, store: Store, check_bytes: bool) -> None:
+        table = self._table
+        for line in table.lines([segment.seq]).tolist():
+            file = table.files(np.array([line]))[0]
+            if segment.seq in self._doubted:
+                self._read_again(file, segment, store)
+            if table.layouts[line] and file.address:
+                if check_bytes and not table.was_read[line]:
+                    self._check(line, file, segment, store, check_bytes)
+                return
+            for claim in self._claims:
+                claim.keeps.append(table.keeps[line].copy())  # it may have been told of it without a mapping
             self._unmap([segment.seq])  # what Ctrl-C has left, or found no mapping
-        (file,) = maps.files(os.fspath(store.folder.segments), [segment.name])
-        found = MappedSegment(file)
-        self._segments[segment.seq], self._opening = found, file
+        self._add([segment], store)
+        (line,) = self._table.lines([segment.seq]).tolist()
+        self._opening = file = self._table.files(np.array([line]))[0]
         try:
-            self._open(found, segment, store, check_bytes)
+            self._open(line, file, segment, store, check_bytes)
         except (OSError, ValueError) as error:
             shown = mapping.explained_at_open(error)
             raise unfit(shown) or shown from None
         finally:
             file.close()
-            if not found.entry:
+            self._opening = None
+            if not self._table.layouts[line]:
                 self._unmap([segment.seq])
-        return found
 
-    def _open(self, found: MappedSegment, segment: SegmentInfo, store: Store, check_bytes: bool) -> None:
+    def _open(
+        self, line: int, file: maps.File, segment: SegmentInfo, store: Store, check_bytes: bool
+    ) -> None:
         """Map a segment and check it: by comparison where its layout is known."""
-        file = found.file
         file.open(self._settings.segment_bytes, _most_mapped)
         if segment.seq in self._doubted:
             self._check_read(file, segment, store)
@@ -265,16 +327,15 @@ class MappedSegments:
         if template is not None and template.kind.has(file):
             layout = template.layout
         else:
-            layout = self._check(found, segment, store, check_bytes)
-        ((path, _, address, nbytes, device, inode),) = maps.words_of(file).tolist()
-        found.know(layout, entry(address, nbytes, layout.buffers.buffer_info()[0], path, device, inode))
+            layout = self._check(line, file, segment, store, check_bytes)
+        self._know(np.array([line]), layout)
 
-    def _read_again(self, found: MappedSegment, segment: SegmentInfo, store: Store) -> None:
+    def _read_again(self, known: maps.File, segment: SegmentInfo, store: Store) -> None:
         """Check a file without its mapping, which may end before its address says: others may read that."""
         (file,) = maps.files(os.fspath(store.folder.segments), [segment.name])
         try:
             file.open(self._settings.segment_bytes, 0)
-            if maps.words_of(file)[0, _KNOWN:].tolist() != maps.words_of(found.file)[0, _KNOWN:].tolist():
+            if (file.nbytes, file.device, file.inode) != (known.nbytes, known.device, known.inode):
                 raise ValueError(
                     f"{segment.name} has changed since it was mapped: it has {file.nbytes} bytes"
                 )
@@ -284,7 +345,7 @@ class MappedSegments:
             raise unfit(shown) or shown from None
         finally:
             file.close()
-        found.is_doubted = False
+        self._doubted.discard(segment.seq)
 
     def _check_read(self, file: maps.File, segment: SegmentInfo, store: Store) -> None:
         """Check all bytes of an open file, past its mapping: what the disk does not give is an OSError."""
@@ -292,16 +353,18 @@ class MappedSegments:
             data = pa.py_buffer(whole.read())
         check_file(data, store, segment, check_bytes=True)
 
-    def _check(self, found: MappedSegment, segment: SegmentInfo, store: Store, check_bytes: bool) -> Layout:
+    def _check(
+        self, line: int, file: maps.File, segment: SegmentInfo, store: Store, check_bytes: bool
+    ) -> Layout:
         """Check a file the complete way; one that is open is mapped for as long as that takes."""
-        file, was_mapped = found.file, found.file.address
+        was_mapped = file.address
         file.map()
         try:
             mapping.will_read_on(file.address, file.nbytes)
             buffer = pa.foreign_buffer(file.address, file.nbytes)
             layout = check_file(buffer, store, segment, check_bytes=check_bytes)
             self._known.learn(buffer, layout)
-            found.was_read |= check_bytes
+            self._table.was_read[line] |= check_bytes
         finally:
             if was_mapped:
                 mapping.will_read_pages(file.address, file.nbytes)

@@ -2,8 +2,8 @@
 
 It owns snapshots of epochs that ended. It lets go of them after a second, or sooner: when a writer of this
 process waits for them, when the next epoch has mapped its segments, or when the loader is closed. A thread
-waits for that second, and sleeps while an epoch runs. Where ranks agreed on an epoch, the thread goes on
-looking until all have joined it.
+waits for that second, and sleeps while an epoch runs. What was left to it it closes at once. Where ranks
+agreed on an epoch, it goes on looking until all have joined it.
 
 Guarantees: a loader that nobody iterates leases nothing for longer than that second.
 """
@@ -26,7 +26,7 @@ _log = logging.getLogger("arrowcache")
 _PARKED_SECONDS = 1.0
 _LOOK_SECONDS = 0.25  # between two looks whether the other ranks have joined
 _JOIN_SECONDS = 5.0
-_PARK, _STAY, _END = "park", "stay", "end"  # said to the thread
+_PARK, _STAY, _DROP, _END = "park", "stay", "drop", "end"  # said to the thread
 
 
 class Parking:
@@ -62,6 +62,13 @@ class Parking:
 
     def park(self, snapshot: Snapshot) -> None:
         """An epoch ended: keep its snapshot for a second."""
+        self._leave(snapshot, _PARK)
+
+    def leave(self, snapshot: Snapshot) -> None:
+        """Have the thread close a snapshot: the disk frees files that were evicted as they are unmapped."""
+        self._leave(snapshot, _DROP)
+
+    def _leave(self, snapshot: Snapshot, said: str) -> None:
         if self._pid != os.getpid() or is_exiting():
             return
         snapshot.on_contention(self.drop)
@@ -69,7 +76,7 @@ class Parking:
             if snapshot not in self._parked:
                 self._parked.append(snapshot)
             is_kept = self._thread.ident is not None and not self._is_closed
-        self._said.put(_PARK)
+        self._said.put(said)
         if not is_kept:
             self.drop()
 
@@ -111,7 +118,10 @@ class Parking:
                 continue
             if said is _END:
                 return
-            seconds = _PARKED_SECONDS if said is _PARK else None
+            if said is _DROP:
+                self._let_go()
+            else:
+                seconds = _PARKED_SECONDS if said is _PARK else None
 
     def _let_go(self) -> float | None:
         """The second is over. Returns: when to look again; None: not before the next epoch has ended."""

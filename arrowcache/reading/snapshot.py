@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,10 +30,12 @@ from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
 from arrowcache.errors import CorruptSegmentError
+from arrowcache.native.library import address_of
 from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Gather, Gatherer, OutsideError
-from arrowcache.reading.mapped import Claim, MappedSegment, MappedSegments
+from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.output import output_arrays
+from arrowcache.reading.segment_arrays import SegmentArrays
 from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import Column
@@ -43,7 +44,7 @@ from arrowcache.storage import timeline
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.mapping import FileMapping
-from arrowcache.storage.store import Store
+from arrowcache.storage.store import Leased, Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
 
@@ -51,8 +52,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-_seq_of, _rows_of, _nbytes_of, _published_of = map(attrgetter, ("seq", "rows", "nbytes", "published"))
-_MAPPED_AT_ONCE = 128  # segments: some 2 ms, while other threads wait for the GIL
+_MAPPED_FIRST, _MAPPED_AT_ONCE = 4, 2048  # segments
 _MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
 
 
@@ -108,7 +108,12 @@ class Snapshot:
         Args:
             where, yields_since: as of `Store.lease`.
         """
-        segments, lease, next_seq, left_out_rows = store.lease(where, yields_since=yields_since)
+        return cls.of(store, store.lease(where, yields_since=yields_since))
+
+    @classmethod
+    def of(cls, store: Store, leased: Leased) -> Snapshot:
+        """What was leased, which is its own from now on."""
+        segments, lease, next_seq, left_out_rows = leased
         try:
             return cls(store, segments, lease, next_seq=next_seq, left_out_rows=left_out_rows)
         except BaseException:
@@ -117,18 +122,13 @@ class Snapshot:
             raise
 
     def _set_segments(self, segments: Sequence[SegmentInfo]) -> None:
-        self._segments = tuple(segments)
-        count = len(self._segments)
-        rows = np.fromiter(map(_rows_of, segments), np.int64, count)
-        self._seqs = np.fromiter(map(_seq_of, segments), np.int64, count)
-        self._published = np.fromiter(map(_published_of, segments), np.float64, count)
-        self._starts = np.concatenate(([0], np.cumsum(rows)))
+        self._mapped.last = arrays = SegmentArrays.of(segments, self._mapped.last)
+        self._segments, self._seqs, self._published = arrays.segments, arrays.seqs, arrays.published
+        self._starts = np.concatenate(([0], np.cumsum(arrays.rows)))
         self._length = int(self._starts[-1])
-        self._nbytes = int(sum(map(_nbytes_of, segments)))
+        self._nbytes = int(arrays.nbytes.sum())
         self._rows = Rows(self._starts)
         self._gatherer = Gatherer(self._store.settings.schema, self._rows)
-        self._found: list[MappedSegment | None] = [None] * count  # what `_rows` tells of
-        self._is_known = not segments  # it tells of all
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
@@ -204,10 +204,33 @@ class Snapshot:
 
         Raises: OutsideError: a row is outside the snapshot.
         """
-        out = {name: int(array.ctypes.data) for name, array in arrays.items()}
-        gather = self._begin(ids, names, out, arrays)
-        values = gather.wait().values()
-        self.temperature.note(len(ids), gather.missed)
+        out = {name: address_of(array) for name, array in arrays.items()}
+        reader = _Reader(self)
+        try:
+            try:
+                return self._gathered(ids, names, out, arrays, reader)
+            except OutsideError:
+                self._map_segments_of(ids)
+            return self._gathered(ids, names, out, arrays, reader)
+        finally:
+            reader.end()
+
+    def _gathered(
+        self,
+        ids: NDArray[np.int64],
+        names: Sequence[str],
+        out: Mapping[str, int],
+        arrays: Mapping[str, NDArray[Any]],
+        reader: _Reader,
+    ) -> dict[str, Column]:
+        """`gather_into`, but rows of a segment that is not known yet raise OutsideError, too."""
+        values: dict[str, Column] = {}
+        is_simple = len(out) == len(names) and not self.temperature.is_cold
+        missed = self._gatherer.copy(ids, out) if is_simple else None
+        if missed is None:
+            gather = self._begin(ids, names, out, arrays, reader).wait()
+            values, missed = gather.values(), gather.missed
+        self.temperature.note(len(ids), missed)
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
@@ -215,17 +238,20 @@ class Snapshot:
 
         The caller tells `temperature` what it missed.
         """
+        if not self._rows.is_known:
+            with _Reader(self):
+                self._map_segments_of(ids)
         return self._begin(ids, names, slot.addresses, slot)
 
     def _begin(
-        self, ids: NDArray[np.int64], names: Sequence[str], out: Mapping[str, int], keep: object
+        self,
+        ids: NDArray[np.int64],
+        names: Sequence[str],
+        out: Mapping[str, int],
+        keep: object,
+        beside: _Reader | None = None,
     ) -> Gather:
-        reader = _Reader(self)
-        try:
-            self._map_segments_of(ids)
-        except BaseException:
-            reader.end()
-            raise
+        reader = _Reader(self, beside)
         is_cold = self.temperature.is_cold
         return self._gatherer.begin(
             ids,
@@ -239,16 +265,13 @@ class Snapshot:
         )
 
     def _map_segments_of(self, ids: NDArray[np.int64]) -> None:
-        if not self._is_known:
-            missing = self._rows.unknown(self._gatherer.segments_of(ids))
-            if len(missing):
-                self._map_some(missing.tolist())
+        """Map what is not yet of the segments of rows. Raises: OutsideError: a row is out of range."""
+        self._map_some(self._rows.unknown(self._gatherer.segments_of(ids)))
 
     def _doubted(self, row: int) -> str:
         """The name of the segment of a row that could not be read: who maps it next checks it anew."""
         index = int(self._starts.searchsorted(row, side="right")) - 1
-        if (found := self._found[index]) is not None:
-            found.is_doubted = True
+        self._mapped.doubt(int(self._seqs[index]))
         return self._segments[index].name
 
     @cached_property
@@ -327,12 +350,13 @@ class Snapshot:
         if lease is None or first + count > self._starts[index + 1] or not has_room():
             return None
         with _Reader(self):
-            found, segment = self._map(index), self._segments[index]
+            self._map(index)
+            segment = self._segments[index]
             start = first - int(self._starts[index])
             end_lease = lease.share(segment.seq)
             try:
                 path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
-                layout = found.layout.buffers
+                layout = self._mapped.layout_of(segment.seq).buffers
                 view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
                 return dict(view)
             except OSError:  # no address space or file descriptor is left
@@ -402,11 +426,11 @@ class Snapshot:
         """
         with _Reader(self):
             damaged: list[int] = []
-            self._map_some(range(self._released, len(self._segments)), damaged)
+            self._map_some(np.arange(self._released, len(self._segments)), damaged)
             if damaged:
                 kept = [index for index in range(len(self._segments)) if index not in set(damaged)]
                 self._set_segments([self._segments[index] for index in kept])
-                self._is_known = not self._put_found(range(len(kept)))
+                self._put_known(np.arange(len(kept)))
                 before, self._claim = self._claim, Claim(self._seqs)
                 self._mapped.acquire(self._claim)
                 self._mapped.release(before, len(before.seqs))
@@ -415,7 +439,7 @@ class Snapshot:
     def map_ahead(self) -> None:
         """Map all segments that can be: the folder is not needed any more. Errors come with their rows."""
         with _Reader(self), self._mapping:
-            for index in self._put_alike(self._rows.unknown().tolist()):
+            for index in self._put_alike(self._rows.unknown()):
                 with suppress(CorruptSegmentError, OSError):
                     self._open(index)
 
@@ -480,11 +504,11 @@ class Snapshot:
             ("leased", f"{format_count(len(leased), 'segment')}, {nbytes}, by this process"),
         ]
 
-    def _begin_read(self) -> None:
+    def _begin_read(self, beside: _Reader | None) -> None:
         if self._pid != os.getpid():  # first: the lock may be held for ever
             raise ValueError("the snapshot belongs to the process that forked this one: take a new one")
         with self._lock:
-            if self._closed:
+            if self._closed and (beside is None or beside.has_ended):
                 raise ValueError("the snapshot is closed: take a new one with cache.snapshot()")
             self._readers += 1
 
@@ -515,7 +539,7 @@ class Snapshot:
         if self._lease is not None:
             self._lease.on_contention = let_go
 
-    def _map_some(self, indices: Sequence[int], damaged: list[int] | None = None) -> None:
+    def _map_some(self, indices: NDArray[np.int64], damaged: list[int] | None = None) -> None:
         """Map and check segments; a damaged one is noted in `damaged`, or raises."""
         with self._mapping:
             for index in self._put_alike(indices):
@@ -525,47 +549,38 @@ class Snapshot:
                     if damaged is None:
                         raise
                     damaged.append(index)
-        self._is_known = not len(self._rows.unknown())
 
-    def _put_alike(self, indices: Sequence[int]) -> Iterator[int]:
-        """Map segments whose layout is known, some at a time. Yields: each of the others, in its turn."""
-        left = self._put_found(indices)
-        for start in range(0, len(left), _MAPPED_AT_ONCE):
-            some = left[start : start + _MAPPED_AT_ONCE]
-            trusted = [self._segments[index] for index in some]
-            trusted = [segment for segment in trusted if segment.seq >= self._suspect_below]
-            self._mapped.map_alike(trusted, self._store)
-            yield from self._put_found(some)
+    def _put_alike(self, indices: NDArray[np.int64]) -> Iterator[int]:
+        """Map segments whose layout is known. Yields: each of the others, in its turn.
 
-    def _put_found(self, indices: Sequence[int]) -> Sequence[int]:
-        """Have `_rows` tell of segments that are mapped by now. Returns: the others."""
-        if not indices:
-            return indices
-        seqs = self._seqs[indices[0] : indices[-1] + 1] if isinstance(indices, range) else self._seqs[indices]
-        found = self._mapped.found(seqs.tolist(), check_bytes_below=self._suspect_below)
-        others: Sequence[int] = []
-        if None in found:
-            others = [index for index, each in zip(indices, found, strict=True) if each is None]
-            indices = [index for index, each in zip(indices, found, strict=True) if each is not None]
-        there = [each for each in found if each is not None]
-        for index, each in zip(indices, there, strict=True):
-            self._found[index] = each  # first: it keeps what `_rows` tells of
-        self._rows.put(indices, [each.entry for each in there])
-        return others
+        It gives a few first, which may make the layout of the rest known.
+        """
+        left, count = self._put_known(indices), _MAPPED_FIRST
+        while len(left):
+            some, left = left[:_MAPPED_AT_ONCE], left[_MAPPED_AT_ONCE:]
+            trusted = some[self._seqs[some] >= self._suspect_below].tolist()
+            self._mapped.map_alike([self._segments[index] for index in trusted], self._store)
+            some = self._put_known(some)
+            yield from some[:count].tolist()
+            left, count = np.concatenate((some[count:], left)), min(2 * count, _MAPPED_AT_ONCE)
 
-    def _map(self, index: int) -> MappedSegment:
+    def _put_known(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Have `_rows` tell of segments that are known by now. Returns: the others."""
+        is_known, entries = self._mapped.known(self._seqs[indices], check_bytes_below=self._suspect_below)
+        self._rows.put(indices[is_known], entries)
+        return indices[~is_known]
+
+    def _map(self, index: int) -> None:
         try:
-            return self._found[index] or self._open(index)
+            if not self._rows.knows(index):
+                self._open(index)
         except CorruptSegmentError as error:
             self._condemn(self._segments[index], error)
 
-    def _open(self, index: int) -> MappedSegment:
+    def _open(self, index: int) -> None:
         segment = self._segments[index]
         check = segment.seq < self._suspect_below
-        found = self._mapped.map(segment, self._store, check_bytes=check)
-        self._found[index] = found  # first, as above
-        self._rows.put([index], [found.entry])
-        return found
+        self._rows.put([index], self._mapped.map(segment, self._store, check_bytes=check))
 
     def _condemn(self, segment: SegmentInfo, error: CorruptSegmentError) -> NoReturn:
         """Quarantine a segment, which is no longer mapped here, and raise with its name."""
@@ -597,15 +612,16 @@ class Snapshot:
 class _Reader:
     """A reader of a snapshot, which stays open until the reader has ended: a context manager.
 
-    Dropping it ends it, too, where Ctrl-C came into its end.
+    Dropping it ends it, too, where Ctrl-C came into its end. Beside another one, which has not ended, it may
+    also begin when the snapshot was closed.
     Raises: ValueError: the snapshot is closed, or another process'.
     """
 
     has_ended = True
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, beside: _Reader | None = None) -> None:
         self._snapshot = snapshot
-        snapshot._begin_read()
+        snapshot._begin_read(beside)
         self.has_ended = False
 
     def end(self) -> None:

@@ -3,7 +3,8 @@
 `take` begins jobs until enough batches are under way, and waits for the oldest; native threads, a crew of
 Python threads or worker processes make them meanwhile. Nothing here has a thread. A stream owns the epochs
 that are under way, and their snapshots, until all their batches are made or it ends. The next epoch begins
-when the last batch of one is under way, so that there is no seam.
+when the last batch of one is under way, so that there is no seam; where it reads many segments, that is done
+in slices, one a step.
 
 It ends in silence by exhaustion, by `close()`, or when its iterator is dropped. It ends with an error in its
 consumer when a newer epoch begins or a state is loaded: else the consumer would take the part for the whole.
@@ -16,6 +17,7 @@ or an end; whoever ends it, all that it owns is let go, once.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from arrowcache.reading.workers.remote import RemoteAssembly
 
 _MOST_AHEAD = 8  # epochs, where they are short
+_MANY_SEGMENTS = 1000  # so many are listed, leased and mapped in some 2 ms
 _GRACE_SECONDS = 0.25  # for a job that itself waits so long, and then says better what for
 _LOOK_SECONDS = 0.05  # between two looks for the end, and two figures of a wait
 
@@ -71,6 +74,10 @@ class Stream:
         self._making: list[Epoch] = []  # of which batches are to be made, or under way; the newest is last
         self._undelivered: list[Epoch] = []  # with batches that nobody may have got
         self._jobs: Iterator[Job] = iter(())  # of the newest epoch
+        self._left = 0  # batches of it that are in none of the jobs begun
+        # Slices of what comes before the next one, and those that may come before the last jobs.
+        self._slices: Iterator[None] = iter(())
+        self._looks: Iterator[None] = iter(())
         self.begun: deque[Job] = deque()
         self.under_way = 0  # batches of those
         self.ready: deque[Made] = deque()
@@ -99,7 +106,7 @@ class Stream:
                 return False
             self._making, self._undelivered = [epoch], [epoch]
         self._parking.drop()  # what both read stays mapped
-        self._jobs = self._assembly.jobs(epoch, awaited=True)
+        self._make(epoch, awaited=True)
         self._begin_jobs()
         return True
 
@@ -242,6 +249,10 @@ class Stream:
                 if job is not None:
                     self.begun.append(job)
                     self.under_way += job.batches
+                    self._left -= job.batches
+                    if self._left <= 2 * job.batches:
+                        with suppress(OSError):  # which the next epoch meets as it begins
+                            next(self._looks, None)
                 elif not self._begin_next_epoch():
                     return
             except KeyboardInterrupt:
@@ -278,6 +289,8 @@ class Stream:
         self.ready.clear()
         self._cancel_begun()
         self._error, self._jobs = None, iter(())
+        self._slices = self._looks = iter(())
+        self._epochs.drop_ahead()
 
     def _cancel_begun(self) -> None:
         for begun in tuple(self.begun):
@@ -291,6 +304,13 @@ class Stream:
 
     # epochs
 
+    def _make(self, epoch: Epoch, *, awaited: bool) -> None:
+        """Have jobs begun of an epoch, the newest one."""
+        self._jobs, self._left = self._assembly.jobs(epoch, awaited=awaited), epoch.order.steps
+        if self._endless and _is_large(epoch):
+            self._looks = self._epochs.look_ahead()
+            self._slices = itertools.chain(self._looks, self._epochs.take_ahead())
+
     def _begin_next_epoch(self) -> bool:
         """Begin the epoch after the newest one. Returns: False: there is none, or it is too early."""
         with self._lock:
@@ -301,9 +321,15 @@ class Stream:
         is_busy = bool(self.begun or self.ready)
         if is_busy and sum(not each.is_delivered for each in self._undelivered) > _MOST_AHEAD:
             return False  # what begins later sees more rows
+        for _ in self._slices:
+            if is_busy:
+                return False  # one a step
         following = None
         if not self._has_to_wait:
-            following = self._epochs.begin_after(newest)
+            try:
+                following = self._epochs.begin_after(newest)
+            finally:
+                self._epochs.drop_ahead()
             self._has_to_wait = following is None
         if self._has_to_wait:
             if is_busy or not self._may_wait:
@@ -322,7 +348,7 @@ class Stream:
             following.end()
             return False
         self._retire_made()
-        self._jobs = self._assembly.jobs(following, awaited=False)
+        self._make(following, awaited=False)
         return True
 
     def _come_to(self, epoch: Epoch) -> None:
@@ -336,13 +362,13 @@ class Stream:
         under_way = [job.epoch for job in self.begun]
         for epoch in self._making[:-1]:
             if epoch not in under_way:
-                self._retire(epoch)
+                self._retire(epoch, self._parking.leave if _is_large(epoch) else Snapshot.close)
 
-    def _retire(self, epoch: Epoch) -> None:
+    def _retire(self, epoch: Epoch, leave_to: Callable[[Snapshot], None] = Snapshot.close) -> None:
         """Let go of an epoch whose batches are all made. Idempotent."""
         self._assembly.end(epoch)
-        epoch.let_go()
         self._parking.drop()
+        epoch.let_go(leave_to)
         with self._lock:
             self._making = [each for each in self._making if each is not epoch]
 
@@ -357,6 +383,10 @@ class Stream:
         for each in self._undelivered:
             each.end()
         self._making, self._undelivered = [], []
+
+
+def _is_large(epoch: Epoch) -> bool:
+    return len(epoch.snapshot.seqs) >= _MANY_SEGMENTS
 
 
 def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -48,11 +48,37 @@ class Supply:
         self.listed: Sequence[SegmentInfo] = ()
         self.rows = 0  # of the listed, that an epoch may have
         self.pace_says = ""  # why no epoch may begin; empty: it is not the pace
+        self._ahead: Snapshot | None = None  # for the next `take`
 
     @property
     def accepted(self) -> str:
         """What a message says of `rows`, behind their number."""
         return " that `where` accepts" if self._where else ""
+
+    def take_ahead(self) -> Iterator[None]:
+        """Take a snapshot for the next `take`; the work is done in slices, between what is given.
+
+        Nothing stays leased if this is closed before it ends, nor after `drop`.
+        """
+        self.drop()
+        with ExitStack() as undo:
+            leased = self.store.lease(self._fresh(), yields_since=self.known)
+            if leased.lease is not None:
+                undo.callback(leased.lease.close)
+            yield
+            snapshot = Snapshot.of(self.store, leased)
+            undo.callback(snapshot.close)
+            yield
+            snapshot.map_all()
+            self._ahead = snapshot
+            undo.pop_all()
+        yield
+
+    def drop(self) -> None:
+        """Let go of what was taken ahead. Idempotent."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
 
     def take(self, least_rows: int, claim: Claim) -> Snapshot | None:
         """An open snapshot of so many rows, all of them mapped, as the pace allows; None: there is none yet.
@@ -62,15 +88,22 @@ class Supply:
         Raises: OSError: the folder is gone, or its disk failed; says what to do.
         """
         if not self._may_begin():
+            self.drop()
             return None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            return self._counted(ahead, least_rows, claim)
         where = self._fresh()
         if self.rows < least_rows:  # last time: so who waits never takes cache.lock
             self.listed = self.store.segments()
             self.rows = sum(segment.rows for segment in self.listed if where is None or where(segment))
         if self.rows < least_rows:
             return None
+        return self._counted(Snapshot.take(self.store, where, yields_since=self.known), least_rows, claim)
+
+    def _counted(self, snapshot: Snapshot, least_rows: int, claim: Claim) -> Snapshot | None:
         with ExitStack() as undo:  # Ctrl-C while it maps, too, leaves nothing leased
-            snapshot = undo.enter_context(Snapshot.take(self.store, where, yields_since=self.known))
+            undo.enter_context(snapshot)
             self.rows = len(snapshot)
             if self.rows >= least_rows:
                 self.rows = snapshot.map_all()
@@ -162,7 +195,7 @@ class Claim:
         supply, most = self._supply, self._supply.most_passes()
         if not supply.is_paced:
             return True
-        seqs, passes = _seqs(snapshot.segments), supply.passes_of(len(snapshot))
+        seqs, passes = snapshot.seqs, supply.passes_of(len(snapshot))
         with self.store.locked():
             if most is not None and (self.store.usage.served(seqs) >= most).any():
                 return False

@@ -230,16 +230,31 @@ class Store:
         with explaining(self.folder.path):
             return list(self._list().segments.values())
 
-    def _list(self) -> _Listing:
-        names, known = self.folder.names_in_segments(), self._listing
+    def look_ahead(self) -> Iterator[None]:
+        """Have a call of `segments` that comes soon do less. Works in slices, between what is given.
+
+        Raises: OSError: as `segments`.
+        """
+        with explaining(self.folder.path):
+            names = self.folder.names_in_segments()
+        yield
+        with explaining(self.folder.path):
+            self._list(names)
+        yield
+
+    def _list(self, names: list[str] | None = None) -> _Listing:
+        known = self._listing
+        if names is None:
+            names = self.folder.names_in_segments()
         if names == known.names:
             return known
-        present, segments = set(names), known.segments.copy()
-        for name in [name for name in known.segments if name not in present]:
+        segments = known.segments.copy()
+        others = set(names) ^ segments.keys()
+        for name in others & segments.keys():
             del segments[name]
         last = next(reversed(segments.values()), None)
         foreign, passing, rises = [], False, True
-        for name in sorted(name for name in names if name not in segments):
+        for name in sorted(others.difference(known.segments)):
             info = self.folder.segment_info(name)
             if info is not None:
                 rises = rises and (last is None or info.seq > last.seq)

@@ -20,6 +20,7 @@ SMALL_CHUNKS = {
     "FETCHED_BYTES = 1 << 20,": "FETCHED_BYTES = 3000,",
     "FETCHED_ROWS = 256,": "FETCHED_ROWS = 10,",
     "ENGINE_PIECE_BYTES (128 << 10)": "ENGINE_PIECE_BYTES 250",
+    "WINDOW = 32 << 10, CLOSE = 8 << 10": "WINDOW = 300, CLOSE = 40",
 }
 """Changes of the source with which a small job has many chunks and pieces."""
 

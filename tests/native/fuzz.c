@@ -1,8 +1,10 @@
-/* Bytes become segments and a few jobs on them, in any order; a plain reader checks what the engine copies.
+/* Bytes become segments and a few jobs on them, in any order; a plain reader checks what the engine copies. Or they
+ * become files that are alike, or nearly so; a plain comparison checks which of them are mapped.
  *
  * `make fuzz` compiles it for libFuzzer or AFL++. With -DDRIVER it has a main: `fuzz COUNT SEED` makes random inputs,
  * `fuzz FILE...` runs what a fuzzer has found, once more.
  */
+#include "alike.h"
 #include "plain.h"
 
 enum { JOBS = 4, TURNS = 24, INPUT_BYTES = 512 };
@@ -10,6 +12,7 @@ enum { JOBS = 4, TURNS = 24, INPUT_BYTES = 512 };
 static const int64_t SECOND = 1000000000;
 
 static counts sum;
+static compared alike;
 
 typedef enum { NONE, BEGUN, ENDED } state;
 
@@ -73,6 +76,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (!by)
         CHECK((by = engine_new()));
     bytes from = {data, data + size};
+    if (one_in(&from, 4)) {
+        check_alike(&from, &alike);
+        return 0;
+    }
     int64_t threads = draw(&from, 4);
     CHECK(engine_start(by, threads) >= threads);
     table of = make_table(&from);
@@ -152,6 +159,7 @@ int main(int argc, char **argv)
     for (int i = 1; i < argc && !count; i++)
         run_file(argv[i]);
     print_counts(&sum);
+    printf("mapped %ld unlike %ld without %ld\n", (long)alike.mapped, (long)alike.unlike, (long)alike.without);
     return 0;
 }
 #endif

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from helpers import in_child, wait_until
 from page_cache import drop_from_memory, resident_bytes
-from plain_rows import Array, Files, Table, begun, begun_read, checked, columns_of, ended, threads
+from plain_rows import Array, Files, Table, begun, begun_read, checked, columns_of, ended, entry, threads
 
 from arrowcache import linux
 from arrowcache.native import engine
 from arrowcache.native.engine import Failure, copy_values, fetch_rows, fetch_values, find_values, read_values
-from arrowcache.native.rows import entry
 
 PAGE = 4096
 KIB64 = 64 << 10

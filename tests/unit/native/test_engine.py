@@ -28,7 +28,7 @@ from slow_pages import SlowPages, require_slow_pages
 
 from arrowcache.native import engine, library
 from arrowcache.native.engine import Column, Job, copy_values, fetch_rows, find_values
-from arrowcache.native.rows import Rows, entry
+from arrowcache.native.rows import Rows
 from arrowcache.native.threads import _thread_count
 from arrowcache.native.threads import threads as of_process
 
@@ -201,11 +201,6 @@ def test_the_segment_of_each_row_is_known(lengths):
     starts = np.concatenate(([0], np.cumsum(lengths)))
     ids = np.arange(starts[-1])
     assert np.array_equal(Rows(starts).segments_of(ids), np.repeat(np.arange(len(lengths)), lengths))
-
-
-def test_a_file_of_any_inode_is_known():
-    """Those of overlay file systems are from 2**63 on."""
-    Rows(np.array([0, 1])).put([0], [entry(1, 1, 1, 1, 2**64 - 1, 2**63)])
 
 
 @pytest.mark.parametrize(
@@ -878,12 +873,12 @@ BIG = """
 import os, signal, sys, threading, time
 import numpy as np
 from arrowcache.native.engine import Column, copy_rows
-from arrowcache.native.rows import Rows, entry
+from arrowcache.native.rows import Rows
 files = [np.ones(64 << 20, np.uint8) for _ in range(4)]
 layout = np.zeros(1, np.int64)
 rows = Rows(np.arange(5) * 1024)
 for number, file in enumerate(files):
-    rows.put([number], [entry(file.ctypes.data, 64 << 20, layout.ctypes.data)])
+    rows.put([number], [[file.ctypes.data, 64 << 20, layout.ctypes.data, 0, 0, 0, 0]])
 ids = np.random.default_rng(0).integers(0, 4096, 4096)
 out = np.zeros((4096, 64 << 10), np.uint8)
 def copy():

@@ -17,7 +17,7 @@ from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
 from arrowcache.native.engine import Column, copy_rows, read_rows
-from arrowcache.native.rows import Rows, entry
+from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Gather, OutsideError, ValuesGather
 
 TEXTS = ["", "a", "été", "longer than the others, by far", "ß", "five", "six" * 50, "7"]
@@ -40,7 +40,8 @@ class Segment:
         self.ends = self.file[self.layout[1] : self.layout[2]].view(np.uint8)
         self.is_cold = is_cold
         self.table = Rows(np.array([0, self.rows]))
-        self.table.put([0], [entry(self.file.ctypes.data, self.file.nbytes, self.layout.ctypes.data)])
+        told = [self.file.ctypes.data, self.file.nbytes, self.layout.ctypes.data, 0, 0, 0, 0]
+        self.table.put([0], [told])
 
     def set_offset(self, number, value):
         self.ends[4 * number : 4 * number + 4] = np.array([value], np.int32).view(np.uint8)

@@ -133,6 +133,7 @@ def test_where_no_thread_can_be_started_ctrl_c_waits(cache, pages, monkeypatch):
     monkeypatch.setattr(gather._thread, "start_new_thread", refused)
     out = {"image": slow(pages, 8 * 1024).view(np.float32).reshape(8, 16, 16)}
     read = cache.snapshot()
+    read.map_all()
     with engine_threads(1):
         on_its_way = read._begin(np.arange(8), ["image"], {"image": out["image"].ctypes.data}, out)
         while not pages.touched.is_set():

@@ -179,9 +179,9 @@ def test_the_next_epoch_finds_mapped_what_the_last_one_read(cache, for_ever, mon
     mappings: list[int] = []
     opening, several = MappedSegments._open, MappedSegments._map_alike
 
-    def counted(self, found, segment, *arguments):
+    def counted(self, line, file, segment, *arguments):
         mappings.append(segment.seq)
-        opening(self, found, segment, *arguments)
+        opening(self, line, file, segment, *arguments)
 
     def counted_all(self, segments, *arguments):
         mappings.extend(segment.seq for segment in segments)

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ class Kept:
 
 class Epoch:
     """Notes what becomes of it."""
+
+    snapshot, order = SimpleNamespace(seqs=()), SimpleNamespace(steps=0)
 
     def __init__(self, number: int = 0, let_go: Callable[[], object] = lambda: None) -> None:
         self.number, self.calls, self.is_delivered = number, [], False
@@ -62,6 +65,9 @@ class Epochs:
 
     def begin_after(self, previous: Epoch, wait: Any = None) -> Epoch | None:
         return self.after(previous, wait)
+
+    def drop_ahead(self) -> None:
+        """Nothing was taken."""
 
     def came_to(self, epoch: Epoch) -> None:
         self.came.append(epoch.number)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import (
     disk_bytes,
@@ -359,8 +360,8 @@ def refuse_to_map(path, code, monkeypatch):
         opened(file, *arguments)
 
     monkeypatch.setattr(maps.File, "open", refused)
-    monkeypatch.setattr(maps, "open_alike", lambda files, *_: bytes(len(files)))  # each is opened by itself
-    monkeypatch.setattr(maps, "open_alike", lambda files, *_: bytes(len(files)))  # it is opened by itself
+    # Each is opened by itself.
+    monkeypatch.setattr(maps, "open_alike", lambda files, *_: np.zeros(len(files), bool))
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])

@@ -1,0 +1,46 @@
+"""Segment arrays: what is asked of all segments of a snapshot at once, as arrays.
+
+A snapshot has most segments of the one before it: they are looked at one by one only if they are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.storage.layout import SegmentInfo
+
+
+class SegmentArrays(NamedTuple):
+    """Segments, oldest first, and (n,) of each; not to be written to."""
+
+    segments: tuple[SegmentInfo, ...]
+    seqs: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    published: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, segments: Sequence[SegmentInfo], before: SegmentArrays | None = None) -> SegmentArrays:
+        """Those of some segments.
+
+        Args:
+            before: of others; where these begin with its newest ones its arrays are used.
+        """
+        segments = tuple(segments)
+        if before is not None and segments:
+            first = int(before.seqs.searchsorted(segments[0].seq))
+            count = len(before.seqs) - first
+            if segments[:count] == before.segments[first:]:
+                pairs = zip(before[1:], cls.of(segments[count:])[1:], strict=True)
+                return cls(segments, *[np.concatenate((kept[first:], new)) for kept, new in pairs])
+        seqs, rows, nbytes = [_array(segments, name, np.int64) for name in ("seq", "rows", "nbytes")]
+        return cls(segments, seqs, rows, nbytes, _array(segments, "published", np.float64))
+
+
+def _array(segments: Sequence[SegmentInfo], name: str, dtype: type[Any]) -> NDArray[Any]:
+    return np.fromiter(map(attrgetter(name), segments), dtype, len(segments))

@@ -41,7 +41,7 @@ BEYOND_THE_FILE = {" && values + ends[1] * column->row_bytes <= segment->nbytes"
 ANOTHER_PIECE = {"job->got ? job->got + piece : NULL": "job->got ? job->got + piece / 2 * 2 : NULL"}
 ANOTHER_FILE = {" || (int64_t)status.st_ino != segment->inode": ""}
 UNTOLD = {"return done ? errno : -1;": "return 0;"}
-FETCHED_UNKNOWN = {"        if (!at.segment->at)\n            continue;\n": ""}
+FETCHED_UNKNOWN = {"if (!at.segment->at || !file_opens(file, at.segment))": "if (false)"}
 A_PIECE_TWICE = {"if (begin + done >= from && begin + done < to)": "if (begin + done < to)"}
 A_WINDOW_TOO_LONG = {"return end - start < WINDOW ? end : start + WINDOW;": "return end;"}
 A_PART_UNCOMPARED = {

@@ -62,14 +62,19 @@ class Interrupt:
 
     def _trace(self, frame: FrameType, event: str, _argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.endswith(("torch/transfers.py", "torch/registered.py")):
-            return None
+        if not name.endswith(("torch/transfers.py", "torch/registered.py")) or _is_in_a_finalizer(frame):
+            return None  # there Python itself swallows it
         if event == "line":
             if self._left == 0:
-                sys.settrace(None)
                 raise KeyboardInterrupt
             self._left -= 1
         return self._trace
+
+
+def _is_in_a_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 class Source:
@@ -393,6 +398,12 @@ LEFT_OUT = {  # a part of transfers.py, and what it is without a wait, or with l
 }
 
 
+def test_each_call_that_waits_is_left_out_once():
+    source = Path(transfers.__file__).read_text()
+    for call, count in {"wait": 4, "query": 1, "retain": 1}.items():  # a new one belongs in LEFT_OUT
+        assert source.count(f"self.backend.{call}(") == count
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", LEFT_OUT)
 def test_each_wait_that_is_left_out_is_found(wait, monkeypatch):
@@ -407,4 +418,4 @@ def test_each_wait_that_is_left_out_is_found(wait, monkeypatch):
         monkeypatch.setattr(device, name, getattr(left_out, name))
     machine = type("MachineWithLess", (DeviceMachine,), {"module": left_out})
     with pytest.raises(AssertionError):
-        storms(machine, 400)
+        storms(machine, 300)

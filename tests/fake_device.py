@@ -93,6 +93,7 @@ class FakeDevice:
         self._keep: list[np.ndarray] = []  # memory is never really freed
         self._retained: dict[int, list[Stream]] = {}
         self._on_device: set[int] = set()
+        self._used_by_others: set[int] = set()  # addresses of memory
 
     # What is called.
 
@@ -311,9 +312,11 @@ class FakeDevice:
         assert into.stride() == source.stride()
         assert into.shape == source.shape
         storage, nbytes = weakref.ref(source.untyped_storage()), source.nbytes
-        target, start = into.data_ptr(), source.data_ptr()
+        target, start, base = into.data_ptr(), source.data_ptr(), into.untyped_storage().data_ptr()
 
         def run() -> None:
+            if base in self._used_by_others:
+                self.errors.append("a copy into memory that was freed, and others use")
             if storage() is None:
                 self.errors.append("a source was freed before its copy")
             else:
@@ -349,5 +352,9 @@ class FakeDevice:
                 recording = Recording(other)
                 other.todo.append(recording)
                 stream.todo.append(("wait", recording))
-            stream.todo.append(("do", lambda: raw.fill(GARBAGE)))
+            stream.todo.append(("do", lambda: self._reuse(raw)))
             self.memory_bytes -= raw.nbytes
+
+    def _reuse(self, raw: np.ndarray) -> None:
+        raw.fill(GARBAGE)
+        self._used_by_others.add(raw.ctypes.data)

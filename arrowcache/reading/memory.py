@@ -15,7 +15,6 @@ import os
 import resource
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -44,24 +43,7 @@ def page_aligned(nbytes: int) -> NDArray[np.uint8]:
     return memory[start : start + nbytes]
 
 
-class HeldMemory(mmap.mmap):
-    """Mapped memory that somebody may hold beyond its last array, such as a device that has registered it.
-
-    Anonymous memory is shared with forked children: no write of this process moves it to other pages.
-    """
-
-    holder: Callable[[HeldMemory], object] | None = None  # gets it then
-
-    @property
-    def address(self) -> int:
-        return int(np.frombuffer(self, np.uint8, 1).ctypes.data)
-
-    def __del__(self) -> None:
-        if self.holder is not None:
-            self.holder(self)
-
-
-class SharedMemory(HeldMemory):
+class SharedMemory(mmap.mmap):
     """An anonymous file, mapped by several processes; it lives as long as any array over it.
 
     It is sparse and far larger than what is ever used of it. So it is mapped once, and nothing in it moves.
@@ -109,7 +91,6 @@ class SharedMemory(HeldMemory):
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
-        super().__del__()
 
 
 class SharedBuffers:
@@ -171,10 +152,15 @@ class SharedBuffers:
         self._bare[size].append(offset)
 
 
+def address_of(memory: mmap.mmap) -> int:
+    """Where a mapping begins."""
+    return int(np.frombuffer(memory, np.uint8, 1).ctypes.data)
+
+
 def shared_part(address: int, nbytes: int) -> tuple[SharedMemory, int, int] | None:
     """The memory, address and bytes of the part, given by another process, that some bytes lie in."""
     for memory in [*_inherited]:
-        start = memory.address
+        start = address_of(memory)
         if memory.parts and 0 <= address - start < len(memory):
             offsets = sorted(memory.parts)
             offset = offsets[max(0, bisect_right(offsets, address - start) - 1)]

@@ -3,22 +3,24 @@
 It is registered as it is, where a device's own pinned memory would be rounded up to a power of two: slots,
 also those of worker processes, when the first batch in them goes to the device.
 
-Guarantee: memory is never given back to the system while it is registered. When its last array dies no device
-may be called, for that may be amid the capture of a CUDA graph: it waits here for `tidy`.
+Guarantee: memory is never given back to the system while it is registered. It is kept here: when its last
+array dies no device may be called, for that may be amid the capture of a CUDA graph, and a finalizer may be
+cut short by Ctrl-C. `tidy` sees that nobody else knows it any more.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import sys
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from arrowcache.reading.memory import PAGE_BYTES, HeldMemory, shared_part, size_class
+from arrowcache.reading.memory import PAGE_BYTES, address_of, shared_part, size_class
 
 
 class Registers(Protocol):
@@ -37,7 +39,7 @@ class Registered:
     def __init__(self, device: Registers) -> None:
         self._device = device
         self._parts: dict[int, int] = {}  # bytes, by address
-        self._unseen: dict[int, weakref.ref[HeldMemory]] = {}
+        self._unseen: dict[int, weakref.ref[mmap.mmap]] = {}
         self._is_refused = False  # once: it will be again
         self.pid = os.getpid()
 
@@ -47,8 +49,10 @@ class Registered:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 that start at a page. Calls no device."""
-        memory = HeldMemory(-1, _pages(nbytes))
-        self._unseen[memory.address] = weakref.ref(memory)
+        memory = mmap.mmap(
+            -1, _pages(nbytes)
+        )  # shared with forked children: no write moves it to other pages
+        self._unseen[address_of(memory)] = weakref.ref(memory)
         return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
 
     def reads(self, source: torch.Tensor) -> bool:
@@ -75,19 +79,16 @@ class Registered:
             size = min(int(size * 1.25), size_class(size))
         return self._register(memory, start, _pages(size))
 
-    def hold(self, memory: HeldMemory) -> None:
-        """Its last array has died."""
-        _held.append((self, memory))
-
-    def let_go(self, memory: HeldMemory) -> None:
+    def let_go(self, memory: mmap.mmap) -> None:
         """Unregister memory, which then may end."""
-        for start in [start for start in self._parts if 0 <= start - memory.address < len(memory)]:
+        address = address_of(memory)
+        for start in [start for start in self._parts if 0 <= start - address < len(memory)]:
             self._unregister(start)
 
-    def _register(self, memory: HeldMemory, start: int, nbytes: int) -> bool:
+    def _register(self, memory: mmap.mmap, start: int, nbytes: int) -> bool:
         if self._is_refused:
             return False
-        memory.holder = self.hold  # first: an interrupted call leaves too much of it, not too little
+        _kept.setdefault(id(memory), _Kept(self, memory))  # first: an interrupted call keeps too much
         self._parts[start] = nbytes
         if not self._device.register(start, nbytes):
             del self._parts[start]
@@ -99,19 +100,34 @@ class Registered:
         del self._parts[start]
 
 
-_held: deque[tuple[Registered, HeldMemory]] = deque()
-_kept: list[HeldMemory] = []  # for ever
+class _Kept:
+    """Memory with registered parts."""
+
+    __slots__ = ("memory", "registered")
+
+    def __init__(self, registered: Registered | None, memory: object) -> None:
+        self.registered, self.memory = registered, memory
+
+    def references(self) -> int:
+        return sys.getrefcount(self.memory)
+
+
+_kept: dict[int, _Kept] = {}
+_ALONE = _Kept(None, object()).references()  # where nobody else knows it
 
 
 def tidy() -> None:
     """Give back memory that has died; in a forked child none of its parent's. One thread at a time."""
-    while _held and _held[0][0].pid == os.getpid():
-        registered, memory = _held[0]
+    for number, kept in [*_kept.items()]:
+        registered = kept.registered
+        if registered is None or registered.pid != os.getpid() or kept.references() > _ALONE:
+            continue
         try:
-            registered.let_go(memory)
-        except Exception:  # noqa: BLE001  # a device that failed
-            _kept.append(memory)
-        _held.popleft()
+            registered.let_go(kept.memory)  # type: ignore[arg-type]  # it is
+        except Exception:  # noqa: BLE001  # a device that failed: it stays for ever
+            kept.registered = None
+        else:
+            del _kept[number]
 
 
 def _around(parts: Mapping[int, int], address: int, nbytes: int) -> int | None:

@@ -179,7 +179,7 @@ class Place:
     loans: tuple[weakref.ref[object], ...] = ()  # of the storages over it
     reader: Stream = None  # that it was lent to
     since: int = 0  # the call at which it was lent, or became free
-    is_ordered: bool = True  # its stream goes on after all copies and readers
+    is_ordered: bool = True  # no other stream has read it since its last copy
 
     @property
     def is_free(self) -> bool:
@@ -266,8 +266,6 @@ class Lane:
                 slot.flight = flight
                 slot.sources = [source for _, source in pairs]
                 slot.is_recorded, slot.is_busy = False, True
-                for place in places:
-                    place.is_ordered = False
                 self.backend.copy(pairs, self._stream)
                 self.backend.record(slot.copied, self._stream)
                 slot.is_recorded = True

@@ -62,14 +62,19 @@ class Interrupt:
 
     def _trace(self, frame: FrameType, event: str, _argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.endswith(("torch/transfers.py", "torch/registered.py")):
-            return None
+        if not name.endswith(("torch/transfers.py", "torch/registered.py")) or _is_in_a_finalizer(frame):
+            return None  # there Python itself swallows it
         if event == "line":
             if self._left == 0:
-                sys.settrace(None)
                 raise KeyboardInterrupt
             self._left -= 1
         return self._trace
+
+
+def _is_in_a_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 class Source:
@@ -164,6 +169,20 @@ class DeviceMachine(RuleBasedStateMachine):
             with self.device.on(stream):
                 self.device.read(tensor, expected)
 
+    @rule(first=st.integers(0, 2), then=st.integers(0, 2))
+    def go_on_elsewhere(self, first: int, then: int) -> None:
+        """Take a batch on one stream; work on another, which waits for it; let go and take the next there."""
+        self.take_one(self.computes[first])
+        here = self.computes[then]
+        with self.device.on(here):
+            for tensor, expected, before in self.kept.pop():
+                event = self.device.event()
+                self.device.record(event, before)
+                self.device.wait(here, event)
+                self.device.read(tensor, expected)
+            tensor = None
+        self.take_one(here)
+
     @precondition(lambda self: self.kept)
     @rule(number=st.integers(0, 99))
     def view_and_detach(self, number: int) -> None:
@@ -225,7 +244,6 @@ class DeviceMachine(RuleBasedStateMachine):
             del self.iterator, self.prefetcher
         else:
             self.prefetcher.close()
-        gc.collect()
         self.source.given.clear()
         self.prefetcher = self.made_prefetcher()
         self.iterator = iter(self.prefetcher)
@@ -259,7 +277,6 @@ class DeviceMachine(RuleBasedStateMachine):
             if drop:
                 self.source.given.clear()
                 self.iterator = self.prefetcher = None
-                gc.collect()
             assert len(self.device.calls) == before
         if drop:
             self.prefetcher = self.made_prefetcher()
@@ -282,9 +299,10 @@ class DeviceMachine(RuleBasedStateMachine):
             batch = tensor = None
             self.prefetcher.close()
             self.kept.clear()
-            gc.collect()
             self.device.finish()
             self.module.tidy()
+            if self.device.memory_bytes:  # such as in the traceback of an error
+                gc.collect()
             self.device.finish()
         assert self.device.errors == []
         assert self.device.memory_bytes == 0
@@ -312,6 +330,7 @@ def storm(kind: type[DeviceMachine], seed: int, steps: int = 60) -> None:
             "made": lambda: chance.choice([None, 1, 2]),
         }),
         (4, "use", {"number": number}),
+        (6, "go_on_elsewhere", {"first": stream, "then": stream}),
         (2, "view_and_detach", {"number": number}),
         (3, "keep_less_of_one", {"number": number, "leaf": stream}),
         (12, "let_go", {"last": flag}),
@@ -379,6 +398,12 @@ LEFT_OUT = {  # a part of transfers.py, and what it is without a wait, or with l
 }
 
 
+def test_each_call_that_waits_is_left_out_once():
+    source = Path(transfers.__file__).read_text()
+    for call, count in {"wait": 4, "query": 1, "retain": 1}.items():  # a new one belongs in LEFT_OUT
+        assert source.count(f"self.backend.{call}(") == count
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", LEFT_OUT)
 def test_each_wait_that_is_left_out_is_found(wait, monkeypatch):
@@ -393,4 +418,4 @@ def test_each_wait_that_is_left_out_is_found(wait, monkeypatch):
         monkeypatch.setattr(device, name, getattr(left_out, name))
     machine = type("MachineWithLess", (DeviceMachine,), {"module": left_out})
     with pytest.raises(AssertionError):
-        storms(machine, 400)
+        storms(machine, 300)

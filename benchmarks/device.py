@@ -93,9 +93,9 @@ def compute_for(seconds: float) -> Compute:
     return compute
 
 
-def measure(megabytes: int) -> dict[str, float]:
-    """Seconds a step of each case, and of copy and compute alone."""
-    steps, size = STEPS[megabytes], megabytes * 1_000_000 // 4
+def measure(megabytes: int, steps: int, repeats: int = REPEATS, *, peers: bool = True) -> dict[str, float]:
+    """Seconds a step of each case, and of copy and compute alone. peers: also of torch's own ways."""
+    size = megabytes * 1_000_000 // 4
     plain = [torch.rand(size) for _ in range(DISTINCT)]
     pinned = [batch.pin_memory() for batch in plain]
     target = torch.empty(size, device="cuda")
@@ -114,27 +114,30 @@ def measure(megabytes: int) -> dict[str, float]:
         DevicePrefetcher(Ready(plain, steps), "cuda"),
         DevicePrefetcher(Ready(pinned, steps), "cuda"),
     )
-    torchs: Any = torch.utils.data.DataLoader(Ready(plain, steps), batch_size=None, pin_memory=True)
-    with_worker: Any = torch.utils.data.DataLoader(
-        Ready(plain, steps), batch_size=None, pin_memory=True, num_workers=1, persistent_workers=True
-    )
     cases = {
         "copy alone": bare_copy,
         "compute alone": lambda: run((target for _ in range(steps)), compute),
         "prefetcher": lambda: run(ours, compute),
         "prefetcher, pinned": lambda: run(ours_pinned, compute),
+        "prefetcher, pinned, no compute": lambda: run(ours_pinned, nothing),
+        "prefetcher, no compute": lambda: run(ours, nothing),
+    }
+    torchs: Any = torch.utils.data.DataLoader(Ready(plain, steps), batch_size=None, pin_memory=True)
+    with_worker: Any = torch.utils.data.DataLoader(
+        Ready(plain, steps), batch_size=None, pin_memory=True, num_workers=1, persistent_workers=True
+    )
+    torchs_own = {
         ".to(device)": lambda: run(moved(Ready(plain, steps), non_blocking=False), compute),
         ".to(non_blocking), pinned": lambda: run(moved(Ready(pinned, steps), non_blocking=True), compute),
         "DataLoader(pin_memory)": lambda: run(moved(torchs, non_blocking=True), compute),
         "DataLoader(pin_memory, 1 worker)": lambda: run(moved(with_worker, non_blocking=True), compute),
-        "prefetcher, pinned, no compute": lambda: run(ours_pinned, nothing),
-        "prefetcher, no compute": lambda: run(ours, nothing),
     }
     if shutil.disk_usage("/dev/shm").free < 2 * DISTINCT * megabytes * 1_000_000:
-        del cases["DataLoader(pin_memory, 1 worker)"]
+        del torchs_own["DataLoader(pin_memory, 1 worker)"]
+    cases |= torchs_own if peers else {}
     for case in cases.values():
         case()
-    found = {name: seconds / steps for name, seconds in interleaved(cases, REPEATS).items()}
+    found = {name: seconds / steps for name, seconds in interleaved(cases, repeats).items()}
     for number, batch in enumerate(ours):
         assert torch.equal(batch.cpu(), plain[number % DISTINCT]), "values differ on the device"
     ours.close()
@@ -210,7 +213,7 @@ def main() -> None:
         return
     print(torch.cuda.get_device_name())
     for megabytes in MEGABYTES:
-        found = measure(megabytes)
+        found = measure(megabytes, STEPS[megabytes])
         copy, least = found["copy alone"], max(found["copy alone"], found["compute alone"])
         print(f"\n{megabytes} MB a batch: step over max(copy, compute), which is {1000 * least:.3f} ms")
         for name, seconds in found.items():

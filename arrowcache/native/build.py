@@ -4,7 +4,7 @@ hatchling finds `EngineHook` here. The compiler is `$CC`, else cc, gcc or clang,
 package ziglang, which pip then brings. A wheel's library is for the platform of its tag; that of an editable
 install lies beside the source. One library serves every version of Python.
 
-Must never be imported by the package: it needs hatchling, and is in no wheel.
+Must never be imported by the package: it is in no wheel. Run as a script it needs no hatchling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # `python arrowcache/native/build.py` needs no more than a compiler
+    from typing import Generic, TypeVar
+
+    class BuildHookInterface(Generic[TypeVar("_Config")]):  # type: ignore[no-redef]
+        """In place of hatchling's: nobody looks for it then."""
 
 FOLDER = Path(__file__).parent
 LIBRARY = "libengine.so"

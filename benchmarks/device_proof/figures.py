@@ -1,0 +1,171 @@
+"""Figures: what the way to the device costs, over the parts it is made of. They are told, never judged."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from arrowcache.torch import DevicePrefetcher, Loader
+from benchmarks import device
+from benchmarks.device_proof.target import Target, profiled, spans_of
+from benchmarks.measure import cpu_seconds, filled_cache, interleaved
+
+STEPS = {1: 400, 32: 60, 256: 16}  # by megabytes a batch
+ROW_BYTES = (1 << 10, 1 << 16, 1 << 20)
+BATCH_BYTES = 4 << 20
+TOTAL_BYTES, TOTAL_WITHOUT_GPU = 256 << 20, 32 << 20
+REPEATS = 3
+PYTHON_BATCHES, PYTHON_ROUNDS = 200, 5
+PROFILED_STEPS = 40
+
+
+def step(target: Target, megabytes: int) -> str:
+    """Seconds a step over those of the longer of copy and compute; the rate of the way over a bare pinned copy."""
+    del target
+    found = device.measure(megabytes, steps=STEPS[megabytes], repeats=REPEATS, peers=False)
+    copy, compute = found["copy alone"], found["compute alone"]
+    least = max(copy, compute)
+    ratios = [
+        f"{name} {found[name] / least:.3f}" for name in ("prefetcher", "prefetcher, pinned") if name in found
+    ]
+    rates = [
+        f"{name} {megabytes / 1000 / found[case]:.1f} GB/s, {copy / found[case]:.2f} of it"
+        for name, case in (
+            ("from ordinary memory", "prefetcher, no compute"),
+            ("from pinned", "prefetcher, pinned, no compute"),
+        )
+    ]
+    return (
+        f"step over max(copy {1000 * copy:.3f} ms, compute {1000 * compute:.3f} ms): {', '.join(ratios)}\n"
+        f"a bare pinned copy {megabytes / 1000 / copy:.1f} GB/s; {'; '.join(rates)}"
+    )
+
+
+def hidden(target: Target, trace: Path | None = None) -> str:
+    """The share of the copies' time during which a kernel ran, as torch's profiler saw it."""
+    del target
+    batches = [torch.rand(8_000_000).pin_memory() for _ in range(4)]
+    compute = device.compute_for(0.003)
+    with DevicePrefetcher(device.Ready(batches, PROFILED_STEPS), "cuda") as prefetcher:
+        device.run(prefetcher, compute)
+        profile = profiled(lambda: device.run(prefetcher, compute))
+    copies, kernels = spans_of(profile)
+    where = "not kept"
+    if trace is not None:
+        where = _kept(profile, trace)
+    total = sum(end - start for start, end in copies)
+    return (
+        f"{share_under(copies, kernels):.3f} of {total / 1000:.1f} ms of {len(copies)} copies of 32 MB, beside "
+        f"{len(kernels)} kernels; trace: {where}"
+    )
+
+
+def _kept(profile: Any, trace: Path) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(trace, "wb") as file:
+            shutil.copyfileobj(source, file)
+    return str(trace)
+
+
+def share_under(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
+    """The share of spans' time that lies under at least one of the others."""
+    united: list[list[float]] = []
+    for start, end in sorted(others):
+        if united and start <= united[-1][1]:
+            united[-1][1] = max(united[-1][1], end)
+        else:
+            united.append([start, end])
+    total = under = 0.0
+    for start, end in spans:
+        total += end - start
+        under += sum(max(0.0, min(end, last) - max(start, first)) for first, last in united)
+    return under / total if total else 0.0
+
+
+def rates(target: Target) -> str:
+    """The loader end to end, beside the loader alone and a bare copy of as many bytes; CPU seconds a GB."""
+    total = TOTAL_BYTES if target.is_gpu else TOTAL_WITHOUT_GPU
+    return "\n".join(_rate(target, row_bytes, total) for row_bytes in ROW_BYTES)
+
+
+def _rate(target: Target, row_bytes: int, total: int) -> str:
+    batch_rows = max(8, BATCH_BYTES // row_bytes)
+    with tempfile.TemporaryDirectory(prefix="device-proof-") as folder:
+        cache = filled_cache(Path(folder) / "cache", row_bytes, total)
+        with cache, Loader(cache, batch_rows, device=target.device) as ours, Loader(cache, batch_rows) as host:
+            batch_bytes = batch_rows * (row_bytes + 8)
+            nbytes = total // (batch_rows * row_bytes) * batch_bytes
+            copy = _bare_copy(target, batch_bytes, nbytes // batch_bytes)
+            used: list[float] = []
+
+            def to_device() -> None:
+                before = cpu_seconds()
+                for batch in ours:
+                    if target.is_gpu:
+                        batch["x"].sum()
+                _synchronize(target)
+                used.append(cpu_seconds() - before)
+
+            def on_host() -> None:
+                for _ in host:
+                    pass
+
+            cases: dict[str, Callable[[], None]] = {"copy": copy, "loader": to_device, "host": on_host}
+            for case in cases.values():
+                case()
+            used.clear()
+            found = interleaved(cases, REPEATS)
+    rate = {name: nbytes / seconds / 1e9 for name, seconds in found.items()}
+    return (
+        f"rows of {row_bytes >> 10} KiB, {batch_rows} a batch: {rate['loader']:.2f} GB/s, "
+        f"{rate['loader'] / rate['host']:.2f} of the loader without a device, {rate['loader'] / rate['copy']:.2f} of "
+        f"a bare copy ({rate['copy']:.1f}); {statistics.median(used) / (nbytes / 1e9):.3f} CPU seconds a GB"
+    )
+
+
+def _bare_copy(target: Target, batch_bytes: int, count: int) -> Callable[[], None]:
+    source, into = np.ones(batch_bytes, np.uint8), torch.empty(batch_bytes, dtype=torch.uint8, device=target.device)
+    host = torch.from_numpy(source)
+    host = host.pin_memory() if target.is_gpu else host
+
+    def copy() -> None:
+        for _ in range(count):
+            into.copy_(host, non_blocking=True)
+        _synchronize(target)
+
+    return copy
+
+
+def _synchronize(target: Target) -> None:
+    if target.is_gpu:
+        torch.cuda.synchronize()
+
+
+def python(target: Target) -> str:
+    """Microseconds of `next` over batches that are there, of few and of many small leaves."""
+    said = []
+    for leaves in (2, 40):
+        batch = {f"y{leaf}": torch.zeros(64) for leaf in range(leaves)}
+        with DevicePrefetcher([batch] * PYTHON_BATCHES, target.device) as prefetcher:
+            seconds = min(_seconds(prefetcher, target) for _ in range(PYTHON_ROUNDS))
+        said.append(f"{leaves} leaves {1e6 * seconds / PYTHON_BATCHES:.0f} us")
+    return "a batch, the least of " + f"{PYTHON_ROUNDS} rounds: {', '.join(said)}"
+
+
+def _seconds(prefetcher: DevicePrefetcher, target: Target) -> float:
+    started = time.perf_counter()
+    for _ in prefetcher:
+        pass
+    _synchronize(target)
+    return time.perf_counter() - started

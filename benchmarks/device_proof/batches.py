@@ -16,7 +16,7 @@ import arrowcache as ac
 from benchmarks.device_proof.target import Trial
 
 WIDTH = 4096  # of x: 16 KiB a row
-CACHE_ROWS, CACHE_WIDTH, BATCH_ROWS = 512, 8192, 64  # 32 KiB a row, 2 MiB a batch
+CACHE_ROWS, CACHE_WIDTH, BATCH_ROWS = 384, 8192, 48  # 32 KiB a row, 1.5 MiB a batch
 
 
 class Numbers:
@@ -57,7 +57,7 @@ class Numbers:
         return batch
 
 
-def alike(count: int, rows: int = 256, small: int = 0) -> list[dict[str, torch.Tensor]]:
+def alike(count: int, rows: int = 80, small: int = 0) -> list[dict[str, torch.Tensor]]:
     """Batches whose x, (rows, WIDTH) float32, holds their number; and so many small leaves."""
     return [
         {"x": torch.full((rows, WIDTH), float(number))}

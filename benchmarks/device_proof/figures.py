@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import shutil
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from benchmarks.measure import cpu_seconds, filled_cache, interleaved
 STEPS = {1: 400, 32: 60, 256: 16}  # by megabytes a batch
 ROW_BYTES = (1 << 10, 1 << 16, 1 << 20)
 BATCH_BYTES = 4 << 20
-TOTAL_BYTES, TOTAL_WITHOUT_GPU = 256 << 20, 32 << 20
+CACHE_BYTES, CACHE_WITHOUT_GPU = 256 << 20, 16 << 20
 REPEATS = 3
 PYTHON_BATCHES, PYTHON_ROUNDS = 200, 5
 PROFILED_STEPS = 40
@@ -95,37 +97,38 @@ def share_under(spans: Iterable[tuple[float, float]], others: Iterable[tuple[flo
 
 def rates(target: Target) -> str:
     """The loader end to end, beside the loader alone and a bare copy of as many bytes; CPU seconds a GB."""
-    total = TOTAL_BYTES if target.is_gpu else TOTAL_WITHOUT_GPU
-    return "\n".join(_rate(target, row_bytes, total) for row_bytes in ROW_BYTES)
+    nbytes = CACHE_BYTES if target.is_gpu else CACHE_WITHOUT_GPU
+    return "\n".join(_rate(target, row_bytes, nbytes) for row_bytes in ROW_BYTES)
 
 
-def _rate(target: Target, row_bytes: int, total: int) -> str:
+def _rate(target: Target, row_bytes: int, cache_bytes: int) -> str:
+    """A turn is as many bytes as the cache has, of epochs that follow without a seam."""
     batch_rows = max(8, BATCH_BYTES // row_bytes)
+    count = cache_bytes // (batch_rows * row_bytes)
+    used: list[float] = []
     with tempfile.TemporaryDirectory(prefix="device-proof-") as folder:
-        cache = filled_cache(Path(folder) / "cache", row_bytes, total)
+        cache = filled_cache(Path(folder) / "cache", row_bytes, cache_bytes)
         with cache, Loader(cache, batch_rows, device=target.device) as ours, Loader(cache, batch_rows) as host:
-            batch_bytes = batch_rows * (row_bytes + 8)
-            nbytes = total // (batch_rows * row_bytes) * batch_bytes
-            copy = _bare_copy(target, batch_bytes, nbytes // batch_bytes)
-            used: list[float] = []
+            to_device, on_host = ours.repeat(), host.repeat()
 
-            def to_device() -> None:
+            def loader() -> None:
                 before = cpu_seconds()
-                for batch in ours:
+                for batch in itertools.islice(to_device, count):
                     if target.is_gpu:
                         batch["x"].sum()
                 _synchronize(target)
                 used.append(cpu_seconds() - before)
 
-            def on_host() -> None:
-                for _ in host:
-                    pass
-
-            cases: dict[str, Callable[[], None]] = {"copy": copy, "loader": to_device, "host": on_host}
+            cases: dict[str, Callable[[], None]] = {
+                "copy": _bare_copy(target, batch_rows * row_bytes, count),
+                "loader": loader,
+                "host": lambda: deque(itertools.islice(on_host, count), 0),  # type: ignore[dict-item]  # drops them
+            }
             for case in cases.values():
                 case()
             used.clear()
             found = interleaved(cases, REPEATS)
+    nbytes = count * batch_rows * row_bytes
     rate = {name: nbytes / seconds / 1e9 for name, seconds in found.items()}
     return (
         f"rows of {row_bytes >> 10} KiB, {batch_rows} a batch: {rate['loader']:.2f} GB/s, "

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import torch
 
+import arrowcache as ac
 from arrowcache.torch import DevicePrefetcher, Loader
 from benchmarks.device_proof.batches import BATCH_ROWS, WIDTH, alike, cache_of_numbers
 from benchmarks.device_proof.check import CannotRun, Wrong
 from benchmarks.device_proof.target import Target, Trial
 
 CAPTURE_SECONDS = 5.0
-STEPS, ROWS = 30, 256
+STEPS = 30
 _TOLERANCE = 1e-3
 
 
@@ -25,27 +26,26 @@ def capture(target: Target, mode: str) -> str:
     Args:
         mode: of errors: "thread_local" or "global", which forbids calls to all threads.
     """
-    replays = [_captured(trial, mode) for trial in target.trials(CAPTURE_SECONDS)]
+    with cache_of_numbers() as cache:
+        replays = [_captured(trial, cache, mode) for trial in target.trials(CAPTURE_SECONDS)]
     return f"{len(replays)} captures in mode {mode!r}, {sum(replays)} replays: all right"
 
 
-def _captured(trial: Trial, mode: str) -> int:
-    batches, others = alike(20), alike(10)
+def _captured(trial: Trial, cache: ac.Cache, mode: str) -> int:
+    batches, others = alike(12), alike(6)
     with (
-        cache_of_numbers(4 * BATCH_ROWS) as cache,
         Loader(cache, BATCH_ROWS, device=trial.device) as loader,
         DevicePrefetcher(batches, trial.device) as prefetcher,
     ):
         dying = iter(DevicePrefetcher(others, trial.device))
         taken, loaded = iter(prefetcher), iter(loader)
         kept = [next(taken), next(taken), next(dying), next(dying), next(loaded)]
-        gc.collect()  # what others have left
         with trial.capture(mode, kept[0]["x"]) as replay:
             for each in (taken, dying, loaded):
                 _refuses(each)
             del each, dying
             kept.clear()
-            gc.collect()
+            gc.collect(1)  # of what is not old
         for number, batch in enumerate(taken, 2):
             trial.sleep(5e-4)
             replay(batch["x"], number)

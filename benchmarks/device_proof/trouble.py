@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 BUSY_SECONDS, TIMEOUT_SECONDS = 5.0, 1.0
 BUSY_FROM, BUSY_BATCHES = 5, 18
 FULL_ROWS, FULL_BATCHES = 1024, 8  # 16 MiB a batch, which torch's allocator takes from the device one by one
-FAILING_CALLS = 30
+FAILING_CALLS = 20
 EXITS, EXITS_WITHOUT_GPU, EXITS_AT_ONCE, EXIT_SECONDS = 24, 2, 8, 60.0
 
 
@@ -83,6 +83,7 @@ def out_of_memory(target: Target) -> str:
 
 
 def _all_come(trial: Trial, prefetcher: DevicePrefetcher) -> None:
+    number, batch = -1, None
     for number, batch in enumerate(prefetcher):
         trial.sleep(1e-3)
         trial.read(batch["x"][:1], number)  # a read of all of it takes memory, too
@@ -132,7 +133,7 @@ def broken(target: Target) -> str:
 def _failing_calls(target: Target) -> str:
     failed = 0
     for calls in range(FAILING_CALLS):
-        with target.trial() as trial, DevicePrefetcher(alike(4, 80), trial.device) as prefetcher:
+        with target.trial() as trial, DevicePrefetcher(alike(4), trial.device) as prefetcher:
             trial.fake.fails_in = calls  # type: ignore[attr-defined]  # it is the fake
             try:
                 _read_all(trial, prefetcher)
@@ -167,7 +168,7 @@ if device == "cuda":
     torch.cuda._sleep(1 << 29)  # a quarter of a second
 next(batches)
 """
-_ENDS = {  # of a script amid an iteration; its exit code
+ENDS = {  # of a script amid an iteration; its exit code
     "it ends": ("", 0),
     "a loader is under way": (
         """
@@ -182,8 +183,8 @@ kept += [next(loaded) for _ in range(3)]
     ),
     "sys.exit": ("sys.exit(3)", 3),
     "nobody catches an error": ("1 / 0", 1),
-    "a daemon thread is in `next`": (
-        "threading.Thread(target=lambda: [kept.append(batch) for batch in batches], daemon=True).start()",
+    "a daemon thread holds batches": (
+        "threading.Thread(target=lambda held: threading.Event().wait(), args=(kept,), daemon=True).start()",
         0,
     ),
     "it was let go before": ("del batches, prefetcher", 0),
@@ -194,7 +195,7 @@ _BAD_WORDS = ("Exception ignored", "terminate called", "Fatal Python", "CUDA err
 def ends(target: Target) -> str:
     """Interpreters that end with copies under way do so in time, and with their own exit code."""
     count = EXITS if target.is_gpu else EXITS_WITHOUT_GPU
-    wanted = list(itertools.islice(itertools.cycle(_ENDS), count))
+    wanted = list(itertools.islice(itertools.cycle(ENDS), count))
     with ThreadPoolExecutor(min(EXITS_AT_ONCE, os.cpu_count() or 1)) as pool:
         trouble = [each for each in pool.map(lambda how: _end(how, target.device), wanted) if each]
     if trouble:
@@ -204,7 +205,7 @@ def ends(target: Target) -> str:
 
 def _end(how: str, device: str) -> str | None:
     """Returns: what went wrong."""
-    script, code = _ENDS[how]
+    script, code = ENDS[how]
     command = [sys.executable, "-c", _BEGIN + script, device]
     try:
         done = subprocess.run(

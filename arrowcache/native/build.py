@@ -22,10 +22,8 @@ from typing import Any
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 except ImportError:  # `python arrowcache/native/build.py` needs no more than a compiler
-    from typing import Generic, TypeVar
+    BuildHookInterface = list  # type: ignore[misc, assignment]  # nobody looks for the hook then
 
-    class BuildHookInterface(Generic[TypeVar("_Config")]):  # type: ignore[no-redef]
-        """In place of hatchling's: nobody looks for it then."""
 
 FOLDER = Path(__file__).parent
 LIBRARY = "libengine.so"

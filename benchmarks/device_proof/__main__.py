@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compile_the_engine()
     import torch
 
-    from benchmarks.device_proof.check import FAKE, line, not_run, run, verdict
+    from benchmarks.device_proof.check import line, not_run, run, verdict
     from benchmarks.device_proof.processes import Processes
     from benchmarks.device_proof.table import LIMIT_SECONDS, checks
     from benchmarks.device_proof.target import Fake, Gpu
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.only is not None:
         names = given.only.split(";")
         if unknown := set(names) - {check.name for check in table}:
-            parser.error(f"no check is named {', '.join(unknown)}: {'; '.join(check.name for check in table)}")
+            known = "; ".join(check.name for check in table)
+            parser.error(f"no check is named {', '.join(unknown)}: there are {known}")
         table = [check for check in table if check.name in names]
 
     lines = []
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes = Processes(Gpu)
         run_one = processes.run
     else:
-        say("No CUDA device is used: what can runs on the fake (tests/fake_device.py) or the CPU. That is no proof.")
+        say("No CUDA device is used: what can runs on the fake (tests/fake_device.py) or the CPU: no proof.")
         fake = Fake(tuple(filter(None, given.leave_out.split(";"))))
 
         def run_one(check: Any, seconds: float) -> Any:  # noqa: ARG001  # nothing here can hang

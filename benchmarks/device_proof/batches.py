@@ -71,11 +71,12 @@ def cache_of_numbers(rows: int = CACHE_ROWS) -> Iterator[ac.Cache]:
     """A cache whose rows hold their number, in both columns."""
     schema = ac.Schema({"x": ac.Tensor("float32", (CACHE_WIDTH,)), "y": ac.Tensor("int64")})
     with tempfile.TemporaryDirectory(prefix="device-proof-") as folder:
-        with ac.Cache.create(Path(folder) / "cache", schema, "1GiB", segment_bytes="4MiB") as cache:
-            with cache.writer() as writer:
-                for start in range(0, rows, BATCH_ROWS):
-                    y = np.arange(start, start + BATCH_ROWS)
-                    writer.extend(x=np.repeat(y[:, None], CACHE_WIDTH, 1).astype(np.float32), y=y)
+        cache = ac.Cache.create(Path(folder) / "cache", schema, "1GiB", segment_bytes="4MiB")
+        with cache, cache.writer() as writer:
+            for start in range(0, rows, BATCH_ROWS):
+                y = np.arange(start, start + BATCH_ROWS)
+                writer.extend(x=np.repeat(y[:, None], CACHE_WIDTH, 1).astype(np.float32), y=y)
+            writer.close()
             yield cache
 
 

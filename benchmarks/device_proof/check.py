@@ -92,18 +92,12 @@ def verdict(outcomes: Sequence[Outcome], device: str | None, *, is_complete: boo
     held = [outcome for outcome in outcomes if outcome.state == HELD]
     if failed:
         return f"FAILED: {', '.join(f'{each.name} ({each.where})' for each in failed)}", False
+    without = ", ".join(left) or ("none" if device is None else "what was not asked for")
     if device is None:
         places = ", ".join(
             f"{sum(each.where == where for each in held)} on the {where}" for where in (FAKE, CPU)
         )
-        return (
-            f"NOT PROVED ON A GPU, for there is none here: {places} held; not run: {', '.join(left) or 'none'}",
-            True,
-        )
+        return f"NOT PROVED ON A GPU, for there is none here: {places} held; not run: {without}", True
     if left or not is_complete:
-        return (
-            f"NOT PROVED on {device}: {len(held)} checks held; not run: "
-            f"{', '.join(left) or 'what was not asked for'}",
-            True,
-        )
+        return f"NOT PROVED on {device}: {len(held)} checks held; not run: {without}", True
     return f"PROVED ON A GPU: {device}, {len(held)} checks", True

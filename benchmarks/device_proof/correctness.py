@@ -12,6 +12,7 @@ import torch
 
 import arrowcache as ac
 from arrowcache.torch import DevicePrefetcher, Loader
+from benchmarks.device_proof.absent import lacks_cloudpickle
 from benchmarks.device_proof.batches import BATCH_ROWS, Numbers, alike, cache_of_numbers, doubled
 from benchmarks.device_proof.check import CannotRun, Wrong
 from benchmarks.device_proof.target import Stream, Target, Trial
@@ -151,21 +152,20 @@ def _loader_of(trial: Trial, cache: ac.Cache, shuffle: str | None, transform: An
 
 def workers(target: Target) -> str:
     """Slots of worker processes, which the device reads by itself."""
-    try:
-        with target.trial() as trial, cache_of_numbers() as cache:
-            options = {"device": trial.device, "workers": 1, "transform": doubled}
-            with Loader(cache, BATCH_ROWS, **options) as ours, Loader(cache, BATCH_ROWS) as plain:
-                for _ in range(3):
-                    for batch, expected in zip(ours, plain, strict=True):
-                        rows = expected["y"].clone()
-                        trial.sleep(1e-3)
-                        trial.read(batch["x"], 2 * rows)
-                        trial.read(batch["y"], rows)
-                del batch
-                trial.finish()
-                stats = ours.device_stats()
-    except ModuleNotFoundError as error:
-        raise CannotRun(f"worker processes need {error.name}, which is not installed here") from None
+    if lacks_cloudpickle:
+        raise CannotRun("worker processes need cloudpickle, which is not installed here")
+    with target.trial() as trial, cache_of_numbers() as cache:
+        options = {"device": trial.device, "workers": 1, "transform": doubled}
+        with Loader(cache, BATCH_ROWS, **options) as ours, Loader(cache, BATCH_ROWS) as plain:
+            for _ in range(3):
+                for batch, expected in zip(ours, plain, strict=True):
+                    rows = expected["y"].clone()
+                    trial.sleep(1e-3)
+                    trial.read(batch["x"], 2 * rows)
+                    trial.read(batch["y"], rows)
+            del batch
+            trial.finish()
+            stats = ours.device_stats()
     return f"{stats.batches} batches; {stats.pinned_bytes} bytes of pinned memory beside the slots"
 
 
@@ -190,9 +190,9 @@ def autograd(target: Target) -> str:
 def memory(target: Target) -> str:
     """Reserved memory, after two epochs and after each later one."""
     batches, seen = alike(FLAT_BATCHES, small=3), []
-    epochs = FLAT_EPOCHS if target.is_gpu else FLAT_EPOCHS_WITHOUT_GPU
+    rounds = FLAT_EPOCHS if target.is_gpu else FLAT_EPOCHS_WITHOUT_GPU
     with target.trial() as trial, DevicePrefetcher(batches, trial.device) as prefetcher:
-        for _ in range(epochs):
+        for _ in range(rounds):
             for number, batch in enumerate(prefetcher):
                 trial.read(batch["x"], number)
             del batch
@@ -206,8 +206,8 @@ def memory(target: Target) -> str:
         )
     reserved, allocations, device_bytes, pinned = seen[-1]
     return (
-        f"{epochs} epochs of {FLAT_BATCHES} batches of 1.3 MiB: {reserved / 2**20:.1f} MiB reserved, of it "
-        f"{device_bytes / 2**20:.1f} for batches in {allocations} allocations; {pinned / 2**20:.1f} MiB pinned"
+        f"{rounds} epochs of {FLAT_BATCHES} batches of 1.3 MiB: {reserved / 2**20:.1f} MiB reserved, "
+        f"{device_bytes / 2**20:.1f} of it for batches, {allocations} allocations; {pinned / 2**20:.1f} pinned"
     )
 
 
@@ -225,7 +225,9 @@ def copies(target: Target) -> str:
         found = trial.copies(run)
         trial.finish()
     if found != 2 * COPIED_BATCHES:
-        raise Wrong(f"{found} copies for {COPIED_BATCHES} batches of {SMALL_LEAVES} small leaves and a large one")
+        raise Wrong(
+            f"{found} copies for {COPIED_BATCHES} batches of {SMALL_LEAVES} small leaves and a large one"
+        )
     return f"2 copies a batch of {SMALL_LEAVES} small leaves and a large one"
 
 
@@ -242,8 +244,7 @@ def synchronization(target: Target) -> str:
                 taken += 1
         with Loader(cache, BATCH_ROWS, device=trial.device) as batches:
             for _ in range(3):
-                for batch in batches:
-                    taken += 1
+                taken += sum(1 for _ in batches)
         waited = trial.waited(prefetcher.stats().device_seconds)
         if not target.is_gpu and waited:
             raise Wrong(f"the processor waited {waited} s for a device that was done with its copies")

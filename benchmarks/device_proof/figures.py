@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from arrowcache.torch import DevicePrefetcher, Loader
@@ -31,7 +30,7 @@ PROFILED_STEPS = 40
 
 
 def step(target: Target, megabytes: int) -> str:
-    """Seconds a step over those of the longer of copy and compute; the rate of the way over a bare pinned copy."""
+    """Seconds a step over the longer of copy and compute; the rate of the way over a bare pinned copy."""
     del target
     found = device.measure(megabytes, steps=STEPS[megabytes], repeats=REPEATS, peers=False)
     copy, compute = found["copy alone"], found["compute alone"]
@@ -66,8 +65,8 @@ def hidden(target: Target, trace: Path | None = None) -> str:
         where = _kept(profile, trace)
     total = sum(end - start for start, end in copies)
     return (
-        f"{share_under(copies, kernels):.3f} of {total / 1000:.1f} ms of {len(copies)} copies of 32 MB, beside "
-        f"{len(kernels)} kernels; trace: {where}"
+        f"{share_under(copies, kernels):.3f} of {total / 1000:.1f} ms of {len(copies)} copies of 32 MB, "
+        f"beside {len(kernels)} kernels; trace: {where}"
     )
 
 
@@ -108,7 +107,11 @@ def _rate(target: Target, row_bytes: int, cache_bytes: int) -> str:
     used: list[float] = []
     with tempfile.TemporaryDirectory(prefix="device-proof-") as folder:
         cache = filled_cache(Path(folder) / "cache", row_bytes, cache_bytes)
-        with cache, Loader(cache, batch_rows, device=target.device) as ours, Loader(cache, batch_rows) as host:
+        with (
+            cache,
+            Loader(cache, batch_rows, device=target.device) as ours,
+            Loader(cache, batch_rows) as host,
+        ):
             to_device, on_host = ours.repeat(), host.repeat()
 
             def loader() -> None:
@@ -132,15 +135,16 @@ def _rate(target: Target, row_bytes: int, cache_bytes: int) -> str:
     rate = {name: nbytes / seconds / 1e9 for name, seconds in found.items()}
     return (
         f"rows of {row_bytes >> 10} KiB, {batch_rows} a batch: {rate['loader']:.2f} GB/s, "
-        f"{rate['loader'] / rate['host']:.2f} of the loader without a device, {rate['loader'] / rate['copy']:.2f} of "
-        f"a bare copy ({rate['copy']:.1f}); {statistics.median(used) / (nbytes / 1e9):.3f} CPU seconds a GB"
+        f"{rate['loader'] / rate['host']:.2f} of the loader without a device, "
+        f"{rate['loader'] / rate['copy']:.2f} of a bare copy ({rate['copy']:.1f}); "
+        f"{statistics.median(used) / (nbytes / 1e9):.3f} CPU seconds a GB"
     )
 
 
 def _bare_copy(target: Target, batch_bytes: int, count: int) -> Callable[[], None]:
-    source, into = np.ones(batch_bytes, np.uint8), torch.empty(batch_bytes, dtype=torch.uint8, device=target.device)
-    host = torch.from_numpy(source)
+    host = torch.ones(batch_bytes, dtype=torch.uint8)
     host = host.pin_memory() if target.is_gpu else host
+    into = torch.empty(batch_bytes, dtype=torch.uint8, device=target.device)
 
     def copy() -> None:
         for _ in range(count):

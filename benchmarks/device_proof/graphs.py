@@ -50,7 +50,9 @@ def _captured(trial: Trial, cache: ac.Cache, mode: str) -> int:
             trial.sleep(5e-4)
             replay(batch["x"], number)
         if number != len(batches) - 1:
-            raise Wrong(f"the iteration ended after batch {number} of {len(batches) - 1}: the capture cost some")
+            raise Wrong(
+                f"the iteration ended after batch {number} of {len(batches) - 1}: the capture cost some"
+            )
         del batch
         trial.finish()
         return number - 1
@@ -126,8 +128,8 @@ def _compare(
 ) -> None:
     if len(losses) != STEPS:
         raise Wrong(f"{len(losses)} steps, not {STEPS}")
-    pairs = [*losses, *((one.grad, other.grad) for one, other in zip(model.parameters(), eager.parameters()))]
-    for number, (found, expected) in enumerate(pairs):
+    gradients = [[each.grad for each in one.parameters()] for one in (model, eager)]
+    for number, (found, expected) in enumerate([*losses, *zip(*gradients, strict=True)]):
         if not torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
             what = f"the loss of step {number}" if number < STEPS else "a gradient"
             most = (found - expected).abs().max().item()

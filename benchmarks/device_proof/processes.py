@@ -1,7 +1,7 @@
 """Processes that run checks: one after another in the same, until one hangs or dies, or asks to be alone.
 
-A check that is not over in its time is ended with its process; the next one gets a new process. So no check can
-take the time of the others, and a device that failed is left behind.
+A check that is not over in its time is ended with its process; the next one gets a new process. So no check
+can take the time of the others, and a device that failed is left behind.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Processes:
         """Returns: what went wrong."""
         self._connection, theirs = self._context.Pipe()
         self._words = tempfile.NamedTemporaryFile("r", prefix="device-proof-", suffix=".log")  # noqa: SIM115
-        self._process = self._context.Process(target=_serve, args=(self._make_target, theirs, self._words.name))
+        self._process = self._context.Process(
+            target=_serve, args=(self._make_target, theirs, self._words.name)
+        )
         self._process.start()
         theirs.close()
         try:

@@ -14,14 +14,23 @@ LIMIT_SECONDS = 8 * 60.0
 def checks(trace: Path | None = None) -> list[Check]:
     """All checks. trace: where the profiler's trace is kept."""
     return [
-        Check("storm", "random takes, keeps, drops and streams: every read sees its batch", correctness.storm, 60),
+        Check(
+            "storm",
+            "random takes, keeps, drops and streams: every read sees its batch",
+            correctness.storm,
+            60,
+        ),
         Check("loader", "every order of a loader arrives, bit for bit the host's", correctness.loader, 60),
         Check("workers", "slots of worker processes are read where they are", correctness.workers, 40),
         Check("autograd", "what only autograd keeps is kept", correctness.autograd, 30, CPU),
-        Check("sanitizer", "torch's CUDA sanitizer sees no race", correctness.sanitizer, 70, None, is_alone=True),
+        Check(
+            "sanitizer", "torch's CUDA sanitizer sees no race", correctness.sanitizer, 70, None, is_alone=True
+        ),
         Check("sync", "nothing synchronizes the device", correctness.synchronization, 30),
         Check("capture, global", "a capture is left alone", partial(graphs.capture, mode="global"), 40),
-        Check("capture, thread_local", "in either mode", partial(graphs.capture, mode="thread_local"), 40, None),
+        Check(
+            "capture, thread_local", "in either mode", partial(graphs.capture, mode="thread_local"), 40, None
+        ),
         Check("graphed callables", "and torch's own captures", graphs.graphed_callables, 40, None),
         Check("compile", "and its compiler's graphs", graphs.compiled, 110, None),
         Check("busy", "a busy device is no stall, and no timeout", trouble.busy, 40),
@@ -33,7 +42,9 @@ def checks(trace: Path | None = None) -> list[Check]:
         Check("step, 1 MB", "a figure", partial(figures.step, megabytes=1), 30, None),
         Check("step, 32 MB", "a figure", partial(figures.step, megabytes=32), 40, None),
         Check("step, 256 MB", "a figure", partial(figures.step, megabytes=256), 60, None),
-        Check("hidden", "a figure: copies' time under kernels", partial(figures.hidden, trace=trace), 40, None),
+        Check(
+            "hidden", "a figure: copies' time under kernels", partial(figures.hidden, trace=trace), 40, None
+        ),
         Check("rates", "a figure: the loader end to end", figures.rates, 60, CPU),
         Check("python", "a figure: what a batch costs Python", figures.python, 20, CPU),
     ]

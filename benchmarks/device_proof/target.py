@@ -66,9 +66,9 @@ class Trial(Protocol):
         """Expected rows that a read need not bring to the device first."""
 
     def capture(self, mode: str, like: torch.Tensor) -> Any:
-        """A context that captures a graph. Gives: `replay(tensor, number)`: it is run over a tensor like that.
+        """A context that captures a graph. Gives: a function that replays it over a tensor like that.
 
-        Its result is read, if the tensor holds the number.
+        `replay(tensor, number)`: its result is read, for a tensor that holds the number.
         """
 
     def limit(self, nbytes: int) -> Any:
@@ -220,7 +220,7 @@ class Fake:
     """The device in software.
 
     Args:
-        leave_out: names of calls that it does not hear, as of FakeDevice: what a broken prefetcher leaves out.
+        leave_out: names of calls that it does not hear, as of FakeDevice, as if they were left out.
     """
 
     is_gpu = False
@@ -244,7 +244,7 @@ class Fake:
 
         order = order or ("all" if is_fast else "none")
         device = fake_device.FakeDevice(order, seed, self._leave_out)
-        with mock.patch.object(arrowcache.torch.device, "backend_of", lambda _: device):
+        with mock.patch.object(arrowcache.torch.device, "backend_of", return_value=device):
             yield FakeTrial(seed, device)
 
 
@@ -326,7 +326,9 @@ class FakeTrial:
     def finish(self) -> None:
         self.fake.finish()
         if self.fake.errors:
-            raise Wrong(f"order {self.fake.order}: {len(self.fake.errors)}: {'; '.join(self.fake.errors[:3])}")
+            raise Wrong(
+                f"order {self.fake.order}: {len(self.fake.errors)}: {'; '.join(self.fake.errors[:3])}"
+            )
 
 
 def profiled(run: Callable[[], None]) -> Any:

@@ -48,8 +48,8 @@ def busy(target: Target) -> str:
             del batch, batches
             trial.finish()
     said = (
-        f"busy for {BUSY_SECONDS:.0f} s with a timeout of {TIMEOUT_SECONDS:.0f}: stall {stalled:.3f} s, waited for "
-        f"the device {waited:.2f} s, the longest `next` {slowest:.2f} s"
+        f"busy for {BUSY_SECONDS:.0f} s with a timeout of {TIMEOUT_SECONDS:.0f}: stall {stalled:.3f} s, "
+        f"waited for the device {waited:.2f} s, the longest `next` {slowest:.2f} s"
     )
     if stalled > TIMEOUT_SECONDS / 2 or waited < BUSY_SECONDS / 2:
         raise Wrong(said)
@@ -79,7 +79,7 @@ def out_of_memory(target: Target) -> str:
                 else:
                     raise Wrong("there was no room for a batch, and all came: the limit was none")
             _all_come(trial, prefetcher)
-    return f"batches of {nbytes >> 20} MiB: room for two: all came; for none: OutOfMemoryError; then again all came"
+    return f"batches of {nbytes >> 20} MiB: room for two: all came; none: OutOfMemoryError; again: all came"
 
 
 def _all_come(trial: Trial, prefetcher: DevicePrefetcher) -> None:
@@ -96,6 +96,7 @@ def _all_come(trial: Trial, prefetcher: DevicePrefetcher) -> None:
 
 _ASSERT = """
 import torch
+import benchmarks.device_proof
 from arrowcache.torch import DevicePrefetcher
 
 table, beyond = torch.zeros(4, device="cuda"), torch.full((1,), 99, device="cuda")
@@ -152,11 +153,12 @@ def _read_all(trial: Trial, prefetcher: DevicePrefetcher) -> None:
         trial.read(batch["x"], number)
 
 
-_BEGIN = """
+BEGIN = """
 import sys
 import tempfile
 import threading
 import torch
+import benchmarks.device_proof
 import arrowcache as ac
 from arrowcache.torch import DevicePrefetcher, Loader
 
@@ -173,7 +175,8 @@ ENDS = {  # of a script amid an iteration; its exit code
     "a loader is under way": (
         """
 folder = tempfile.TemporaryDirectory()
-cache = ac.Cache.create(folder.name + "/cache", ac.Schema({"x": ac.Tensor("float32", (8192,))}), "256MiB", "4MiB")
+schema = ac.Schema({"x": ac.Tensor("float32", (8192,))})
+cache = ac.Cache.create(folder.name + "/cache", schema, "256MiB", "4MiB")
 with cache.writer() as writer:
     writer.extend(x=torch.ones(512, 8192).numpy())
 loaded = iter(Loader(cache, 64, device=device))
@@ -206,7 +209,7 @@ def ends(target: Target) -> str:
 def _end(how: str, device: str) -> str | None:
     """Returns: what went wrong."""
     script, code = ENDS[how]
-    command = [sys.executable, "-c", _BEGIN + script, device]
+    command = [sys.executable, "-c", BEGIN + script, device]
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=EXIT_SECONDS, check=False

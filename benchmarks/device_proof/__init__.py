@@ -1,7 +1,7 @@
 """Does the way to the device hold on a real one?
 
 Question: are batches right and safe to keep, whatever a consumer, its streams, graphs, compilers, a busy,
-full or failing device, and the interpreter's end do; and what does the way cost, over the parts it is made of?
+full or failing device, and the interpreter's end do; and what does the way cost, over its parts alone?
 Method: a table of checks (`table.py`), each a small function with a time of its own, in processes that are
 ended when that is over; 8 minutes in all. A check says what it saw, or why it could not run. One GPU; its
 torch as it is; beyond torch, numpy, pyarrow and xxhash nothing is needed, and the engine is compiled with the

@@ -175,12 +175,15 @@ def autograd(target: Target) -> str:
     batches = alike(rounds * together, rows)
     weight = torch.zeros(batches[0]["x"].shape[1], device=target.device, requires_grad=True)
     with DevicePrefetcher(batches, target.device) as prefetcher:
-        taken = iter(prefetcher)
+        taken = enumerate(prefetcher)
         for _ in range(rounds):
-            losses = [(next(taken)["x"] * weight).sum() for _ in range(together)]
+            losses = [
+                number * (batch["x"] * weight).sum()  # the order of batches tells
+                for number, batch in itertools.islice(taken, together)
+            ]
             for loss in reversed(losses):
                 loss.backward()
-    expected = rows * sum(range(rounds * together))
+    expected = rows * sum(number**2 for number in range(rounds * together))
     found = weight.grad
     if found is None or not bool((found == expected).all()):
         raise Wrong(f"the gradient is {found}, not {expected} everywhere")
@@ -207,7 +210,7 @@ def memory(target: Target) -> str:
     reserved, allocations, device_bytes, pinned = seen[-1]
     return (
         f"{rounds} epochs of {FLAT_BATCHES} batches of 1.3 MiB: {reserved / 2**20:.1f} MiB reserved, "
-        f"{device_bytes / 2**20:.1f} of it for batches, {allocations} allocations; {pinned / 2**20:.1f} pinned"
+        f"{device_bytes / 2**20:.1f} for batches, {allocations} allocations; {pinned / 2**20:.1f} pinned"
     )
 
 

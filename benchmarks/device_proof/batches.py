@@ -16,7 +16,7 @@ import arrowcache as ac
 from benchmarks.device_proof.target import Trial
 
 WIDTH = 4096  # of x: 16 KiB a row
-CACHE_ROWS, CACHE_WIDTH, BATCH_ROWS = 384, 8192, 48  # 32 KiB a row, 1.5 MiB a batch
+CACHE_ROWS, CACHE_WIDTH, BATCH_ROWS = 240, 8192, 48  # 32 KiB a row, 1.5 MiB a batch
 
 
 class Numbers:

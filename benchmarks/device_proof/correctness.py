@@ -17,7 +17,7 @@ from benchmarks.device_proof.batches import BATCH_ROWS, Numbers, alike, cache_of
 from benchmarks.device_proof.check import CannotRun, Wrong
 from benchmarks.device_proof.target import Stream, Target, Trial
 
-STORM_SECONDS, STORM_STEPS = 20.0, 80
+STORM_SECONDS, STORM_STEPS, STORM_STEPS_WITHOUT_GPU = 20.0, 120, 50
 LOADER_SECONDS = 15.0
 _LONGEST_SLEEP_SECONDS = 2e-3
 _MOST_KEPT = 12
@@ -116,7 +116,8 @@ def storm_of(trial: Trial, steps: int = STORM_STEPS) -> tuple[int, int]:
 
 
 def storm(target: Target) -> str:
-    found = [storm_of(trial) for trial in target.trials(STORM_SECONDS)]
+    steps = STORM_STEPS if target.is_gpu else STORM_STEPS_WITHOUT_GPU
+    found = [storm_of(trial, steps) for trial in target.trials(STORM_SECONDS)]
     batches, reads = (sum(counts) for counts in zip(*found, strict=True))
     return f"{batches} batches, {reads} reads on 3 streams, {len(found)} storms: none was wrong"
 

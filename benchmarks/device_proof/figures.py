@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+import arrowcache as ac
 from arrowcache.torch import DevicePrefetcher, Loader
 from benchmarks import device
 from benchmarks.device_proof.target import Target, profiled, spans_of
 from benchmarks.measure import cpu_seconds, filled_cache, interleaved
 
 STEPS = {1: 400, 32: 60, 256: 16}  # by megabytes a batch
-ROW_BYTES = (1 << 10, 1 << 16, 1 << 20)
+ROW_BYTES, SHUFFLES = (1 << 10, 1 << 16, 1 << 20), ("rows", "window")
 BATCH_BYTES = 4 << 20
 CACHE_BYTES, CACHE_WITHOUT_GPU = 256 << 20, 16 << 20
 REPEATS = 3
@@ -97,44 +98,48 @@ def share_under(spans: Iterable[tuple[float, float]], others: Iterable[tuple[flo
 def rates(target: Target) -> str:
     """The loader end to end, beside the loader alone and a bare copy of as many bytes; CPU seconds a GB."""
     nbytes = CACHE_BYTES if target.is_gpu else CACHE_WITHOUT_GPU
-    return "\n".join(_rate(target, row_bytes, nbytes) for row_bytes in ROW_BYTES)
+    said = []
+    for row_bytes in ROW_BYTES:
+        with (
+            tempfile.TemporaryDirectory(prefix="device-proof-") as folder,
+            filled_cache(Path(folder) / "cache", row_bytes, nbytes) as cache,
+        ):
+            said += [_rate(target, cache, row_bytes, nbytes, shuffle) for shuffle in SHUFFLES]
+    return "\n".join(said)
 
 
-def _rate(target: Target, row_bytes: int, cache_bytes: int) -> str:
+def _rate(target: Target, cache: ac.Cache, row_bytes: int, cache_bytes: int, shuffle: str) -> str:
     """A turn is as many bytes as the cache has, of epochs that follow without a seam."""
     batch_rows = max(8, BATCH_BYTES // row_bytes)
     count = cache_bytes // (batch_rows * row_bytes)
     used: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="device-proof-") as folder:
-        cache = filled_cache(Path(folder) / "cache", row_bytes, cache_bytes)
-        with (
-            cache,
-            Loader(cache, batch_rows, device=target.device) as ours,
-            Loader(cache, batch_rows) as host,
-        ):
-            to_device, on_host = ours.repeat(), host.repeat()
+    with (
+        Loader(cache, batch_rows, shuffle=shuffle, device=target.device) as ours,
+        Loader(cache, batch_rows, shuffle=shuffle) as host,
+    ):
+        to_device, on_host = ours.repeat(), host.repeat()
 
-            def loader() -> None:
-                before = cpu_seconds()
-                for batch in itertools.islice(to_device, count):
-                    if target.is_gpu:
-                        batch["x"].sum()
-                _synchronize(target)
-                used.append(cpu_seconds() - before)
+        def loader() -> None:
+            before = cpu_seconds()
+            for batch in itertools.islice(to_device, count):
+                if target.is_gpu:
+                    batch["x"].sum()
+            _synchronize(target)
+            used.append(cpu_seconds() - before)
 
-            cases: dict[str, Callable[[], None]] = {
-                "copy": _bare_copy(target, batch_rows * row_bytes, count),
-                "loader": loader,
-                "host": lambda: deque(itertools.islice(on_host, count), 0),  # type: ignore[dict-item]  # drops them
-            }
-            for case in cases.values():
-                case()
-            used.clear()
-            found = interleaved(cases, REPEATS)
+        cases: dict[str, Callable[[], object]] = {
+            "copy": _bare_copy(target, batch_rows * row_bytes, count),
+            "loader": loader,
+            "host": lambda: deque(itertools.islice(on_host, count), 0),  # which drops them
+        }
+        for case in cases.values():
+            case()
+        used.clear()
+        found = interleaved(cases, REPEATS)
     nbytes = count * batch_rows * row_bytes
     rate = {name: nbytes / seconds / 1e9 for name, seconds in found.items()}
     return (
-        f"rows of {row_bytes >> 10} KiB, {batch_rows} a batch: {rate['loader']:.2f} GB/s, "
+        f"rows of {row_bytes >> 10} KiB, {shuffle!r}, {batch_rows} a batch: {rate['loader']:.2f} GB/s, "
         f"{rate['loader'] / rate['host']:.2f} of the loader without a device, "
         f"{rate['loader'] / rate['copy']:.2f} of a bare copy ({rate['copy']:.1f}); "
         f"{statistics.median(used) / (nbytes / 1e9):.3f} CPU seconds a GB"

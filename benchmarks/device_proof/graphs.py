@@ -17,7 +17,7 @@ from benchmarks.device_proof.target import Target, Trial
 
 CAPTURE_SECONDS = 5.0
 STEPS = 30
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-2
 
 
 def capture(target: Target, mode: str) -> str:
@@ -54,6 +54,8 @@ def _captured(trial: Trial, cache: ac.Cache, mode: str) -> int:
                 f"the iteration ended after batch {number} of {len(batches) - 1}: the capture cost some"
             )
         del batch
+        if (left := sum(1 for _ in loaded)) != cache.stats().rows // BATCH_ROWS - 1:
+            raise Wrong(f"the loader gave {left} batches after the capture that it refused")
         trial.finish()
         return number - 1
 
@@ -71,15 +73,11 @@ def _refuses(batches: object) -> None:
 def graphed_callables(target: Target) -> str:
     """`torch.cuda.make_graphed_callables`, whose captures are global, forward and backward."""
     del target
-    torch.manual_seed(0)
-    model = torch.nn.Linear(WIDTH, 8, device="cuda")
-    eager = copy.deepcopy(model)
-    with DevicePrefetcher(alike(STEPS + 1), "cuda") as prefetcher:
-        taken = iter(prefetcher)
-        sample = next(taken)["x"]  # copies of the next ones fly
-        graphed = torch.cuda.make_graphed_callables(model, (torch.zeros_like(sample),))
-        losses = _losses(taken, graphed, eager, sample, lambda: None)
-    _compare(losses, model, eager)
+
+    def make(model: torch.nn.Module, sample: torch.Tensor) -> torch.nn.Module:
+        return torch.cuda.make_graphed_callables(model, (torch.zeros_like(sample),))
+
+    _train(make, lambda: None)
     return f"{STEPS} steps, forward and backward, as without graphs"
 
 
@@ -90,47 +88,58 @@ def compiled(target: Target) -> str:
         raise CannotRun("torch.compile needs triton, which is not installed here")
     from torch._dynamo.utils import counters
 
-    torch.manual_seed(0)
-    model = torch.nn.Linear(WIDTH, 8, device="cuda")
-    eager = copy.deepcopy(model)
-    with DevicePrefetcher(alike(STEPS + 1), "cuda") as prefetcher:
-        taken = iter(prefetcher)
-        sample = next(taken)["x"]
-        step = torch.compile(model, mode="reduce-overhead")
-        losses = _losses(taken, step, eager, sample, torch.compiler.cudagraph_mark_step_begin)
-    _compare(losses, model, eager)
+    def make(model: torch.nn.Module, sample: torch.Tensor) -> torch.nn.Module:
+        made = torch.compile(model, mode="reduce-overhead")
+        try:
+            made(torch.zeros_like(sample)).sum().backward()
+        except Exception as error:
+            raise CannotRun(f"torch.compile does not work here: {type(error).__name__}: {error}") from error
+        model.zero_grad(set_to_none=True)
+        return made
+
+    _train(make, torch.compiler.cudagraph_mark_step_begin)
     if skips := counters["inductor"]["cudagraph_skips"]:
         raise CannotRun(f"torch compiled without CUDA graphs {skips} times; {STEPS} steps were right")
     return f"{STEPS} steps, forward and backward, as without a compiler; no graph was skipped"
 
 
-def _losses(
-    batches: object,
-    model: Callable[[torch.Tensor], torch.Tensor],
-    eager: Callable[[torch.Tensor], torch.Tensor],
-    like: torch.Tensor,
-    begin: Callable[[], None],
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Losses of each step over batches, and of one that knows what the batch holds. Gradients are summed."""
-    losses = []
-    for number, batch in enumerate(batches, 1):  # type: ignore[call-overload]  # an iterator of ours
-        begin()
-        torch.cuda._sleep(1_000_000)
-        loss, expected = model(batch["x"] / STEPS).sum(), eager(torch.full_like(like, number) / STEPS).sum()
-        loss.backward()
-        expected.backward()
-        losses.append((loss.detach().clone(), expected.detach()))
-    return losses
-
-
-def _compare(
-    losses: list[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Module, eager: torch.nn.Module
+def _train(
+    make: Callable[[torch.nn.Module, torch.Tensor], torch.nn.Module], begin: Callable[[], None]
 ) -> None:
-    if len(losses) != STEPS:
-        raise Wrong(f"{len(losses)} steps, not {STEPS}")
-    gradients = [[each.grad for each in one.parameters()] for one in (model, eager)]
-    for number, (found, expected) in enumerate([*losses, *zip(*gradients, strict=True)]):
-        if not torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
-            what = f"the loss of step {number}" if number < STEPS else "a gradient"
-            most = (found - expected).abs().max().item()
-            raise Wrong(f"{what} is off by {most:g}, where it is up to {expected.abs().max().item():g}")
+    """Steps over batches beside steps without graphs, over what each batch should hold.
+
+    Args:
+        make: of a module and a batch: the module that uses graphs. Copies of later batches fly meanwhile.
+        begin: is called at the begin of each step.
+    Raises: Wrong: losses or gradients differ.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Linear(WIDTH, 8, device="cuda")
+    eager = copy.deepcopy(model)
+    steps = []
+    with DevicePrefetcher(alike(STEPS + 1), "cuda") as prefetcher:
+        taken = iter(prefetcher)
+        sample = next(taken)["x"]
+        graphed = make(model, sample)
+        for number, batch in enumerate(taken, 1):
+            begin()
+            torch.cuda._sleep(1_000_000)
+            steps.append((_step(graphed, batch["x"]), _step(eager, torch.full_like(sample, number))))
+    if len(steps) != STEPS:
+        raise Wrong(f"{len(steps)} steps, not {STEPS}")
+    for number, step in enumerate(steps, 1):
+        for what, found, expected in zip(("loss", "gradient", "gradient of the bias"), *step, strict=True):
+            if not torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+                most = (found - expected).abs().max().item()
+                raise Wrong(
+                    f"step {number}: the {what} is off by {most:g} of {expected.abs().max().item():g}"
+                )
+
+
+def _step(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns: the loss and the gradients, copied: what graphs give is overwritten by the next step."""
+    loss = model(x).sum()
+    loss.backward()
+    found = loss.detach().clone(), *(each.grad.clone() for each in model.parameters())
+    model.zero_grad(set_to_none=True)
+    return found

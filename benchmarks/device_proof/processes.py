@@ -49,7 +49,7 @@ class Processes:
         except (EOFError, OSError):
             self._process.join(_END_SECONDS)
             outcome = self._failed(check, f"its process died: exit code {self._process.exitcode}", seconds)
-        if check.is_alone:
+        if check.is_alone or outcome.state == FAILED:  # its device may not be what it was
             self.close()
         return outcome
 

@@ -389,6 +389,7 @@ LEFT_OUT = {  # a part of transfers.py, and what it is without a wait, or with l
         "self.backend.retain(place.memory.whole, place.reader)",
         "pass",
     ),
+    "what a source made is freed after its reader": ("self.backend.retain(leaf, here)", "pass"),
     "what flies is not free": (" and (self.flight is None or not self.flight.is_flying)", ""),
     "what died on its way waits": ("_left[id(lane)] = lane", "pass"),
     "a batch is for the stream that is current": (

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 import arrowcache.torch.device
 from benchmarks import device
-from benchmarks.device_proof import figures, target
 
 TOTAL_BYTES = 1 << 34
 LONG_SLEEP_SECONDS = 0.1
@@ -86,6 +85,10 @@ class _Profile:
 
     def export_chrome_trace(self, path: str) -> None:
         Path(path).write_text("{}")
+
+
+def spans_of(profile: _Profile) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    return profile.copies, profile.copies
 
 
 class _Cuda:
@@ -173,14 +176,12 @@ def pretended_cuda() -> Iterator[FakeDevice]:
     }
     had = sys.modules.pop("torch.cuda._sanitizer", None)
     sys.modules["torch.cuda._sanitizer"] = sanitizer
-    spans = lambda profile: (profile.copies, profile.copies)  # noqa: E731  # it is patched in twice
     with (
         mock.patch.multiple(torch.cuda, create=True, **of_cuda),
         mock.patch.object(torch, "compile", lambda model, mode: model),
         mock.patch.object(importlib.util, "find_spec", lambda name: name == "triton" or find_spec(name)),
         mock.patch.object(arrowcache.torch.device, "backend_of", return_value=cuda.device),
-        mock.patch.multiple(target, profiled=cuda.profiled, spans_of=spans),
-        mock.patch.multiple(figures, profiled=cuda.profiled, spans_of=spans),
+        mock.patch.multiple(device, profiled=cuda.profiled, spans_of=spans_of),
         mock.patch.object(device, "compute_for", return_value=lambda batch: None),
         _OnTheCpu(cuda),
     ):

@@ -7,18 +7,18 @@ import itertools
 import shutil
 import statistics
 import tempfile
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import arrowcache as ac
-from arrowcache.torch import DevicePrefetcher, Loader
+from arrowcache.torch import Loader
 from benchmarks import device
-from benchmarks.device_proof.target import Target, profiled, spans_of
+from benchmarks.device_proof.check import CannotRun
+from benchmarks.device_proof.target import Target
 from benchmarks.measure import cpu_seconds, filled_cache, interleaved
 
 STEPS = {1: 400, 32: 60, 256: 16}  # by megabytes a batch
@@ -26,8 +26,6 @@ ROW_BYTES, SHUFFLES = (1 << 10, 1 << 16, 1 << 20), ("rows", "window")
 BATCH_BYTES = 4 << 20
 CACHE_BYTES, CACHE_WITHOUT_GPU = 256 << 20, 16 << 20
 REPEATS = 3
-PYTHON_BATCHES, PYTHON_ROUNDS = 200, 5
-PROFILED_STEPS = 40
 
 
 def step(target: Target, megabytes: int) -> str:
@@ -55,19 +53,15 @@ def step(target: Target, megabytes: int) -> str:
 def hidden(target: Target, trace: Path | None = None) -> str:
     """The share of the copies' time during which a kernel ran, as torch's profiler saw it."""
     del target
-    batches = [torch.rand(8_000_000).pin_memory() for _ in range(4)]
-    compute = device.compute_for(0.003)
-    with DevicePrefetcher(device.Ready(batches, PROFILED_STEPS), "cuda") as prefetcher:
-        device.run(prefetcher, compute)
-        profile = profiled(lambda: device.run(prefetcher, compute))
-    copies, kernels = spans_of(profile)
-    where = "not kept"
-    if trace is not None:
-        where = _kept(profile, trace)
+    profile = device.under_compute()
+    copies, kernels = device.spans_of(profile)
+    if not copies:
+        raise CannotRun("torch's profiler saw no copy: CUPTI may not be allowed here")
+    where = "not kept" if trace is None else _kept(profile, trace)
     total = sum(end - start for start, end in copies)
     return (
-        f"{share_under(copies, kernels):.3f} of {total / 1000:.1f} ms of {len(copies)} copies of 32 MB, "
-        f"beside {len(kernels)} kernels; trace: {where}"
+        f"{device.share_under(copies, kernels):.3f} of {total / 1000:.1f} ms of {len(copies)} copies of 32 MB"
+        f", beside {len(kernels)} kernels; trace: {where}"
     )
 
 
@@ -78,21 +72,6 @@ def _kept(profile: Any, trace: Path) -> str:
         with plain.open("rb") as source, gzip.open(trace, "wb") as file:
             shutil.copyfileobj(source, file)
     return str(trace)
-
-
-def share_under(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
-    """The share of spans' time that lies under at least one of the others."""
-    united: list[list[float]] = []
-    for start, end in sorted(others):
-        if united and start <= united[-1][1]:
-            united[-1][1] = max(united[-1][1], end)
-        else:
-            united.append([start, end])
-    total = under = 0.0
-    for start, end in spans:
-        total += end - start
-        under += sum(max(0.0, min(end, last) - max(start, first)) for first, last in united)
-    return under / total if total else 0.0
 
 
 def rates(target: Target) -> str:
@@ -165,19 +144,9 @@ def _synchronize(target: Target) -> None:
 
 
 def python(target: Target) -> str:
-    """Microseconds of `next` over batches that are there, of few and of many small leaves."""
-    said = []
-    for leaves in (2, 40):
-        batch = {f"y{leaf}": torch.zeros(64) for leaf in range(leaves)}
-        with DevicePrefetcher([batch] * PYTHON_BATCHES, target.device) as prefetcher:
-            seconds = min(_seconds(prefetcher, target) for _ in range(PYTHON_ROUNDS))
-        said.append(f"{leaves} leaves {1e6 * seconds / PYTHON_BATCHES:.0f} us")
-    return "a batch, the least of " + f"{PYTHON_ROUNDS} rounds: {', '.join(said)}"
-
-
-def _seconds(prefetcher: DevicePrefetcher, target: Target) -> float:
-    started = time.perf_counter()
-    for _ in prefetcher:
-        pass
-    _synchronize(target)
-    return time.perf_counter() - started
+    """Microseconds of Python a batch of few and of many small leaves, as `benchmarks.device` has them."""
+    found = {leaves: device.python_microseconds(leaves, target.device) for leaves in (2, 40)}
+    return "; ".join(
+        f"{leaves} leaves {median:.0f} us a batch, at least {least:.0f}"
+        for leaves, (median, least) in found.items()
+    )

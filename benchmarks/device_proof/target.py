@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 import arrowcache.torch.device
+from benchmarks import device
 from benchmarks.device_proof.check import CannotRun, Wrong
 
 _FAKE_IS_IN = Path(__file__).parents[2] / "tests"
@@ -201,7 +202,10 @@ class GpuTrial:
         return torch.cuda.memory_reserved()
 
     def copies(self, run: Callable[[], None]) -> int:
-        return len(spans_of(profiled(run))[0])
+        copies, _ = device.spans_of(device.profiled(run))
+        if not copies:
+            raise CannotRun("torch's profiler saw no copy: CUPTI may not be allowed here")
+        return len(copies)
 
     def finish(self) -> None:
         torch.cuda.synchronize()
@@ -243,9 +247,9 @@ class Fake:
         import fake_device
 
         order = order or ("all" if is_fast else "none")
-        device = fake_device.FakeDevice(order, seed, self._leave_out)
-        with mock.patch.object(arrowcache.torch.device, "backend_of", return_value=device):
-            yield FakeTrial(seed, device)
+        fake = fake_device.FakeDevice(order, seed, self._leave_out)
+        with mock.patch.object(arrowcache.torch.device, "backend_of", return_value=fake):
+            yield FakeTrial(seed, fake)
 
 
 class FakeTrial:
@@ -329,34 +333,6 @@ class FakeTrial:
             raise Wrong(
                 f"order {self.fake.order}: {len(self.fake.errors)}: {'; '.join(self.fake.errors[:3])}"
             )
-
-
-def profiled(run: Callable[[], None]) -> Any:
-    """torch's profile of a call, which has waited for the device."""
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        run()
-        torch.cuda.synchronize()
-    return profile
-
-
-def spans_of(profile: Any) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """(start, end) in microseconds of the host-to-device copies, and of the kernels.
-
-    Raises: CannotRun: the profiler saw nothing of the device.
-    """
-    copies, kernels = [], []
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
-            span = (event.time_range.start, event.time_range.end)
-            if "HtoD" in event.name:
-                copies.append(span)
-            elif not event.name.startswith(("Memcpy", "Memset")):
-                kernels.append(span)
-    if not copies:
-        raise CannotRun("torch's profiler saw no copy: CUPTI may not be allowed here")
-    return copies, kernels
 
 
 def _cycles_per_second() -> float:

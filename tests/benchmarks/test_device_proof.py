@@ -21,6 +21,7 @@ from fake_device import FakeDevice
 from pretended_cuda import pretended_cuda
 
 from arrowcache.torch import DevicePrefetcher, Loader, transfers
+from benchmarks import device
 from benchmarks.device_proof import correctness, figures, graphs, table, trouble
 from benchmarks.device_proof.__main__ import main, outcomes
 from benchmarks.device_proof.check import CPU, FAILED, FAKE, GPU, HELD, NOT_RUN, Check, Outcome, run, verdict
@@ -259,7 +260,7 @@ def test_a_check_that_hangs_or_dies_costs_its_own_time_and_no_more():
     ],
 )
 def test_the_share_of_time_under_others(spans, others, share):
-    assert figures.share_under(spans, others) == share
+    assert device.share_under(spans, others) == share
 
 
 NOT_PRETENDED = {"broken", "ends", "rates", "python", "step, 32 MB", "step, 256 MB"}  # or nothing new
@@ -278,9 +279,9 @@ def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypa
     if name == "busy":  # reads are at once here, also where the device is busy
         monkeypatch.setattr(GpuTrial, "read", lambda self, tensor, expected: None)
     check = next(check for check in table.checks(tmp_path / "trace.json.gz") if check.name == name)
-    with pretended_cuda() as device:
+    with pretended_cuda() as fake:
         found = run(check, Gpu(), GPU)
-        assert (found.state, device.errors) == (HELD, []), found.said
+        assert (found.state, fake.errors) == (HELD, []), found.said
     assert (tmp_path / "trace.json.gz").exists() == (name == "hidden")
 
 

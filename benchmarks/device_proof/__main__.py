@@ -40,8 +40,8 @@ def outcomes(table: Sequence[Any], run: Callable[[Any, float], Any], limit_secon
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Does the way to the device hold on a real one?")
     parser.add_argument("--out", type=Path, help="a folder for the table and the profiler's trace")
-    parser.add_argument("--only", help="names of checks, separated by semicolons")
-    parser.add_argument("--leave-out", default="", help="of the fake: calls it does not hear, by semicolons")
+    parser.add_argument("--only", help="names of checks, separated by commas")
+    parser.add_argument("--leave-out", default="", help="of the fake: calls it does not hear, by commas")
     parser.add_argument("--fake", action="store_true", help="the fake also where there is a GPU")
     given = parser.parse_args(arguments)
     compile_the_engine()
@@ -56,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.out.mkdir(parents=True, exist_ok=True)
     table = checks(None if given.out is None else given.out / "trace.json.gz")
     if given.only is not None:
-        names = given.only.split(";")
+        names = given.only.split(",")
         if unknown := set(names) - {check.name for check in table}:
-            known = "; ".join(check.name for check in table)
+            known = ", ".join(check.name for check in table)
             parser.error(f"no check is named {', '.join(unknown)}: there are {known}")
         table = [check for check in table if check.name in names]
 
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_one = processes.run
     else:
         say("No CUDA device is used: what can runs on the fake (tests/fake_device.py) or the CPU: no proof.")
-        fake = Fake(tuple(filter(None, given.leave_out.split(";"))))
+        torch.set_num_threads(1)  # others spin while they wait, and take the processors that they wait for
+        fake = Fake(tuple(filter(None, given.leave_out.split(","))))
 
         def run_one(check: Any, seconds: float) -> Any:  # noqa: ARG001  # nothing here can hang
             if check.without_gpu is None:

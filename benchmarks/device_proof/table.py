@@ -27,9 +27,9 @@ def checks(trace: Path | None = None) -> list[Check]:
             "sanitizer", "torch's CUDA sanitizer sees no race", correctness.sanitizer, 70, None, is_alone=True
         ),
         Check("sync", "nothing synchronizes the device", correctness.synchronization, 30),
-        Check("capture, global", "a capture is left alone", partial(graphs.capture, mode="global"), 40),
+        Check("capture global", "a capture is left alone", partial(graphs.capture, mode="global"), 40),
         Check(
-            "capture, thread_local", "in either mode", partial(graphs.capture, mode="thread_local"), 40, None
+            "capture thread_local", "in either mode", partial(graphs.capture, mode="thread_local"), 40, None
         ),
         Check("graphed callables", "and torch's own captures", graphs.graphed_callables, 40, None),
         Check("compile", "and its compiler's graphs", graphs.compiled, 110, None),
@@ -39,9 +39,9 @@ def checks(trace: Path | None = None) -> list[Check]:
         Check("ends", "interpreters end with copies under way", trouble.ends, 90, CPU),
         Check("memory", "reserved memory is flat", correctness.memory, 30),
         Check("copies", "small leaves share a copy", correctness.copies, 30),
-        Check("step, 1 MB", "a figure", partial(figures.step, megabytes=1), 30, None),
-        Check("step, 32 MB", "a figure", partial(figures.step, megabytes=32), 40, None),
-        Check("step, 256 MB", "a figure", partial(figures.step, megabytes=256), 60, None),
+        Check("step of 1 MB", "a figure", partial(figures.step, megabytes=1), 30, None),
+        Check("step of 32 MB", "a figure", partial(figures.step, megabytes=32), 40, None),
+        Check("step of 256 MB", "a figure", partial(figures.step, megabytes=256), 60, None),
         Check(
             "hidden", "a figure: copies' time under kernels", partial(figures.hidden, trace=trace), 40, None
         ),

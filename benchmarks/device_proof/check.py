@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-HELD, FAILED, NOT_RUN = "held", "FAILED", "not run"
+HELD, TOLD, FAILED, NOT_RUN = "held", "told", "FAILED", "not run"
 GPU, FAKE, CPU = "GPU", "fake", "CPU"
 _LAST_FRAMES = -3
 
@@ -27,11 +27,12 @@ class Check:
     """One function of a target, which returns what it saw.
 
     Args:
-        proves: what holds if it returns; of a figure, what that is.
+        proves: what holds if it returns, or what the figure is.
         run: raises Wrong with what it saw; CannotRun. Any other error is a failure, too.
         seconds: after which it is ended, and has failed.
         without_gpu: where it runs then: FAKE, CPU, or None: it does not.
         is_alone: in a process of its own.
+        is_figure: it proves nothing, and tells a figure.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Check:
     seconds: float
     without_gpu: str | None = FAKE
     is_alone: bool = False
+    is_figure: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def run(check: Check, target: Any, where: str) -> Outcome:
     """Run a check here and now."""
     started = time.perf_counter()
     try:
-        state, said = HELD, check.run(target)
+        state, said = TOLD if check.is_figure else HELD, check.run(target)
     except Wrong as error:
         state, said = FAILED, str(error)
     except CannotRun as error:

@@ -13,6 +13,8 @@ LIMIT_SECONDS = 7.5 * 60  # and half a minute to begin and to end
 
 def checks(trace: Path | None = None) -> list[Check]:
     """All checks. trace: where the profiler's trace is kept."""
+    hidden = partial(figures.hidden, trace=trace)
+    over = "a step over the longer of copy and compute"
     return [
         Check(
             "storm",
@@ -39,12 +41,11 @@ def checks(trace: Path | None = None) -> list[Check]:
         Check("ends", "interpreters end with copies under way", trouble.ends, 90, CPU),
         Check("memory", "reserved memory is flat", correctness.memory, 30),
         Check("copies", "small leaves share a copy", correctness.copies, 30),
-        Check("step of 1 MB", "a figure", partial(figures.step, megabytes=1), 30, None),
-        Check("step of 32 MB", "a figure", partial(figures.step, megabytes=32), 40, None),
-        Check("step of 256 MB", "a figure", partial(figures.step, megabytes=256), 60, None),
-        Check(
-            "hidden", "a figure: copies' time under kernels", partial(figures.hidden, trace=trace), 40, None
+        *(
+            Check(f"step of {size} MB", over, partial(figures.step, megabytes=size), 60, None, is_figure=True)
+            for size in figures.STEPS
         ),
-        Check("rates", "a figure: the loader end to end", figures.rates, 60, CPU),
-        Check("python", "a figure: what a batch costs Python", figures.python, 20, CPU),
+        Check("hidden", "copies' time under kernels", hidden, 40, None, is_figure=True),
+        Check("rates", "the loader end to end", figures.rates, 60, CPU, is_figure=True),
+        Check("python", "what a batch costs Python", figures.python, 20, CPU, is_figure=True),
     ]

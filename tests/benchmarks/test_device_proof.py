@@ -24,7 +24,19 @@ from arrowcache.torch import DevicePrefetcher, Loader, transfers
 from benchmarks import device
 from benchmarks.device_proof import correctness, figures, graphs, table, trouble
 from benchmarks.device_proof.__main__ import main, outcomes
-from benchmarks.device_proof.check import CPU, FAILED, FAKE, GPU, HELD, NOT_RUN, Check, Outcome, run, verdict
+from benchmarks.device_proof.check import (
+    CPU,
+    FAILED,
+    FAKE,
+    GPU,
+    HELD,
+    NOT_RUN,
+    TOLD,
+    Check,
+    Outcome,
+    run,
+    verdict,
+)
 from benchmarks.device_proof.processes import Processes
 from benchmarks.device_proof.target import Fake, FakeTrial, Gpu, GpuTrial
 
@@ -68,7 +80,9 @@ def test_without_a_gpu_all_that_can_runs_on_a_bare_machine_and_the_verdict_says_
     assert seen == {
         name: ["not", "run", GPU]
         if check.without_gpu is None
-        else (["not", "run", FAKE] if name in absent else [HELD, check.without_gpu])
+        else ["not", "run", FAKE]
+        if name in absent
+        else [TOLD if check.is_figure else HELD, check.without_gpu]
         for name, check in CHECKS.items()
     }
     assert (tmp_path / "table.txt").read_text().splitlines() == lines
@@ -209,7 +223,7 @@ NONE_HERE = "NOT PROVED ON A GPU, for there is none here: 1 on the fake, 0 on th
 @pytest.mark.parametrize(
     ("found", "device", "is_complete", "said", "is_good"),
     [
-        ([outcome(HELD)], "H", True, "PROVED ON A GPU: H, 1 checks", True),
+        ([outcome(HELD), outcome(TOLD)], "H", True, "PROVED ON A GPU: H, 1 checks", True),
         (
             [outcome(HELD)],
             "H",
@@ -254,6 +268,7 @@ def test_a_check_that_hangs_or_dies_costs_its_own_time_and_no_more():
         alone = processes.run(Check("is alone", "", str, 60.0, is_alone=True), 60.0)
         assert (alone.state, alone.said) == (HELD, "60")
         assert "TypeError" in processes.run(Check("raises", "", len, 60.0), 60.0).said
+        assert processes.run(Check("says", "", str, 60.0), 60.0).said == "60", "of a new process"
     finally:
         processes.close()
     assert "ValueError" in Processes(partial(int, "x")).run(Check("says", "", str, 60.0), 60.0).said
@@ -290,7 +305,7 @@ def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypa
     check = next(check for check in table.checks(tmp_path / "trace.json.gz") if check.name == name)
     with pretended_cuda() as fake:
         found = run(check, Gpu(), GPU)
-        assert (found.state, fake.errors) == (HELD, []), found.said
+        assert (found.state, fake.errors) == (TOLD if check.is_figure else HELD, []), found.said
     assert (tmp_path / "trace.json.gz").exists() == (name == "hidden")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -319,3 +320,8 @@ def test_all_names_of_torch_are_there():
                 for part in name.split(".")[1:]:
                     assert hasattr(value, part), name
                     value = getattr(value, part)
+
+
+def test_all_checks_can_be_sent_to_a_process():
+    for check in table.checks(Path("trace.json.gz")):
+        assert pickle.loads(pickle.dumps(check)).name == check.name

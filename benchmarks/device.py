@@ -38,6 +38,7 @@ EPOCHS = 50
 DISTINCT = 4  # batches, used in turn
 
 Compute = Callable[[torch.Tensor], None]
+Span = tuple[float, float]
 
 
 class Ready(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -93,9 +94,9 @@ def compute_for(seconds: float) -> Compute:
     return compute
 
 
-def measure(megabytes: int) -> dict[str, float]:
-    """Seconds a step of each case, and of copy and compute alone."""
-    steps, size = STEPS[megabytes], megabytes * 1_000_000 // 4
+def measure(megabytes: int, steps: int, repeats: int = REPEATS, *, peers: bool = True) -> dict[str, float]:
+    """Seconds a step of each case, and of copy and compute alone. peers: also of torch's own ways."""
+    size = megabytes * 1_000_000 // 4
     plain = [torch.rand(size) for _ in range(DISTINCT)]
     pinned = [batch.pin_memory() for batch in plain]
     target = torch.empty(size, device="cuda")
@@ -114,27 +115,30 @@ def measure(megabytes: int) -> dict[str, float]:
         DevicePrefetcher(Ready(plain, steps), "cuda"),
         DevicePrefetcher(Ready(pinned, steps), "cuda"),
     )
-    torchs: Any = torch.utils.data.DataLoader(Ready(plain, steps), batch_size=None, pin_memory=True)
-    with_worker: Any = torch.utils.data.DataLoader(
-        Ready(plain, steps), batch_size=None, pin_memory=True, num_workers=1, persistent_workers=True
-    )
     cases = {
         "copy alone": bare_copy,
         "compute alone": lambda: run((target for _ in range(steps)), compute),
         "prefetcher": lambda: run(ours, compute),
         "prefetcher, pinned": lambda: run(ours_pinned, compute),
+        "prefetcher, pinned, no compute": lambda: run(ours_pinned, nothing),
+        "prefetcher, no compute": lambda: run(ours, nothing),
+    }
+    torchs: Any = torch.utils.data.DataLoader(Ready(plain, steps), batch_size=None, pin_memory=True)
+    with_worker: Any = torch.utils.data.DataLoader(
+        Ready(plain, steps), batch_size=None, pin_memory=True, num_workers=1, persistent_workers=True
+    )
+    torchs_own = {
         ".to(device)": lambda: run(moved(Ready(plain, steps), non_blocking=False), compute),
         ".to(non_blocking), pinned": lambda: run(moved(Ready(pinned, steps), non_blocking=True), compute),
         "DataLoader(pin_memory)": lambda: run(moved(torchs, non_blocking=True), compute),
         "DataLoader(pin_memory, 1 worker)": lambda: run(moved(with_worker, non_blocking=True), compute),
-        "prefetcher, pinned, no compute": lambda: run(ours_pinned, nothing),
-        "prefetcher, no compute": lambda: run(ours, nothing),
     }
     if shutil.disk_usage("/dev/shm").free < 2 * DISTINCT * megabytes * 1_000_000:
-        del cases["DataLoader(pin_memory, 1 worker)"]
+        del torchs_own["DataLoader(pin_memory, 1 worker)"]
+    cases |= torchs_own if peers else {}
     for case in cases.values():
         case()
-    found = {name: seconds / steps for name, seconds in interleaved(cases, REPEATS).items()}
+    found = {name: seconds / steps for name, seconds in interleaved(cases, repeats).items()}
     for number, batch in enumerate(ours):
         assert torch.equal(batch.cpu(), plain[number % DISTINCT]), "values differ on the device"
     ours.close()
@@ -154,33 +158,58 @@ def memory() -> tuple[int, int]:
     return reserved[1], max(reserved[1:])
 
 
-def hidden_share(trace: str | None) -> float:
-    """The share of copying time during which a kernel ran, as a profiler saw it."""
+def profiled(run: Callable[[], None]) -> Any:
+    """torch's profile of a call, and of all that it gave the device."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    return profile
+
+
+def spans_of(profile: Any) -> tuple[list[Span], list[Span]]:
+    """The host-to-device copies and the kernels: (start, end) in microseconds. No copies: none were seen."""
+    copies, kernels = [], []
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            span = (event.time_range.start, event.time_range.end)
+            if "HtoD" in event.name:
+                copies.append(span)
+            elif not event.name.startswith(("Memcpy", "Memset")):
+                kernels.append(span)
+    return copies, kernels
+
+
+def share_under(spans: Iterable[Span], others: Iterable[Span]) -> float:
+    """The share of spans' time that lies under at least one of the others."""
+    united: list[list[float]] = []
+    for start, end in sorted(others):
+        if united and start <= united[-1][1]:
+            united[-1][1] = max(united[-1][1], end)
+        else:
+            united.append([start, end])
+    total = under = 0.0
+    for start, end in spans:
+        total += end - start
+        under += sum(max(0.0, min(end, last) - max(start, first)) for first, last in united)
+    return under / total if total else 0.0
+
+
+def under_compute() -> Any:
+    """The profile of 40 steps of 32 MB from pinned memory, with a compute of some milliseconds."""
     batches = [torch.rand(8_000_000).pin_memory() for _ in range(DISTINCT)]
     compute = compute_for(0.003)
     with DevicePrefetcher(Ready(batches, 40), "cuda") as prefetcher:
         run(prefetcher, compute)
-        activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities) as profile:
-            run(prefetcher, compute)
-    if trace:
-        profile.export_chrome_trace(trace)
-    copies, kernels = [], []
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            span = (event.time_range.start, event.time_range.end)
-            (copies if "HtoD" in event.name else kernels).append(span)
-    hidden = sum(
-        max(0.0, min(copy[1], kernel[1]) - max(copy[0], kernel[0])) for copy in copies for kernel in kernels
-    )
-    return hidden / max(1e-9, sum(end - start for start, end in copies))
+        return profiled(lambda: run(prefetcher, compute))
 
 
-def python_microseconds(leaves: int) -> tuple[float, float]:
-    """Of a batch: the median of some turns, and the least."""
+def python_microseconds(leaves: int, where: str = "cpu") -> tuple[float, float]:
+    """Of a batch, on its way to a device: the median of some turns, and the least."""
     batches = [{f"column {number}": torch.zeros(4, 16) for number in range(leaves)}] * 400
     found = []
-    with DevicePrefetcher(batches, "cpu") as prefetcher:
+    with DevicePrefetcher(batches, where) as prefetcher:
         for _ in range(12):
             started = time.process_time()
             for _ in prefetcher:
@@ -210,7 +239,7 @@ def main() -> None:
         return
     print(torch.cuda.get_device_name())
     for megabytes in MEGABYTES:
-        found = measure(megabytes)
+        found = measure(megabytes, STEPS[megabytes])
         copy, least = found["copy alone"], max(found["copy alone"], found["compute alone"])
         print(f"\n{megabytes} MB a batch: step over max(copy, compute), which is {1000 * least:.3f} ms")
         for name, seconds in found.items():
@@ -221,7 +250,10 @@ def main() -> None:
                 print(f"{name:32} {1000 * seconds:8.3f} ms {seconds / least:8.2f}")
     first, most = memory()
     print(f"\nmemory_reserved over {EPOCHS} epochs: {first / 1e6:.1f} MB, at most {most / 1e6:.1f} MB")
-    print(f"share of copying time under kernels: {hidden_share(trace):.2f}")
+    profile = under_compute()
+    print(f"share of copying time under kernels: {share_under(*spans_of(profile)):.2f}")
+    if trace:
+        profile.export_chrome_trace(trace)
 
 
 if __name__ == "__main__":

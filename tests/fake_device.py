@@ -244,11 +244,14 @@ class FakeDevice:
 
     def made(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor that is on this device already: the current stream gives it its values."""
-        raw, result = values.numpy().copy(), torch.full_like(values, 0)
+        raw, stream = values.numpy().copy(), self.current_stream()
+        memory = np.zeros_like(raw)
+        result = torch.from_numpy(memory[:])
         self._on_device.add(result.data_ptr())
-        self._keep.append(result.numpy())
-        into = result.numpy()
-        self._enqueue(self.current_stream(), ("do", lambda: np.copyto(into, raw)))
+        self._keep.append(memory)
+        self.memory_bytes += memory.nbytes
+        self._enqueue(stream, ("do", lambda: np.copyto(memory, raw)))
+        weakref.finalize(result.untyped_storage(), self._freed, memory, stream)
         return result
 
     def read(self, tensor: torch.Tensor, expected: torch.Tensor) -> None:

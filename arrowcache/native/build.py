@@ -4,7 +4,7 @@ hatchling finds `EngineHook` here. The compiler is `$CC`, else cc, gcc or clang,
 package ziglang, which pip then brings. A wheel's library is for the platform of its tag; that of an editable
 install lies beside the source. One library serves every version of Python.
 
-Must never be imported by the package: it needs hatchling, and is in no wheel.
+Must never be imported by the package: it is in no wheel. Run as a script it needs no hatchling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # `python arrowcache/native/build.py` needs no more than a compiler
+    BuildHookInterface = list  # type: ignore[misc, assignment]  # nobody looks for the hook then
+
 
 FOLDER = Path(__file__).parent
 LIBRARY = "libengine.so"

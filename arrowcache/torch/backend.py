@@ -134,7 +134,8 @@ class Accelerator:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
-        memory.record_stream(stream)
+        with suppress(NotImplementedError):  # of a source's own, such as a sparse one
+            memory.record_stream(stream)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return self.pinned_memory(nbytes) if self._registered is None else self._registered.allocate(nbytes)

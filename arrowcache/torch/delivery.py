@@ -49,7 +49,8 @@ class DeviceEpoch:
         """The next batch, on the device.
 
         Blocks: until it is made, at most the loader's timeout, and its copy was begun.
-        Raises: as the iterator of a loader without a device.
+        Raises: as the iterator of a loader without a device; RuntimeError: a graph is captured, or another
+            thread takes a batch: the epoch goes on then.
         """
         assert self._batches is not None
         try:
@@ -58,7 +59,8 @@ class DeviceEpoch:
             self._epoch.deliver(None)
             raise
         except BaseException:
-            self._epoch.fail()
+            if self._batches.has_ended:  # else the call was refused
+                self._epoch.fail()
             raise
         try:
             self._epoch.deliver(receipt.made)

@@ -277,6 +277,11 @@ class PrefetchIterator:
         """
         return self._prefetcher.next_of(self._iteration)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no batch will come any more."""
+        return self._iteration.has_ended
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("an iteration over a DevicePrefetcher cannot be pickled or copied")
 

@@ -16,7 +16,8 @@ Invariants, which tests/stateful/test_device_machine.py holds against a device i
 
 1. A batch is lent after the consumer's stream was told to wait for `copied`.
 2. A place is written after all that its readers' streams were given while somebody could see it. Where it is
-   freed, the stream whose memory it is waits for its copies and its readers.
+   freed, the stream whose memory it is waits for its copies and its readers. What a source made on the device
+   is freed after what the stream was given that it was handed to.
 3. Pinned memory and sources do not change, and are not given back to the system, before their copy is over.
 4. An event belongs to one place, slot or flight and is recorded on one stream, for ever. Nobody waits for
    one that was never recorded.
@@ -282,7 +283,11 @@ class Lane:
             self.backend.wait(here, part.slot.copied)
         for event in part.arrivals:
             self.backend.wait(here, event)
-        found = {number: self.backend.moved(leaf) for number, leaf in part.others.items()}
+        found = {}
+        for number, leaf in part.others.items():
+            if self.backend.holds(leaf):
+                self.backend.retain(leaf, here)  # its memory is that of the stream on which it was made
+            found[number] = self.backend.moved(leaf)
         with _making():
             for number, piece in part.plan.empty:
                 found[number] = torch.empty_strided(
@@ -505,6 +510,11 @@ class Iteration:
             if self._course.has_ended:
                 with suppress(Exception):  # the source's; its consumer has an error already, or its end
                     self._let_go()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no batch will come any more."""
+        return self._course.has_ended
 
     def end(self, because: str | None = None) -> None:
         """End it; if there is a reason, its consumer gets an error. Idempotent.

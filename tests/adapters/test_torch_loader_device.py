@@ -260,3 +260,15 @@ def test_no_thread_is_started(cache):
         with Loader(cache, 16, device="cpu") as loader:
             list(loader)
             assert {thread.name for thread in threading.enumerate()} == usual
+
+
+def test_an_epoch_goes_on_after_a_batch_was_refused_while_a_graph_is_captured(cache, fake):
+    with Loader(cache, 16, device="fake") as loader:
+        epoch = iter(loader)
+        seen = next(epoch)["id"].shape[0]
+        with fake.capture(), pytest.raises(RuntimeError, match="captured"):
+            next(epoch)
+        assert seen + sum(batch["id"].shape[0] for batch in epoch) == 160
+        assert loader.stats().epochs == 1
+    fake.finish()
+    assert fake.errors == []

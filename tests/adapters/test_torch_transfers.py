@@ -259,6 +259,23 @@ def test_what_is_on_the_device_already_is_ready_for_the_consumer(fake, order):
     assert fake.errors == []
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_on_the_device_already_stays_until_the_stream_that_it_is_handed_to_has_read_it(fake, order):
+    fake.order = order
+    side = fake.compute_stream()
+    source = ({"x": fake.made(torch.full((8,), number))} for number in range(20))
+    with DevicePrefetcher(source, "fake") as prefetcher, fake.on(side):
+        iterator = iter(prefetcher)
+        fake.set_stream(fake.default)
+        for number in range(20):  # each is made for one stream, and handed to the other
+            fake.set_stream(side if number % 2 else fake.default)
+            batch = next(iterator)
+            fake.read(batch["x"], torch.full((8,), number))
+            del batch
+    fake.finish()
+    assert fake.errors == []
+
+
 # 7. Tensors were views; jagged ones lost what their kernels need; some were moved by a blocking copy.
 
 

@@ -1,0 +1,346 @@
+"""Target: what checks run on, a GPU or the fake; a trial is one try on it, with reads that are checked.
+
+A trial reads on the device, in the order of its streams, what a batch should hold by then; `finish` waits for
+all of that and tells what was wrong. On a GPU a read is a few kernels behind a sleep, so that a copy which
+does not wait for it comes first; on the fake it is a step of a stream in software.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+
+import arrowcache.torch.device
+from benchmarks import device
+from benchmarks.device_proof.check import CannotRun, Wrong
+
+_FAKE_IS_IN = Path(__file__).parents[2] / "tests"
+_SLEEP_CYCLES = 50_000_000
+_LONGEST_SLEEP_SECONDS = 0.1  # displays end longer kernels
+
+Stream = Any
+#: What a tensor's rows hold: a number, or one a row.
+Expected = int | torch.Tensor
+Replay = Callable[[torch.Tensor, int], None]
+
+
+class Trial(Protocol):
+    """One try. The streams of the consumer are `streams`; the first is current at its begin."""
+
+    device: str  # for DevicePrefetcher and Loader
+    chance: random.Random
+    streams: list[Stream]
+
+    def on(self, stream: Stream) -> Any:
+        """A context in which a stream is current."""
+
+    def order(self, first: Stream, then: Stream) -> None:
+        """What `then` is given from now on begins after what `first` was given."""
+
+    def sleep(self, seconds: float) -> None:
+        """The current stream is busy for so long."""
+
+    def block(self, seconds: float) -> None:
+        """The device is busy for so long."""
+
+    def waited(self, device_seconds: float) -> float:
+        """How long a processor waited for it; `device_seconds`: that a prefetcher says."""
+
+    def read(self, tensor: torch.Tensor, expected: Expected) -> None:
+        """What the current stream reads in a tensor by then must be expected."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same in pinned memory."""
+
+    def made(self, rows: int, number: int) -> torch.Tensor:
+        """(rows,) int64 on the device, which the current stream fills with a number."""
+
+    def prepared(self, rows: torch.Tensor) -> torch.Tensor:
+        """Expected rows that a read need not bring to the device first."""
+
+    def capture(self, mode: str, like: torch.Tensor) -> Any:
+        """A context that captures a graph. Gives: a function that replays it over a tensor like that.
+
+        `replay(tensor, number)`: its result is read, for a tensor that holds the number.
+        """
+
+    def limit(self, nbytes: int) -> Any:
+        """A context in which the device has so much memory beside what is in use."""
+
+    def reserved(self) -> int:
+        """Bytes of the device that are taken from it."""
+
+    def copies(self, run: Callable[[], None]) -> int:
+        """How many copies to the device a call makes."""
+
+    def finish(self) -> None:
+        """Wait for everything. Raises: Wrong: what was read."""
+
+
+class Target(Protocol):
+    """A GPU or the fake."""
+
+    is_gpu: bool
+    device: str  # on which torch computes
+
+    def trial(self, *, is_fast: bool = False) -> AbstractContextManager[Trial]:
+        """A try. is_fast: the fake does at once what it can; else as little as it must."""
+
+    def trials(self, seconds: float) -> Iterator[Trial]:
+        """Tries, each with a seed of its own: on a GPU for so long, on the fake one for each order of it."""
+
+
+def expected_rows(expected: Expected, like: torch.Tensor) -> torch.Tensor:
+    """(rows, 1, ...) on the CPU, or a number of no dimensions: what a tensor is compared with."""
+    if isinstance(expected, int):
+        return torch.tensor(expected)
+    return expected.reshape(-1, *[1] * (like.dim() - 1))
+
+
+class Gpu:
+    """The current CUDA device."""
+
+    is_gpu = True
+    device = "cuda"
+
+    def __init__(self) -> None:
+        self._cycles: float | None = None
+        self._streams: list[Stream] | None = None
+
+    def trials(self, seconds: float) -> Iterator[Trial]:
+        until, seed = time.monotonic() + seconds, 0
+        while seed < 2 or time.monotonic() < until:
+            with self.trial(seed) as trial:
+                yield trial
+            seed += 1
+
+    @contextmanager
+    def trial(self, seed: int = 0, *, is_fast: bool = False) -> Iterator[Trial]:  # noqa: ARG002  # of the fake
+        if self._streams is None:
+            self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+            self._cycles = _cycles_per_second()
+        yield GpuTrial(seed, self._streams, self._cycles)
+
+
+class GpuTrial:
+    """A try on a GPU: see Trial."""
+
+    device = "cuda"
+
+    def __init__(self, seed: int, streams: list[Stream], cycles: float) -> None:
+        self.chance = random.Random(seed)
+        self.streams = [torch.cuda.current_stream(), *streams]
+        self._seed, self._cycles = seed, cycles
+        self._reads: list[tuple[Expected, torch.Tensor]] = []
+
+    def on(self, stream: Stream) -> Any:
+        return torch.cuda.stream(stream)
+
+    def order(self, first: Stream, then: Stream) -> None:
+        then.wait_stream(first)
+
+    def sleep(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * self._cycles))
+
+    def block(self, seconds: float) -> None:
+        for _ in range(round(seconds / _LONGEST_SLEEP_SECONDS)):
+            self.sleep(_LONGEST_SLEEP_SECONDS)
+
+    def waited(self, device_seconds: float) -> float:
+        return device_seconds
+
+    def read(self, tensor: torch.Tensor, expected: Expected) -> None:
+        if isinstance(expected, int):
+            wrong = tensor != expected
+        else:
+            rows = expected_rows(expected, tensor)
+            wrong = tensor != (rows if rows.is_cuda else rows.pin_memory().to("cuda", non_blocking=True))
+        found = torch.stack([wrong.sum(), tensor.amin().long(), tensor.amax().long()])
+        self._reads.append((expected, found))
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory()
+
+    def made(self, rows: int, number: int) -> torch.Tensor:
+        return torch.full((rows,), number, device="cuda")
+
+    def prepared(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.cuda()
+
+    @contextmanager
+    def capture(self, mode: str, like: torch.Tensor) -> Iterator[Replay]:
+        graph, static = torch.cuda.CUDAGraph(), torch.zeros_like(like)
+
+        def replay(tensor: torch.Tensor, number: int) -> None:
+            static.copy_(tensor)
+            graph.replay()
+            self.read(static, number + 1)
+
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            static.add_(1)
+            yield replay
+
+    @contextmanager
+    def limit(self, nbytes: int) -> Iterator[None]:
+        torch.cuda.empty_cache()
+        whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / whole)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved()
+
+    def copies(self, run: Callable[[], None]) -> int:
+        copies, _ = device.spans_of(device.profiled(run))
+        if not copies:
+            raise CannotRun("torch's profiler saw no copy: CUPTI may not be allowed here")
+        return len(copies)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+        reads, self._reads = self._reads, []
+        wrong = []
+        for number, (expected, found) in enumerate(reads):
+            count, low, high = found.tolist()
+            if count:
+                wanted = expected if isinstance(expected, int) else f"{expected[0]}..{expected[-1]}"
+                wrong.append(f"read {number} wanted {wanted} and found {count} others, {low}..{high}")
+        if wrong:
+            raise Wrong(f"seed {self._seed}: {len(wrong)} of {len(reads)} reads: {'; '.join(wrong[:3])}")
+
+
+class Fake:
+    """The device in software.
+
+    Args:
+        leave_out: names of calls that it does not hear, as of FakeDevice, as if they were left out.
+    """
+
+    is_gpu = False
+    device = "cpu"
+
+    def __init__(self, leave_out: Sequence[str] = ()) -> None:
+        self._leave_out = tuple(leave_out)
+        if str(_FAKE_IS_IN) not in sys.path:
+            sys.path.append(str(_FAKE_IS_IN))
+
+    def trials(self, seconds: float) -> Iterator[Trial]:  # noqa: ARG002  # as many as there are orders
+        import fake_device
+
+        for seed, order in enumerate(fake_device.ORDERS):
+            with self.trial(seed, order) as trial:
+                yield trial
+
+    @contextmanager
+    def trial(self, seed: int = 0, order: str | None = None, *, is_fast: bool = False) -> Iterator[Trial]:
+        import fake_device
+
+        order = order or ("all" if is_fast else "none")
+        fake = fake_device.FakeDevice(order, seed, self._leave_out)
+        with mock.patch.object(arrowcache.torch.device, "backend_of", return_value=fake):
+            yield FakeTrial(seed, fake)
+
+
+class FakeTrial:
+    """A try on the fake: see Trial."""
+
+    device = "fake"
+
+    def __init__(self, seed: int, fake: Any) -> None:
+        self.chance = random.Random(seed)
+        self.streams = [fake.default, fake.compute_stream(), fake.compute_stream()]
+        self.fake = fake
+
+    def on(self, stream: Stream) -> Any:
+        return self.fake.on(stream)
+
+    def order(self, first: Stream, then: Stream) -> None:
+        event = self.fake.event()
+        self.fake.record(event, first)
+        self.fake.wait(then, event)
+
+    def sleep(self, seconds: float) -> None:
+        """Its streams are as slow as they can be anyway."""
+
+    def block(self, seconds: float) -> None:
+        fake, until = self.fake, self.fake.clock + seconds
+        fake.is_stuck = True
+
+        def go_on() -> None:
+            fake.is_stuck = fake.clock < until
+
+        fake.on_pause = go_on
+
+    def waited(self, device_seconds: float) -> float:  # noqa: ARG002  # its clock is not ours
+        return self.fake.clock  # type: ignore[no-any-return]
+
+    def read(self, tensor: torch.Tensor, expected: Expected) -> None:
+        rows = expected_rows(expected, tensor).to(tensor.dtype)
+        self.fake.read(tensor, rows.expand(tensor.shape))
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.fake.pin(tensor.clone())  # type: ignore[no-any-return]
+
+    def made(self, rows: int, number: int) -> torch.Tensor:
+        return self.fake.made(torch.full((rows,), number))  # type: ignore[no-any-return]
+
+    def prepared(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    @contextmanager
+    def capture(self, mode: str, like: torch.Tensor) -> Iterator[Replay]:  # noqa: ARG002  # the fake's is global
+        with self.fake.capture():
+            yield self.read
+
+    @contextmanager
+    def limit(self, nbytes: int) -> Iterator[None]:
+        had = self.fake.most_bytes
+        self.fake.most_bytes = self.fake.memory_bytes + nbytes
+        try:
+            yield
+        finally:
+            self.fake.most_bytes = had
+
+    def reserved(self) -> int:
+        return self.fake.memory_bytes  # type: ignore[no-any-return]
+
+    def copies(self, run: Callable[[], None]) -> int:
+        counted: list[int] = []
+        copy = self.fake.copy
+
+        def count(pairs: Sequence[Any], stream: Stream) -> None:
+            counted.append(len(pairs))
+            copy(pairs, stream)
+
+        with mock.patch.object(self.fake, "copy", count):
+            run()
+        return sum(counted)
+
+    def finish(self) -> None:
+        self.fake.finish()
+        if self.fake.errors:
+            raise Wrong(
+                f"order {self.fake.order}: {len(self.fake.errors)}: {'; '.join(self.fake.errors[:3])}"
+            )
+
+
+def _cycles_per_second() -> float:
+    """Of `torch.cuda._sleep`, once clocks are up."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(2):
+        start.record()
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        end.record()
+        end.synchronize()
+    return 1000 * _SLEEP_CYCLES / start.elapsed_time(end)

@@ -1,0 +1,327 @@
+"""`benchmarks.device_proof`: what it says without a GPU, and that each of its checks can fail."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch
+from fake_device import FakeDevice
+from pretended_cuda import pretended_cuda
+
+from arrowcache.torch import DevicePrefetcher, Loader, transfers
+from benchmarks import device
+from benchmarks.device_proof import correctness, figures, graphs, table, trouble
+from benchmarks.device_proof.__main__ import main, outcomes
+from benchmarks.device_proof.check import (
+    CPU,
+    FAILED,
+    FAKE,
+    GPU,
+    HELD,
+    NOT_RUN,
+    TOLD,
+    Check,
+    Outcome,
+    run,
+    verdict,
+)
+from benchmarks.device_proof.processes import Processes
+from benchmarks.device_proof.target import Fake, FakeTrial, Gpu, GpuTrial
+
+ROOT = Path(__file__).parents[2]
+CHECKS = {check.name: check for check in table.checks()}
+
+# What a machine with a GPU may lack: in each process that it starts.
+_BARE_MACHINE = """
+import sys
+
+for name in ("hatchling", "cloudpickle", "loky", "tqdm", "psutil", "pandas", "matplotlib", "tensordict"):
+    sys.modules[name] = None
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the command has it: others would spin while they wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_without_a_gpu_all_that_can_runs_on_a_bare_machine_and_the_verdict_says_that_it_is_no_proof(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(_BARE_MACHINE)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.device_proof", "--fake", "--out", tmp_path],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert "No CUDA device is used" in lines[1]
+    assert lines[-1].startswith("NOT PROVED ON A GPU, for there is none here")
+    seen = {}
+    for line in lines:
+        if found := [check for check in CHECKS.values() if f"  {check.name}: {check.proves}" in line]:
+            seen[found[0].name] = line[:13].split()
+    absent = {"workers"}  # they need cloudpickle
+    assert seen == {
+        name: ["not", "run", GPU]
+        if check.without_gpu is None
+        else ["not", "run", FAKE]
+        if name in absent
+        else [TOLD if check.is_figure else HELD, check.without_gpu]
+        for name, check in CHECKS.items()
+    }
+    assert (tmp_path / "table.txt").read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize("calls", ["copy waits", "compute waits", "query"])
+def test_a_wait_that_is_left_out_turns_the_verdict_to_failed(calls, capsys):
+    assert main(["--fake", "--only", "storm", "--leave-out", calls]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAILED: storm (fake)"
+
+
+def failed(name: str, target: Fake | None = None) -> str:
+    """What a check says that failed."""
+    check = CHECKS[name]
+    outcome = run(check, target or Fake(), check.without_gpu or GPU)
+    assert outcome.state == FAILED, outcome
+    return outcome.said
+
+
+@pytest.mark.parametrize("name", ["loader", "workers"])
+@pytest.mark.slow
+def test_a_loader_whose_slots_are_used_again_too_early(name):
+    assert failed(name, Fake(["query"]))
+
+
+class _Keeps(DevicePrefetcher):
+    """One whose consumer's batches are never let go."""
+
+    def __iter__(self):
+        self.kept = []
+        for batch in super().__iter__():
+            self.kept.append(batch)
+            yield batch
+
+
+class _Mixes(DevicePrefetcher):
+    """One that hands over the next batch's memory."""
+
+    def __iter__(self):
+        first, *others = super().__iter__()
+        yield from [*others, first]
+
+
+class _Swallows(DevicePrefetcher):
+    """One whose errors nobody hears of."""
+
+    def __iter__(self):
+        batches = super().__iter__()
+        while True:
+            try:
+                yield next(batches)
+            except (StopIteration, RuntimeError):
+                return
+
+
+def test_batches_in_another_order(monkeypatch):
+    monkeypatch.setattr(correctness, "DevicePrefetcher", _Mixes)
+    assert "the gradient is" in failed("autograd")
+    assert "read [" in failed("copies")
+
+
+def test_memory_that_grows(monkeypatch):
+    monkeypatch.setattr(correctness, "DevicePrefetcher", _Keeps)
+    assert "reserved bytes, allocations" in failed("memory")
+
+
+def test_a_copy_for_each_leaf(monkeypatch):
+    monkeypatch.setattr(transfers, "SMALL_BYTES", 1)
+    assert "820 copies for 20 batches" in failed("copies")
+
+
+@pytest.mark.slow
+def test_a_processor_that_waits_for_a_device_that_is_done(monkeypatch):
+    monkeypatch.setattr(FakeDevice, "query", lambda self, event: self.clock > 0)
+    assert "the processor waited" in failed("sync")
+
+
+@pytest.mark.slow
+def test_a_call_during_a_capture(monkeypatch):
+    monkeypatch.setattr(FakeDevice, "is_capturing", lambda self: False)
+    assert "not permitted when stream is capturing" in failed("capture global")
+
+
+def test_a_busy_device_that_counts_as_stall(monkeypatch):
+    class Stalls(Loader):
+        def stats(self):
+            seconds = self.device_stats().batches if self.device_stats() else 0
+            return dataclasses.replace(super().stats(), stall_seconds=float(seconds))
+
+    monkeypatch.setattr(trouble, "Loader", Stalls)
+    assert "stall 13.000 s" in failed("busy")
+
+
+def test_a_device_that_is_not_busy(monkeypatch):
+    monkeypatch.setattr(FakeTrial, "block", lambda self, seconds: None)
+    assert "waited for the device 0" in failed("busy")
+
+
+def test_batches_that_a_full_device_loses(monkeypatch):
+    monkeypatch.setattr(trouble, "DevicePrefetcher", _Swallows)
+    assert "the iteration ended after batch -1 of 7" in failed("full")
+
+
+def test_a_device_that_is_not_full(monkeypatch):
+    monkeypatch.setattr(FakeTrial, "limit", FakeTrial.on)
+    monkeypatch.setattr(FakeDevice, "set_stream", lambda self, stream: None)
+    assert "the limit was none" in failed("full")
+
+
+def test_calls_that_fail_and_nobody_hears_of_it(monkeypatch):
+    monkeypatch.setattr(trouble, "DevicePrefetcher", _Swallows)
+    assert failed("broken") == "no call of the fake failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("import os; os.abort()", "exit code -6"),
+        ("1 / 0", "exit code 1"),
+        ("while True: pass", "did not end"),
+    ],
+)
+def test_an_interpreter_that_ends_badly(script, said, monkeypatch):
+    monkeypatch.setattr(trouble, "ENDS", {"it ends": (script, 0)})
+    monkeypatch.setattr(trouble, "BEGIN", "import sys\n")
+    monkeypatch.setattr(trouble, "EXIT_SECONDS", 5.0)
+    assert said in failed("ends")
+
+
+def outcome(state, where=GPU, name="a"):
+    return Outcome(name, "", where, state, "")
+
+
+NONE_HERE = "NOT PROVED ON A GPU, for there is none here: 1 on the fake, 0 on the CPU held; not run: "
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "is_complete", "said", "is_good"),
+    [
+        ([outcome(HELD), outcome(TOLD)], "H", True, "PROVED ON A GPU: H, 1 checks", True),
+        (
+            [outcome(HELD)],
+            "H",
+            False,
+            "NOT PROVED on H: 1 checks held; not run: what was not asked for",
+            True,
+        ),
+        ([outcome(HELD), outcome(NOT_RUN)], "H", True, "NOT PROVED on H: 1 checks held; not run: a", True),
+        ([outcome(HELD), outcome(FAILED)], "H", True, "FAILED: a (GPU)", False),
+        ([outcome(HELD, FAKE), outcome(FAILED, CPU)], None, True, "FAILED: a (CPU)", False),
+        ([outcome(HELD, FAKE), outcome(NOT_RUN)], None, True, NONE_HERE + "a", True),
+        ([outcome(HELD, FAKE)], None, True, NONE_HERE + "none", True),
+    ],
+)
+def test_the_verdict(found, device, is_complete, said, is_good):
+    assert verdict(found, device, is_complete=is_complete) == (said, is_good)
+
+
+def test_all_checks_keep_the_limit_of_time():
+    def slow(check, seconds):
+        time.sleep(min(seconds, 0.05))
+        return outcome(HELD, name=check.name)
+
+    checks = [Check(str(number), "", str, 0.01) for number in range(3)]
+    found = list(outcomes([Check("first", "", str, 60.0), *checks], slow, 10.04))
+    assert [each.state for each in found] == [HELD, HELD, HELD, HELD]
+    found = list(outcomes([Check("first", "", str, 60.0), *checks], slow, 0.02))
+    assert [each.state for each in found] == [NOT_RUN, HELD, NOT_RUN, NOT_RUN]
+    assert "were over" in found[-1].said
+
+
+@pytest.mark.slow
+def test_a_check_that_hangs_or_dies_costs_its_own_time_and_no_more():
+    processes = Processes(partial(int, "60"))  # what the checks run on is a number
+    try:
+        assert processes.run(Check("says", "", str, 60.0), 60.0).said == "60"
+        hung = processes.run(Check("hangs", "", time.sleep, 1.0), 1.0)
+        assert (hung.state, hung.said.splitlines()[0]) == (FAILED, "not over after 1 s")
+        assert "in run" in hung.said  # where it was
+        died = processes.run(Check("dies", "", os._exit, 60.0), 60.0)
+        assert died.said == "its process died: exit code 60"
+        alone = processes.run(Check("is alone", "", str, 60.0, is_alone=True), 60.0)
+        assert (alone.state, alone.said) == (HELD, "60")
+        assert "TypeError" in processes.run(Check("raises", "", len, 60.0), 60.0).said
+        assert processes.run(Check("says", "", str, 60.0), 60.0).said == "60", "of a new process"
+    finally:
+        processes.close()
+    assert "ValueError" in Processes(partial(int, "x")).run(Check("says", "", str, 60.0), 60.0).said
+
+
+@pytest.mark.parametrize(
+    ("spans", "others", "share"),
+    [
+        ([(0, 10)], [(2, 4), (3, 6), (9, 20)], 0.5),
+        ([(0, 1), (2, 3)], [(0, 1)], 0.5),
+        ([(0, 1)], [], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_the_share_of_time_under_others(spans, others, share):
+    assert device.share_under(spans, others) == share
+
+
+NOT_PRETENDED = {"broken", "ends", "rates", "python", "step of 32 MB", "step of 256 MB"}  # or nothing new
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in NOT_PRETENDED])
+def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypatch):
+    for seconds in ("STORM_SECONDS", "LOADER_SECONDS"):
+        monkeypatch.setattr(correctness, seconds, 0.0)
+    monkeypatch.setattr(correctness, "FLAT_EPOCHS", 4)
+    monkeypatch.setattr(graphs, "CAPTURE_SECONDS", 0.0)
+    monkeypatch.setattr(trouble, "BUSY_SECONDS", 0.5)
+    monkeypatch.setattr(figures, "STEPS", {1: 3, 32: 2, 256: 1})
+    if name == "busy":  # reads are at once here, also where the device is busy
+        monkeypatch.setattr(GpuTrial, "read", lambda self, tensor, expected: None)
+    check = next(check for check in table.checks(tmp_path / "trace.json.gz") if check.name == name)
+    with pretended_cuda() as fake:
+        found = run(check, Gpu(), GPU)
+        assert (found.state, fake.errors) == (TOLD if check.is_figure else HELD, []), found.said
+    assert (tmp_path / "trace.json.gz").exists() == (name == "hidden")
+
+
+def test_all_names_of_torch_are_there():
+    """Also those that only a GPU would reach, as far as this build has them."""
+    for path in (ROOT / "benchmarks" / "device_proof").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if re.fullmatch(r"torch(\.\w+)+", name) and "._sanitizer" not in name:
+                value = torch
+                for part in name.split(".")[1:]:
+                    assert hasattr(value, part), name
+                    value = getattr(value, part)
+
+
+def test_all_checks_can_be_sent_to_a_process():
+    for check in table.checks(Path("trace.json.gz")):
+        assert pickle.loads(pickle.dumps(check)).name == check.name

@@ -76,10 +76,6 @@ class Gatherer:
             raise OutsideError(segments)
         return segments
 
-    def release(self, first: int) -> None:
-        """Refuse rows before this one from now on."""
-        self._rows.release(first)
-
     def copy(self, ids: NDArray[np.int64], out: Mapping[str, int]) -> int | None:
         """Copy columns of a few rows, here and now.
 

@@ -22,7 +22,8 @@ from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts, Template
 from arrowcache.native import maps
 from arrowcache.native.rows import entries_of
-from arrowcache.reading.segment_arrays import SegmentArrays
+from arrowcache.reading.mutex import Mutex
+from arrowcache.reading.segment_arrays import SegmentArrays, are_among
 from arrowcache.storage import mapping
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.locks import file_identity
@@ -103,7 +104,7 @@ class MappedSegments:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._kind = settings, (settings.schema, settings.segment_bytes)
         self._known = KnownLayouts(settings.schema)
-        self._lock = threading.Lock()
+        self._mutex = Mutex("the mapping of segments")
         self._table = _Table.of(np.zeros(0, np.int64), maps.files("/", ()))
         self._claims: list[Claim] = []  # of snapshots that may read them; replaced as a whole
         self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
@@ -137,7 +138,7 @@ class MappedSegments:
 
         It claims all of them or none, also when Ctrl-C comes in between.
         """
-        with self._lock:
+        with self._mutex.held():
             claim.released, self._claims = 0, [*self._claims, claim]
         self._let_go()
 
@@ -153,8 +154,8 @@ class MappedSegments:
         self._let_go()
 
     def _let_go(self) -> None:
-        while self._released and not self._lock.locked() and not mapping.is_exiting():
-            with self._lock:  # not a try to acquire it: Ctrl-C would come between that and its try block
+        while self._released and not self._mutex.is_held and not mapping.is_exiting():
+            with self._mutex.held():
                 while self._released:
                     claim, count, then = self._released[0]
                     if count > claim.released:
@@ -173,7 +174,7 @@ class MappedSegments:
         seqs = claim.seqs[claim.released : count]
         for other in self._claims:
             if other is not claim and len(seqs):
-                seqs = seqs[~np.isin(seqs, other.seqs[other.released :])]
+                seqs = seqs[~are_among(seqs, other.seqs[other.released :])]
         return seqs
 
     def _unmap(self, seqs: ArrayLike) -> None:
@@ -203,9 +204,10 @@ class MappedSegments:
         Returns: (n,), and of the known ones what `Rows.put` is told.
         """
         table = self._table
-        is_known = np.isin(seqs, table.seqs)
+        is_known = are_among(seqs, table.seqs)
         lines = table.lines(seqs)
-        is_right = (table.layouts[lines] != 0) & ~np.isin(table.seqs[lines], [*self._doubted])
+        doubted = np.array(sorted(self._doubted), np.int64)
+        is_right = (table.layouts[lines] != 0) & ~are_among(table.seqs[lines], doubted)
         is_right &= (table.seqs[lines] >= check_bytes_below) | table.was_read[lines]
         if maps.count() < _most_mapped:  # else those without a mapping stay so
             is_right &= table.words[lines, maps.ADDRESS] != 0
@@ -220,7 +222,7 @@ class MappedSegments:
 
     def doubt(self, seq: int) -> None:
         """A read of a segment failed: who maps it next checks it anew."""
-        with self._lock:
+        with self._mutex.held():
             self._doubted.add(seq)
         self._let_go()
 
@@ -236,7 +238,7 @@ class MappedSegments:
         kinds: dict[tuple[int, int], list[SegmentInfo]] = {}
         for segment in segments:
             kinds.setdefault((segment.nbytes, segment.rows), []).append(segment)
-        with self._lock:
+        with self._mutex.held():
             for (nbytes, rows), some in kinds.items():
                 template = self._known.find(nbytes, rows)
                 if template is not None:
@@ -259,7 +261,7 @@ class MappedSegments:
     def _add(self, segments: Sequence[SegmentInfo], store: Store) -> NDArray[np.int64]:
         """Have lines of those that have none yet. Returns: their numbers."""
         seqs = np.array([segment.seq for segment in segments], np.int64)
-        is_new = ~np.isin(seqs, self._table.seqs)
+        is_new = ~are_among(seqs, self._table.seqs)
         names = [segment.name for segment, new in zip(segments, is_new.tolist(), strict=True) if new]
         if names:
             files = maps.files(os.fspath(store.folder.segments), names)
@@ -282,7 +284,7 @@ class MappedSegments:
         Raises: CorruptSegmentError: what is wrong; it is not mapped then, but for others who read it.
             OSError: the process has too little memory or too many files open.
         """
-        with self._lock:
+        with self._mutex.held():
             self._map(segment, store, check_bytes)
             told = self._table.entries(self._table.lines([segment.seq]))
         self._let_go()

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.plan import Plan
+from arrowcache.reading.segment_arrays import are_among
 from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window, starts_of
 from arrowcache.storage.layout import SegmentInfo
 
@@ -144,7 +145,7 @@ class Present:
 
     def __init__(self, plan: Plan, present: Sequence[SegmentInfo]) -> None:
         self._starts = starts_of(plan.rows)
-        self._is_there = np.isin(plan.seqs, [segment.seq for segment in present])
+        self._is_there = are_among(plan.seqs, np.array([segment.seq for segment in present], np.int64))
         self.segments_before = starts_of(self._is_there)  # of each planned one
         rows = plan.rows * self._is_there
         self.rows = int(rows.sum())

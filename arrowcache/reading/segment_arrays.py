@@ -42,5 +42,13 @@ class SegmentArrays(NamedTuple):
         return cls(segments, seqs, rows, nbytes, _array(segments, "published", np.float64))
 
 
+def are_among(seqs: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each number (n,) is among others, which rise. `np.isin` would import numpy.ma: 30 ms."""
+    if not len(others):
+        return np.zeros(len(seqs), np.bool_)
+    found: NDArray[np.bool_] = others.take(others.searchsorted(seqs), mode="clip") == seqs
+    return found
+
+
 def _array(segments: Sequence[SegmentInfo], name: str, dtype: type[Any]) -> NDArray[Any]:
     return np.fromiter(map(attrgetter(name), segments), dtype, len(segments))

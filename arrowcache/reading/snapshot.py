@@ -9,6 +9,7 @@ copied from memory or read from the disk, as the snapshot's `temperature` says.
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import itertools
 import os
 import sys
@@ -34,6 +35,7 @@ from arrowcache.native.library import address_of
 from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Gather, Gatherer, OutsideError
 from arrowcache.reading.mapped import Claim, MappedSegments
+from arrowcache.reading.mutex import Mutex
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.segment_arrays import SegmentArrays
 from arrowcache.reading.slots import Slot
@@ -80,7 +82,7 @@ class Snapshot:
         self._lease = lease
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may close it
-        self._mapping = threading.Lock()
+        self._mapping = Mutex("the mapping of segments")
         self._readers = 0
         self._closed = True  # until there is something to be let go
         self._released = 0  # so many of the oldest segments were given up
@@ -344,6 +346,7 @@ class Snapshot:
         Args:
             is_fetched: they were asked of the disk: it is to read nothing around them.
         Returns: None: they lie in several segments, or the process has too many mappings.
+        Raises: CorruptSegmentError: the file was truncated, or the disk does not give its bytes.
         """
         index = int(self._starts.searchsorted(first, side="right")) - 1
         lease = self._lease
@@ -359,9 +362,14 @@ class Snapshot:
                 layout = self._mapped.layout_of(segment.seq).buffers
                 view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
                 return dict(view)
-            except OSError:  # no address space or file descriptor is left
+            except OSError as error:
                 end_lease()
-                return None
+                if error.errno == errno.EIO:
+                    raise CorruptSegmentError(
+                        f"segment {self._doubted(first)} can't be read any more (its file was truncated, or "
+                        "the disk does not give its bytes): run cache.verify(), and look at the disk"
+                    ) from None
+                return None  # no address space or file descriptor is left
 
     def views(
         self, batch_rows: int | None = None, columns: Sequence[str] | None = None
@@ -438,7 +446,7 @@ class Snapshot:
 
     def map_ahead(self) -> None:
         """Map all segments that can be: the folder is not needed any more. Errors come with their rows."""
-        with _Reader(self), self._mapping:
+        with _Reader(self), self._mapping.held():
             for index in self._put_alike(self._rows.unknown()):
                 with suppress(CorruptSegmentError, OSError):
                     self._open(index)
@@ -541,7 +549,7 @@ class Snapshot:
 
     def _map_some(self, indices: NDArray[np.int64], damaged: list[int] | None = None) -> None:
         """Map and check segments; a damaged one is noted in `damaged`, or raises."""
-        with self._mapping:
+        with self._mapping.held():
             for index in self._put_alike(indices):
                 try:
                     self._map(index)

@@ -159,9 +159,15 @@ class FileMapping:
             linux.close_quickly(fd)
 
     def populate(self, start: int, nbytes: int) -> None:
-        """`populate` for bytes of the file."""
+        """`populate` for bytes of the file.
+
+        Raises: OSError: EIO: the file has not these bytes any more, or the disk does not give them; touching
+            them would end the process by SIGBUS.
+        """
         self._touched_bytes += nbytes
-        populate(self.address + start, nbytes)
+        address = self.address + start
+        if not populate(address, nbytes) and not is_readable(address, nbytes):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def buffer(self) -> pa.Buffer:
         """The file's bytes, read-only; the mapping lives as long as the buffer or a slice of it."""

@@ -15,6 +15,7 @@ from page_cache import drop_from_memory
 from processes import Script
 
 import arrowcache as ac
+from arrowcache.reading.gather import abandon
 
 DEATHS = int(os.environ.get("DEATHS", "10"))
 WAYS = ["end", "exit", "error", "break", "collected", "interrupt", "signal", "no more"]
@@ -141,7 +142,7 @@ def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_pa
                 image = np.empty((64, 16, 16), np.float32)
                 gather = snapshot._begin(np.arange(64), ["image"], {"image": image.ctypes.data}, image)
                 gather.take(number % 3 * 1e-4)
-                gather.abandon() if number % 2 else gather.cancel()
+                abandon(gather) if number % 2 else gather.cancel()
                 del fetch
             snapshot.gather([1, 33])
 

@@ -27,6 +27,7 @@ from helpers import (
     wait_until,
 )
 from helpers import sample as row
+from processes import Script
 
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
@@ -952,3 +953,21 @@ def test_a_closed_loader_takes_no_state(cache):
         state = loader.state_dict()
     with pytest.raises(ValueError, match="closed"):
         loader.load_state_dict(state)
+
+
+@pytest.mark.slow
+def test_no_first_batch_and_no_first_gather_imports_a_module(cache):
+    """It would be waited for, 30 ms for numpy.ma, and a fork beside it leaves a child with its lock taken."""
+    code = """
+        import sys
+        import arrowcache as ac
+
+        with ac.Cache.open(sys.argv[1]) as cache, ac.Loader(cache, 4) as loader, cache.snapshot() as snapshot:
+            before = set(sys.modules)
+            snapshot.gather([0, 150, 3])
+            next(iter(loader))
+            print(sorted(set(sys.modules) - before))
+    """
+    with Script(code, cache.path) as script:
+        assert script.line() == "[]"
+        assert script.end() == (0, "")

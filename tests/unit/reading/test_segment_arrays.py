@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.reading.segment_arrays import SegmentArrays
+from arrowcache.reading.segment_arrays import SegmentArrays, are_among
 from arrowcache.storage.layout import SegmentInfo
 
 
@@ -48,3 +48,9 @@ def test_segments_that_were_known_are_not_looked_at_again():
     mixed = SegmentArrays((*segments[:60], *unseen), *known[1:])
     arrays = SegmentArrays.of([*unseen, *listed([100])], mixed)
     assert arrays.seqs.tolist() == [*range(60, 101)]
+
+
+@given(st.sets(st.integers(-5, 40)), st.lists(st.integers(-9, 50)))
+def test_numbers_are_among_others_as_of_a_set(others, some):
+    found = are_among(np.array(some, np.int64), np.array(sorted(others), np.int64))
+    assert found.tolist() == [number in others for number in some]

@@ -173,3 +173,15 @@ def test_a_dataloader_that_meets_a_truncated_segment_names_it(cache, num_workers
     del epoch
     with pytest.warns(RuntimeWarning, match=name):
         assert sorted(ids_of(loader)) == others()
+
+
+@pytest.mark.parametrize("columns", [["id", "image"], ["boxes"]], ids=["fixed", "ragged"])
+def test_a_view_of_a_truncated_segment_names_it_where_it_was_a_bus_error(cache, columns):
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()
+        name = damage(cache, truncate)
+        views = snapshot.views(SEGMENT_ROWS, columns)
+        for _ in range(DAMAGED):
+            next(views)
+        with pytest.raises(ac.CorruptSegmentError, match=f"{name} can't be read any more"):
+            next(views)

@@ -39,8 +39,8 @@ _HAND_OVER_SECONDS = 1e-3  # a shorter wait is no stall: so long may handing a b
 _ADVICE = {
     "none": "no batch was delivered yet, or waited for",
     "consumer": "the training step is the limit: the loader waits for it",
-    "start": "beginning is the limit, of worker processes once a loader, of an epoch's segments, which are "
-    "listed and mapped, each time: keep the loader for all epochs, and take them by loader.repeat()",
+    "start": "beginning is the limit: worker processes start once a loader, segments are listed and mapped "
+    "once an epoch: keep the loader for all epochs, and take them from loader.repeat()",
     "pace": "the cache's pace holds training back: add sampler workers, or set another with cache.set_pace()",
     "samplers": "too few rows are published: add sampler workers, or lower wait_rows or batch_size",
 }

@@ -17,9 +17,7 @@ Peers (`--peers`) run in what `make peers` made of environments; one that is not
 line.
 Run: `python -m benchmarks.beyond_memory`, as root; `--help` has what can be made smaller. It takes 12 GB of
 disk and half an hour, with peers an hour.
-Last result: not run in whole yet. A trial before the engine read cold rows, of 750 MiB in a group of 500
-MiB for 2 s each, rows of 64 KiB, 2 cores: "rows" 0.04 of the disk's random rate, None 1.1 of it and 1.3 of
-that in order, np.memmap by batch 0.01.
+Last result: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations

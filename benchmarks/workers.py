@@ -2,7 +2,7 @@
 
 Questions, each against the same in the same run:
 - rate: `Loader(workers=1 and 2)` with an identity transform and without one, batches of 64 rows of
-  64 KiB, over a memcpy of as many bytes; the default (no workers) beside them;
+  64 KiB, over a memcpy of as many bytes; workers=0 beside them;
 - python: a transform that holds the GIL for 10 ms of pure Python a batch, with two worker processes
   and with two threads, over the default; the consumer only takes the batches;
 - start: seconds from `iter` to the first batch of a new loader of two workers, and of its later epochs;
@@ -70,8 +70,8 @@ def copy(blocks: list[np.ndarray[Any, Any]], slot: np.ndarray[Any, Any]) -> None
 def rates(cache: ac.Cache) -> dict[str, float]:
     """What each delivers over memcpy."""
     loaders = {
-        "default (a thread), no transform": ac.Loader(cache, BATCH_ROWS),
-        "default (a thread), identity": ac.Loader(cache, BATCH_ROWS, transform=identity),
+        "workers=0, no transform": ac.Loader(cache, BATCH_ROWS),
+        "workers=0, identity": ac.Loader(cache, BATCH_ROWS, transform=identity),
         "1 process, no transform": ac.Loader(cache, BATCH_ROWS, workers=1),
         "1 process, identity": ac.Loader(cache, BATCH_ROWS, workers=1, transform=identity),
         "2 processes, no transform": ac.Loader(cache, BATCH_ROWS, workers=2),
@@ -96,7 +96,7 @@ def rates(cache: ac.Cache) -> dict[str, float]:
 def python(cache: ac.Cache) -> dict[str, float]:
     """What each makes of a transform in Python over the default."""
     loaders = {
-        "default (a thread)": ac.Loader(cache, BATCH_ROWS, transform=busy),
+        "workers=0": ac.Loader(cache, BATCH_ROWS, transform=busy),
         "2 threads": ac.Loader(cache, BATCH_ROWS, workers=2, worker_type="thread", transform=busy),
         "2 processes": ac.Loader(cache, BATCH_ROWS, workers=2, transform=busy),
     }
@@ -107,10 +107,10 @@ def python(cache: ac.Cache) -> dict[str, float]:
     print(f"\npython, 10 ms a batch: {'':15} {'batches/s':>9} {'over default':>13}")
     for name, taken in seconds.items():
         steps = TOTAL_BYTES // BATCH_BYTES
-        print(f"{name:38} {steps / taken:9.0f} {seconds['default (a thread)'] / taken:13.2f}")
+        print(f"{name:38} {steps / taken:9.0f} {seconds['workers=0'] / taken:13.2f}")
     for loader in loaders.values():
         loader.close()
-    unit = seconds["default (a thread)"]
+    unit = seconds["workers=0"]
     return {f"python, {name} over default": unit / taken for name, taken in seconds.items()}
 
 

@@ -146,7 +146,7 @@ class Assembly:
         """Have a batch that cannot be a view raise ValueError."""
         self._views_required = True
 
-    def ring_stats(self) -> tuple[int, int]:
+    def slot_stats(self) -> tuple[int, int]:
         """Bytes of memory for batches, and how often some was added."""
         return self.slots.allocated_bytes, self.slots.growths
 

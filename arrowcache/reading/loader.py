@@ -253,8 +253,8 @@ class Loader:
         """Counts of what was delivered so far, of waits for it, and of samplers' waits for this loader."""
         if self._epochs.progress is not None:
             self._epochs.progress.note_held_up()
-        ring_bytes, ring_growths = self._assembly.ring_stats()
-        return self._meter.stats(ring_bytes, ring_growths, self._assembly.in_progress())
+        slot_bytes, slot_growths = self._assembly.slot_stats()
+        return self._meter.stats(slot_bytes, slot_growths, self._assembly.in_progress())
 
     def close(self) -> None:
         """End the epoch, and the threads and processes of workers; lease nothing afterwards. Idempotent.

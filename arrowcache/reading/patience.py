@@ -96,7 +96,7 @@ class Patience:
         return snapshot
 
     def _try(self, take: Callable[[], Snapshot | None], wait: Wait) -> Snapshot | None:
-        with self._meter.stage("store"):
+        with self._meter.stage("start"):
             snapshot = take()
         if snapshot is not None:
             return snapshot

@@ -75,8 +75,8 @@ def _stages(stats: LoaderStats) -> dict[str, float]:
 
 def _facts(stats: LoaderStats) -> list[tuple[str, str]]:
     memory = (
-        f"{format_bytes(stats.ring_bytes)} for batches, grown "
-        f"{format_count(stats.ring_growths, 'time')}; of the process {format_bytes(stats.private_bytes)} "
+        f"{format_bytes(stats.slot_bytes)} for batches, grown "
+        f"{format_count(stats.slot_growths, 'time')}; of the process {format_bytes(stats.private_bytes)} "
         f"private, {format_bytes(stats.file_bytes)} of mapped files"
     )
     age = [("age", f"{format_seconds(stats.age_seconds)} since rows were published, on average")]

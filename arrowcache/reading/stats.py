@@ -39,7 +39,8 @@ _HAND_OVER_SECONDS = 1e-3  # a shorter wait is no stall: so long may handing a b
 _ADVICE = {
     "none": "no batch was delivered yet, or waited for",
     "consumer": "the training step is the limit: the loader waits for it",
-    "start": "worker processes took so long to start, once a loader: keep it for all epochs",
+    "start": "beginning is the limit: worker processes start once a loader, segments are listed and mapped "
+    "once an epoch: keep the loader for all epochs, and take them from loader.repeat()",
     "pace": "the cache's pace holds training back: add sampler workers, or set another with cache.set_pace()",
     "samplers": "too few rows are published: add sampler workers, or lower wait_rows or batch_size",
 }
@@ -54,14 +55,15 @@ class LoaderStats:
     that the consumer waited, in `stalls` steps, for rows or for a batch.
 
     `bottleneck` is what to speed up: "consumer" (the training step: the loader waits for it),
-    "samplers" (too few rows), "pace" (the cache's: see `Pace`), "store" (the disk, and cache.lock),
-    "gather" (memory; of views, mapping them), "transform" or "start" (of worker processes, once a
-    loader); "none" before a batch was delivered or waited for. `advice` says it in words, and for "store"
-    what another shuffle would have the disk do. The seconds behind it are those that the consumer, in
-    `next`, and workers, all together, spent on each; of "start", while no process was ready.
+    "samplers" (too few rows), "pace" (the cache's: see `Pace`), "store" (rows that came from the disk),
+    "gather" (memory; of views, mapping them), "transform" or "start" (of an epoch: listing, leasing and
+    mapping its segments; of worker processes, once a loader); "none" before a batch was delivered or waited
+    for. `advice` says it in words, and for "store" what another shuffle would have the disk do. The seconds
+    behind it are those that the consumer, in `next`, and workers, all together, spent on each; of worker
+    processes that start, while none was ready.
 
     `age_seconds` is how old delivered rows were on average, since they were published (of some 64 of every
-    4,096 rows). `ring_bytes` is the memory for batches, `ring_growths` how often a buffer was added to it: it
+    4,096 rows). `slot_bytes` is the memory for batches, `slot_growths` how often a buffer was added to it: it
     goes on growing while the consumer keeps batches. `private_bytes` and `file_bytes` are the whole process'
     resident memory: its own, and pages of mapped files, which the kernel takes back when it needs them.
     `workers` and `shuffle` are the loader's.
@@ -88,8 +90,8 @@ class LoaderStats:
     transform_seconds: float
     start_seconds: float
     age_seconds: float
-    ring_bytes: int
-    ring_growths: int
+    slot_bytes: int
+    slot_growths: int
     private_bytes: int
     file_bytes: int
     workers: int
@@ -303,7 +305,7 @@ class Meter:
         self._panel, self._due, self._shows_a_wait = None, math.inf, False
 
     def stats(
-        self, ring_bytes: int, ring_growths: int, elsewhere: Iterable[tuple[str, float]] = ()
+        self, slot_bytes: int, slot_growths: int, elsewhere: Iterable[tuple[str, float]] = ()
     ) -> LoaderStats:
         """The counts at this moment, with what is in progress; `elsewhere`: stages of other processes."""
         private_bytes, file_bytes = resident_bytes()
@@ -328,8 +330,8 @@ class Meter:
                 copied_bytes=self.copied_bytes,
                 **{f"{name}_seconds": took for name, took in stages.items()},
                 age_seconds=self._age_row_seconds / self.rows if self.rows else 0.0,
-                ring_bytes=ring_bytes,
-                ring_growths=ring_growths,
+                slot_bytes=slot_bytes,
+                slot_growths=slot_growths,
                 private_bytes=private_bytes,
                 file_bytes=file_bytes,
                 workers=self._workers,

@@ -132,7 +132,7 @@ class Intake:
                 for key, _ in selector.select(_LOOK_SECONDS):
                     self._hear(key.data)
                     selector.unregister(key.fileobj)
-                self._end_rings()
+                self._refuse_deadlock()
                 self._say(self._sum(_ROWS))
 
     def _hear(self, number: int) -> None:
@@ -153,7 +153,7 @@ class Intake:
         record = int(self._marks[number][_RECORD])
         return f"{path}, before its first record" if record == _NOT_BEGUN else place(path, record)
 
-    def _end_rings(self) -> None:
+    def _refuse_deadlock(self) -> None:
         """Nobody else would: workers wait for what this process leases, and it waits for them."""
         store = self._store
         if not any(marks[_WAITS] for marks in self._marks):

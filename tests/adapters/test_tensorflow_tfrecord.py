@@ -552,7 +552,7 @@ def test_a_killed_worker_is_an_error_that_says_where_it_was(cache, no_room, tmp_
             killed.append(int(self._marks[1][1]))
             os.kill(self._processes[1].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(Intake, "_end_rings", kill)
+    monkeypatch.setattr(Intake, "_refuse_deadlock", kill)
     files = [long_file(tmp_path / "a"), long_file(tmp_path / "b")]
     with pytest.raises(ac.WorkerError) as caught:
         from_tfrecords(files, SMALL, cache)

@@ -33,7 +33,7 @@ def ids(batches) -> list[int]:
 
 
 class Spy(Loader):
-    """Remembers the arrays of the ring that its tensors were made of."""
+    """Remembers the arrays of the slots that its tensors were made of."""
 
     def _finish(self, batch):
         self.arrays = dict(batch)
@@ -59,7 +59,7 @@ def test_every_epoch_yields_each_row_once_in_the_order_of_the_numpy_loader(cache
             assert epoch == [i for batch in arrays for i in batch["id"].tolist()]
 
 
-def test_tensors_share_their_memory_with_the_ring(cache):
+def test_tensors_share_their_memory_with_the_slots(cache):
     with Spy(cache, 16) as loader:
         for batch in loader:
             for name, tensor in batch.items():

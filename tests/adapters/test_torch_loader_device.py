@@ -76,7 +76,7 @@ def test_on_a_fake_device_every_read_sees_its_batch(cache, fake):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["none", "copy", "compute", "all", "random"])
 @pytest.mark.parametrize("workers", first_is_quick([0, 2]))
-def test_the_device_copies_from_the_ring_which_is_not_used_again_before(cache, fake, order, workers):
+def test_the_device_copies_from_slots_which_are_not_used_again_before(cache, fake, order, workers):
     fake.order = order
     options = {"workers": workers, "worker_type": "thread"}
     with Loader(cache, 16, device="fake", **options) as loader, Loader(cache, 16) as plain:
@@ -86,13 +86,13 @@ def test_the_device_copies_from_the_ring_which_is_not_used_again_before(cache, f
                     fake.read(batch[name], tensor)
         del batch
         assert loader.device_stats().pinned_bytes <= 3 * 256  # for ids, which are small
-        assert fake.calls.count("host_memory") <= loader.stats().ring_growths + 3 < 20 * 10  # batches
+        assert fake.calls.count("host_memory") <= loader.stats().slot_growths + 3 < 20 * 10  # batches
         assert fake.asked_if_pinned == 0
     fake.finish()
     assert fake.errors == []
 
 
-def test_the_fake_finds_a_ring_that_is_used_again_too_early(cache, fake):
+def test_the_fake_finds_a_slot_that_is_used_again_too_early(cache, fake):
     fake.order, fake.deaf = "none", ("query",)
     with Loader(cache, 16, device="fake") as loader, Loader(cache, 16) as plain:
         for batch, expected in zip(loader, plain, strict=True):

@@ -140,7 +140,7 @@ def test_complaint_20_zero_copy_is_none_and_is_told_from_memory_of_its_own(tmp_p
         batches = list(loader)
         stats = loader.stats()
         assert stats.copied_bytes == 0
-        assert stats.ring_bytes == 0
+        assert stats.slot_bytes == 0
         touched = sum(int(batch["image"].sum() > 0) for batch in batches)
         assert touched == 12
         with open(segment_files(cache)[0], "r+b") as file:  # which nobody may do: to see it through the view

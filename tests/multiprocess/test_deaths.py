@@ -1,6 +1,6 @@
 """Whatever dies first, while rows are on their way: the memory that they go to outlives them.
 
-DEATHS says how often each way is tried; the figures of benchmarks/RESULTS.md are of 80 and 200.
+DEATHS says how often each way is tried; those of benchmarks/RESULTS.md are 30 of each, 480 in all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The interpreter ends with jobs on their way, of rows in memory or on the disk: no crash, no hang, no lease.
 
-EXITS says how often; the figure of benchmarks/RESULTS.md is of 200.
+EXITS says how often; that of benchmarks/RESULTS.md is of 200, half of them cold.
 """
 
 from __future__ import annotations

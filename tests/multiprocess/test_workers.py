@@ -303,13 +303,13 @@ def test_nothing_that_is_kept_is_overwritten_and_memory_is_given_back(cache):
     with loader_of(cache, 8, transform=by_value(twice)) as loader:
         kept = [batch for _ in range(3) for batch in loader]
         labels = [batch["id"] for batch in kept]
-        most = loader.stats().ring_bytes
+        most = loader.stats().slot_bytes
         for batch in kept:
             assert (batch["image"] == 2 * np.stack([sample(i)["image"] for i in batch["id"].tolist()])).all()
         del kept, batch
         for batch in loader:
             del batch
-        assert loader.stats().ring_bytes < most // 2
+        assert loader.stats().slot_bytes < most // 2
         assert sorted(i for label in labels for i in label.tolist()) == sorted(3 * list(range(320)))
     assert len(labels) == 120
 

@@ -131,9 +131,9 @@ class RemoteAssembly:
             "worker processes copy every batch into shared memory: pass worker_type='thread' or workers=0"
         )
 
-    def ring_stats(self) -> tuple[int, int]:
+    def slot_stats(self) -> tuple[int, int]:
         """Bytes of memory for batches, and how often some was added."""
-        here = (0, 0) if self._here is None else self._here.ring_stats()
+        here = (0, 0) if self._here is None else self._here.slot_stats()
         nbytes, growths = self._pool.memory
         return here[0] + nbytes, here[1] + growths
 

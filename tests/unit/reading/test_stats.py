@@ -129,7 +129,7 @@ def test_deliveries_add_up_and_ages_are_weighted_by_rows(clock):
     meter.end_run("a second one")
     clock.wall += 1.0
     assert meter.stats(77, 5).seconds == 3.0, "counted once, and no longer"
-    assert (stats.ring_bytes, stats.ring_growths) == (77, 5)
+    assert (stats.slot_bytes, stats.slot_growths) == (77, 5)
 
 
 def test_handing_a_batch_over_is_no_stall(clock):
@@ -325,7 +325,7 @@ def test_a_notebook_shows_stall_stages_and_advice():
     stats = LoaderStats(**numbers | {
         "epochs": 1, "batches": 3, "rows": 192, "bytes": 6 * MIB, "seconds": 2.0, "stall_seconds": 0.5,
         "stalls": 2, "bottleneck": "gather", "gather_seconds": 3.0, "store_seconds": 1.0, "age_seconds": 90.0,
-        "ring_bytes": MIB, "private_bytes": 2 * MIB, "file_bytes": 3 * MIB,
+        "slot_bytes": MIB, "private_bytes": 2 * MIB, "file_bytes": 3 * MIB,
     })  # fmt: skip
     shown = seen(stats._repr_html_())
     for words in (
@@ -390,7 +390,7 @@ def test_a_loader_that_waits_for_rows_blames_the_samplers(tmp_path):
     [
         ("transform", None),
         ("gather", (Gather, "take")),
-        ("store", (Snapshot, "map_all")),
+        ("start", (Snapshot, "map_all")),
     ],
     ids=["transform", "gather", "map"],
 )
@@ -424,6 +424,15 @@ def test_what_hangs_before_the_first_batch_is_the_bottleneck_while_it_does(
         go_on.set()
         consumer.join(DEADLINE_SECONDS)
     assert len(batches) == 10
+
+
+def test_where_no_row_came_from_the_disk_the_beginning_of_an_epoch_is_no_disks(cache):
+    with Loader(cache, 16) as loader:
+        for _ in loader:
+            pass
+        stats = loader.stats()
+    assert stats.store_seconds == 0
+    assert stats.start_seconds > 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -471,7 +480,7 @@ def test_what_was_copied_is_counted_and_views_are_not(cache, shuffle, copied, wo
     assert stats.copied_bytes == (stats.bytes if copied else 0)
 
 
-def test_the_ring_grows_while_the_consumer_keeps_batches_and_not_otherwise(tmp_path):
+def test_slots_are_added_while_the_consumer_keeps_batches_and_not_otherwise(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="2MiB")
     publish(cache, 40)
     with Loader(cache, 8, prefetch=1) as loader:
@@ -483,13 +492,13 @@ def test_the_ring_grows_while_the_consumer_keeps_batches_and_not_otherwise(tmp_p
         for _ in range(5):
             for batch in loader:
                 assert len(batch["id"]) == 8
-        assert loader.stats().ring_growths == before.ring_growths
-        assert loader.stats().ring_bytes == before.ring_bytes > 0
+        assert loader.stats().slot_growths == before.slot_growths
+        assert loader.stats().slot_bytes == before.slot_bytes > 0
         kept = [list(loader) for _ in range(5)]
         after = loader.stats()
-        assert after.ring_growths > before.ring_growths
-        assert after.ring_bytes > before.ring_bytes
-        assert after.ring_bytes >= sum(len(epoch) for epoch in kept) * 8 * ROW_BYTES
+        assert after.slot_growths > before.slot_growths
+        assert after.slot_bytes > before.slot_bytes
+        assert after.slot_bytes >= sum(len(epoch) for epoch in kept) * 8 * ROW_BYTES
 
 
 def test_memory_of_its_own_and_of_files_are_told_apart(tmp_path):

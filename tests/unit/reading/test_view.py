@@ -328,7 +328,7 @@ def test_an_odd_batch_among_views_takes_no_more_memory_than_it_has(cache):
         batch_bytes = 7 * (8 + 1024)
         for batch in loader:
             del batch
-        assert 0 < loader.stats().ring_bytes <= 32 * batch_bytes
+        assert 0 < loader.stats().slot_bytes <= 32 * batch_bytes
 
 
 def test_a_numpy_int_is_a_number_of_rows_and_a_closed_snapshot_says_so_at_once(cache):

@@ -274,7 +274,11 @@ def test_where_no_thread_or_process_can_be_started_the_limit_is_named(tmp_path):
         give_away(cache.path)
         with Script(NO_THREAD, cache.path, within=within) as script:
             assert script.line() == "well"
-            assert script.end() == (0, "")
+            code, errors = script.end()
+            said = [
+                line for line in errors.splitlines() if not line.startswith("<jemalloc>")
+            ]  # Arrow's allocator
+            assert (code, said) == (0, [])
 
 
 def give_away(path: Path) -> None:
@@ -305,7 +309,7 @@ def refuse_threads(monkeypatch, names: Sequence[str]) -> list[str]:
     [
         ("arrowcache-worker-0", {"transform": dict}),
         ("arrowcache-worker-1", {"workers": 2, "worker_type": "thread", "transform": dict}),
-        ("arrowcache-processes", {"workers": 2, "transform": dict}),
+        ("arrowcache-process", {"workers": 2, "transform": dict}),
     ],
 )
 def test_a_loader_that_lacks_one_thread_says_so_and_has_it_the_next_time(cache, monkeypatch, name, options):

@@ -30,6 +30,7 @@ warnings.simplefilter("ignore", ResourceWarning)  # nothing is closed
 def gathers(cache, rng):
     snapshot = cache.snapshot()
     kept.append(snapshot)
+    snapshot.map_all()
     for _ in range(4):
         ids = rng.integers(0, len(snapshot), 64)
         out = {"image": np.empty((64, 128, 128), np.float32), "id": np.empty(64, np.int64)}

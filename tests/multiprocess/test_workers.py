@@ -259,7 +259,7 @@ def test_a_resumed_epoch_passes_over_segments_that_left(tmp_path):
 
 @pytest.mark.slow
 def test_an_epoch_in_order_has_workers_let_go_of_what_it_has_passed(cache):
-    with loader_of(cache, shuffle=None, transform=by_value(twice)) as loader:
+    with loader_of(cache, shuffle=None, workers=1, transform=by_value(twice)) as loader:
         epoch = iter(loader)
         everything = cache.stats().leased_bytes
         made = [next(epoch) for _ in range(14)]

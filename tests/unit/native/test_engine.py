@@ -543,6 +543,7 @@ def test_values_that_were_found_twice_after_ctrl_c_are_what_they_were(no_threads
         real.engine_take(*arguments)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(engine, "_HELD_GIL_CHUNKS", 0)  # else it is done before it lets go of the GIL
     monkeypatch.setattr(engine, "library", Replaced(real, engine_take=engine_take))
     with pytest.raises(KeyboardInterrupt):
         found.take(1)

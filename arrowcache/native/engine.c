@@ -18,7 +18,7 @@
 enum {
     MOST_THREADS = 64,
     STOPPED_NANOSECONDS = 50000000, /* so long a waiter that sleeps does not see that the threads are stopped */
-    LOOK_NANOSECONDS = 50000, /* two chunks take less; to sleep and be woken costs as much */
+    LOOK_NANOSECONDS = 200000, /* some chunks take less; who sleeps beside a busy Python thread has the GIL back after 5 ms */
 };
 
 struct engine {

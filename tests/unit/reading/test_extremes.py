@@ -231,15 +231,12 @@ def test_the_oldest_segments_may_be_unmapped_while_the_newest_are_read(tmp_path)
 
 @pytest.mark.slow
 def test_16_000_segments_are_read_whole_and_every_row_once(tmp_path):
-    schema = ac.Schema({"id": ac.Tensor("int64"), "name": ac.String()})
+    schema = ac.Schema({"id": ac.Tensor("int64")})
     with create(tmp_path / "cache", schema, 3, segment_bytes="16KiB", capacity="1GiB") as cache:
         for seq in range(16_000):
-            ids = np.arange(2 + seq % 2) + 3 * seq  # of two lengths
-            place(cache, encode(schema, {"id": ids, "name": [str(number) for number in ids]}))
+            place(cache, encode(schema, {"id": np.arange(2 + seq % 2) + 3 * seq}))  # of two lengths
+        expected = [number for number in range(48_000) if number % 6 != 2]
         with cache.snapshot() as snapshot, ac.Loader(cache, 1000, drop_last=False) as loader:
-            rows = snapshot.gather(np.arange(len(snapshot)))
-            assert rows["name"] == [str(number) for number in rows["id"]]
+            assert snapshot.gather(np.arange(len(snapshot)))["id"].tolist() == expected
             for _ in range(2):
-                batches = list(loader)
-                assert sorted(np.concatenate([batch["id"] for batch in batches])) == rows["id"].tolist()
-                assert all(batch["name"] == [str(number) for number in batch["id"]] for batch in batches)
+                assert sorted(np.concatenate([batch["id"] for batch in loader])) == expected

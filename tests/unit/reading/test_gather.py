@@ -224,7 +224,8 @@ def big(is_cold):
 
 
 @pytest.mark.parametrize("is_cold", [False, True])
-def test_a_gather_that_is_cancelled_in_the_middle_touches_nothing_any_more(no_threads, is_cold):
+def test_a_gather_that_is_cancelled_in_the_middle_touches_nothing_any_more(no_threads, monkeypatch, is_cold):
+    monkeypatch.setattr(engine, "_HELD_GIL_CHUNKS", 4)  # of sixteen
     segment, copy, out = big(is_cold)
     ended = []
     gather = gather_of(copy, then=lambda: ended.append(out.copy()))

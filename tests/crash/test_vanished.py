@@ -20,7 +20,7 @@ import arrowcache as ac
 from arrowcache import process
 
 AT_WORK = """
-    import os, sys
+    import os, pathlib, sys
     import numpy as np
     import arrowcache as ac
     from helpers import append_rows, ids_of, sample, wait_until, worker_pids
@@ -70,6 +70,8 @@ AT_WORK = """
         writer = cache.writer("raise")
         for number in range(320, 335):
             writer.append(sample(number))
+        maps = lambda pid: pathlib.Path(f"/proc/{pid}/maps").read_text().count(path + "/segments")
+        wait_until(lambda: min(map(maps, worker_pids())) >= 20, "the processes to have mapped all")
         print("ready", flush=True)
         sys.stdin.readline()
 

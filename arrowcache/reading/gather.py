@@ -210,9 +210,7 @@ class Gather:
                 if failure.error and unfit(error) is None:
                     raise explained(error)
                 why = os.strerror(failure.error) if failure.error else "its file was truncated"
-                raise CorruptSegmentError(
-                    f"segment {name} can't be read any more ({why}): run cache.verify(), and look at the disk"
-                )
+                raise unreadable(name, why)
         return True
 
     def go_on(self) -> None:
@@ -323,6 +321,13 @@ class ValuesGather:
             return to_column(kind, Values(self._data, ends))
         items = self._data.view(kind.numpy_dtype).reshape(-1, *kind.inner_shape)
         return Values(items, ends // kind.item_bytes)
+
+
+def unreadable(name: str, why: str) -> CorruptSegmentError:
+    """The error of a segment that was checked, and whose file can't be read any more."""
+    return CorruptSegmentError(
+        f"segment {name} can't be read any more ({why}): run cache.verify(), and look at the disk"
+    )
 
 
 class Cancellable(Protocol):

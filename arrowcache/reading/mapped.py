@@ -59,9 +59,7 @@ class _Table(NamedTuple):
     def lines(self, seqs: ArrayLike) -> NDArray[np.int64]:
         """Where segments are: of those that are here, in the order that is given."""
         wanted = np.asarray(seqs, np.int64)
-        lines = self.seqs.searchsorted(wanted)
-        lines[lines == len(self.seqs)] = 0
-        return lines[self.seqs[lines] == wanted] if len(self.seqs) else lines[:0]
+        return self.seqs.searchsorted(wanted[are_among(wanted, self.seqs)])
 
     def entries(self, lines: NDArray[np.int64]) -> NDArray[np.int64]:
         """What `Rows.put` is told of them."""
@@ -205,7 +203,7 @@ class MappedSegments:
         """
         table = self._table
         is_known = are_among(seqs, table.seqs)
-        lines = table.lines(seqs)
+        lines = table.seqs.searchsorted(seqs[is_known])
         doubted = np.array(sorted(self._doubted), np.int64)
         is_right = (table.layouts[lines] != 0) & ~are_among(table.seqs[lines], doubted)
         is_right &= (table.seqs[lines] >= check_bytes_below) | table.was_read[lines]

@@ -33,7 +33,7 @@ from arrowcache.cgroup import memory_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native.library import address_of
 from arrowcache.native.rows import Rows
-from arrowcache.reading.gather import Gather, Gatherer, OutsideError
+from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable
 from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.mutex import Mutex
 from arrowcache.reading.output import output_arrays
@@ -365,10 +365,8 @@ class Snapshot:
             except OSError as error:
                 end_lease()
                 if error.errno == errno.EIO:
-                    raise CorruptSegmentError(
-                        f"segment {self._doubted(first)} can't be read any more (its file was truncated, or "
-                        "the disk does not give its bytes): run cache.verify(), and look at the disk"
-                    ) from None
+                    why = "its file was truncated, or the disk does not give its bytes"
+                    raise unreadable(self._doubted(first), why) from None
                 return None  # no address space or file descriptor is left
 
     def views(

@@ -57,11 +57,9 @@ class Gatherer:
     def __init__(self, schema: Schema, rows: Rows) -> None:
         self._schema, self._rows = schema, rows
         count = len(schema.fixed)
-        #: Buffer and width of each column of fixed width whose rows have any bytes.
+        #: Buffer and width of each column of fixed width.
         self._fixed = {
-            name: (number, kind.row_bytes)
-            for number, (name, kind) in enumerate(schema.fixed.items())
-            if kind.row_bytes
+            name: (number, kind.row_bytes) for number, (name, kind) in enumerate(schema.fixed.items())
         }
         self._buffer_of = {name: count + 2 * number for number, name in enumerate(schema.variable)}
         self._tables: dict[tuple[str, ...], engine.Columns] = {}  # by the columns' names
@@ -157,7 +155,7 @@ class Gatherer:
         return fetch
 
     def _columns(self, out: Mapping[str, int]) -> engine.Columns | None:
-        """The columns of fixed width that go to these addresses; None: no row of them has any bytes."""
+        """The columns of fixed width that go to these addresses; None: there is none."""
         names = tuple(filter(self._fixed.__contains__, out))
         if not names:
             return None

@@ -39,6 +39,13 @@ def cache(tmp_path: Path) -> ac.Cache:
     return cache
 
 
+def runs_well(code: str, cache: ac.Cache, tmp_path: Path) -> None:
+    """A script on a faulty disk says that all is well, and nothing else."""
+    with Script(code, cache.path, within=faulty_disk(tmp_path)) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")
+
+
 BEGINNING = f"""
     import errno, gc, os, re, signal, sys, threading, time, warnings
     from pathlib import Path
@@ -111,9 +118,7 @@ GATHERS = (
 @pytest.mark.slow
 def test_a_gather_of_rows_that_the_disk_does_not_give_names_their_segment(cache, tmp_path):
     """Cold, and warm where they are not mapped."""
-    with Script(GATHERS, cache.path, within=faulty_disk(tmp_path)) as script:
-        assert script.line() == "well"
-        assert script.end() == (0, "")
+    runs_well(GATHERS, cache, tmp_path)
 
 
 LOADERS = (
@@ -147,9 +152,7 @@ LOADERS = (
 @pytest.mark.slow
 def test_a_step_that_the_disk_does_not_give_names_its_segment_and_the_next_epochs_go_on(cache, tmp_path):
     """Until the disk gives it again: it may be sound, so that it stays where it is."""
-    with Script(LOADERS, cache.path, within=faulty_disk(tmp_path)) as script:
-        assert script.line() == "well"
-        assert script.end() == (0, "")
+    runs_well(LOADERS, cache, tmp_path)
 
 
 HINTS = (
@@ -174,9 +177,7 @@ HINTS = (
 
 @pytest.mark.slow
 def test_what_the_disk_is_told_may_fail(cache, tmp_path):
-    with Script(HINTS, cache.path, within=faulty_disk(tmp_path)) as script:
-        assert script.line() == "well"
-        assert script.end() == (0, "")
+    runs_well(HINTS, cache, tmp_path)
 
 
 OPENS = (
@@ -223,18 +224,16 @@ OPENS = (
 @pytest.mark.slow
 def test_files_that_cannot_be_opened_while_rows_are_read_are_read_where_they_are_mapped(cache, tmp_path):
     """Those that are not mapped cannot: the error says what to do, and is no damage where it is none."""
-    with Script(OPENS, cache.path, within=faulty_disk(tmp_path)) as script:
-        assert script.line() == "well"
-        assert script.end() == (0, "")
+    runs_well(OPENS, cache, tmp_path)
 
 
 ENDS = (
     BEGINNING
     + """
-    from arrowcache.native import engine
+    from arrowcache.native.threads import threads as of_process
     from plain_rows import threads
 
-    engine._STOP_NANOSECONDS = 50_000_000  # in place of 5 s
+    of_process.patience_nanoseconds = 50_000_000  # in place of 5 s
 
     def left_behind(end, *begun):
         "How many jobs were, as two threads were held."
@@ -272,6 +271,4 @@ ENDS = (
 @pytest.mark.slow
 def test_what_ends_on_a_disk_that_does_not_answer_waits_for_what_was_begun_and_nothing_more(cache, tmp_path):
     """Each job that was left behind had a new thread, which began the next one: it ended after 5 s each."""
-    with Script(ENDS, cache.path, within=faulty_disk(tmp_path)) as script:
-        assert script.line() == "well"
-        assert script.end() == (0, "")
+    runs_well(ENDS, cache, tmp_path)

@@ -96,9 +96,10 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
                 while not Job.take(gather._parts[0], 60):  # all is asked for
                     pass
                 gather.go_on()
+            left = [fetch] if gather._parts[0].has_ended() else [gather, fetch]  # the disk may have been quick
 
-            def body(gather: Any = gather, fetch: Any = fetch) -> None:
-                for begun in (gather, fetch):
+            def body(gather: Any = gather, left: Any = left) -> None:
+                for begun in left:
                     with pytest.raises(RuntimeError, match="ask again"):
                         take(begun)
                 with cache.snapshot() as own:
@@ -108,7 +109,7 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
                 names = gather.wait().values()["name"]
             assert checked({"id": ids, "image": image, "name": names}) == ids.tolist()
             take(fetch)
-            del gather, fetch, body
+            del gather, fetch, left, body
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 
 

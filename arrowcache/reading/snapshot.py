@@ -172,7 +172,7 @@ class Snapshot:
             row_ids: (n,) integers in [0, len(self)), any order, repeats allowed.
             columns: which; None for all.
             out: for fixed-width columns, C-contiguous arrays of shape (n, *shape) and the column's
-                dtype, which are filled and returned; others are allocated.
+                dtype, which share no memory; they are filled and returned. Others are allocated.
         Returns: name -> (n, *shape), row i being row_ids[i]; a list of str or bytes for a String or
             Binary column; `Values(data, offsets)` for a Ragged one.
         Blocks: while rows come from the disk.

@@ -183,8 +183,9 @@ class Job:
         Args:
             seconds: how long to wait for what was begun; None: 5 s since the first call, and then it is left
                 behind.
-        Idempotent; no Ctrl-C keeps it from its end.
+        Idempotent. No Ctrl-C keeps it from its end; one that came in those 5 s is raised after it.
         """
+        interrupt: BaseException | None = None
         while not (self._has_ended or threads is None):  # as it is once the interpreter has ended so far
             try:
                 if threads.handle == self._handle and not self._is_late:
@@ -195,11 +196,18 @@ class Job:
                     if one.engine_cancel(self._handle, self._address, most):
                         if seconds is None:
                             self._leave_behind()
-                        return False
+                        break
                 self._note_end()
-            except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
+            except Warning:  # where that is an error
                 pass
-        return self._has_ended
+            except BaseException as error:  # noqa: BLE001  # whoever comes next may unmap what it touches
+                interrupt = error.with_traceback(None)
+        try:
+            if interrupt is not None and seconds is None:
+                raise interrupt
+            return self._has_ended
+        finally:
+            del interrupt  # its traceback has this frame: a cycle
 
     def _leave_behind(self) -> None:
         """Keep the job and all that it touches until the process ends."""
@@ -227,7 +235,10 @@ class Job:
 
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):
-            self.cancel()
+            try:
+                self.cancel()
+            except BaseException:  # noqa: BLE001  # nobody would get it
+                pass
 
 
 class _UnderWay(weakref.ref[Job]):
@@ -289,12 +300,8 @@ class Read(Job):
 
     def cancel(self, seconds: float | None = None) -> bool:
         """See `Job`."""
-        while True:
-            try:
-                self._is_asking = False
-                return super().cancel(seconds)
-            except BaseException:  # noqa: BLE001  # as there
-                pass
+        self._is_asking = False
+        return super().cancel(seconds)
 
     @property
     def missed(self) -> int:

@@ -229,7 +229,7 @@ class Gather:
     def cancel(self, seconds: float | None = None) -> bool:
         """End it. Returns: False: the kernel holds a thread, so memory and files must stay. Idempotent.
 
-        Blocks: as `engine.Job.cancel`. Where that leaves a thread behind, `then` is not called.
+        Blocks, raises: as `engine.Job.cancel`. Where that leaves a thread behind, `then` is not called.
         """
         for part in self._parts:
             part.cancel(0)  # all of them first: no thread begins one while another is waited for
@@ -247,7 +247,10 @@ class Gather:
 
     def __del__(self) -> None:
         if getattr(self, "_then", None) is not None:  # else it has ended, or Ctrl-C came before it was made
-            self.cancel()
+            try:
+                self.cancel()
+            except BaseException:  # noqa: BLE001  # nobody would get it, and its parts end by themselves
+                pass
 
     def values(self) -> dict[str, Column]:
         """Columns of variable length, once it has ended. Raises: CorruptSegmentError: text is not UTF-8."""

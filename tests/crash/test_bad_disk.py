@@ -272,3 +272,57 @@ ENDS = (
 def test_what_ends_on_a_disk_that_does_not_answer_waits_for_what_was_begun_and_nothing_more(cache, tmp_path):
     """Each job that was left behind had a new thread, which began the next one: it ended after 5 s each."""
     runs_well(ENDS, cache, tmp_path)
+
+
+INTERRUPTED = (
+    BEGINNING
+    + """
+    from arrowcache.native import engine
+    from plain_rows import threads
+
+    real, cancels = engine.library, threading.Event()
+
+    class Library:
+        def __getattr__(self, name):
+            if name == "engine_cancel":
+                cancels.set()
+            return getattr(real, name)
+
+    engine.library = Library()
+    for shuffle in ("rows", "window"):
+        drop()
+        loader = of_loader(cache, 6, shuffle=shuffle, timeout=0.1)
+        epoch, held = iter(loader), disk.is_held("/segments/", "read")
+
+        def press():
+            cancels.wait()
+            time.sleep(0.1)  # else it comes before it waits, which is as good
+            os.kill(os.getpid(), signal.SIGINT)
+            held.__exit__(None, None, None)
+
+        with threads(1):
+            held.__enter__()
+            cancels.clear()
+            pressed = threading.Thread(target=press)
+            pressed.start()
+            try:
+                next(epoch)
+            except KeyboardInterrupt as error:
+                assert isinstance(error.__context__, ac.LoaderTimeoutError), error.__context__
+            else:
+                raise AssertionError(f"{shuffle}: Ctrl-C was lost")
+            pressed.join()
+            loader.close()
+            assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+            drop()
+            with of_loader(cache, 6, shuffle=shuffle) as loader:
+                assert rows_of(loader) == whole
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_an_epoch_ends_on_a_disk_that_does_not_answer_comes_once_it_has(cache, tmp_path):
+    """It was lost: the step said that it came too late, 5 s after that."""
+    runs_well(INTERRUPTED, cache, tmp_path)

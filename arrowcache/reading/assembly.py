@@ -29,7 +29,7 @@ from arrowcache.reading.options import BatchOptions, EpochOptions
 from arrowcache.reading.portion import Elsewhere, Made, Portion
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.temperature import Temperature
+from arrowcache.reading.temperature import Temperature, batches_ahead
 from arrowcache.reading.values import Column, Values, column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.storage.store import Store
@@ -42,7 +42,6 @@ _DRAWN_ROWS = 4096  # of the order, at once
 _WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
 _MOST_UNDER_WAY, _MOST_FETCHED = 8, 64
 _MOST_BATCHES = 256  # of a portion
-_COLD_ROWS, _COLD_BYTES = 256, 64 << 20  # asked of the disk ahead, so that it can choose their order
 _ELEMENTS_UNDER_GIL = 500
 _PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying so much
 
@@ -101,7 +100,7 @@ class Assembly:
         if prefetch is not None:
             return prefetch + workers
         if self.temperature.is_cold:
-            usual = max(2, min(-(-_COLD_ROWS // self._batch_size), _COLD_BYTES // self._batch_bytes))
+            usual = batches_ahead(self._batch_size, self._batch_bytes)
         else:
             usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
         if self._viewer is not None:  # which costs no memory before it is made

@@ -335,20 +335,23 @@ class Loader:
             self._assembly.after_fork()
         self._end_current("a newer one began")
         self._join()
-        if self._parking is None:
+        parking = self._parking
+        if parking is None:
             page = CounterPage.open(self._store.folder.path, self._making.workers, self._options.shuffle)
             self._meter.show_on(page, self._assembly.in_progress)
-            self._parking = Parking(self._epochs.settle, self._assembly.drop)
-        self._parking.begin()
-        self._assembly.prepare()
-        stream = Stream(self._epochs, self._assembly, self._parking, self._meter, endless=endless)
+            self._parking = parking = Parking(self._epochs.settle, self._assembly.drop)
+        stream = Stream(self._epochs, self._assembly, parking, self._meter, endless=endless)
         try:
-            if not stream.begin(lambda: self._closed) or self._closed:  # by another thread
+            parking.begin()
+            self._assembly.prepare()
+            if not stream.begin(lambda: self._closed) or self._closed:  # by another thread, or a handler
                 raise ValueError(_CLOSED)
             self._stream = stream
             return self._hand_out(stream)
         except BaseException:
             stream.close()
+            if self._closed:
+                self.close()  # which may not have had all that was begun here
             raise
 
     def _is_over(self, epoch: Epoch) -> bool:

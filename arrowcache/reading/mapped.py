@@ -360,15 +360,16 @@ class MappedSegments:
         was_mapped = file.address
         file.map()
         try:
-            mapping.will_read_on(file.address, file.nbytes)
+            if check_bytes:
+                mapping.will_read_on(file.address, file.nbytes)
             buffer = pa.foreign_buffer(file.address, file.nbytes)
             layout = check_file(buffer, store, segment, check_bytes=check_bytes)
             self._known.learn(buffer, layout)
             self._table.was_read[line] |= check_bytes
         finally:
-            if was_mapped:
+            if was_mapped and check_bytes:
                 mapping.will_read_pages(file.address, file.nbytes)
-            else:
+            elif not was_mapped:
                 maps.unmap([file])
         return layout
 

@@ -96,7 +96,8 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
                 while not Job.take(gather._parts[0], 60):  # all is asked for
                     pass
                 gather.go_on()
-            left = [fetch] if gather._parts[0].has_ended() else [gather, fetch]  # the disk may have been quick
+            was_in_memory = gather._parts[0].has_ended()
+            left = [fetch] if was_in_memory else [gather, fetch]
 
             def body(gather: Any = gather, left: Any = left) -> None:
                 for begun in left:

@@ -135,7 +135,7 @@ def test_values_that_came_from_the_disk_are_dropped_piece_by_piece():
 
 
 def test_the_page_in_which_the_next_row_begins_stays():
-    """It was dropped, and read once more by who reads in order: twice the bytes for rows of a page and a bit."""
+    """It was dropped, and read once more by who reads in order."""
     files = Files([8], [2 * PAGE + 1000], begin_at=PAGE)
     (path,), table = files.paths, files.table(unmapped=(0,))
     drop_from_memory(path)

@@ -37,6 +37,7 @@ PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
 _FIXED, _LENGTHS, _VALUES = range(3)
 _COPY, _ASK, _READ, _FETCH = range(4)
 _DONE = -1  # no number was out of range
+_ASK_SECONDS = 1.0
 _INLINE_BYTES = 64 << 10  # less is not worth waking a thread
 _HELD_GIL_CHUNKS = 16  # 4 MiB, copied in 0.4 ms; beside a busy thread the GIL takes 5 ms to come back
 _NOTHING = (0,) * 4  # of `engine_job`: there are no values, nothing is read
@@ -183,8 +184,9 @@ class Job:
         Args:
             seconds: how long to wait for what was begun; None: 5 s since the first call, and then it is left
                 behind.
-        Idempotent; no Ctrl-C keeps it from its end.
+        Idempotent. No Ctrl-C keeps it from its end; one that came in those 5 s is raised after it.
         """
+        interrupt: BaseException | None = None
         while not (self._has_ended or threads is None):  # as it is once the interpreter has ended so far
             try:
                 if threads.handle == self._handle and not self._is_late:
@@ -195,11 +197,18 @@ class Job:
                     if one.engine_cancel(self._handle, self._address, most):
                         if seconds is None:
                             self._leave_behind()
-                        return False
+                        break
                 self._note_end()
-            except BaseException:  # noqa: BLE001  # whoever comes next may unmap what it touches
+            except Warning:  # where that is an error
                 pass
-        return self._has_ended
+            except BaseException as error:  # noqa: BLE001  # whoever comes next may unmap what it touches
+                interrupt = error.with_traceback(None)
+        try:
+            if interrupt is not None and seconds is None:
+                raise interrupt
+            return self._has_ended
+        finally:
+            del interrupt  # its traceback has this frame: a cycle
 
     def _leave_behind(self) -> None:
         """Keep the job and all that it touches until the process ends."""
@@ -227,7 +236,10 @@ class Job:
 
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):
-            self.cancel()
+            try:
+                self.cancel()
+            except BaseException:  # noqa: BLE001  # nobody would get it
+                pass
 
 
 class _UnderWay(weakref.ref[Job]):
@@ -264,6 +276,11 @@ class Read(Job):
     _is_asking = True  # a read may have to follow
     _missed = 0
 
+    def ask(self) -> None:
+        """Have all rows asked for, also without threads. Blocks: while the disk's queue is full."""
+        if self._is_asking:
+            super().take(_ASK_SECONDS)
+
     def go_on(self) -> None:
         """Begin to read the rows that were not in memory, if all have been asked for."""
         if self._is_asking and super().has_ended():
@@ -289,12 +306,8 @@ class Read(Job):
 
     def cancel(self, seconds: float | None = None) -> bool:
         """See `Job`."""
-        while True:
-            try:
-                self._is_asking = False
-                return super().cancel(seconds)
-            except BaseException:  # noqa: BLE001  # as there
-                pass
+        self._is_asking = False
+        return super().cancel(seconds)
 
     @property
     def missed(self) -> int:

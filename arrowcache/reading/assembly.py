@@ -1,8 +1,8 @@
 """Assembly: makes the batches of an epoch.
 
-It cuts an epoch into jobs, in step order; stream.py decides when they are begun. A batch that is one run of
-rows of one segment is a zero-copy view, where the order has such runs. Every other batch is gathered into a
-slot by the engine's threads; small batches share a slot and a job. Where there is a transform, threads of a
+It cuts an epoch into portions, in step order; stream.py decides when they are begun. A batch that is one run
+of rows of one segment is a zero-copy view, where the order has such runs. Every other batch is gathered into
+a slot by the engine's threads; small batches of a portion share one. Where there is a transform, threads of a
 crew gather and transform.
 
 Rows that may be on the disk are asked for before they are needed: some hundred rows ahead where they come in
@@ -24,12 +24,12 @@ from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.fetching import FETCHED_BYTES, Fetching
 from arrowcache.reading.gather import Gather
-from arrowcache.reading.job import Elsewhere, Job, Made
 from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import BatchOptions, EpochOptions
+from arrowcache.reading.portion import Elsewhere, Made, Portion
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.temperature import Temperature
+from arrowcache.reading.temperature import Temperature, batches_ahead
 from arrowcache.reading.values import Column, Values, column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.storage.store import Store
@@ -41,14 +41,13 @@ _AGE_ROWS = 64  # of those that are drawn at once, whose age is looked up
 _DRAWN_ROWS = 4096  # of the order, at once
 _WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
 _MOST_UNDER_WAY, _MOST_FETCHED = 8, 64
-_MOST_GROUPED = 256
-_COLD_ROWS, _COLD_BYTES = 256, 64 << 20  # asked of the disk ahead, so that it can choose their order
+_MOST_BATCHES = 256  # of a portion
 _ELEMENTS_UNDER_GIL = 500
-_GROUP_BYTES = 512 << 10  # small batches share a slot and a job, which cost as much as copying so much
+_PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying so much
 
 
 class Assembly:
-    """Makes jobs of epochs.
+    """Makes portions of epochs.
 
     Args:
         store: of the cache.
@@ -74,20 +73,21 @@ class Assembly:
         return None if self._making.transform is None else Crew(max(1, self._making.workers))
 
     def gather_into(
-        self, allocate: Callable[[int], NDArray[np.uint8]], group_bytes: int = _GROUP_BYTES
+        self, allocate: Callable[[int], NDArray[np.uint8]], portion_bytes: int = _PORTION_BYTES
     ) -> None:
         """Have batches gathered into memory that this gives, before any is made.
 
         Args:
             allocate: as of `Slots`.
-            group_bytes: of batches that lie side by side.
+            portion_bytes: of batches that lie side by side.
         """
-        grouped = 1  # batches of a job that lie side by side
-        if self._crew is None and len(self._fixed) == len(self.names):
-            grouped = max(1, min(_MOST_GROUPED, group_bytes // self._batch_bytes))
-        views = max(1, min(_VIEWS, FETCHED_BYTES // self._batch_bytes)) if self._crew is None else 1
-        self._group = grouped if self._viewer is None else views
-        rows = self._batch_size * (grouped if self._viewer is None else 1)
+        most = 1
+        if self._crew is None and self._viewer is not None:
+            most = min(_VIEWS, FETCHED_BYTES // self._batch_bytes)
+        elif self._crew is None and len(self._fixed) == len(self.names):
+            most = min(_MOST_BATCHES, portion_bytes // self._batch_bytes)
+        self._most_batches = max(1, most)  # of a portion; those that are copied lie side by side
+        rows = self._batch_size * (self._most_batches if self._viewer is None else 1)
         self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
         self.slots = self._new_slots()
 
@@ -100,28 +100,28 @@ class Assembly:
         if prefetch is not None:
             return prefetch + workers
         if self.temperature.is_cold:
-            usual = max(2, min(-(-_COLD_ROWS // self._batch_size), _COLD_BYTES // self._batch_bytes))
+            usual = batches_ahead(self._batch_size, self._batch_bytes)
         else:
             usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
         if self._viewer is not None:  # which costs no memory before it is made
-            usual = max(usual, self._group + min(_MOST_FETCHED, FETCHED_BYTES // self._batch_bytes))
+            usual = max(usual, self._most_batches + min(_MOST_FETCHED, FETCHED_BYTES // self._batch_bytes))
         return usual + workers
 
     def after_fork(self) -> None:
         """In a child: another thread may have been at the slots, and will never be done."""
         self.slots, self._crew = self._new_slots(), self._new_crew()
 
-    def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
-        """An epoch's batches, cut into jobs; each `next` begins one.
+    def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
+        """An epoch's batches, cut into portions; each `next` begins one.
 
         Args:
             awaited: somebody waits for the first.
         """
         epoch.snapshot.temperature = self.temperature
-        step, steps, size = 0, epoch.order.steps, 1 if awaited else self._group
+        step, steps, size = 0, epoch.order.steps, 1 if awaited else self._most_batches
         fetching = Fetching(epoch, self.names)
-        while step < steps:  # small jobs first; then many batches' ids at once
-            batches = size if size < self._group else max(size, _DRAWN_ROWS // self._batch_size)
+        while step < steps:  # small portions first; then many batches' ids at once
+            batches = size if size < self._most_batches else max(size, _DRAWN_ROWS // self._batch_size)
             end = min(step + batches, steps)
             drawn = epoch.order.batches(step, end)
             published = mean_published(epoch, drawn)
@@ -129,7 +129,7 @@ class Assembly:
                 rows = _Rows(epoch, drawn[first : first + size * self._batch_size], published)
                 yield self._begin(rows, min(size, end - step), fetching.before(step, rows.ids))
                 step += size
-            step, size = end, min(2 * size, self._group)
+            step, size = end, min(2 * size, self._most_batches)
 
     def end(self, epoch: Epoch) -> None:
         """Nothing more is made of an epoch; call it before its snapshot is closed."""
@@ -154,7 +154,7 @@ class Assembly:
         """The stages that other processes are at, and since when: none here."""
         return []
 
-    def _begin(self, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> Job:
+    def _begin(self, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> Portion:
         if self._crew is not None:
             made = self._crew.submit(partial(self._transformed, rows))
             return Elsewhere(rows.epoch, batches, made, iter, fetched)
@@ -257,7 +257,7 @@ class _Rows(NamedTuple):
     published: float
 
 
-class _Viewed(Job):
+class _Viewed(Portion):
     """Batches that are made, as views if they can be, once the disk was asked for their rows."""
 
     def __init__(self, assembly: Assembly, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> None:
@@ -284,7 +284,8 @@ class _Gathered(_Viewed):
         self.epoch, self.batches = rows.epoch, batches
         self._assembly, self._rows, self._fetched = assembly, rows, fetched
         self._slot = assembly.slots.lend(len(rows.ids))
-        self._gather = rows.epoch.snapshot.begin_gather(rows.ids, assembly.names, self._slot)
+        begin = rows.epoch.snapshot.begin_gather
+        self._gather = begin(rows.ids, assembly.names, self._slot.addresses, self._slot)
         self.is_in_parts = self._gather.is_in_parts
         self._seconds = 0.0
 

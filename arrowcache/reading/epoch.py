@@ -27,7 +27,7 @@ from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.shuffle import ORDER_VERSION
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.supply import Claim, Supply
+from arrowcache.reading.supply import EpochUsage, Supply
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 
@@ -38,14 +38,14 @@ _ALL = slice(None)  # steps of an epoch
 class Epoch:
     """One pass: what it reads, in which order, and how far its delivery is.
 
-    `snapshot` and the claim are its own; the agreement of the ranks, if there is one, knows it by its number.
+    `snapshot` and the usage are its own; the agreement of the ranks, if there is one, knows it by its number.
     """
 
     plan: Plan
     order: Order
     snapshot: Snapshot
     was_resumed: bool  # it is the rest of one that was planned
-    _claim: Claim
+    _usage: EpochUsage
     _agreement: Agreement | None
     _batch_size: int
     _meter: Meter
@@ -79,7 +79,7 @@ class Epoch:
     def note_held_up(self) -> None:
         """Count how long writers have waited for its lease, before it goes, or now. Never fails."""
         with suppress(OSError, ArrowCacheError):
-            held_up_seconds = self._claim.store.held_up_seconds(self.snapshot.covers)
+            held_up_seconds = self._usage.store.held_up_seconds(self.snapshot.covers)
             waited = min(held_up_seconds, time.time() - self._began)
             more = max(0.0, waited - self._held_up_seconds)  # a wait that goes on counts once
             self._held_up_seconds += more
@@ -101,7 +101,7 @@ class Epoch:
     def end(self) -> None:
         """No more of its batches are delivered: let go of all that it has. Idempotent; never fails."""
         self.let_go()
-        self._claim.give_back(self.delivered * self._batch_size)  # last: it may wait for cache.lock
+        self._usage.give_back(self.delivered * self._batch_size)  # last: it may wait for cache.lock
 
 
 class Epochs:
@@ -270,9 +270,9 @@ class Epochs:
         self, number: int, resumed: Plan | None, wait: Wait | None, *, made: slice = _ALL, ahead: bool = False
     ) -> Epoch | None:
         """An epoch that owns all that was taken for it; where this fails, all was let go."""
-        claim, options = Claim(self.supply), self._options
+        usage, options = EpochUsage(self.supply), self._options
         with ExitStack() as undo:  # Ctrl-C may come anywhere
-            undo.callback(claim.give_back)
+            undo.callback(usage.give_back)
             if resumed is not None:
                 retake = partial(self.supply.retake, resumed.includes)
                 snapshot = self._agreed(number, resumed.position, retake, undo)
@@ -284,9 +284,9 @@ class Epochs:
                     self._meter,
                     with_ranks=self._agreement is not None,
                 )
-                snapshot = patience.wait(partial(self._take, number, claim, undo, ahead=ahead), wait)
+                snapshot = patience.wait(partial(self._take, number, usage, undo, ahead=ahead), wait)
             else:
-                snapshot = self._take(number, claim, undo, ahead=ahead)
+                snapshot = self._take(number, usage, undo, ahead=ahead)
             if snapshot is None:
                 return None
             plan = resumed or self._plan(number, snapshot)
@@ -295,9 +295,9 @@ class Epochs:
             rows = len(steps) * options.batch_size
             if self._shard.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
                 rows -= max(0, order.steps * options.batch_size - (plan.stream_rows - plan.position))
-            claim.serve(rows)
+            usage.serve(rows)
             size, agreement, was_resumed = options.batch_size, self._agreement, resumed is not None
-            epoch = Epoch(plan, order, snapshot, was_resumed, claim, agreement, size, self._meter)
+            epoch = Epoch(plan, order, snapshot, was_resumed, usage, agreement, size, self._meter)
             self.supply.known = snapshot.next_seq  # the next one goes by what is published after it
             undo.pop_all()
         return epoch
@@ -340,14 +340,14 @@ class Epochs:
     def _whole_order(self, plan: Plan) -> Order:
         return EpochOrder(plan, self._options.batch_size, self._shard, self._options.drop_last)
 
-    def _take(self, number: int, claim: Claim, undo: ExitStack, *, ahead: bool) -> Snapshot | None:
+    def _take(self, number: int, usage: EpochUsage, undo: ExitStack, *, ahead: bool) -> Snapshot | None:
         """The snapshot of a new epoch, if there is enough for one; it counts once, for all ranks."""
         own: Snapshot | None = None
 
         def take() -> Snapshot | None:
             nonlocal own
             needed_rows = self._options.needed_rows(self._shard.world_size)
-            own = self.supply.take(needed_rows, claim)
+            own = self.supply.take(needed_rows, usage)
             return own
 
         agreed = None
@@ -355,9 +355,9 @@ class Epochs:
             agreed = self._agreed(number, 0, take, undo, ahead=ahead)
         finally:
             if agreed is None or agreed is not own:
-                claim.give_back()  # nothing was taken, or another rank was first
+                usage.give_back()  # nothing was taken, or another rank was first
             elif self._agreement is not None:
-                claim.keep_passes()
+                usage.keep_passes()
         return agreed
 
     def _agreed(

@@ -16,7 +16,7 @@ from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
 
 FETCHED_BYTES = 8 << 20  # ahead of what is read
-_FETCHED_SHARE = 1.25  # of the rows of a job, while the window's next segments are fetched
+_FETCHED_SHARE = 1.25  # of the rows of a portion, while the window's next segments are fetched
 
 
 class Fetching:
@@ -38,7 +38,7 @@ class Fetching:
             self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
 
     def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Gather]:
-        """Have the disk read ahead as a job of these rows begins; keep the result until the job ends."""
+        """Have the disk read ahead as a portion of these rows begins; keep the result until it ends."""
         if self._is_window:
             return self._fetch_window(step, len(ids))
         if self._epoch.plan.shuffle == "rows" or not len(ids):

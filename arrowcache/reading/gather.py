@@ -211,6 +211,12 @@ class Gather:
                 raise unreadable(name, why)
         return True
 
+    def ask(self) -> None:
+        """Have the disk begin to read what it can. Blocks: while its queue is full."""
+        for part in self._parts:
+            if isinstance(part, engine.Read):
+                part.ask()
+
     def go_on(self) -> None:
         """Begin second parts whose first part has ended."""
         for part in self._parts:
@@ -229,7 +235,7 @@ class Gather:
     def cancel(self, seconds: float | None = None) -> bool:
         """End it. Returns: False: the kernel holds a thread, so memory and files must stay. Idempotent.
 
-        Blocks: as `engine.Job.cancel`. Where that leaves a thread behind, `then` is not called.
+        Blocks, raises: as `engine.Job.cancel`. Where that leaves a thread behind, `then` is not called.
         """
         for part in self._parts:
             part.cancel(0)  # all of them first: no thread begins one while another is waited for
@@ -247,7 +253,10 @@ class Gather:
 
     def __del__(self) -> None:
         if getattr(self, "_then", None) is not None:  # else it has ended, or Ctrl-C came before it was made
-            self.cancel()
+            try:
+                self.cancel()
+            except BaseException:  # noqa: BLE001  # nobody would get it, and its parts end by themselves
+                pass
 
     def values(self) -> dict[str, Column]:
         """Columns of variable length, once it has ended. Raises: CorruptSegmentError: text is not UTF-8."""

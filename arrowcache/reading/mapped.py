@@ -31,7 +31,7 @@ from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
 _most_mapped = mapping.most_mappings() // 2
-_MAPPED_AT_ONCE = 128  # segments: some 2 ms, while other threads wait for the GIL
+_MAPPED_A_CALL = 128  # segments: some 2 ms, while other threads wait for the GIL
 
 
 class _Table(NamedTuple):
@@ -247,8 +247,8 @@ class MappedSegments:
     def _map_alike(self, segments: Sequence[SegmentInfo], store: Store, template: Template) -> None:
         added = self._add(segments, store)
         try:
-            for start in range(0, len(added), _MAPPED_AT_ONCE):
-                lines = self._table.lines(added[start : start + _MAPPED_AT_ONCE])
+            for start in range(0, len(added), _MAPPED_A_CALL):
+                lines = self._table.lines(added[start : start + _MAPPED_A_CALL])
                 alike = maps.open_alike(self._table.files(lines), template.kind, _most_mapped)
                 self._know(lines[alike], template.layout)
         finally:

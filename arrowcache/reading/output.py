@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
+from arrowcache.native.library import address_of
 from arrowcache.reading.memory import PAGE_BYTES, page_aligned
 
 
@@ -18,7 +20,7 @@ def output_arrays(
 ) -> dict[str, NDArray[Any]]:
     """An array of `rows` rows for each fixed-width column: a user's own, where given, else a new one.
 
-    Raises: ValueError: one in `out` is of a column not asked for, or cannot be filled.
+    Raises: ValueError: one in `out` is of a column not asked for, or cannot be filled; two of them overlap.
     """
     for name in out:
         if name not in names or name not in schema.fixed:
@@ -43,6 +45,13 @@ def output_arrays(
                 f"not {getattr(array, 'dtype', type(array))} of {getattr(array, 'shape', '?')}"
             )
         arrays[name] = array
+    places = sorted((address_of(array), array.nbytes, name) for name, array in out.items() if array.nbytes)
+    for (start, nbytes, name), (following, _, other) in itertools.pairwise(places):
+        if start + nbytes > following:
+            raise ValueError(
+                f"out[{name!r}] and out[{other!r}] overlap: give each column an array of its own, since the "
+                "rows of one would overwrite those of the other"
+            )
     return arrays
 
 

@@ -74,7 +74,7 @@ class Permutation(RowOrder):
 class Window(RowOrder):
     """Shuffled within a window that slides over the segments, oldest first.
 
-    Whole segments are grouped into blocks of half a window. Rows are shuffled within each block, and
+    Whole segments are put together in blocks of half a window. Rows are shuffled within each block, and
     what that gives once more within blocks that are shifted by half: from the middle of one to the
     middle of the next. So a row is anywhere from the middle of the block before its own to the middle
     of the one after. A window that covers everything is a uniform shuffle.
@@ -90,7 +90,7 @@ class Window(RowOrder):
     ) -> None:
         starts = starts_of(segment_rows).tolist()
         rows = starts[-1]
-        self._first_segments = _group(starts, rows if window_rows >= rows else max(1, window_rows // 2))
+        self._first_segments = _cut(starts, rows if window_rows >= rows else max(1, window_rows // 2))
         edges = [starts[segment] for segment in self._first_segments]
         self._shifted = [0, *((start + stop) // 2 for start, stop in itertools.pairwise(edges)), rows]
         first, second = (_sequence(seed, (*key, number)) for number in range(2))
@@ -102,7 +102,7 @@ class Window(RowOrder):
         return range(self._first_segments[first], self._first_segments[last + 1])
 
 
-def _group(starts: list[int], block_rows: int) -> list[int]:
+def _cut(starts: list[int], block_rows: int) -> list[int]:
     """Cut segments into blocks: the first segment of each, and the number of segments.
 
     A block ends where it is nearest to an even part of what is left, of at most `block_rows`.

@@ -38,7 +38,6 @@ from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.mutex import Mutex
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.segment_arrays import SegmentArrays
-from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import Column
 from arrowcache.reading.view import Viewer, has_room
@@ -172,7 +171,7 @@ class Snapshot:
             row_ids: (n,) integers in [0, len(self)), any order, repeats allowed.
             columns: which; None for all.
             out: for fixed-width columns, C-contiguous arrays of shape (n, *shape) and the column's
-                dtype, which are filled and returned; others are allocated.
+                dtype, which share no memory; they are filled and returned. Others are allocated.
         Returns: name -> (n, *shape), row i being row_ids[i]; a list of str or bytes for a String or
             Binary column; `Values(data, offsets)` for a Ragged one.
         Blocks: while rows come from the disk.
@@ -235,15 +234,18 @@ class Snapshot:
         self.temperature.note(len(ids), missed)
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
-    def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
-        """Begin `gather_into`, with the fixed-width columns in a slot; until its end this stays open.
+    def begin_gather(
+        self, ids: NDArray[np.int64], names: Sequence[str], out: Mapping[str, int], keep: object
+    ) -> Gather:
+        """Begin `gather_into`; until its end this stays open. The caller tells `temperature` what it missed.
 
-        The caller tells `temperature` what it missed.
+        Args:
+            out: addresses of the fixed-width columns' memory, which `keep` keeps.
         """
         if not self._rows.is_known:
             with _Reader(self):
                 self._map_segments_of(ids)
-        return self._begin(ids, names, slot.addresses, slot)
+        return self._begin(ids, names, out, keep)
 
     def _begin(
         self,

@@ -27,7 +27,7 @@ from arrowcache.reading.memory import PAGE_BYTES
 from arrowcache.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from arrowcache.reading.job import Made
+    from arrowcache.reading.portion import Made
     from arrowcache.reading.temperature import Temperature
     from arrowcache.storage.counters import CounterPage
 

@@ -1,6 +1,6 @@
 """Stream: the loop: batches of an epoch, or of one epoch after another, driven by who consumes them.
 
-`take` begins jobs until enough batches are under way, and waits for the oldest; native threads, a crew of
+`take` begins portions until enough batches are under way, and waits for the oldest; native threads, a crew of
 Python threads or worker processes make them meanwhile. Nothing here has a thread. A stream owns the epochs
 that are under way, and their snapshots, until all their batches are made or it ends. The next epoch begins
 when the last batch of one is under way, so that there is no seam; where it reads many segments, that is done
@@ -32,9 +32,9 @@ from arrowcache.errors import LoaderTimeoutError
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.gather import abandon
-from arrowcache.reading.job import Job, Made
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.patience import Wait
+from arrowcache.reading.portion import Made, Portion
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _MOST_AHEAD = 8  # epochs, where they are short
 _MANY_SEGMENTS = 1000  # so many are listed, leased and mapped in some 2 ms
-_GRACE_SECONDS = 0.25  # for a job that itself waits so long, and then says better what for
+_GRACE_SECONDS = 0.25  # for a portion that itself waits so long, and then says better what for
 _LOOK_SECONDS = 0.05  # between two looks for the end, and two figures of a wait
 
 
@@ -52,7 +52,7 @@ class Stream:
 
     Args:
         epochs: begins epochs, and is told which one is delivered.
-        assembly: makes jobs of them.
+        assembly: makes portions of them.
         parking: keeps the last epoch's snapshot for a second.
         meter: told what was delivered, and of waits.
         endless: the next epoch follows when the last batch of one is under way.
@@ -73,12 +73,12 @@ class Stream:
         self._pid = os.getpid()
         self._making: list[Epoch] = []  # of which batches are to be made, or under way; the newest is last
         self._undelivered: list[Epoch] = []  # with batches that nobody may have got
-        self._jobs: Iterator[Job] = iter(())  # of the newest epoch
-        self._left = 0  # batches of it that are in none of the jobs begun
-        # Slices of what comes before the next one, and those that may come before the last jobs.
+        self._portions: Iterator[Portion] = iter(())  # of the newest epoch
+        self._left = 0  # batches of it that are in none of the portions begun
+        # Slices of what comes before the next one, and those that may come before the last portions.
         self._slices: Iterator[None] = iter(())
         self._looks: Iterator[None] = iter(())
-        self.begun: deque[Job] = deque()
+        self.begun: deque[Portion] = deque()
         self.under_way = 0  # batches of those
         self.ready: deque[Made] = deque()
         self.exhausted = False
@@ -93,7 +93,7 @@ class Stream:
         self.ended = self._is_closed = False
 
     def begin(self, is_cancelled: Callable[[], bool]) -> bool:
-        """Begin the first epoch and its first jobs: the consumer will ask for their batches.
+        """Begin the first epoch and its first portions: the consumer will ask for their batches.
 
         Nobody else knows of the stream before this returns.
         Blocks, Raises: as `Epochs.begin`; then the stream is to be closed.
@@ -107,7 +107,7 @@ class Stream:
             self._making, self._undelivered = [epoch], [epoch]
         self._parking.drop()  # what both read stays mapped
         self._make(epoch, awaited=True)
-        self._begin_jobs()
+        self._begin_portions()
         return True
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -129,7 +129,7 @@ class Stream:
             return None
         try:
             while not self.ended:
-                self._begin_jobs()
+                self._begin_portions()
                 if not self.ready:
                     if not self.begun:
                         break
@@ -158,7 +158,7 @@ class Stream:
             return True
         self._may_wait = False
         try:
-            self._begin_jobs()
+            self._begin_portions()
             while not self.ready and self.begun and self._take_oldest(0.0):
                 pass
             return bool(self.ready) or self.ended or (self.exhausted and not self.begun)
@@ -170,7 +170,7 @@ class Stream:
             self._leave()
 
     def _enter(self) -> bool:
-        """Make this thread the consumer: it cancels jobs if others end it. Returns: False: it has ended."""
+        """Make this thread the consumer: it cancels all if others end it. Returns: False: it has ended."""
         with self._lock:
             if not self.ended:
                 self.consumer = threading.get_ident()
@@ -235,22 +235,22 @@ class Stream:
         self._let_go()
         self._is_closed = True
 
-    # jobs
+    # portions
 
-    def _begin_jobs(self) -> None:
-        """Begin jobs until enough batches are under way."""
+    def _begin_portions(self) -> None:
+        """Begin portions until enough batches are under way."""
         for begun in tuple(self.begun):  # a handler of this thread may end the stream
             if begun.is_in_parts:
                 begun.go_on()
         wanted = self._assembly.wanted()
         while not self.exhausted and self.under_way + len(self.ready) < wanted:
             try:
-                job = next(self._jobs, None)
-                if job is not None:
-                    self.begun.append(job)
-                    self.under_way += job.batches
-                    self._left -= job.batches
-                    if self._left <= 2 * job.batches:
+                portion = next(self._portions, None)
+                if portion is not None:
+                    self.begun.append(portion)
+                    self.under_way += portion.batches
+                    self._left -= portion.batches
+                    if self._left <= 2 * portion.batches:
                         with suppress(OSError):  # which the next epoch meets as it begins
                             next(self._looks, None)
                 elif not self._begin_next_epoch():
@@ -261,21 +261,21 @@ class Stream:
                 self._fail(error)
 
     def _take_oldest(self, seconds: float) -> bool:
-        """Have the batches of the oldest job ready. Returns: False: it has not ended so soon."""
-        job = self.begun[0]
+        """Have the batches of the oldest portion ready. Returns: False: it has not ended so soon."""
+        portion = self.begun[0]
         try:
-            if not job.take(seconds) or self.ended:
+            if not portion.take(seconds) or self.ended:
                 return False
             self.begun.popleft()
-            self.under_way -= job.batches
-            self.ready.extend(job.made())
+            self.under_way -= portion.batches
+            self.ready.extend(portion.made())
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  # it arrives after the batches before it
             self._cancel_begun()
             self._fail(error)
         finally:
-            del job
+            del portion
         if len(self._making) > 1:
             self._retire_made()
         return True
@@ -288,7 +288,7 @@ class Stream:
     def _cancel(self) -> None:
         self.ready.clear()
         self._cancel_begun()
-        self._error, self._jobs = None, iter(())
+        self._error, self._portions = None, iter(())
         self._slices = self._looks = iter(())
         self._epochs.drop_ahead()
 
@@ -297,16 +297,16 @@ class Stream:
             begun.cancel(0)  # all of them first: no thread begins one while another is waited for
         with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
             while self.begun:
-                job = self.begun[0]
-                abandon(job) if self._was_interrupted else job.cancel()
+                portion = self.begun[0]
+                abandon(portion) if self._was_interrupted else portion.cancel()
                 self.begun.popleft()  # now: Ctrl-C loses none
         self.under_way = 0
 
     # epochs
 
     def _make(self, epoch: Epoch, *, awaited: bool) -> None:
-        """Have jobs begun of an epoch, the newest one."""
-        self._jobs, self._left = self._assembly.jobs(epoch, awaited=awaited), epoch.order.steps
+        """Have portions begun of an epoch, the newest one."""
+        self._portions, self._left = self._assembly.portions(epoch, awaited=awaited), epoch.order.steps
         if self._endless and _is_large(epoch):
             self._looks = self._epochs.look_ahead()
             self._slices = itertools.chain(self._looks, self._epochs.take_ahead())
@@ -359,7 +359,7 @@ class Stream:
 
     def _retire_made(self) -> None:
         """Let go of epochs whose batches are all made, as the next one has mapped what both read."""
-        under_way = [job.epoch for job in self.begun]
+        under_way = [portion.epoch for portion in self.begun]
         for epoch in self._making[:-1]:
             if epoch not in under_way:
                 self._retire(epoch, self._parking.leave if _is_large(epoch) else Snapshot.close)

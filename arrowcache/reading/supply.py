@@ -80,11 +80,11 @@ class Supply:
         if ahead is not None:
             ahead.close()
 
-    def take(self, least_rows: int, claim: Claim) -> Snapshot | None:
+    def take(self, least_rows: int, usage: EpochUsage) -> Snapshot | None:
         """An open snapshot of so many rows, all of them mapped, as the pace allows; None: there is none yet.
 
         Args:
-            claim: counts the epoch.
+            usage: counts the epoch.
         Raises: OSError: the folder is gone, or its disk failed; says what to do.
         """
         if not self._may_begin():
@@ -92,22 +92,22 @@ class Supply:
             return None
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            return self._counted(ahead, least_rows, claim)
+            return self._counted(ahead, least_rows, usage)
         where = self._fresh()
         if self.rows < least_rows:  # last time: so who waits never takes cache.lock
             self.listed = self.store.segments()
             self.rows = sum(segment.rows for segment in self.listed if where is None or where(segment))
         if self.rows < least_rows:
             return None
-        return self._counted(Snapshot.take(self.store, where, yields_since=self.known), least_rows, claim)
+        return self._counted(Snapshot.take(self.store, where, yields_since=self.known), least_rows, usage)
 
-    def _counted(self, snapshot: Snapshot, least_rows: int, claim: Claim) -> Snapshot | None:
+    def _counted(self, snapshot: Snapshot, least_rows: int, usage: EpochUsage) -> Snapshot | None:
         with ExitStack() as undo:  # Ctrl-C while it maps, too, leaves nothing leased
             undo.enter_context(snapshot)
             self.rows = len(snapshot)
             if self.rows >= least_rows:
                 self.rows = snapshot.map_all()
-            if self.rows < least_rows or not claim.count(snapshot):
+            if self.rows < least_rows or not usage.count(snapshot):
                 self.listed = self.store.segments()
                 return None
             undo.pop_all()
@@ -181,7 +181,7 @@ class Supply:
         return lambda segment: segment.seq not in spent and (given is None or given(segment))
 
 
-class Claim:
+class EpochUsage:
     """What the cache's usage counts for one epoch: rows that it serves, passes over its segments."""
 
     def __init__(self, supply: Supply) -> None:

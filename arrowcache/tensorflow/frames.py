@@ -41,7 +41,7 @@ _WIRE = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}  # by bytes of an 
 
 
 class Rooms:
-    """Memory for groups of batches, with room on both sides. Thread-safe."""
+    """Memory for batches side by side, with room on both sides. Thread-safe."""
 
     def __init__(self) -> None:
         self._starts: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
@@ -97,47 +97,47 @@ class Frames:
 
         Blocks: until the batch after a frame is there too, since only that shows that the frame is whole.
         """
-        for group in self._groups(batches):
-            yield self.write(group)
+        for some in self._side_by_side(batches):
+            yield self.write(some)
 
-    def _groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+    def _side_by_side(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Batches that lie side by side, as lists."""
-        group: list[Batch] = []
+        some: list[Batch] = []
         try:
             for batch in batches:
-                if group and not self._adjoin(group[-1], batch):
-                    yield group
-                    group = []
-                group.append(batch)
+                if some and not self._adjoin(some[-1], batch):
+                    yield some
+                    some = []
+                some.append(batch)
                 del batch
         except Exception:  # what was made before it is delivered first
-            if group:
-                yield group
+            if some:
+                yield some
             raise
-        if group:
-            yield group
+        if some:
+            yield some
 
     def _adjoin(self, one: Batch, other: Batch) -> bool:
         pairs = [(one[column.name], other[column.name]) for column in self._fixed]
         return bool(pairs) and all(b.ctypes.data == a.ctypes.data + a.nbytes for a, b in pairs)
 
-    def write(self, group: list[Batch]) -> Places:
+    def write(self, some: list[Batch]) -> Places:
         """Make a frame of batches that lie side by side, and of all that do.
 
         Returns: its files' addresses and bytes, (files,) each.
         """
         files: list[tuple[int, int] | pa.Table] = []
         for column in self._fixed:
-            arrays = [_flat(*column.disassemble(batch[column.name])) for batch in group]
+            arrays = [_flat(*column.disassemble(batch[column.name])) for batch in some]
             files.append(self._in_place(arrays) or pa.Table.from_batches(map(_row_of, map(_lists, arrays))))
         if self._others:
             rows = [
                 [lists for column in self._others for lists in _lists_of(column, batch[column.name])]
-                for batch in group
+                for batch in some
             ]
             files.append(pa.Table.from_batches(map(_row_of, rows)))
-        self._held.append(group)
-        places = self._written(files, len(group))
+        self._held.append(some)
+        places = self._written(files, len(some))
         return np.array([at for at, _ in places], np.uint64), np.array([size for _, size in places], np.int64)
 
     def _in_place(self, arrays: list[NDArray[Any]]) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from arrowcache.reading.assembly import Batch
-from arrowcache.reading.job import Made
+from arrowcache.reading.portion import Made
 from arrowcache.reading.stream import Stream
 from arrowcache.torch.device import DevicePrefetcher, PrefetchIterator
 

@@ -63,7 +63,7 @@ class Rows(list[int]):
 
     def read(self, columns: tuple[str, ...], store: Store) -> dict[str, Any]:
         """The rows, copied into NumPy arrays, wherever this is; `store` is of their cache."""
-        return snapshots.read(self.snapshot, store, self.oldest, self.ids, columns, self.left)
+        return snapshots.read(self.snapshot, store, self.oldest, self.ids, columns, self.step, self.left)
 
     def delivered(self) -> None:
         """The batch has arrived in the process that drew it; elsewhere this does nothing."""

@@ -204,7 +204,7 @@ class EpochRows(Iterator[list[int]]):
             self._has_stopped = True
             sending.complete()
             raise StopIteration
-        sending.sent(rows.step, rows.oldest)
+        sending.sent(rows.step, rows.ids, rows.oldest)
         self._yielded += 1
         if not rows.left:
             sending.complete()

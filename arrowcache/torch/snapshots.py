@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,11 @@ from torch.utils.data import get_worker_info
 
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
 from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.gather import Gather
 from arrowcache.reading.plan import runs_of, segments_of
-from arrowcache.reading.slots import Slots
+from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.temperature import batches_ahead
 from arrowcache.shortage import start
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
@@ -91,15 +93,17 @@ class Sending:
         self.store, self._epoch = store, epoch
         self._batch_size, self._slots = batch_size, slots
         self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
+        self._drawn: dict[int, NDArray[np.int64]] = {}  # step -> rows that are to be read here, perhaps
+        self._begun: dict[int, _Begun] = {}  # by step: of those that come next
         self._sent = 0
         self._complete = False
         self._oldest = 0
         self.is_closed = False
         _sending[self.name.key] = self
 
-    def sent(self, step: int, oldest: int) -> None:
+    def sent(self, step: int, ids: NDArray[np.int64], oldest: int) -> None:
         """A batch is on its way; no later one reads a segment before number `oldest`."""
-        self._pending[step] = oldest
+        self._pending[step], self._drawn[step] = oldest, ids
         self._sent += 1
 
     def complete(self) -> None:
@@ -108,18 +112,42 @@ class Sending:
         if not self._pending:
             self.close()
 
-    def read(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> Columns:
-        """Gather rows into a slot: name -> array, which returns its memory when it dies."""
+    def read(self, step: int, ids: NDArray[np.int64], names: tuple[str, ...]) -> Columns:
+        """Gather rows into a slot: name -> array, which returns its memory when it dies.
+
+        Where rows come from the disk it begins to read those of the next batches, too.
+        """
+        snapshot, begun = self._epoch.snapshot, self._begun.pop(step, None)
+        self._drawn.pop(step, None)
+        if begun is None or begun.names != names:
+            columns = snapshot.gather(ids, names, out=self._lend(ids, names).arrays())
+        else:
+            gather = begun.gather.wait()
+            snapshot.temperature.note(len(ids), gather.missed)
+            columns = begun.slot.arrays() | gather.values()
+        if snapshot.temperature.is_cold:
+            most = batches_ahead(self._batch_size, self._batch_size * snapshot.row_bytes)
+            for each in [*self._drawn][: max(0, most - len(self._begun))]:
+                with suppress(Exception):  # it comes again as that batch is read
+                    self._begun[each] = self._begin(self._drawn.pop(each), names)
+        return {name: columns[name] for name in names}
+
+    def _begin(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> _Begun:
+        slot = self._lend(ids, names)
+        return _Begun(names, slot, self._epoch.snapshot.begin_gather(ids, names, slot.addresses, slot))
+
+    def _lend(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> Slot:
         fixed = self.store.settings.schema.fixed
         slots = self._slots.get(names)
         if slots is None:
             columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
             slots = self._slots.setdefault(names, Slots(columns, self._batch_size))
-        return dict(self._epoch.snapshot.gather(ids, names, out=slots.lend(len(ids)).arrays()))
+        return slots.lend(len(ids))
 
     def delivered(self, step: int) -> None:
         """A batch has arrived, whatever came of it: let go of what no other one needs."""
         oldest = self._pending.pop(step, 0)
+        self._drawn.pop(step, None)
         if self._complete and not self._pending:
             self.close()
             return
@@ -137,8 +165,17 @@ class Sending:
         if _sending.pop(self.name.key, None) is None:
             return
         self.is_closed = True
+        self._begun.clear()
         self._epoch.delivered = self._sent - len(self._pending)
         self._epoch.end()
+
+
+class _Begun(NamedTuple):
+    """Columns of a batch on their way into a slot."""
+
+    names: tuple[str, ...]
+    slot: Slot
+    gather: Gather
 
 
 # Single operations, without a lock that a fork could find held.
@@ -165,6 +202,7 @@ def read(
     oldest: int,
     ids: NDArray[np.int64],
     columns: tuple[str, ...],
+    step: int,
     left: int,
 ) -> Columns:
     """Rows of a snapshot, in whatever process: copies, in NumPy arrays.
@@ -172,13 +210,14 @@ def read(
     Args:
         store: of the snapshot's cache, in this process.
         oldest: no segment before this number is needed now or later.
+        step: of the epoch.
         left: batches of the epoch after this one: the workers take turns.
     Raises: MissingSegmentsError: the epoch has ended and segments are gone. ArrowCacheError: it was
         given up for a newer one. CorruptSegmentError: a damaged segment.
     """
     own = sending_of(name)
     if own is not None:
-        return own.read(ids, columns)
+        return own.read(step, ids, columns)
     if name.key in _stale:
         raise ArrowCacheError("this batch is of an epoch that was left for a newer one: drop it")
     worker = get_worker_info()

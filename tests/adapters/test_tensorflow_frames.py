@@ -90,7 +90,7 @@ def test_what_lies_elsewhere_is_copied_and_its_surroundings_stay(frames, slots):
     assert np.array_equal(memory, before)
 
 
-def test_the_middle_of_a_group_is_copied(frames, slots):
+def test_a_batch_without_the_one_before_it_is_copied(frames, slots):
     """Its headers would lie in the batch before it."""
     first, second = gathered(slots, 0)
     assert ids(frames.write([second])) == list(range(4, 8))
@@ -116,7 +116,7 @@ def test_a_frame_stays_while_the_next_is_made(frames, slots):
         older = newer
 
 
-def test_an_epochs_frames_are_its_groups(frames, slots):
+def test_an_epochs_frames_are_batches_that_lie_side_by_side(frames, slots):
     batches = [*gathered(slots, 0), *gathered(slots, 10), *gathered(slots, 20, 1)]
     assert [ids(frame) for frame in frames.of_epoch(iter(batches))] == [
         list(range(8)),

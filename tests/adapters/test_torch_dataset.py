@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import append_rows, flip_byte, ids_of, in_child, make_cache, publish, segment_files, wait_until
+from page_cache import drop_from_memory, resident_bytes
 from processes import Script
 from quick import first_is_quick
 
@@ -767,3 +768,32 @@ def test_a_state_of_segments_that_this_cache_cannot_have_is_refused_and_walked_b
             state = {"format": "arrowcache.iterable", "plan": state, "made": 1, "workers": 1}
         with pytest.raises(ValueError, match=r"of another cache: it has segments of 1000000000000 rows"):
             readers[reader].load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", [{}, {"name": ac.String()}], ids=["fixed", "variable"])
+def test_rows_are_asked_of_the_disk_while_their_batches_are_on_their_way(tmp_path, name):
+    """Those of one batch were, as it arrived: the disk waited for the training."""
+    schema = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("uint8", (1 << 16,)), **name})
+    cache = make_cache(tmp_path / "cache", schema, capacity="64MiB", segment_bytes="4MiB", segment_rows=48)
+    with cache.writer() as writer:
+        for number in range(240):
+            image, text = np.full(1 << 16, number, np.uint8), dict.fromkeys(name, f"{number:03}")
+            writer.append(id=number, image=image, **text)
+    files = segment_files(cache)
+    drop_from_memory(*files)
+    dataset, sampler = CacheDataset(cache), EpochBatchSampler(cache, 6, seed=1)
+    drawing = iter(sampler)
+    drawn = [next(drawing) for _ in range(5)]
+    before = sum(map(resident_bytes, files))
+    came = [dataset[drawn[0]]]
+    if not name:  # else all was read as it was checked
+        wait_until(lambda: sum(map(resident_bytes, files)) - before > 12 * (1 << 16), "three batches")
+    drawn += drawing
+    came += [dataset[rows] for rows in drawn[1:]]
+    assert sorted(ids_of(came)) == list(range(240))
+    for rows, batch in zip(drawn, came, strict=True):
+        assert batch["id"].tolist() == [*rows]
+        assert (batch["image"] == batch["id"][:, None]).all()
+        assert batch.get("name", ()) in ((), [f"{number:03}" for number in rows])
+    del drawing
+    no_lease_is_left(cache)

@@ -7,36 +7,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from faulty_disk import faulty_disk
-from helpers import make_cache
+from mixed_rows import mixed_cache
 from processes import Script
 
 import arrowcache as ac
 
-ROWS, SEGMENT_ROWS, DAMAGED = 96, 16, 3
-FIXED, VARIABLE = ["id", "image"], ["id", "name", "boxes"]
-
 
 @pytest.fixture
 def cache(tmp_path: Path) -> ac.Cache:
-    """Six segments of 16 rows of 21 KiB, ids 0 to 95."""
-    schema = ac.Schema(
-        {
-            "id": ac.Tensor("int64"),
-            "image": ac.Tensor("float32", (64, 64)),
-            "name": ac.String(),
-            "boxes": ac.Ragged("float32", (4,)),
-        }
-    )
-    cache = make_cache(tmp_path / "cache", schema, capacity="16MiB", segment_bytes="1MiB")
-    with cache.writer() as writer:
-        for number in range(ROWS):
-            image = np.full((64, 64), number, np.float32)
-            boxes = np.full((200, 4), number, np.float32)
-            writer.append(id=number, image=image, name=str(number) * 500, boxes=boxes)
-    return cache
+    return mixed_cache(tmp_path / "cache")
 
 
 def runs_well(code: str, cache: ac.Cache, tmp_path: Path) -> None:
@@ -46,7 +27,7 @@ def runs_well(code: str, cache: ac.Cache, tmp_path: Path) -> None:
         assert script.end() == (0, "")
 
 
-BEGINNING = f"""
+BEGINNING = """
     import errno, gc, os, re, signal, sys, threading, time, warnings
     from pathlib import Path
     import numpy as np
@@ -54,15 +35,12 @@ BEGINNING = f"""
     from arrowcache.reading import mapped
     from faulty_disk import Disk
     from helpers import ids_of, mapped_seqs, segment_files, wait_until
+    from mixed_rows import BAD, DAMAGED, FIXED, OTHERS, ROWS, VARIABLE, WHOLE, checked, rows_of
 
     disk, cache = Disk(), ac.Cache.open(sys.argv[1])
     of_loader = ac.Loader
     files = segment_files(cache)
-    name = files[{DAMAGED}].name
-    whole = list(range({ROWS}))
-    bad = list(range({DAMAGED * SEGMENT_ROWS}, {(DAMAGED + 1) * SEGMENT_ROWS}))
-    others = [row for row in whole if row not in bad]
-    FIXED, VARIABLE = {FIXED}, {VARIABLE}
+    name = files[DAMAGED].name
 
     def drop():
         for path in files:
@@ -70,25 +48,13 @@ BEGINNING = f"""
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def checked(batch):
-        ids = batch["id"].tolist()
-        if "image" in batch:
-            assert (batch["image"] == batch["id"][:, None, None]).all()
-        if "name" in batch:
-            assert batch["name"] == [str(number) * 500 for number in ids]
-            assert (batch["boxes"].data == np.repeat(batch["id"], 200)[:, None]).all()
-        return ids
-
-    def rows_of(batches):
-        return sorted(number for batch in batches for number in checked(batch))
-
     def failed(call, kind, *words):
         try:
             result = call()
         except kind as error:
             assert all(word in str(error) for word in words), error
         else:
-            raise AssertionError(f"it did not fail: {{result!r}}")
+            raise AssertionError(f"it did not fail: {result!r}")
 """
 
 GATHERS = (
@@ -105,10 +71,10 @@ GATHERS = (
                     with disk.fails(name, errno.EIO, "read"):
                         if is_cold or not most_mapped:
                             for _ in range(2):
-                                gather = lambda: snapshot.gather(whole, columns)
+                                gather = lambda: snapshot.gather(WHOLE, columns)
                                 failed(gather, ac.CorruptSegmentError, name, "Input/output error")
-                        assert checked(snapshot.gather(others, columns)) == others
-                    assert checked(snapshot.gather(bad, columns)) == bad, "it was a moment's"
+                        assert checked(snapshot.gather(OTHERS, columns)) == OTHERS
+                    assert checked(snapshot.gather(BAD, columns)) == BAD, "it was a moment's"
                 assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
     print("well", flush=True)
 """
@@ -138,10 +104,10 @@ LOADERS = (
                         for _ in range(2):
                             with warnings.catch_warnings(record=True) as caught:
                                 warnings.simplefilter("always")
-                                assert rows_of(loader) == others
+                                assert rows_of(loader) == OTHERS
                             assert f"{name} left out" in str(caught[0].message), caught[0].message
-                    assert rows_of(loader) == whole, "well again"
-                    assert sorted(ids_of(loader)) == whole
+                    assert rows_of(loader) == WHOLE, "well again"
+                    assert sorted(ids_of(loader)) == WHOLE
                 assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
     assert cache.verify() == []
     print("well", flush=True)
@@ -163,11 +129,11 @@ HINTS = (
             drop()
             with disk.fails("/segments/", error, "advise"), of_loader(cache, 6, shuffle=shuffle) as loader:
                 for _ in range(2):
-                    assert rows_of(loader) == whole
+                    assert rows_of(loader) == WHOLE
                 assert disk.calls("advise")
         drop()
         with disk.fails("/segments/", error, "advise"), cache.snapshot() as snapshot:
-            assert checked(snapshot.gather(whole)) == whole
+            assert checked(snapshot.gather(WHOLE)) == WHOLE
     gc.collect()  # views
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
     print("well", flush=True)
@@ -194,8 +160,8 @@ OPENS = (
                     snapshot.temperature.is_cold = is_cold
                     fetch = None
                     with disk.fails("/segments/", error, "open"):
-                        assert checked(snapshot.gather(whole, columns)) == whole, "they are mapped"
-                        fetch = snapshot.fetch(0, len(whole), columns)
+                        assert checked(snapshot.gather(WHOLE, columns)) == WHOLE, "they are mapped"
+                        fetch = snapshot.fetch(0, len(WHOLE), columns)
                         while not fetch.take(0.05):
                             pass
                     del fetch
@@ -204,16 +170,16 @@ OPENS = (
                     snapshot.map_all()
                     snapshot.temperature.is_cold = is_cold
                     with disk.fails(name, error, "open"):
-                        failed(lambda: snapshot.gather(whole, columns), kind, name, *words)
-                        assert checked(snapshot.gather(others, columns)) == others
-                    assert checked(snapshot.gather(whole, columns)) == whole
+                        failed(lambda: snapshot.gather(WHOLE, columns), kind, name, *words)
+                        assert checked(snapshot.gather(OTHERS, columns)) == OTHERS
+                    assert checked(snapshot.gather(WHOLE, columns)) == WHOLE
                 mapped._most_mapped = 1000
         for shuffle in ("rows", "window"):
             drop()
             with of_loader(cache, 6, shuffle=shuffle) as loader:
                 epoch = iter(loader)
                 with disk.fails("/segments/", error, "open"):
-                    assert rows_of(epoch) == whole
+                    assert rows_of(epoch) == WHOLE
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
     assert cache.verify() == []
     print("well", flush=True)
@@ -261,7 +227,7 @@ ENDS = (
         with disk.is_held("/segments/", "read"):
             image = np.empty((96, 64, 64), np.float32)
             out = {"image": image.ctypes.data}
-            gather = snapshot._begin(np.arange(96), ["image", "name", "boxes"], out, image)
+            gather = snapshot.begin_gather(np.arange(96), ["image", "name", "boxes"], out, image)
             assert left_behind(gather.cancel, gather) <= 2
     print("well", flush=True)
 """
@@ -272,3 +238,115 @@ ENDS = (
 def test_what_ends_on_a_disk_that_does_not_answer_waits_for_what_was_begun_and_nothing_more(cache, tmp_path):
     """Each job that was left behind had a new thread, which began the next one: it ended after 5 s each."""
     runs_well(ENDS, cache, tmp_path)
+
+
+INTERRUPTED = (
+    BEGINNING
+    + """
+    from arrowcache.native import engine
+    from plain_rows import threads
+
+    real, cancels = engine.library, threading.Event()
+
+    class Library:
+        def __getattr__(self, name):
+            if name == "engine_cancel":
+                cancels.set()
+            return getattr(real, name)
+
+    engine.library = Library()
+    for shuffle in ("rows", "window"):
+        drop()
+        loader = of_loader(cache, 6, shuffle=shuffle, timeout=0.1)
+        epoch, held = iter(loader), disk.is_held("/segments/", "read")
+
+        def press():
+            cancels.wait()
+            time.sleep(0.1)  # else it comes before it waits, which is as good
+            os.kill(os.getpid(), signal.SIGINT)
+            held.__exit__(None, None, None)
+
+        with threads(1):
+            held.__enter__()
+            cancels.clear()
+            pressed = threading.Thread(target=press)
+            pressed.start()
+            try:
+                next(epoch)
+            except KeyboardInterrupt as error:
+                assert isinstance(error.__context__, ac.LoaderTimeoutError), error.__context__
+            else:
+                raise AssertionError(f"{shuffle}: Ctrl-C was lost")
+            pressed.join()
+            loader.close()
+            assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+            drop()
+            with of_loader(cache, 6, shuffle=shuffle) as loader:
+                assert rows_of(loader) == WHOLE
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_an_epoch_ends_on_a_disk_that_does_not_answer_comes_once_it_has(cache, tmp_path):
+    """It was lost: the step said that it came too late, 5 s after that."""
+    runs_well(INTERRUPTED, cache, tmp_path)
+
+
+ASKED_AHEAD = (
+    BEGINNING
+    + """
+    from arrowcache.reading.memory import SharedMemory
+    from arrowcache.reading.workers.batch_maker import BatchMaker
+    from arrowcache.reading.workers.segment_list import pack_segments
+    from arrowcache.reading.workers.worker_slots import WorkerSlots
+    from plain_rows import threads
+
+    memory = SharedMemory.create()
+    settings = {"cache": sys.argv[1], "names": FIXED, "with_ids": False, "views": False}
+    maker = BatchMaker(WorkerSlots(memory, 2), settings, b"")
+    with cache.snapshot() as snapshot:
+        maker.begin(1, pack_segments(snapshot.segments))
+    batches = np.random.default_rng(0).permutation(ROWS).reshape(6, 16)
+    requests = [{"id": number, "epoch": 1, "released": 0, "data": ids.tobytes()}
+                for number, ids in enumerate(batches)]
+    coming, asked = requests[1:], []
+
+    def look():
+        if coming:
+            before = disk.calls("advise")
+            maker.begin_ahead(coming.pop(0))
+            asked.append(disk.calls("advise") - before)
+
+    def ids_made(number):
+        was_asked = len(asked)
+        answer = maker.make(requests[number], lambda: None if len(asked) > was_asked else look())
+        (_, _, [(dtype, shape, offset)]), (_, _, [image]) = answer["columns"]
+        ids = np.ndarray(shape, dtype, memory, offset)
+        assert (np.ndarray(image[1], image[0], memory, image[2]) == ids[:, None, None]).all()
+        return ids.tolist()
+
+    drop()
+    with threads(0):
+        came = []
+        with disk.is_held("/segments/", "read"):
+            making = threading.Thread(target=lambda: came.append(ids_made(0)))
+            making.start()
+            wait_until(lambda: asked, "the next rows to be asked for")
+            assert asked[0] >= 2 * 16, asked
+            assert not came
+        making.join()
+        came += [ids_made(number) for number in range(1, 6)]
+        assert came == batches.tolist()
+    maker.close()
+    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_worker_asks_for_the_next_rows_while_it_waits_for_those_of_a_batch(cache, tmp_path):
+    """It asked for one batch at a time, and the disk waited for its transform."""
+    runs_well(ASKED_AHEAD, cache, tmp_path)

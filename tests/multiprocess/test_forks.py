@@ -90,14 +90,14 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
         for began in ("asks", "reads"):
             drop(cache)
             image = np.empty((ROWS, 128, 128), np.float32)
-            gather = snapshot._begin(ids, ["image", "name"], {"image": image.ctypes.data}, image)
+            gather = snapshot.begin_gather(ids, ["image", "name"], {"image": image.ctypes.data}, image)
             fetch = snapshot.fetch(0, ROWS, ["id", "image", "name"])
             if began == "reads":
                 while not Job.take(gather._parts[0], 60):  # all is asked for
                     pass
                 gather.go_on()
-            was_in_memory = gather._parts[0].has_ended()
-            left = [fetch] if was_in_memory else [gather, fetch]
+            is_over = gather._parts[0].has_ended()  # the disk may have been quick
+            left = [fetch] if is_over else [gather, fetch]
 
             def body(gather: Any = gather, left: Any = left) -> None:
                 for begun in left:

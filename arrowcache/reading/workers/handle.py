@@ -44,7 +44,7 @@ class Finished(NamedTuple):
         return sum(len(arrays) for _, _, arrays in self.columns)
 
     def batch(self, rows: slice | None = None) -> dict[str, Any]:
-        """The batch, or some rows of it, if it is a group of batches."""
+        """The batch, or some rows of it, if it is several batches."""
         return {
             name: unpack(kind, arrays if rows is None else [array[rows] for array in arrays])
             for name, kind, arrays in self.columns

@@ -1,9 +1,9 @@
 """Remote assembly: has worker processes make the batches of an epoch.
 
-It is the counterpart of assembly.py. It cuts an epoch into jobs, in step order; each is one request to the
-pool. The pool starts as soon as an epoch is wanted, and ends when this is closed or dropped, or when the
-interpreter ends. With a transform a job is one batch, so that transforms run side by side. Without one, if
-all columns have a fixed width, a job is a group of batches, which a worker gathers at once.
+It is the counterpart of assembly.py. It cuts an epoch into portions, in step order; each is one request to
+the pool. The pool starts as soon as an epoch is wanted, and ends when this is closed or dropped, or when the
+interpreter ends. With a transform a portion is one batch, so that transforms run side by side. Without one,
+if all columns have a fixed width, a portion has many batches, which a worker gathers at once.
 
 A process takes longer to import NumPy and Arrow than many an epoch takes. So batches without a transform are
 made in this process until the first worker is ready.
@@ -23,8 +23,8 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.pickling import pickled
 from arrowcache.reading.assembly import Assembly, mean_published
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.job import Elsewhere, Job, Made
 from arrowcache.reading.options import BatchOptions, EpochOptions
+from arrowcache.reading.portion import Elsewhere, Made, Portion
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.handle import Finished
 from arrowcache.reading.workers.pool import DEPTH, Pool
@@ -33,11 +33,11 @@ from arrowcache.storage.store import Store
 
 _PREFETCHED = 4
 _MANY_BATCHES = 8  # and two for each usual one: more than prefetching and one in hand need
-_USUAL_GROUP_BYTES = 32 << 20  # each group is a few hand-overs between three threads of this process
+_PORTION_BYTES = 32 << 20  # each portion is a few hand-overs between three threads of this process
 
 
 class RemoteAssembly:
-    """Makes jobs of epochs for worker processes, whose pool it owns.
+    """Makes portions of epochs for worker processes, whose pool it owns.
 
     Args: as Assembly's.
     Raises: TypeError: the transform cannot be pickled.
@@ -63,10 +63,10 @@ class RemoteAssembly:
         if transform is not None:
             packed = pickled(transform, "the transform {!r}", "pass worker_type='thread'")
         row_bytes = sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
-        can_group = transform is None and all(name in schema.fixed for name in names)
+        are_together = transform is None and all(name in schema.fixed for name in names)
         batch_bytes = max(1, row_bytes * self._batch_size)
-        self._group = max(1, _USUAL_GROUP_BYTES // batch_bytes) if can_group else 1
-        self._wanted = prefetch + in_flight * self._group
+        self._most_batches = max(1, _PORTION_BYTES // batch_bytes) if are_together else 1  # of a portion
+        self._wanted = prefetch + in_flight * self._most_batches
         self._new_here = partial(Assembly, store, options, BatchOptions(with_ids=making.with_ids), meter)
         self._new_pool = partial(Pool, making.workers, self._settings, packed)
         self._has_transform = transform is not None
@@ -88,22 +88,22 @@ class RemoteAssembly:
         """The number of batches that are to be under way or ready."""
         return self._wanted if self._here is None else self._here.wanted()
 
-    def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
+    def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
         """As of `Assembly`."""
         pool = self._pool
         pool.start()
         number = pool.begin(pack_segments(epoch.snapshot.segments))
         self._epoch = epoch, number
         step = 0
-        for job in self._jobs_here(pool, epoch, awaited=awaited):
-            yield job
-            step += job.batches
-        size = 1 if awaited and not step else self._group
+        for portion in self._portions_here(pool, epoch, awaited=awaited):
+            yield portion
+            step += portion.batches
+        size = 1 if awaited and not step else self._most_batches
         while step < epoch.order.steps:
             is_hoarded = pool.is_hoarded(_MANY_BATCHES + 2 * self._usual)
             last = min(step + (1 if is_hoarded else size), epoch.order.steps)
-            yield self._job(pool, epoch, number, step, epoch.order.batches(step, last), last - step)
-            step, size = last, min(2 * size, self._group)
+            yield self._portion(pool, epoch, number, step, epoch.order.batches(step, last), last - step)
+            step, size = last, min(2 * size, self._most_batches)
 
     def end(self, epoch: Epoch) -> None:
         """Have nothing more made of an epoch; call it before its snapshot is closed."""
@@ -141,18 +141,18 @@ class RemoteAssembly:
         """The stages that workers are at, and since when."""
         return self._pool.in_progress()
 
-    def _jobs_here(self, pool: Pool, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
-        """The first jobs, while no process is ready."""
+    def _portions_here(self, pool: Pool, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
+        """The first portions, while no process is ready."""
         if self._here is not None:
-            jobs = self._here.jobs(epoch, awaited=awaited)
-            while pool.is_starting and (job := next(jobs, None)) is not None:
-                yield job
+            portions = self._here.portions(epoch, awaited=awaited)
+            while pool.is_starting and (portion := next(portions, None)) is not None:
+                yield portion
             if not pool.is_starting:
                 self._here = None  # with its memory
 
-    def _job(
+    def _portion(
         self, pool: Pool, epoch: Epoch, number: int, step: int, ids: NDArray[np.int64], batches: int
-    ) -> Job:
+    ) -> Portion:
         oldest = epoch.order.segments_span(epoch.delivered).start
         published = mean_published(epoch, ids)
 

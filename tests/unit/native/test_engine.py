@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -712,10 +713,8 @@ def test_ctrl_c_between_its_two_jobs_does_not_keep_a_read_from_its_end(no_thread
     job = begun_read(files.table(), ids, files.outputs(len(ids)))
     assert Job.take(job, 60)
     job.go_on()
-    interrupt = CtrlC(1)  # Read.cancel, Job.cancel
-    with interrupt:
-        assert job.cancel()
-    assert interrupt.where.endswith("cancel")
+    with pytest.raises(KeyboardInterrupt), CtrlC(2):  # Read.cancel, Job.cancel, what that calls
+        job.cancel()
     assert job.has_ended()
 
 
@@ -774,6 +773,46 @@ def test_what_the_kernel_holds_is_left_behind_with_all_that_it_touches(held, pag
     assert kept() is not None, "for ever"
 
 
+def press_in_a_cancel(number: int, released: list[str]) -> None:
+    """Ctrl-C for the main thread, once it sleeps in `engine_cancel`."""
+    wait_until_it_waits(number, released, "engine_cancel")
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+@pytest.mark.parametrize("held", [held_copy, held_read])
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "is left behind"])
+def test_ctrl_c_while_a_job_is_waited_for_comes_once_that_is_over(held, ends, pages, monkeypatch, released):
+    """It was lost: whoever pressed it waited, and went on as if nothing had been."""
+    monkeypatch.setattr(of_process, "patience_nanoseconds", 60_000_000_000 if ends else 500_000_000)
+    with threads(1), ThreadPoolExecutor(1) as pool:
+        job = held(pages)
+        released.clear()
+        pressed = pool.submit(press_in_a_cancel, threading.get_native_id(), released)
+        if ends:
+            pressed.add_done_callback(lambda _: pages.let_go())
+        with pytest.raises(KeyboardInterrupt) as caught, warnings.catch_warnings(record=True):
+            job.cancel()
+        pressed.result(60)
+        assert job.cancel() == job.has_ended() == ends, "it is over"
+        frames = weakref.ref(job)
+        del caught
+        pages.let_go()
+        if ends:
+            del job
+            assert frames() is None, "nothing of the interrupt keeps it"
+
+
+def test_ctrl_c_while_a_job_that_is_dropped_is_waited_for_is_lost(pages, monkeypatch, released):
+    """A finalizer has nobody to tell of it."""
+    with threads(1), ThreadPoolExecutor(1) as pool:
+        job = held_copy(pages)
+        released.clear()
+        pressed = pool.submit(press_in_a_cancel, threading.get_native_id(), released)
+        pressed.add_done_callback(lambda _: pages.let_go())
+        del job
+        pressed.result(60)
+
+
 def test_what_was_left_behind_may_end(pages, monkeypatch):
     monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
     with threads(1):
@@ -793,10 +832,10 @@ def test_a_job_is_left_behind_where_warnings_are_errors(pages, monkeypatch):
         pages.let_go()
 
 
-def wait_until_it_waits(number: int, released: list[str]) -> None:
+def wait_until_it_waits(number: int, released: list[str], function: str = "engine_take") -> None:
     """Until a thread sleeps in the engine."""
     task = Path(f"/proc/self/task/{number}/stat")
-    wait_until(lambda: "engine_take" in released, "it to wait")
+    wait_until(lambda: function in released, "it to wait")
     wait_until(lambda: task.read_text().rpartition(")")[2].split()[0] == "S", "it to sleep")
 
 

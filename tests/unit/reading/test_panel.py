@@ -15,7 +15,7 @@ from processes import Child
 
 from arrowcache import Loader
 from arrowcache.reading import stats as stats_module
-from arrowcache.reading.job import Made
+from arrowcache.reading.portion import Made
 from arrowcache.reading.stats import STAGES, Meter
 from arrowcache.storage import counters as counters_module
 from arrowcache.storage.counters import COUNTERS_LINK, TIMED, CounterPage, parse_counters, read_counters

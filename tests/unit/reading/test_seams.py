@@ -24,7 +24,7 @@ from arrowcache import Loader
 from arrowcache.native import maps
 from arrowcache.reading import stream, supply
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.supply import Claim
+from arrowcache.reading.supply import EpochUsage
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.store import Store
 
@@ -52,12 +52,12 @@ def test_no_step_does_more_than_a_slice(cache, monkeypatch):
 
         monkeypatch.setattr(owner, name, noted)
 
-    options = {"columns": ["id"], "transform": dict, "worker_type": "thread"}  # a job a batch
+    options = {"columns": ["id"], "transform": dict, "worker_type": "thread"}  # a portion a batch
     with Loader(cache, 8, prefetch=8, **options) as loader, closing(loader.repeat()) as epochs:
         next(epochs)
         for owner, name in (
             (Folder, "names_in_segments"), (Store, "_list"), (Store, "lease"), (Snapshot, "__init__"),
-            (Snapshot, "map_all"), (Claim, "count"),
+            (Snapshot, "map_all"), (EpochUsage, "count"),
         ):  # fmt: skip
             note(owner, name)
         steps = []

@@ -329,6 +329,26 @@ def test_an_unfit_out_is_refused_before_anything_is_written(tmp_path, out):
         assert not any(np.any(array) for array in out.values())
 
 
+@pytest.mark.parametrize("rows", [5, 500], ids=["here and now", "by the engine's threads"])
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 0), (0, 1), (1, 0), (0, 4), (2, 1)], ids=lambda row: f"from row {row}"
+)
+def test_out_arrays_that_overlap_are_refused_and_those_that_adjoin_are_filled(tmp_path, first, second, rows):
+    """They had rows of one column, or of both, and nothing told."""
+    schema = ac.Schema({name: ac.Tensor("float32", (16,)) for name in ("a", "b", "c")})
+    cache = build(tmp_path / "cache", schema, [20])
+    expected, ids = plain_rows(cache), np.arange(rows) % 20
+    buffer = np.zeros((3 * rows, 16), np.float32)
+    with cache.snapshot() as snapshot:
+        out = {"a": buffer[first : first + rows], "b": buffer[second : second + rows], "c": buffer[-rows:]}
+        with pytest.raises(ValueError, match=r"out\['[ab]'\] and out\['[ab]'\] overlap.* array of its own"):
+            snapshot.gather(ids, out=out)
+        assert not buffer.any()
+        out = {"a": buffer[rows : 2 * rows], "b": buffer[:rows], "c": buffer[2 * rows :]}
+        assert_same(cache, expected, ids, snapshot.gather(ids, out=out))
+        assert snapshot.gather([], out=dict.fromkeys("abc", buffer[:0])).keys() == set("abc")
+
+
 def test_a_variable_length_column_takes_no_out(tmp_path):
     cache = build(tmp_path / "cache", SCHEMAS["text"], [20])
     with cache.snapshot() as snapshot, pytest.raises(ValueError, match="'t'"):

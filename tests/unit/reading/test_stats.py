@@ -19,7 +19,7 @@ import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.reading import stats as stats_module
 from arrowcache.reading.gather import Gather
-from arrowcache.reading.job import Made
+from arrowcache.reading.portion import Made
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
 from arrowcache.reading.temperature import Temperature

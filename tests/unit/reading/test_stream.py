@@ -1,4 +1,4 @@
-"""A stream: batches in step order, begun ahead by their consumer, however jobs, epochs and it itself end."""
+"""A stream: batches in step order, begun ahead by their consumer, however portions, epochs and it end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.future import Future
-from arrowcache.reading.job import Elsewhere, Job, Made
+from arrowcache.reading.portion import Elsewhere, Made, Portion
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.stream import Stream
@@ -81,12 +81,12 @@ class Epochs:
 
 
 class Assembly:
-    def __init__(self, jobs: Callable[[Any], Iterator[Job]], wanted: Callable[[], int]) -> None:
-        self._jobs, self.wanted, self.ended = jobs, wanted, []
+    def __init__(self, portions: Callable[[Any], Iterator[Portion]], wanted: Callable[[], int]) -> None:
+        self._portions, self.wanted, self.ended = portions, wanted, []
 
-    def jobs(self, epoch: Epoch, *, awaited: bool) -> Iterator[Job]:
+    def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
         assert awaited == (epoch.number == 0)
-        return self._jobs(epoch)
+        return self._portions(epoch)
 
     def end(self, epoch: Epoch) -> None:
         self.ended.append(epoch.number)
@@ -107,7 +107,7 @@ def made(number: int, epoch: Any = None) -> Made:
     return Made(Batch(number=number), 1, 1, 1, 0.0, epoch)
 
 
-class Manual(Job):
+class Manual(Portion):
     """Under way until a test says that it is not; notes all that is done to it."""
 
     is_in_parts = True
@@ -148,7 +148,7 @@ class Manual(Job):
 
 
 def stream_of(
-    jobs: Callable[[], Iterator[Job]],
+    portions: Callable[[], Iterator[Portion]],
     wanted: int | Callable[[], int] = 3,
     *,
     let_go: Callable[[], object] = lambda: None,
@@ -160,37 +160,39 @@ def stream_of(
         meter.show = while_waiting
     how_many = wanted if callable(wanted) else lambda: wanted
     epochs = Epochs(Epoch(0, let_go), lambda *_: None)
-    stream = Stream(epochs, Assembly(lambda _: jobs(), how_many), Parking(), meter, endless=False)
+    stream = Stream(epochs, Assembly(lambda _: portions(), how_many), Parking(), meter, endless=False)
     assert stream.begin(lambda: False)
     return stream
 
 
 def endless_of(
-    steps: int, after: Callable[[Any, Any], Any], wanted: int = 3, job: Callable[..., Job] = Manual
+    steps: int, after: Callable[[Any, Any], Any], wanted: int = 3, portion: Callable[..., Portion] = Manual
 ) -> Stream:
     """A stream of epochs of so many steps, of which the next one is as `after` says."""
 
-    def jobs(epoch: Any) -> Iterator[Job]:
+    def portions(epoch: Any) -> Iterator[Portion]:
         for step in range(steps):
-            yield job(10 * epoch.number + step, epoch=epoch)
+            yield portion(10 * epoch.number + step, epoch=epoch)
 
-    stream = Stream(Epochs(Epoch(), after), Assembly(jobs, lambda: wanted), Parking(), Meter(), endless=True)
+    stream = Stream(
+        Epochs(Epoch(), after), Assembly(portions, lambda: wanted), Parking(), Meter(), endless=True
+    )
     assert stream.begin(lambda: False)
     return stream
 
 
-def of(*jobs: Job | Callable[[], Job]) -> Callable[[], Iterator[Job]]:
-    """Gives these jobs, of which some are begun when they are asked for."""
+def of(*portions: Portion | Callable[[], Portion]) -> Callable[[], Iterator[Portion]]:
+    """Gives these portions, of which some are begun when they are asked for."""
 
-    def begin() -> Iterator[Job]:
-        for each in jobs:
-            yield each if isinstance(each, Job) else each()
+    def begin() -> Iterator[Portion]:
+        for each in portions:
+            yield each if isinstance(each, Portion) else each()
 
     return begin
 
 
-def counting(count: int, group: int = 1) -> Callable[[], Iterator[Job]]:
-    return lambda: (Manual(first, min(group, count - first)) for first in range(0, count, group))
+def counting(count: int, batches: int = 1) -> Callable[[], Iterator[Portion]]:
+    return lambda: (Manual(first, min(batches, count - first)) for first in range(0, count, batches))
 
 
 def taken(stream: Stream) -> int:
@@ -228,10 +230,10 @@ def crew():
 # order
 
 
-@pytest.mark.parametrize("group", [1, 2, 7, 100])
-def test_batches_arrive_in_step_order_then_none(wanted, group):
+@pytest.mark.parametrize("batches", [1, 2, 7, 100])
+def test_batches_arrive_in_step_order_then_none(wanted, batches):
     for _ in range(3):
-        stream = stream_of(counting(50, group), wanted)
+        stream = stream_of(counting(50, batches), wanted)
         assert numbers(stream) == list(range(50))
         assert stream.take(1) is None
         stream.close()
@@ -241,16 +243,16 @@ def test_batches_arrive_in_step_order_then_none(wanted, group):
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2, 5])), max_size=20), st.integers(1, 9)
 )
 def test_any_jobs_give_all_their_batches_in_order(plan, wanted):
-    """A job is done at once, or at some look."""
+    """A portion is done at once, or at some look."""
     count = 0
 
-    def jobs() -> Iterator[Job]:
+    def portions() -> Iterator[Portion]:
         nonlocal count
         for batches, looks in plan:
             count += batches
             yield Manual(count - batches, batches, looks=looks)
 
-    stream = stream_of(jobs, wanted)
+    stream = stream_of(portions, wanted)
     assert numbers(stream) == list(range(count))
     assert (stream.under_way, len(stream.begun)) == (0, 0)
 
@@ -263,11 +265,11 @@ def test_jobs_of_a_crew_run_side_by_side_and_arrive_in_step_order(crew):
         order.append(step)
         return made(step)
 
-    def jobs() -> Iterator[Job]:
+    def portions() -> Iterator[Portion]:
         for step in range(9):
             yield Elsewhere(None, 1, crew.submit(lambda step=step: make(step)), lambda one: (one,))
 
-    assert numbers(stream_of(jobs)) == list(range(9))
+    assert numbers(stream_of(portions)) == list(range(9))
     assert sorted(order) == list(range(9))
 
 
@@ -283,13 +285,13 @@ def test_what_ended_first_waits_for_what_was_begun_before_it():
 # how far ahead
 
 
-def noted(begun: list[int], count: int, group: int = 1) -> Callable[[], Iterator[Job]]:
-    def jobs() -> Iterator[Job]:
-        for step in range(0, count, group):
+def noted(begun: list[int], count: int, batches: int = 1) -> Callable[[], Iterator[Portion]]:
+    def portions() -> Iterator[Portion]:
+        for step in range(0, count, batches):
             begun.append(step)
-            yield Manual(step, group)
+            yield Manual(step, batches)
 
-    return jobs
+    return portions
 
 
 def test_jobs_are_begun_until_enough_batches_are_under_way_or_ready():
@@ -342,12 +344,12 @@ def test_nothing_is_made_after_it_ended():
 def test_a_job_that_was_asked_for_while_the_stream_ended_is_cancelled():
     late = Manual(1)
 
-    def jobs() -> Iterator[Job]:
+    def portions() -> Iterator[Portion]:
         yield Manual(0)
         in_another_thread(stream.close)
         yield late
 
-    stream = stream_of(jobs, 1)
+    stream = stream_of(portions, 1)
     assert taken(stream) == 0
     assert stream.take(0) is None
     assert late.cancelled == 1
@@ -436,11 +438,11 @@ def test_an_epoch_is_let_go_when_all_of_it_is_made_and_the_next_one_has_begun():
     epochs = [Epoch(number) for number in range(9)]
     pending = {}
 
-    def job(step: int, epoch: Any) -> Job:
+    def portion(step: int, epoch: Any) -> Portion:
         pending[step] = Manual(step, epoch=epoch)
         return pending[step]
 
-    stream = endless_of(2, lambda previous, _: epochs[previous.number + 1], 4, job)
+    stream = endless_of(2, lambda previous, _: epochs[previous.number + 1], 4, portion)
     first = stream._epochs.first
     assert first.calls == []
     assert [taken(stream), taken(stream)] == [0, 1]
@@ -547,13 +549,15 @@ class FailingMade(Manual):
         fail(self._kind)
 
 
-def failing(kind: type[BaseException], where: str, *after: Callable[[], Job]) -> Callable[[], Iterator[Job]]:
+def failing(
+    kind: type[BaseException], where: str, *after: Callable[[], Portion]
+) -> Callable[[], Iterator[Portion]]:
     """Three batches, then an error."""
 
-    def jobs() -> Iterator[Job]:
+    def portions() -> Iterator[Portion]:
         yield Manual(0)
         yield Manual(1) if where == "made" else Manual(1, 2)
-        if where == "jobs":
+        if where == "portions":
             fail(kind)
         elif where == "take":
             yield FailingTake(kind)
@@ -565,10 +569,10 @@ def failing(kind: type[BaseException], where: str, *after: Callable[[], Job]) ->
         for each in after:
             yield each()
 
-    return jobs
+    return portions
 
 
-PLACES = pytest.mark.parametrize("where", ["jobs", "take", "made", "future"])
+PLACES = pytest.mark.parametrize("where", ["portions", "take", "made", "future"])
 
 
 @PLACES
@@ -603,7 +607,7 @@ def test_nothing_is_delivered_after_an_error_and_what_was_begun_is_cancelled():
     assert stream.take(0) is None
 
 
-@pytest.mark.parametrize("where", ["jobs", "made", "future"])
+@pytest.mark.parametrize("where", ["portions", "made", "future"])
 def test_an_error_and_its_frames_are_let_go_with_the_stream(where):
     kept = Kept()
     gc.collect()
@@ -625,13 +629,13 @@ def test_an_error_of_what_was_let_go_meanwhile_is_not_shown_and_keeps_nothing(ke
     """The consumer is told that its epoch has ended, and why, by who ended it."""
     alive = []
 
-    def jobs() -> Iterator[Job]:
+    def portions() -> Iterator[Portion]:
         yield Manual(0)
         in_another_thread(stream.close)
         alive.append(weakref.ref(kept := Kept()))
         raise FailingError(kept if keeps else None)
 
-    stream = stream_of(jobs, 1)
+    stream = stream_of(portions, 1)
     gc.disable()
     try:
         assert taken(stream) == 0
@@ -800,12 +804,12 @@ def test_a_stream_ends_at_once_although_a_job_of_it_does_not(crew):
         started.release()
         assert go_on.wait(DEADLINE_SECONDS)
 
-    def jobs() -> Iterator[Job]:
+    def portions() -> Iterator[Portion]:
         for _ in range(100):
             futures.append(crew.submit(wait))
             yield Elsewhere(None, 1, futures[-1], lambda one: (one,))
 
-    stream = stream_of(jobs, 5)
+    stream = stream_of(portions, 5)
     for _ in range(3):
         assert started.acquire(timeout=DEADLINE_SECONDS)
     stream.close()
@@ -850,7 +854,7 @@ def test_an_end_that_was_interrupted_between_two_jobs_is_finished_by_the_next(wh
     assert stream.take(0) is None
 
 
-@pytest.mark.parametrize("where", ["jobs", "take", "go_on", "made"])
+@pytest.mark.parametrize("where", ["portions", "take", "go_on", "made"])
 def test_ctrl_c_anywhere_leaves_a_stream_that_can_be_ended(where):
     is_pressed = False
 
@@ -867,18 +871,18 @@ def test_ctrl_c_anywhere_leaves_a_stream_that_can_be_ended(where):
 
     pending, let_go = [Pressed(0), Manual(1)], []
 
-    def jobs() -> Iterator[Job]:
+    def portions() -> Iterator[Portion]:
         yield from pending
         yield Manual(2)
-        if where == "jobs":
+        if where == "portions":
             fail(KeyboardInterrupt)
 
-    stream = stream_of(jobs, let_go=lambda: let_go.append([each.cancelled for each in pending]))
+    stream = stream_of(portions, let_go=lambda: let_go.append([each.cancelled for each in pending]))
     is_pressed = True
     with pytest.raises(KeyboardInterrupt):
         numbers(stream)
     in_another_thread(stream.close)
-    assert let_go == [[0 if where in ("made", "jobs") else 1, 1 if where != "jobs" else let_go[0][1]]]
+    assert let_go == [[0 if where in ("made", "portions") else 1, 1 if where != "portions" else let_go[0][1]]]
     assert not stream.begun
 
 
@@ -907,7 +911,7 @@ def test_a_child_does_not_take_the_batches_of_who_forked_it():
 def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(wanted, crew, is_finished):
     alive: list[weakref.ref[Any]] = []
 
-    def jobs() -> Iterator[Job]:
+    def portions() -> Iterator[Portion]:
         for step in range(4):
 
             def make(step: int = step) -> Made:
@@ -921,7 +925,7 @@ def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(want
     gc.collect()
     gc.disable()
     try:
-        stream = stream_of(jobs, wanted)
+        stream = stream_of(portions, wanted)
         for _ in range(4 if is_finished else 2):
             taken(stream)
         if is_finished:

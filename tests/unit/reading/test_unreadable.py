@@ -11,39 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers import ids_of, make_cache, mapped_seqs, segment_files, seqs
+from helpers import ids_of, mapped_seqs, segment_files, seqs
+from mixed_rows import DAMAGED, FIXED, OTHERS, ROWS, SEGMENT_ROWS, VARIABLE, WHOLE, mixed_cache
 
 import arrowcache as ac
 from arrowcache.reading import mapped
 from arrowcache.torch import Loader as TorchLoader
 from arrowcache.torch import dataloader
 
-SCHEMA = ac.Schema(
-    {
-        "id": ac.Tensor("int64"),
-        "image": ac.Tensor("float32", (64, 64)),
-        "name": ac.String(),
-        "boxes": ac.Ragged("float32", (4,)),
-    }
-)
-ROWS, SEGMENT_ROWS, DAMAGED = 96, 16, 3
-KINDS = pytest.mark.parametrize(
-    "columns", [["id", "image"], ["id", "name", "boxes"]], ids=["fixed", "variable"]
-)
+KINDS = pytest.mark.parametrize("columns", [FIXED, VARIABLE], ids=["fixed", "variable"])
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> ac.Cache:
-    """Six segments of 16 rows of 21 KiB, ids 0 to 95."""
-    cache = make_cache(tmp_path / "cache", SCHEMA, capacity="16MiB", segment_bytes="1MiB")
-    with cache.writer() as writer:
-        for number in range(ROWS):
-            image = np.full((64, 64), number, np.float32)
-            boxes = np.full((200, 4), number, np.float32)
-            writer.append(id=number, image=image, name=str(number) * 500, boxes=boxes)
-    return cache
+    return mixed_cache(tmp_path / "cache")
 
 
 def damage(cache: ac.Cache, change: Callable[[Path], None]) -> str:
@@ -57,11 +39,6 @@ def truncate(path: Path) -> None:
     os.truncate(path, 100)
 
 
-def others() -> list[int]:
-    first = DAMAGED * SEGMENT_ROWS
-    return [*range(first), *range(first + SEGMENT_ROWS, ROWS)]
-
-
 @KINDS
 def test_a_gather_of_a_truncated_segment_names_it_and_others_can_be_gathered(cache, columns):
     with cache.snapshot() as snapshot:
@@ -70,7 +47,7 @@ def test_a_gather_of_a_truncated_segment_names_it_and_others_can_be_gathered(cac
         for _ in range(2):
             with pytest.raises(ac.CorruptSegmentError, match=rf"{name} .*its file was truncated"):
                 snapshot.gather(range(ROWS), columns)
-        assert snapshot.gather(others(), columns)["id"].tolist() == others()
+        assert snapshot.gather(OTHERS, columns)["id"].tolist() == OTHERS
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 
 
@@ -81,7 +58,7 @@ def test_a_gather_of_a_segment_that_has_no_mapping_and_goes_names_it(cache, monk
         name = damage(cache, Path.unlink)
         with pytest.raises(ac.CorruptSegmentError, match=rf"{name} .*No such file"):
             snapshot.gather(range(ROWS))
-        assert snapshot.gather(others())["id"].tolist() == others()
+        assert snapshot.gather(OTHERS)["id"].tolist() == OTHERS
     assert cache.stats().leased_bytes == 0
 
 
@@ -95,7 +72,7 @@ def test_other_readers_learn_of_a_segment_that_could_not_be_read(cache):
         with cache.snapshot() as after:
             with pytest.warns(RuntimeWarning, match=f"{name} left out, .* it has 100 bytes"):
                 assert after.map_all() == ROWS - SEGMENT_ROWS
-            assert after.gather(range(len(after)))["id"].tolist() == others()
+            assert after.gather(range(len(after)))["id"].tolist() == OTHERS
         with cache.snapshot() as lazy:
             assert lazy.gather([0, ROWS - 1])["id"].tolist() == [0, ROWS - 1]
             with (
@@ -114,7 +91,7 @@ def test_a_segment_whose_read_failed_by_chance_is_read_on(cache, monkeypatch):
         snapshot._doubted(DAMAGED * SEGMENT_ROWS)
         with cache.snapshot() as after:
             assert after.map_all() == ROWS
-            assert after.gather(range(ROWS))["id"].tolist() == list(range(ROWS))
+            assert after.gather(range(ROWS))["id"].tolist() == WHOLE
         monkeypatch.setattr("arrowcache.reading.mapped.check_file", None)
         with cache.snapshot() as last:
             assert last.map_all() == ROWS, "it is not doubted any more"
@@ -125,7 +102,7 @@ def check_next_epochs(loader: Any, name: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert sorted(ids_of(loader)) == others()
+            assert sorted(ids_of(loader)) == OTHERS
     assert name in str(caught[0].message)
 
 
@@ -172,10 +149,10 @@ def test_a_dataloader_that_meets_a_truncated_segment_names_it(cache, num_workers
             pass
     del epoch
     with pytest.warns(RuntimeWarning, match=name):
-        assert sorted(ids_of(loader)) == others()
+        assert sorted(ids_of(loader)) == OTHERS
 
 
-@pytest.mark.parametrize("columns", [["id", "image"], ["boxes"]], ids=["fixed", "ragged"])
+@pytest.mark.parametrize("columns", [FIXED, ["boxes"]], ids=["fixed", "ragged"])
 def test_a_view_of_a_truncated_segment_names_it_where_it_was_a_bus_error(cache, columns):
     with cache.snapshot() as snapshot:
         snapshot.map_all()

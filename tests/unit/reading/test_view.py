@@ -323,7 +323,7 @@ def test_views_of_nothing_or_of_no_number_are_refused(cache, arguments, message)
 
 
 def test_an_odd_batch_among_views_takes_no_more_memory_than_it_has(cache):
-    """A group's memory would be 64 MiB, of which it used a kilobyte."""
+    """A portion's memory would be 64 MiB, of which it used a kilobyte."""
     with Loader(cache, 7, shuffle=None, drop_last=False, prefetch=1) as loader:
         batch_bytes = 7 * (8 + 1024)
         for batch in loader:

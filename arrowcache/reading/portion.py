@@ -1,6 +1,6 @@
-"""Job: some batches of an epoch under way, and what is known of a batch once it is made.
+"""Portion: batches of an epoch that are begun together, and what is known of a batch once it is made.
 
-A job is begun by whoever makes it (assembly.py, workers/remote.py); stream.py waits for it, or ends it.
+A portion is begun by whoever makes it (assembly.py, workers/remote.py); stream.py waits for it, or ends it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Made(NamedTuple):
     epoch: Epoch
 
 
-class Job:
+class Portion:
     """Batches that were begun. One thread at a time calls its methods.
 
     Here nothing is under way: `made` makes the batches.
@@ -58,7 +58,7 @@ class Job:
         return True
 
 
-class Elsewhere(Job):
+class Elsewhere(Portion):
     """Batches that a worker thread or process makes.
 
     Args:

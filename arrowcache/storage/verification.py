@@ -22,7 +22,7 @@ from arrowcache.storage import layout
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.mapping import FileMapping, is_readable, will_need
+from arrowcache.storage.mapping import FileMapping, is_readable
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes
 
@@ -74,8 +74,7 @@ def check_file(
     if check_bytes and not is_readable(file.address, file.size):
         raise CorruptSegmentError(_NOT_GIVEN)
     for start, nbytes in () if check_bytes else structure_spans(memoryview(file), segment.rows):
-        will_need(file.address + start, nbytes)  # else a sparse mapping is read page by page
-        if not is_readable(file.address + start, nbytes, keep_gil=True):
+        if not is_readable(file.address + start, nbytes):
             raise UnreadableSegmentError(_NOT_GIVEN)
     layout_of_file = segment_file.read_structure(file, store.settings.schema, segment.rows)
     if check_bytes:

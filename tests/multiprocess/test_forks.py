@@ -96,7 +96,9 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
                 while not Job.take(gather._parts[0], 60):  # all is asked for
                     pass
                 gather.go_on()
-            left = [fetch] if gather._parts[0].has_ended() else [gather, fetch]  # the disk may have been quick
+            left = (
+                [fetch] if gather._parts[0].has_ended() else [gather, fetch]
+            )  # the disk may have been quick
 
             def body(gather: Any = gather, left: Any = left) -> None:
                 for begun in left:

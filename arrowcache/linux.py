@@ -50,6 +50,7 @@ for _library in (_libc, _quick):
     _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     _library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_quick.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _libc.syscall.restype = ctypes.c_long
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _quick.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
@@ -208,6 +209,12 @@ def advise(address: int, nbytes: int, advice: int, *, keep_gil: bool = True) -> 
     """madvise, from an address at a page on. Returns: 0, or the error's number."""
     library = _quick if keep_gil else _libc
     return ctypes.get_errno() if library.madvise(address, nbytes, advice) else 0
+
+
+def are_in_memory(address: int, nbytes: int) -> bool:
+    """Whether mapped pages are in memory, from an address at a page on; True where nobody can tell."""
+    pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+    return bool(_quick.mincore(address, nbytes, pages)) or all(page & 1 for page in pages.raw)
 
 
 def _syscall(name: str, *arguments: int | bytes) -> int:

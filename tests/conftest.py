@@ -36,6 +36,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """The interpreter's end collects all, or DuckDB says of what was imported that it leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def cache(tmp_path):
     """Ten segments of 16 rows, ids 0 to 159; a module that needs another one says so."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -110,6 +111,15 @@ def mapped_seqs(cache: ac.Cache) -> list[int]:
     return sorted(int(file.name.split("-")[0]) for file in files if file.parent == cache.path / "segments")
 
 
+def open_files() -> set[tuple[int, str]]:
+    """Descriptors of this process, and what each is of; others than its own may go at any time."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # it is that of the listing, or was closed meanwhile
+            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
 def seqs(cache: ac.Cache) -> list[int]:
     """Sequence numbers of what is published, read from the folder's names."""
     return sorted(int(name[:20]) for name in os.listdir(cache.path / "segments"))
@@ -191,6 +201,12 @@ def worker_pids() -> list[int]:
         except (OSError, IndexError):  # not a process, or one that has ended
             continue
     return sorted(found)
+
+
+def names_in_dev_shm(pids: Iterable[int]) -> list[str]:
+    """What has the number of one of these processes in its name; others use the folder meanwhile."""
+    numbers = {str(pid) for pid in pids}
+    return [name for name in os.listdir("/dev/shm") if numbers & {*re.findall(r"\d+", name)}]
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:

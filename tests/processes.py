@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +109,8 @@ def _run(function: bytes, sender: Connection, args: tuple[Any, ...]) -> None:
         sender.send((None, traceback.format_exc()))
 
 
+_LOOK_SECONDS = 0.05
+
 #: What a shell starts in the background ignores SIGINT, and so would all its children.
 _AS_IN_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
@@ -198,6 +202,18 @@ class Script:
         _, errors = self._process.communicate(timeout=timeout)
         return self._process.returncode, errors
 
+    def end_awake(self, seconds: float) -> tuple[int, str]:
+        """As `end`; fails if none of its session has anything to do for so long, all together.
+
+        So it says on a busy machine, too, whether something waits in vain.
+        """
+        asleep = 0.0
+        while self._process.poll() is None:
+            time.sleep(_LOOK_SECONDS)
+            asleep += 0.0 if _is_at_work(self.pid) else _LOOK_SECONDS
+            assert asleep < seconds, f"it slept for {seconds} s in place of ending: {self.processes()}"
+        return self.end()
+
     def signal_group(self, number: signal.Signals) -> None:
         """What a terminal does: every process of the job gets the signal."""
         os.killpg(self.pid, number)
@@ -229,22 +245,37 @@ class Script:
 
 def session_processes(session: int) -> list[str]:
     """Commands of the live processes of one session, read from /proc and not from the library."""
-    found = []
+    # A killed process is a zombie already when another of its threads is still closing its files.
+    return [command for command, states in _session(session) if not set(states) <= set("ZX")]
+
+
+def _is_at_work(session: int) -> bool:
+    """Whether any thread of a session runs, may run as soon as a processor is free, or waits for a disk."""
+    return any(set(states) & set("RD") for _, states in _session(session))
+
+
+def _session(session: int) -> Iterator[tuple[str, list[str]]]:
+    """Of each process of a session: its pid and command, and its threads' states."""
     for process in Path("/proc").iterdir():
         if not process.name.isdecimal():
             continue
         try:
-            its_session = int(_stat(process)[3])
-            # A killed process is a zombie already when another of its threads is still closing its files.
-            states = (
-                [_stat(task)[0] for task in (process / "task").iterdir()] if its_session == session else []
-            )
+            if int(_stat(process)[3]) != session:
+                continue
+            states = _states(process)
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if any(state not in "ZX" for state in states):
-            found.append(f"{process.name} {command}")
-    return found
+        yield f"{process.name} {command}", states
+
+
+def _states(process: Path) -> list[str]:
+    """Of its threads; one that ends meanwhile has none."""
+    states = []
+    for task in (process / "task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            states.append(_stat(task)[0])
+    return states
 
 
 def _stat(process: Path) -> list[str]:

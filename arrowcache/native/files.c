@@ -132,7 +132,7 @@ int file_read(reader *self, const engine_segment *segment, int64_t at, uint8_t *
 void file_drop(reader *self, const engine_segment *segment, int64_t at, int64_t nbytes)
 {
     int fd = file_of(self, segment);
-    int64_t page = page_bytes(), start = at - at % page, end = (at + nbytes + page - 1) / page * page;
-    if (fd >= 0)
+    int64_t page = page_bytes(), start = at - at % page, end = (at + nbytes) / page * page;
+    if (fd >= 0 && start < end) /* else all there is: 0 bytes are the whole file */
         posix_fadvise(fd, start, end - start, POSIX_FADV_DONTNEED);
 }

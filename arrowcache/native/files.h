@@ -31,7 +31,8 @@ void file_ask(reader *, const engine_segment *, int64_t at, int64_t nbytes);
    Returns: 0; else errno, or -1: the file ends before them. */
 int file_read(reader *, const engine_segment *, int64_t at, uint8_t *out, int64_t nbytes);
 
-/* Have bytes of a file leave the page cache, but for pages that are mapped. */
+/* Have bytes of a file leave the page cache, but for pages that are mapped, and for the last page if bytes behind these
+   begin in it: whoever reads in order reads them next. */
 void file_drop(reader *, const engine_segment *, int64_t at, int64_t nbytes);
 
 /* Close what is open. */

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #define PUBLIC __attribute__((visibility("default")))
@@ -133,7 +134,17 @@ static int64_t end_of_read(const maps_kind *kind, int64_t part, int64_t start)
     return end - start < WINDOW ? end : start + WINDOW;
 }
 
-PUBLIC int64_t maps_is_alike(const maps_file *file, const maps_kind *kind)
+/* pread; unless it waits, EAGAIN where that would wait for the disk. */
+static ssize_t read_at(const maps_file *file, void *out, size_t nbytes, int64_t at, bool waits)
+{
+    struct iovec to = {out, nbytes};
+    ssize_t got = waits ? -1 : preadv2((int)file->fd, &to, 1, at, RWF_NOWAIT);
+    if (waits || (got < 0 && errno != EAGAIN)) /* some file systems can't say */
+        got = pread((int)file->fd, out, nbytes, at);
+    return got;
+}
+
+PUBLIC int64_t maps_is_alike(const maps_file *file, const maps_kind *kind, int64_t waits)
 {
     uint8_t window[WINDOW];
     int64_t from = 0, to = 0; /* bytes of the file that it holds */
@@ -143,9 +154,9 @@ PUBLIC int64_t maps_is_alike(const maps_file *file, const maps_kind *kind)
         const maps_part *part = &kind->parts[i];
         for (int64_t at = part->start, end = at + part->nbytes; at < end;) {
             if (at >= to) {
-                ssize_t got = pread((int)file->fd, window, (size_t)(end_of_read(kind, i, at) - at), at);
+                ssize_t got = read_at(file, window, (size_t)(end_of_read(kind, i, at) - at), at, waits);
                 if (got <= 0)
-                    return 0;
+                    return got && errno == EAGAIN ? MAPS_WAITS : 0;
                 from = at;
                 to = at + got;
             }
@@ -158,15 +169,20 @@ PUBLIC int64_t maps_is_alike(const maps_file *file, const maps_kind *kind)
     return 1;
 }
 
-PUBLIC void maps_open_alike(maps_file *const *files, int64_t count, const maps_kind *kind, int64_t most, uint8_t *alike)
+PUBLIC int64_t maps_open_alike(maps_file *const *files, int64_t count, const maps_kind *kind, int64_t most,
+                               int64_t waits, uint8_t *alike)
 {
     uintptr_t start = 0, end = 0; /* of those that are mapped and not told yet: each below the one before it */
-    for (int64_t i = 0; i < count; i++) {
+    int64_t i = 0;
+    for (; i < count; i++) {
         maps_file *file = files[i];
-        alike[i] = !open_within(file, kind->nbytes) && maps_is_alike(file, kind);
-        int64_t error = alike[i] && maps_count() < most ? map_untold(file) : 0;
-        if (error && error != ENOMEM)
-            alike[i] = 0;
+        int64_t is_alike = open_within(file, kind->nbytes) ? 0 : maps_is_alike(file, kind, waits);
+        if (is_alike == MAPS_WAITS) {
+            maps_close(file);
+            break;
+        }
+        int64_t error = is_alike && maps_count() < most ? map_untold(file) : 0;
+        alike[i] = is_alike && (!error || error == ENOMEM);
         if (file->address && end_of(file) == start)
             start = start_of(file);
         else if (file->address) {
@@ -177,6 +193,7 @@ PUBLIC void maps_open_alike(maps_file *const *files, int64_t count, const maps_k
         maps_close(file);
     }
     tell(start, end);
+    return i;
 }
 
 PUBLIC int64_t maps_unmap(maps_file *const *files, int64_t count)

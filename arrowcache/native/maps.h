@@ -23,6 +23,7 @@
 #include <stdint.h>
 
 #define MAPS_LENGTH (-1) /* in place of an error's number: the file is empty, or too long */
+#define MAPS_WAITS (-2)  /* in place of an answer: the disk would have to be waited for */
 
 typedef struct {
     const char *path; /* absolute; the caller's, as are fd = -1, and 0 in all else, at first */
@@ -51,11 +52,15 @@ typedef struct {
 int64_t maps_open(maps_file *, int64_t limit, int64_t most);
 
 /* Open files, one after another, map those of a kind, as `maps_open`, and close them all. None is open or mapped before.
-   `alike`: for each file 1, or 0: it is of another kind, or cannot be opened or read; it is not mapped then. */
-void maps_open_alike(maps_file *const *, int64_t count, const maps_kind *, int64_t most, uint8_t *alike);
+   `waits`: for the disk; else it stops at a file that is not in memory.
+   `alike`: for each file 1, or 0: it is of another kind, or cannot be opened or read; it is not mapped then.
+   Returns: how many files it has done. */
+int64_t maps_open_alike(maps_file *const *, int64_t count, const maps_kind *, int64_t most, int64_t waits,
+                        uint8_t *alike);
 
-/* Whether a file that is open is of a kind; 0 also where it cannot be read. */
-int64_t maps_is_alike(const maps_file *, const maps_kind *);
+/* Whether a file that is open is of a kind; 0 also where it cannot be read. `waits`: for the disk; else MAPS_WAITS where
+   it would. */
+int64_t maps_is_alike(const maps_file *, const maps_kind *, int64_t waits);
 
 /* Map a file that is open, however many are mapped. Returns: 0, or the error's number. */
 int64_t maps_map(maps_file *);

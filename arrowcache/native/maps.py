@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from arrowcache.native.library import address_of, declare, library, quick
 
-_TOO_LONG = -1  # MAPS_LENGTH of the header
-PATH, _FD, ADDRESS, NBYTES, DEVICE, INODE = range(6)  # words of a `maps_file`
+_TOO_LONG, _WAITS = -1, -2  # MAPS_LENGTH and MAPS_WAITS of the header
+PATH, FD, ADDRESS, NBYTES, DEVICE, INODE = range(6)  # words of a `maps_file`
 WORDS = 6
 _KEPT_GIL_BYTES, _KEPT_GIL_FILES = 8 << 20, 16  # unmapping so much takes some 0.1 ms
+_WAITED_FILES = 16  # at once, where one is on the disk
 
 
 class File(ctypes.Structure):
@@ -81,8 +82,12 @@ class Kind:
         self.address = address_of(self._words)
 
     def has(self, file: File) -> bool:
-        """Whether a file that is open is of this kind; False also where it cannot be read."""
-        return bool(quick.maps_is_alike(file, self.address))
+        """Whether a file that is open is of this kind; False also where it cannot be read.
+
+        Lets go of the GIL only where it waits for the disk.
+        """
+        alike = quick.maps_is_alike(file, self.address, False)
+        return bool(library.maps_is_alike(file, self.address, True) if alike == _WAITS else alike)
 
 
 class Files(Sequence[File]):
@@ -131,18 +136,23 @@ def files(folder: str, names: Sequence[str]) -> Files:
     lengths = np.fromiter(map(len, names), np.int64, len(names)) + len(before)
     words = np.zeros((len(names), WORDS), np.int64)
     words[:, PATH] = address_of(text) + 1 + np.cumsum(lengths) - lengths
-    words[:, _FD] = -1
+    words[:, FD] = -1
     return Files(words, paths=text)
 
 
 def open_alike(files: Files, kind: Kind, most: int) -> NDArray[np.bool_]:
     """Map those files that are of a kind, as `File.open`, and leave none open.
 
-    Keeps the GIL: some ten microseconds a file.
+    Keeps the GIL, some ten microseconds a file, unless it waits for the disk.
     Returns: (m,) False: it is of another kind, or cannot be opened, and is not mapped.
     """
-    alike, places = np.zeros(len(files), np.bool_), files.places
-    quick.maps_open_alike(address_of(places), len(files), kind.address, most, address_of(alike))
+    alike, places, done = np.zeros(len(files), np.bool_), files.places, 0
+    one, count = quick, len(files)
+    while done < len(files):
+        waits = one is library
+        where = address_of(places[done:]), min(count, len(files) - done), kind.address, most, waits
+        done += one.maps_open_alike(*where, address_of(alike[done:]))
+        one, count = (quick, len(files)) if waits else (library, _WAITED_FILES)
     return alike
 
 
@@ -168,8 +178,8 @@ def count() -> int:
 
 _file, _word = ctypes.POINTER(File), ctypes.c_int64
 declare("maps_open", _word, _file, _word, _word)
-declare("maps_open_alike", None, ctypes.c_void_p, _word, ctypes.c_void_p, _word, ctypes.c_void_p)
-declare("maps_is_alike", _word, _file, ctypes.c_void_p)
+declare("maps_open_alike", _word, ctypes.c_void_p, _word, ctypes.c_void_p, _word, _word, ctypes.c_void_p)
+declare("maps_is_alike", _word, _file, ctypes.c_void_p, _word)
 declare("maps_map", _word, _file)
 declare("maps_close", None, _file)
 declare("maps_unmap", _word, ctypes.c_void_p, _word)

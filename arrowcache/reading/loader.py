@@ -335,24 +335,26 @@ class Loader:
             self._assembly.after_fork()
         self._end_current("a newer one began")
         self._join()
-        parking = self._parking
-        if parking is None:
-            page = CounterPage.open(self._store.folder.path, self._making.workers, self._options.shuffle)
-            self._meter.show_on(page, self._assembly.in_progress)
-            self._parking = parking = Parking(self._epochs.settle, self._assembly.drop)
-        stream = Stream(self._epochs, self._assembly, parking, self._meter, endless=endless)
         try:
+            parking = self._parking
+            if parking is None:
+                page = CounterPage.open(self._store.folder.path, self._making.workers, self._options.shuffle)
+                self._meter.show_on(page, self._assembly.in_progress)
+                parking = self._parking = Parking(self._epochs.settle, self._assembly.drop)
             parking.begin()
             self._assembly.prepare()
-            if not stream.begin(lambda: self._closed) or self._closed:  # by another thread, or a handler
-                raise ValueError(_CLOSED)
-            self._stream = stream
-            return self._hand_out(stream)
-        except BaseException:
-            stream.close()
-            if self._closed:
-                self.close()  # which may not have had all that was begun here
-            raise
+            stream = Stream(self._epochs, self._assembly, parking, self._meter, endless=endless)
+            try:
+                if not stream.begin(lambda: self._closed) or self._closed:
+                    raise ValueError(_CLOSED)
+                self._stream = stream
+                return self._hand_out(stream)
+            except BaseException:
+                stream.close()
+                raise
+        finally:
+            if self._closed:  # meanwhile, by another thread or the handler of a signal: all of it, then
+                self.close()
 
     def _is_over(self, epoch: Epoch) -> bool:
         """True if an epoch was delivered to its end, and its consumer knows."""

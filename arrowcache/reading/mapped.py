@@ -106,7 +106,6 @@ class MappedSegments:
         self._table = _Table.of(np.zeros(0, np.int64), maps.files("/", ()))
         self._claims: list[Claim] = []  # of snapshots that may read them; replaced as a whole
         self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
-        self._opening: maps.File | None = None
         self._doubted: set[int] = set()  # by seq: a read of it failed, and it was not checked since
         self.last: SegmentArrays | None = None  # of the last snapshot
 
@@ -303,7 +302,7 @@ class MappedSegments:
             self._unmap([segment.seq])  # what Ctrl-C has left, or found no mapping
         self._add([segment], store)
         (line,) = self._table.lines([segment.seq]).tolist()
-        self._opening = file = self._table.files(np.array([line]))[0]
+        file = self._table.files(np.array([line]))[0]
         try:
             self._open(line, file, segment, store, check_bytes)
         except (OSError, ValueError) as error:
@@ -311,7 +310,6 @@ class MappedSegments:
             raise unfit(shown) or shown from None
         finally:
             file.close()
-            self._opening = None
             if not self._table.layouts[line]:
                 self._unmap([segment.seq])
 
@@ -360,26 +358,27 @@ class MappedSegments:
         was_mapped = file.address
         file.map()
         try:
-            mapping.will_read_on(file.address, file.nbytes)
+            if check_bytes:
+                mapping.will_read_on(file.address, file.nbytes)
             buffer = pa.foreign_buffer(file.address, file.nbytes)
             layout = check_file(buffer, store, segment, check_bytes=check_bytes)
             self._known.learn(buffer, layout)
             self._table.was_read[line] |= check_bytes
         finally:
-            if was_mapped:
+            if was_mapped and check_bytes:
                 mapping.will_read_pages(file.address, file.nbytes)
-            else:
+            elif not was_mapped:
                 maps.unmap([file])
         return layout
 
     def _forget_in_child(self) -> None:
         """A forked child inherits no mapping and no lease."""
-        if self._opening is not None:
-            self._opening.close()
+        for file in self._table.files(np.flatnonzero(self._table.words[:, maps.FD] >= 0)):
+            file.close()  # a thread was about to map it
         self.__init__(self._settings)  # type: ignore[misc]  # anew, at the same place
 
     def __del__(self) -> None:
-        if hasattr(self, "_opening"):
+        if hasattr(self, "_doubted"):
             self._let_go()  # what was cut short
 
 

@@ -98,15 +98,18 @@ def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
     return fd, nbytes
 
 
-def is_readable(address: int, nbytes: int, *, keep_gil: bool = False) -> bool:
+def is_readable(address: int, nbytes: int) -> bool:
     """Read mapped pages from the disk: False where touching them would end the process by SIGBUS.
 
-    Blocks while the disk reads.
+    Lets go of the GIL only where it waits for the disk.
     """
     start = address // PAGE_BYTES * PAGE_BYTES
+    nbytes += address - start
+    keep_gil = not _takes_long(nbytes) and linux.are_in_memory(start, nbytes)
+    if not keep_gil:
+        will_need(start, nbytes)  # else a sparse mapping is read page by page
     for _ in range(2):  # what failed once may have been chance
-        advice = linux.MADV_POPULATE_READ
-        refused = linux.advise(start, address + nbytes - start, advice, keep_gil=keep_gil)
+        refused = linux.advise(start, nbytes, linux.MADV_POPULATE_READ, keep_gil=keep_gil)
         if refused not in _UNREADABLE:  # else an older kernel, or no memory for page tables
             return True
     return False

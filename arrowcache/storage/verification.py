@@ -74,7 +74,7 @@ def check_file(
     if check_bytes and not is_readable(file.address, file.size):
         raise CorruptSegmentError(_NOT_GIVEN)
     for start, nbytes in () if check_bytes else structure_spans(memoryview(file), segment.rows):
-        if not is_readable(file.address + start, nbytes, keep_gil=True):
+        if not is_readable(file.address + start, nbytes):
             raise UnreadableSegmentError(_NOT_GIVEN)
     layout_of_file = segment_file.read_structure(file, store.settings.schema, segment.rows)
     if check_bytes:

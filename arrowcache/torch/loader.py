@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from arrowcache.arrow.schema import Ragged
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
@@ -14,7 +15,7 @@ from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.delivery import DeviceEpoch
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.distributed import Ranks
-from arrowcache.torch.tensors import to_tensor
+from arrowcache.torch.tensors import import_nested, to_tensor
 
 
 class Loader(NumpyLoader):
@@ -92,6 +93,9 @@ class Loader(NumpyLoader):
         )
         if self._prefetcher is not None:
             self._assembly.gather_into(self._prefetcher.host_memory)
+        schema = self._store.settings.schema
+        if any(isinstance(schema.get(name), Ragged) for name in self._options.names):
+            import_nested()  # here, or the first batch would wait for it
 
     def device_stats(self) -> PrefetcherStats | None:
         """What the copies to the device took so far; None without a device."""

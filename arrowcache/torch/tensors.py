@@ -51,6 +51,11 @@ def to_tensor(values: Any, kind: FieldType | None) -> Any:
     return _dense(values, kind) if isinstance(values, np.ndarray) else values
 
 
+def import_nested() -> None:
+    """Have torch import its nested tensors: it takes most of a second, and does it for the first of them."""
+    torch.nested.nested_tensor_from_jagged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
+
+
 def source_of(leaf: Any) -> torch.Tensor | None:
     """A leaf of a batch as a plain host tensor, to be copied to a device byte by byte.
 

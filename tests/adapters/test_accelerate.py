@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 from helpers import ids_of, make_cache, publish
@@ -15,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import InitProcessGroupKwargs
 from torch.utils.data import DataLoader
 
 import arrowcache as ac
@@ -110,15 +110,16 @@ def test_a_shard_of_our_sampler_is_refused_before_it_drops_batches(cache, option
         next(iter(shard))
 
 
-def as_rank(folder, rank, port):
+def as_rank(folder, rank):
     """Of one of two ranks: the ids of each epoch by each way to read, and what prepare() does."""
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         os.environ[name] = str(value)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}  # the run's name
     torch.set_num_threads(1)
     cache = ac.Cache.open(folder / "cache")
     early = Loader(cache, 4)  # made before torch.distributed is initialized
-    accelerator = Accelerator(cpu=True)
+    meeting = f"file://{folder}/rendezvous"  # a free port may be another's by then
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs("gloo", meeting)])
     assert accelerator.num_processes == 2
     model, optimizer = prepared(accelerator)
     late = Loader(cache, 4, device=accelerator.device)
@@ -148,10 +149,7 @@ def as_rank(folder, rank, port):
 
 @pytest.mark.slow
 def test_two_processes_read_disjoint_rows_and_a_dataloader_prepared_there_is_refused(cache, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = [Child(as_rank, tmp_path, rank, port) for rank in range(2)]
+    children = [Child(as_rank, tmp_path, rank) for rank in range(2)]
     try:
         (one, refused), (other, refused_there) = [child.result(SECONDS) for child in children]
     finally:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from helpers import DEADLINE_SECONDS
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -99,7 +100,7 @@ class Source:
                     self.fail()
                 if number == self.wait_at:
                     self.is_waiting.set()
-                    self.go.wait(60)
+                    self.go.wait(DEADLINE_SECONDS)
                 self.given += 1
                 yield batch
         finally:
@@ -493,13 +494,13 @@ def test_a_close_in_another_thread_ends_an_iteration_whose_source_is_busy(fakes)
 
     thread = threading.Thread(target=take)
     thread.start()
-    assert source.is_waiting.wait(20)
+    assert source.is_waiting.wait(DEADLINE_SECONDS)
     prefetcher.close()  # returns at once
     assert source.closed == 0
     with pytest.raises(ValueError, match="closed"):
         iter(prefetcher)
     source.go.set()
-    thread.join(20)
+    thread.join(DEADLINE_SECONDS)
     assert found == [0, "ended"]
     assert source.closed == 1
     gc.collect()
@@ -514,11 +515,11 @@ def test_one_thread_at_a_time_takes_batches():
         iterator = iter(prefetcher)
         thread = threading.Thread(target=lambda: [next(iterator), next(iterator)])
         thread.start()
-        assert source.is_waiting.wait(20)
+        assert source.is_waiting.wait(DEADLINE_SECONDS)
         with pytest.raises(RuntimeError, match="another thread"):
             next(iterator)
         source.go.set()
-        thread.join(20)
+        thread.join(DEADLINE_SECONDS)
         check(next(iterator), 2)
 
 

@@ -404,3 +404,25 @@ def test_a_loader_has_neither_length_nor_items_and_is_true(cache):
         assert loader
         assert len(list(loader)) == loader.steps == cache.stats().rows // 16
         assert sorted(ids_of(DevicePrefetcher(loader, "cpu"))) == list(range(cache.stats().rows))
+
+
+def test_torch_imports_its_nested_tensors_as_a_loader_of_them_is_made(tmp_path):
+    """It takes most of a second, which was the wait for the first batch."""
+    schema = ac.Schema({"id": ac.Tensor("int64"), "tokens": ac.Ragged("int32")})
+    with make_cache(tmp_path / "cache", schema) as cache, cache.writer() as writer:
+        writer.append(id=0, tokens=[1, 2, 3])
+    code = """
+        import sys
+        import torch
+        from arrowcache.torch import Loader
+
+        for columns in ["id"], ["tokens"]:
+            Loader(sys.argv[1], 1, columns=columns).close()
+            before = len(sys.modules)
+            if columns == ["tokens"]:
+                torch.nested.nested_tensor_from_jagged(torch.zeros(3), torch.tensor([0, 3]))
+            print(len(sys.modules) - before, "torch.nested._internal.ops" in sys.modules)
+    """
+    with Script(code, cache.path) as script:
+        assert [script.line(), script.line()] == ["0 False", "0 True"]
+        assert script.end()[0] == 0

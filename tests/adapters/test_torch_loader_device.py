@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
+from dataclasses import replace
 
 import pytest
 from helpers import ids_of, make_cache, wait_until
@@ -220,6 +221,7 @@ def test_a_batch_that_does_not_come_is_a_timeout(cache):
         with pytest.raises(ac.LoaderTimeoutError, match=r"no batch came in 0\.05 s"):
             next(iter(loader))
         go.set()
+        loader._options = replace(loader._options, timeout_seconds=60.0)  # a busy machine is no finding
         assert len(ids_of(loader)) == 160
 
 
@@ -254,12 +256,11 @@ def test_a_device_that_does_not_exist_fails_in_the_constructor(cache):
 
 
 def test_no_thread_is_started(cache):
-    with Loader(cache, 16) as plain:
-        list(plain)
-        usual = {thread.name for thread in threading.enumerate()}
-        with Loader(cache, 16, device="cpu") as loader:
-            list(loader)
-            assert {thread.name for thread in threading.enumerate()} == usual
+    before = {*threading.enumerate()}
+    with Loader(cache, 16, device="cpu") as loader:
+        list(loader)
+        begun = {thread.name for thread in threading.enumerate() if thread not in before}
+        assert begun <= {"arrowcache-parking"}, "what any loader has after an epoch"
 
 
 def test_an_epoch_goes_on_after_a_batch_was_refused_while_a_graph_is_captured(cache, fake):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from faulty_disk import faulty_disk
+from helpers import make_cache, publish
 from mixed_rows import mixed_cache
 from processes import Script
 
@@ -348,3 +349,33 @@ ASKED_AHEAD = (
 def test_a_worker_asks_for_the_next_rows_while_it_waits_for_those_of_a_batch(cache, tmp_path):
     """It asked for one batch at a time, and the disk waited for its transform."""
     runs_well(ASKED_AHEAD, cache, tmp_path)
+
+
+MAPS = (
+    BEGINNING
+    + """
+    import faulthandler
+
+    faulthandler.dump_traceback_later(60, exit=True)  # where a thread that waits keeps the GIL
+    with cache.snapshot() as snapshot:
+        snapshot.map_all()  # now their layout is known
+    for one_by_one in (False, True):
+        with cache.snapshot() as snapshot:
+            rows = [number for number in range(len(snapshot)) if number % 16 == 0]
+            call = (lambda: [snapshot.gather([row]) for row in rows]) if one_by_one else snapshot.map_all
+            with disk.is_held("/segments/", "read"):
+                thread = threading.Thread(target=call)
+                thread.start()
+                wait_until(lambda: disk.calls("read"), "the thread waits for the disk")
+            thread.join()
+            assert mapped_seqs(cache) == [0, 1, 2, 3, 4, 5]
+    print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+def test_the_interpreter_goes_on_while_a_new_segment_is_waited_for(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 6)
+    runs_well(MAPS, cache, tmp_path)

@@ -256,11 +256,14 @@ def test_a_living_fork_does_not_prolong_its_parents_lease(cache, how):
         import arrowcache as ac
 
         cache = ac.Cache.open(sys.argv[1])
+        reads, writes = os.pipe()
         with ac.Loader(cache, 16) as loader, cache.snapshot() as snapshot:
             next(iter(loader))
             snapshot.gather([0])
             if os.fork() == 0:
+                os.write(writes, b"-")
                 time.sleep(3600)
+            os.read(reads, 1)  # the child is at the user's own code: what it inherited is closed
             if sys.argv[2] == "killed":
                 print("leased" if cache.stats().leased_bytes else "", flush=True)
                 sys.stdin.read()

@@ -61,7 +61,9 @@ static void check_one(maps_file *file, const maps_kind *kind, const uint8_t *dat
     int64_t before = maps_count();
     bool may_be = draw(from, 2);
     CHECK(!maps_open(file, LIMIT, before + may_be) && file->fd >= 0 && !file->address == !may_be);
-    CHECK(maps_is_alike(file, kind) == is_alike);
+    CHECK(maps_is_alike(file, kind, true) == is_alike);
+    int64_t told = maps_is_alike(file, kind, false);
+    CHECK(told == is_alike || told == MAPS_WAITS);
     CHECK(!maps_map(file) && !maps_map(file) && maps_count() == before + 1);
     maps_close(file);
     maps_close(file);
@@ -105,7 +107,8 @@ static void check_alike(bytes *from, compared *sum)
     int64_t room = draw(from, count + 1), mapped = 0, shift = draw(from, count);
     for (int64_t i = 0; i < count; i++)
         order[i] = files + (i + shift) % count;
-    maps_open_alike(order, count, &kind, before + room, told);
+    int64_t done = maps_open_alike(order, count, &kind, before + room, false, told);
+    CHECK(maps_open_alike(order + done, count - done, &kind, before + room, true, told + done) == count - done);
     for (int64_t i = 0; i < count; i++) {
         int64_t number = order[i] - files;
         CHECK(told[i] == expected[number] && files[number].fd == -1);

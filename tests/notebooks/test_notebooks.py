@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import wait_until
+from helpers import DEADLINE_SECONDS, wait_until
 from processes import session_processes
 
 import arrowcache
@@ -56,7 +56,6 @@ _REMARK = re.compile(
     r"(?:WARNING: All log messages before absl::InitializeLog.*|I\d{4} \d\d:\d\d:.*"
     r"|.*RuntimeWarning: an epoch leaves out the oldest .*\n  .*)\n"
 )
-_END_SECONDS = 5.0  # for processes that are ending
 
 # -- running them ----------------------------------------------------------------------------------
 
@@ -87,8 +86,11 @@ class Kernels:
         }
         self._environment.pop("PYTEST_CURRENT_TEST", None)  # with it a kernel captures less of its output
 
-    def run(self, notebook: Any) -> Finished:
-        """Execute a notebook's cells, in place; raises what the first one that fails raised."""
+    def run(self, notebook: Any, patience_seconds: float = DEADLINE_SECONDS) -> Finished:
+        """Execute a notebook's cells, in place; raises what the first one that fails raised.
+
+        Processes that are ending after the last cell have so long to do so.
+        """
         specs = KernelSpecManager(
             kernel_dirs=[str(self._jupyter / "kernels")], ensure_native_kernel=False, parent=None
         )
@@ -102,7 +104,7 @@ class Kernels:
             pid = manager.provisioner.process.pid
             for index, cell in enumerate(notebook.cells):
                 client.execute_cell(cell, index)
-            finished = Finished(complaints(notebook), left_of(pid), leases_of(pid))
+            finished = Finished(complaints(notebook), left_of(pid, patience_seconds), leases_of(pid))
         wait_until(lambda: not session_processes(pid), "the end of the kernel and what it started")
         return finished
 
@@ -132,9 +134,9 @@ def complaints(notebook: Any) -> list[str]:
     return [f"cell {cell}: {text}" for cell, text in written if text]
 
 
-def left_of(kernel: int) -> list[str]:
+def left_of(kernel: int, seconds: float) -> list[str]:
     """Processes of a kernel's session that do not end; trackers of resources live as long as the kernel."""
-    deadline = time.monotonic() + _END_SECONDS
+    deadline = time.monotonic() + seconds
     while True:
         left = [
             process
@@ -222,7 +224,8 @@ def test_what_a_notebook_must_not_do_is_seen(kernels):
             "with cache.writer() as writer:\n"
             "    writer.append(x=1)\n"
             "snapshot = cache.snapshot()",
-        )
+        ),
+        patience_seconds=0.5,
     )
     assert ["mind the gap" in complaint for complaint in finished.complaints] == [True]
     assert [process.split()[1] for process in finished.processes] == ["sleep"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from page_cache import drop_from_memory
 
 from arrowcache import linux
 
@@ -168,6 +169,23 @@ def test_mapped_memory_is_read_advised_and_unmapped(opened, keep_gil):
     assert linux.advise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED, keep_gil=keep_gil) == errno.ENOMEM
     with pytest.raises(OSError, match="Bad file descriptor"):
         linux.map_memory(0, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, 1 << 20, keep_gil=keep_gil)
+
+
+def test_pages_are_in_memory_or_not(tmp_path, opened):
+    path = tmp_path / "file"
+    path.write_bytes(b"z" * 64 * mmap.PAGESIZE)
+    opened.append(fd := os.open(path, os.O_RDONLY))
+    address = linux.map_memory(0, 64 * mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd)
+    assert linux.are_in_memory(address, 63 * mmap.PAGESIZE + 1)
+    linux.unmap_memory(address, 64 * mmap.PAGESIZE)
+    assert linux.are_in_memory(address, mmap.PAGESIZE), "the kernel does not tell of what is not mapped"
+    drop_from_memory(path)
+    address = linux.map_memory(0, 64 * mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd)
+    assert not linux.are_in_memory(address, 1)
+    os.pread(fd, 1, 0)
+    linux.advise(address, 1, linux.MADV_POPULATE_READ)
+    assert linux.are_in_memory(address, 1)
+    linux.unmap_memory(address, 64 * mmap.PAGESIZE)
 
 
 def read_maps() -> str:

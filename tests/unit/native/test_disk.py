@@ -134,6 +134,16 @@ def test_values_that_came_from_the_disk_are_dropped_piece_by_piece():
     assert resident_bytes(path) == before == PAGE + 3 * piece
 
 
+def test_the_page_in_which_the_next_row_begins_stays():
+    """It was dropped, and read once more by who reads in order."""
+    files = Files([8], [2 * PAGE + 1000], begin_at=PAGE)
+    (path,), table = files.paths, files.table(unmapped=(0,))
+    drop_from_memory(path)
+    for row in range(4):
+        ended(begun_read(table, np.array([row]), files.outputs(1), drops=True))
+        assert resident_bytes(path) == PAGE
+
+
 @pytest.mark.parametrize("unmapped", [(), (0,)], ids=["mapped", "not mapped"])
 def test_a_file_system_that_does_not_tell_what_is_in_memory_is_read_all_the_same(unmapped):
     """tmpfs refuses RWF_NOWAIT; what is mapped there is looked up, and all of that is in memory."""

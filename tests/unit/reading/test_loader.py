@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
+import sys
 import threading
 import traceback
 import weakref
@@ -673,6 +675,53 @@ def test_a_signal_handler_may_ask_for_stats_and_close_while_its_thread_is_counti
             assert loader.stats().batches == 1
             assert loader.state_dict()["position"] == 16
             loader.close()
+
+
+class AtCall:
+    """A signal handler at work as this thread enters its n-th function of some modules of arrowcache."""
+
+    def __init__(self, number, modules, handler):
+        self._left, self._modules, self._handler = number, modules, handler
+
+    def __enter__(self):
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _trace(self, frame, event, argument):
+        if not frame.f_code.co_filename.endswith(self._modules):
+            return
+        self._left -= 1
+        if self._left == 0:
+            sys.settrace(None)
+            self._handler()
+
+    @property
+    def has_come(self):
+        return self._left <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"workers": 2, "transform": dict}], ids=["plain", "processes"])
+def test_a_signal_handler_may_close_the_loader_anywhere_in_iter(cache, options):
+    """It was an AttributeError of what `close` had taken away; before that was made, its thread lived on."""
+    before, modules = (
+        {*threading.enumerate()},
+        ("reading/loader.py", "reading/parking.py", "reading/stream.py"),
+    )
+    for number in itertools.count(1):
+        loader, epoch = ac.Loader(cache, 16, **options), None
+        with AtCall(number, modules, loader.close) as at, suppress(ValueError):
+            epoch = iter(loader)
+        if not at.has_come:
+            break
+        assert epoch is None or list(epoch) == []
+        assert cache.stats().leased_bytes == 0
+        assert {*threading.enumerate()} <= before
+    loader.close()
+    assert number > 10
 
 
 @pytest.mark.parametrize("rows_come", [False, True])

@@ -26,6 +26,7 @@ from helpers import (
     segment_files,
     seqs,
 )
+from page_cache import drop_from_memory, resident_bytes
 
 import arrowcache as ac
 from arrowcache.native import maps
@@ -390,3 +391,18 @@ def test_ctrl_c_at_any_line_leaves_nothing_mapped_that_is_not_leased(cache, work
         if not came:
             break
     assert number > 15
+
+
+def test_to_map_a_segment_reads_its_headers_and_offsets_alone(tmp_path):
+    """What the disk reads ahead round each is megabytes on some, for every new segment."""
+    schema = ac.Schema({"id": ac.Tensor("int64"), "tokens": ac.Ragged("float32")})
+    options = {"capacity": "64MiB", "segment_bytes": "16MiB", "segment_rows": 100}
+    with make_cache(tmp_path / "cache", schema, **options) as cache:
+        with cache.writer() as writer:
+            for number in range(100):
+                writer.append(id=number, tokens=np.zeros(32_000 + number, np.float32))
+        (file,) = segment_files(cache)
+        drop_from_memory(file)
+        with cache.snapshot() as snapshot:
+            snapshot.map_all()
+            assert 0 < resident_bytes(file) <= 64 << 10

@@ -677,6 +677,20 @@ def test_a_signal_handler_may_ask_for_stats_and_close_while_its_thread_is_counti
             loader.close()
 
 
+def test_a_signal_handler_may_close_the_loader_as_its_thread_comes_to_the_oldest_batch(cache, monkeypatch):
+    """It was an IndexError."""
+    take_oldest = Stream._take_oldest
+
+    def after_close(stream, seconds):
+        loader.close()
+        return take_oldest(stream, seconds)
+
+    monkeypatch.setattr(Stream, "_take_oldest", after_close)
+    loader = Loader(cache, 16)
+    assert list(loader) == []
+    assert cache.stats().leased_bytes == 0
+
+
 class AtCall:
     """A signal handler at work as this thread enters its n-th function of some modules of arrowcache."""
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-_MAPPED_FIRST, _MAPPED_AT_ONCE = 4, 2048  # segments
+_MAPPED_FIRST, _MAPPED_AT_ONCE = 2, 2048  # segments; two of a layout make it known
 _MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
 
 

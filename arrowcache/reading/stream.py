@@ -262,7 +262,9 @@ class Stream:
 
     def _take_oldest(self, seconds: float) -> bool:
         """Have the batches of the oldest portion ready. Returns: False: it has not ended so soon."""
-        portion = self.begun[0]
+        portion = next(iter(self.begun), None)
+        if portion is None:  # a handler of this thread ended the stream meanwhile
+            return False
         try:
             if not portion.take(seconds) or self.ended:
                 return False

@@ -4,6 +4,9 @@ import contextlib
 import itertools
 import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 from helpers import CtrlC, make_cache, publish, segment_files, wait_until
@@ -92,6 +95,45 @@ def test_closing_a_loader_ends_an_epoch_whose_iterator_was_dropped_as_ctrl_c_cam
         if not interrupt.where:
             break
     assert number > 20
+
+
+class Handler(CtrlC):
+    """A signal handler that runs there, and returns."""
+
+    def __init__(self, number: int, handle: Callable[[], None]) -> None:
+        super().__init__(number)
+        self._handle = handle
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        try:
+            return super()._trace(frame, event, argument)
+        except KeyboardInterrupt:
+            self._handle()
+
+
+@pytest.mark.slow
+def test_a_signal_handler_may_close_a_loader_at_any_step_of_an_epochs_beginning(tmp_path):
+    """It was an AttributeError, or a thread was left."""
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 2)
+    before = {thread.name for thread in threading.enumerate()}
+    errors: set[str] = set()
+    for number in itertools.count():
+        loader = ac.Loader(cache, 8)
+        handler = Handler(number, loader.close)
+        with contextlib.suppress(StopIteration):
+            try:
+                with handler:
+                    next(iter(loader))
+            except ValueError as error:
+                errors.add(str(error))
+        if not handler.where:
+            loader.close()
+            break
+        assert cache.stats().leased_bytes == 0, handler.where
+        assert {thread.name for thread in threading.enumerate()} == before, handler.where
+    assert number > 100
+    assert errors == {"the loader is closed: make a new one"}
 
 
 @pytest.mark.slow

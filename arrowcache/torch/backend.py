@@ -1,8 +1,8 @@
 """Backend: the few calls to a device that batches on their way need, behind one protocol.
 
-Everything about streams, events and memory is here and nowhere else, so that transfers.py is the same code on
+Everything about streams, events and memory is here and nowhere else, so that lane.py is the same code on
 every accelerator, on the CPU, and on a device in software in the tests. A backend decides nothing: when to
-wait for what is the business of transfers.py.
+wait for what is the business of lane.py.
 
 `Accelerator` is any device with streams, through `torch.get_device_module` (CUDA, ROCm, XPU); `Host` is the
 CPU, where every call is done when it returns.

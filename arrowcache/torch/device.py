@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.iteration import Counts, Iteration, Source
-from arrowcache.torch.lane import Lane, Turn, leave, let_go, tidy
+from arrowcache.torch.lane import Lane, Turn
+from arrowcache.torch.left import leave, let_go, tidy
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -123,7 +124,6 @@ class DevicePrefetcher:
         self._iteration: Callable[[], Iteration | None] = lambda: None  # a weak one
         self._counts = Counts()
         self._turn = Turn()
-        self._pid = os.getpid()
         self._closed = False
         _open.add(self)
 
@@ -186,11 +186,11 @@ class DevicePrefetcher:
                 for lane in self._lanes:
                     each.callback(let_go, lane, CLOSE_SECONDS)
             if (iteration := self._iteration()) is not None:
-                each.callback(iteration.end)
+                each.callback(iteration.close)
 
     def is_inherited(self) -> bool:
         """Whether this process was forked from the one whose devices these are."""
-        return self._pid != os.getpid()
+        return self._lanes[0].pid != os.getpid()
 
     @contextmanager
     def _taking(self) -> Iterator[None]:
@@ -218,7 +218,7 @@ class DevicePrefetcher:
         if self.is_inherited():
             raise ValueError(_FORKED)
         if (iteration := self._iteration()) is not None:
-            iteration.end("a newer one began")
+            iteration.close("a newer one began")
 
     def __enter__(self) -> Self:
         return self

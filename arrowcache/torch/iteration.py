@@ -75,8 +75,7 @@ class Iteration:
         self._calls = 0
         self._fetched: tuple[list[Flight], Any] | None = None  # whose copies are not all begun; its receipt
         self._flights: deque[tuple[list[Flight], Any]] = deque()
-        self._error: BaseException | None = None  # of the source: it comes after the batches before it
-        self._is_over = False  # the source
+        self._error: Exception | None = None  # of the source, or its end: it comes after the batches before
         self._is_inside = False  # a thread is in `__next__`
         self._because: str | None = None
         self._lanes, self._taking, self._depth, self._counts = lanes, taking, depth, counts
@@ -111,17 +110,14 @@ class Iteration:
                         self._let_go(failed)
                 del failed  # its traceback has this frame
 
-    def close(self) -> None:
+    def close(self, because: str | None = None) -> None:
         """End it: what was not handed over is dropped. Does not wait. Idempotent.
 
-        Raises: what the source's `close` does.
-        """
-        self.end()
-
-    def end(self, because: str | None = None) -> None:
-        """The same; if there is a reason, its consumer gets it in an error.
-
         Calls no device: any thread may call it, and the garbage collector.
+
+        Args:
+            because: its consumer gets this reason in place of a StopIteration.
+        Raises: what the source's `close` does.
         """
         if not self._course.has_ended:
             self._because = because
@@ -162,7 +158,7 @@ class Iteration:
         """Say why no batch comes."""
         error, self._error = self._error, None
         try:
-            if error is not None:
+            if error is not None and not isinstance(error, StopIteration):
                 raise error
         finally:
             del error  # its traceback has this frame
@@ -181,7 +177,7 @@ class Iteration:
         """Have so many batches in flight, as far as the device and the source are ready."""
         while len(self._flights) < target:
             if self._fetched is None:
-                if self._is_over or (self._flights and not self._source.is_ready()):
+                if self._error is not None or (self._flights and not self._source.is_ready()):
                     return
                 self._fetch()
             elif self._send(self._fetched[0]):
@@ -193,21 +189,15 @@ class Iteration:
     def _fetch(self) -> None:
         started = time.perf_counter()
         try:
-            batch, receipt = self._source.next()
-        except StopIteration:
-            self._is_over = True
-            return
-        except Exception as error:  # noqa: BLE001  # it comes in place of its batch
-            self._error, self._is_over = error, True
-            return
-        finally:
-            self._counts.stall_seconds += time.perf_counter() - started
-        try:
+            try:
+                batch, receipt = self._source.next()
+            finally:
+                self._counts.stall_seconds += time.perf_counter() - started
             parts = split(batch, len(self._lanes)) if self._is_split else [batch]
             flights = [lane.take(part) for lane, part in zip(self._lanes, parts, strict=True)]
             self._fetched = flights, receipt
         except Exception as error:  # noqa: BLE001  # such as a leaf that would lose its values
-            self._error, self._is_over = error, True
+            self._error = error
 
     def _send(self, flights: Sequence[Flight]) -> bool:
         """Begin the copies to each device. Returns: False: not now, but something flies."""

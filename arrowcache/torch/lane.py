@@ -31,6 +31,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,6 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
 
-from arrowcache.torch import registered
 from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.plan import Column, Memory, Plan, Planner
 from arrowcache.torch.structure import Build, take_apart
@@ -60,11 +60,11 @@ class Flight:
     """A batch, or one device's part of it, taken apart. It has a plan once its copies were begun."""
 
     build: Build
-    leaves: list[Any]  # on the host, then on the device
-    others: list[int]  # the leaves that are moved when they are handed over
+    sources: list[torch.Tensor | None]  # its leaves on the host, until then
+    others: dict[int, Any]  # those that are moved when they are handed over
     arrivals: list[Event]  # of those that are on a device
     plan: Plan | None = None
-    places: tuple[Place, ...] = ()
+    places: Sequence[Place] = ()
     copied: Event = None
 
 
@@ -142,20 +142,20 @@ class Lane:
         """A batch, taken apart. Raises: TypeError: a leaf would lose its values."""
         leaves: list[Any] = []
         build = take_apart(batch, leaves)
-        others: list[int] = []
+        sources: list[torch.Tensor | None] = []
+        others: dict[int, Any] = {}
         arrivals: dict[Stream, Event] = {}
         for number, leaf in enumerate(leaves):
+            source = None
             if self.backend.holds(leaf):
+                others[number] = leaf
                 stream = self.backend.current_stream(leaf.device)
                 if stream not in arrivals:
                     arrivals[stream] = self._event(stream)
-            elif (source := source_of(leaf)) is not None:
-                leaves[number] = source
-                continue
-            else:
-                leaves[number] = self.backend.pinned(leaf)
-            others.append(number)
-        return Flight(build, leaves, others, [*arrivals.values()])
+            elif (source := source_of(leaf)) is None:
+                others[number] = self.backend.pinned(leaf)
+            sources.append(source)
+        return Flight(build, sources, others, [*arrivals.values()])
 
     def send(self, flight: Flight, course: Course) -> bool:
         """Begin the copies of a flight. Returns: False: no slot is free.
@@ -165,22 +165,18 @@ class Lane:
         slot = self._free_slot()
         if slot is None:
             return False
-        leaves = flight.leaves
-        sources = leaves.copy()
-        for number in flight.others:
-            sources[number] = None
         with _making():
-            plan = self._planner.plan(sources)
+            plan = self._planner.plan(flight.sources)
             places, pairs = [], []
             for column in plan.columns:
                 place = self._place(column)
                 into = place.memory.tensors(column)
                 if column.is_staged:
                     staged = self._staged(slot, column)
-                    torch._foreach_copy_(staged[1:], [sources[number] for number in column.leaves])
+                    torch._foreach_copy_(staged[1:], [flight.sources[number] for number in column.leaves])
                     pairs.append((into[0], staged[0]))
                 else:
-                    pairs.append((into[1], sources[column.leaves[0]]))
+                    pairs.append((into[1], flight.sources[column.leaves[0]]))
                 places.append(place)
             for place in places:
                 place.course = course
@@ -192,24 +188,20 @@ class Lane:
                 self.backend.copy(pairs, self._stream)
                 slot.copied = flight.copied = self._event(self._stream)
                 self._is_read(slot)  # on the processor it is
-        for column in plan.columns:
-            for number in column.leaves:
-                leaves[number] = None
-        flight.plan, flight.places = plan, tuple(places)
+        flight.plan, flight.places, flight.sources = plan, places, []
         return True
 
     def lend(self, flight: Flight) -> Any:
         """A batch on the device, for the calling thread's current stream, which waits for the copy."""
-        here, device = self.backend.current_stream(), self.backend.device
+        here = self.backend.current_stream()
         self._streams.add(here)
         assert flight.plan is not None
         if flight.places:
             self.backend.wait(here, flight.copied)
         for event in flight.arrivals:
             self.backend.wait(here, event)
-        leaves = flight.leaves
-        for number in flight.others:
-            leaf = leaves[number]
+        leaves = {}
+        for number, leaf in flight.others.items():
             if self.backend.holds(leaf):
                 self.backend.retain(leaf, here)  # its memory is that of the stream on which it was made
             leaves[number] = self.backend.moved(leaf)
@@ -219,9 +211,8 @@ class Lane:
                 place.reader, place.since = here, self._call
                 place.loans = [weakref.ref(tensor.untyped_storage()) for tensor in lent]
                 place.course = None
-                for number, tensor in zip(column.leaves, lent, strict=True):
-                    leaves[number] = tensor
-        return flight.build(leaves, device)
+                leaves.update(zip(column.leaves, lent, strict=True))
+        return flight.build(leaves)
 
     def wait(self) -> None:
         """Wait until a slot is free. Blocks: as long as the device takes; Ctrl-C ends it."""
@@ -356,34 +347,6 @@ class Turn:
 
     def leave(self) -> None:
         self._taken.pop("by", None)
-
-
-_left: dict[int, Lane] = {}  # that must not die yet
-_turn = Turn()
-
-
-def leave(lane: Lane) -> None:
-    """Have `tidy` close a lane that nobody uses any more; in a forked child it stays for ever."""
-    _left[id(lane)] = lane
-
-
-def let_go(lane: Lane, seconds: float) -> None:
-    """Close a lane that nobody uses any more, or have `tidy` do it. Blocks, Raises: as `Lane.close`."""
-    leave(lane)
-    if lane.pid == os.getpid() and not lane.backend.is_capturing() and lane.close(seconds):
-        _left.pop(id(lane), None)
-
-
-def tidy() -> None:
-    """Let go of what died at a moment when no device could be called. Blocks: not."""
-    if _turn.take():
-        try:
-            registered.tidy()
-            for lane in [*_left.values()]:
-                with suppress(Exception):  # a device that failed: its memory stays
-                    let_go(lane, 0.0)
-        finally:
-            _turn.leave()
 
 
 def _making() -> Any:

@@ -40,7 +40,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
 
 from arrowcache.torch.backend import Backend, Event, Stream
-from arrowcache.torch.plan import Column, Memory, Plan, Planner
+from arrowcache.torch.plan import Column, Leaves, Memory, Plan, Planner
 from arrowcache.torch.structure import Build, take_apart
 from arrowcache.torch.tensors import source_of
 
@@ -60,8 +60,8 @@ class Flight:
     """A batch, or one device's part of it, taken apart. It has a plan once its copies were begun."""
 
     build: Build
-    sources: list[torch.Tensor | None]  # its leaves on the host, until then
-    others: dict[int, Any]  # those that are moved when they are handed over
+    sources: Leaves  # those on the host, until then
+    others: dict[int, Any]  # leaves that are moved when they are handed over
     arrivals: list[Event]  # of those that are on a device
     plan: Plan | None = None
     places: Sequence[Place] = ()
@@ -142,19 +142,19 @@ class Lane:
         """A batch, taken apart. Raises: TypeError: a leaf would lose its values."""
         leaves: list[Any] = []
         build = take_apart(batch, leaves)
-        sources: list[torch.Tensor | None] = []
+        sources: dict[int, torch.Tensor] = {}
         others: dict[int, Any] = {}
         arrivals: dict[Stream, Event] = {}
         for number, leaf in enumerate(leaves):
-            source = None
             if self.backend.holds(leaf):
                 others[number] = leaf
                 stream = self.backend.current_stream(leaf.device)
                 if stream not in arrivals:
                     arrivals[stream] = self._event(stream)
-            elif (source := source_of(leaf)) is None:
+            elif (source := source_of(leaf)) is not None:
+                sources[number] = source
+            else:
                 others[number] = self.backend.pinned(leaf)
-            sources.append(source)
         return Flight(build, sources, others, [*arrivals.values()])
 
     def send(self, flight: Flight, course: Course) -> bool:
@@ -188,7 +188,7 @@ class Lane:
                 self.backend.copy(pairs, self._stream)
                 slot.copied = flight.copied = self._event(self._stream)
                 self._is_read(slot)  # on the processor it is
-        flight.plan, flight.places, flight.sources = plan, places, []
+        flight.plan, flight.places, flight.sources = plan, places, {}
         return True
 
     def lend(self, flight: Flight) -> Any:

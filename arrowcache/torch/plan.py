@@ -8,12 +8,16 @@ Batches that are alike have one plan, and memory knows the tensors over it: they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from arrowcache.torch.tensors import is_dense, strides_of_copy
+
+#: Host tensors, by their numbers in the batch.
+Leaves = Mapping[int, torch.Tensor]
+_Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 SMALL_BYTES = 1 << 20  # leaves below share a column
 _ALIGNMENT = 256
@@ -30,7 +34,7 @@ class Piece(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Leaves, by their numbers in the batch, and where they lie."""
+    """Leaves, and where they lie."""
 
     number: int  # in the batch: 0 has the small ones
     leaves: tuple[int, ...]
@@ -74,39 +78,35 @@ class Planner:
 
     def __init__(self, can_read: Callable[[torch.Tensor], bool]) -> None:
         self._can_read = can_read
-        self._last: tuple[list[object], list[int], Plan] | None = None  # of what, its large leaves
+        self._last: tuple[dict[int, _Kind], list[int], Plan] = {}, [], Plan((), [], 0)  # its large leaves
 
-    def plan(self, leaves: Sequence[torch.Tensor | None]) -> Plan:
-        """The plan for some leaves; None: one that goes by itself."""
-        of = [leaf is not None and (leaf.dtype, leaf.shape, leaf.stride()) for leaf in leaves]
-        is_alike = self._last is not None and self._last[0] == of
-        large = self._last[1] if is_alike else _large(leaves)
+    def plan(self, leaves: Leaves) -> Plan:
+        """The plan for host tensors."""
+        kinds = {number: (leaf.dtype, leaf.shape, leaf.stride()) for number, leaf in leaves.items()}
+        known, large, plan = self._last
+        if is_new := known != kinds:
+            large = [number for number, leaf in leaves.items() if leaf.nbytes >= SMALL_BYTES]
         readable = [number for number in large if self._reads(leaves[number])]
-        if not is_alike or self._last[2].readable != readable:
-            self._last = of, large, _planned(leaves, large, readable)
-        return self._last[2]
+        if is_new or plan.readable != readable:
+            plan = _planned(leaves, large, readable)
+            self._last = kinds, large, plan
+        return plan
 
     def _reads(self, leaf: torch.Tensor) -> bool:
         return is_dense(leaf) and not (leaf.is_conj() or leaf.is_neg()) and self._can_read(leaf)
 
 
-def _large(leaves: Sequence[torch.Tensor | None]) -> list[int]:
-    return [number for number, leaf in enumerate(leaves) if leaf is not None and leaf.nbytes >= SMALL_BYTES]
-
-
-def _planned(leaves: Sequence[torch.Tensor | None], large: list[int], readable: list[int]) -> Plan:
-    found = {number: leaf for number, leaf in enumerate(leaves) if leaf is not None}
+def _planned(leaves: Leaves, large: list[int], readable: list[int]) -> Plan:
     columns = [
-        _column(place, {number: found.pop(number)}, is_staged=number not in readable)
+        _column(place, {number: leaves[number]}, is_staged=number not in readable)
         for place, number in enumerate(large, 1)
     ]
-    if found:
-        columns.append(_column(0, found, is_staged=True))
-    nbytes = sum(piece.nbytes for column in columns for piece in column.pieces)
-    return Plan(tuple(columns), readable, nbytes)
+    if small := {number: leaf for number, leaf in leaves.items() if number not in large}:
+        columns.append(_column(0, small, is_staged=True))
+    return Plan(tuple(columns), readable, sum(leaf.nbytes for leaf in leaves.values()))
 
 
-def _column(number: int, leaves: Mapping[int, torch.Tensor], *, is_staged: bool) -> Column:
+def _column(number: int, leaves: Leaves, *, is_staged: bool) -> Column:
     pieces, end = [], 0
     for leaf in leaves.values():
         pieces.append(Piece(end, leaf.nbytes, leaf.dtype, leaf.shape, strides_of_copy(leaf)))

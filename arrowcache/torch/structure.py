@@ -134,7 +134,8 @@ def _of_jagged(node: Any) -> Opened:
         shortest, longest = int(lengths.min()), int(lengths.max())
 
     def make(items: Sequence[Any]) -> Any:
-        return torch.nested.nested_tensor_from_jagged(*items, min_seqlen=shortest, max_seqlen=longest)
+        values, ends = items
+        return torch.nested.nested_tensor_from_jagged(values, ends, min_seqlen=shortest, max_seqlen=longest)
 
     return [node.values(), offsets], make
 

@@ -15,7 +15,8 @@ Invariants, which tests/stateful/test_device_machine.py holds against a device i
    freed, the stream whose memory it is waits for its copies and its readers. What a source made on the device
    is freed after what the stream was given that it was handed to.
 3. Pinned memory and sources do not change, and are not given back to the system, before their copy is over.
-4. An event is recorded once, and before anybody waits for it.
+4. An event is recorded on one stream, for ever, and before anybody waits for it. A slot's is recorded anew
+   when its batch was lent; a stream's, whenever memory that it used comes free: a later wait waits for more.
 5. The processor waits for a device only with nothing in flight. That is device time, no stall, and has no
    timeout. Only the source's time is stall.
 6. A tensor dies without a line of ours: weak references without a callback are polled. torch keeps a
@@ -31,6 +32,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -70,11 +72,11 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Device memory. `waits` are what the next copy into it waits for."""
+    """Device memory."""
 
     memory: Memory
     stream: Stream  # whose memory it is
-    waits: list[Event]
+    users: set[Stream]  # whose work the next copy into it waits for
     course: Course | None = None  # of the flight that is in it
     loans: list[weakref.ref[object]] = field(default_factory=list)  # of the storages over it
     reader: Stream = None  # that it was lent to
@@ -91,7 +93,7 @@ class Slot:
 
     memory: dict[int, Memory] = field(default_factory=dict)  # pinned, by the number of a column
     sources: list[torch.Tensor] = field(default_factory=list)  # of copies not known to be over
-    copied: Event = None  # after them; None: a call failed in between
+    copied: Event = None  # after them; None: a call failed in between, or there were none
 
 
 class Lane:
@@ -104,7 +106,8 @@ class Lane:
         self._planner = Planner(backend.can_read)
         self._columns: dict[int, list[Place]] = {}
         self._room: dict[int, int] = {}  # bytes for a column
-        self._slots: list[Slot] = []
+        self._slots: deque[Slot] = deque()  # used in turn: copies are over in the order in which they began
+        self._done: dict[Stream, Event] = {}  # what users of free places have been given
         self._here: Stream = None
         self._streams: set[Stream] = set()  # that may have read a batch
         self._call = 0
@@ -130,13 +133,17 @@ class Lane:
         self._streams.add(self._here)
         for slot in self._slots:
             self._is_read(slot)
-        done: dict[Stream, Event] = {}
+        dead = []
         for places in self._columns.values():
             for place in [place for place in places if place.loans]:
                 if all(loan() is None for loan in place.loans):
-                    self._reclaim(places, place, done)
+                    dead.append((places, place))
                 elif self._call - place.since > _KEPT_CALLS:
                     self._give_away(places, place)
+        for stream in {stream for _, place in dead for stream in (place.reader, self._here)}:
+            self._mark(stream)
+        for places, place in dead:
+            self._reclaim(places, place)
 
     def take(self, batch: Any) -> Flight:
         """A batch, taken apart. Raises: TypeError: a leaf would lose its values."""
@@ -150,7 +157,7 @@ class Lane:
                 others[number] = leaf
                 stream = self.backend.current_stream(leaf.device)
                 if stream not in arrivals:
-                    arrivals[stream] = self._event(stream)
+                    arrivals[stream] = self._recorded(None, stream)
             elif (source := source_of(leaf)) is not None:
                 sources[number] = source
             else:
@@ -180,13 +187,14 @@ class Lane:
                 places.append(place)
             for place in places:
                 place.course = course
-            for event in {event for place in places for event in place.waits}:
-                self.backend.wait(self._stream, event)
+            for user in {user for place in places for user in place.users}:
+                self.backend.wait(self._stream, self._done[user])
             if pairs:
-                slot.copied = None
+                copied, slot.copied = slot.copied, None
                 slot.sources = [source for _, source in pairs]
                 self.backend.copy(pairs, self._stream)
-                slot.copied = flight.copied = self._event(self._stream)
+                slot.copied = flight.copied = self._recorded(copied, self._stream)
+                self._slots.rotate(-1)
                 self._is_read(slot)  # on the processor it is
         flight.plan, flight.places, flight.sources = plan, places, {}
         return True
@@ -237,28 +245,28 @@ class Lane:
                     each.callback(self._give_away if place.loans else self._give_up, places, place)
         return not self._slots
 
-    def _event(self, stream: Stream) -> Event:
-        """One for what a stream has been given so far."""
-        event = self.backend.event()
+    def _mark(self, stream: Stream) -> None:
+        self._done[stream] = self._recorded(self._done.get(stream), stream)
+
+    def _recorded(self, event: Event, stream: Stream) -> Event:
+        """An event, or a new one, as what a stream has been given so far."""
+        if event is None:
+            event = self.backend.event()
         self.backend.record(event, stream)
         return event
 
     # Slots
 
     def _free_slot(self) -> Slot | None:
-        for slot in self._slots:
-            if self._is_read(slot):
-                return slot
         if len(self._slots) <= self._depth:
-            self._slots.append(Slot())
-            return self._slots[-1]
-        return None
+            self._slots.appendleft(Slot())
+        return self._slots[0] if self._is_read(self._slots[0]) else None
 
     def _is_read(self, slot: Slot) -> bool:
         """Whether the copies out of a slot are over. Then its sources are let go."""
         if slot.sources:
             if slot.copied is None:
-                slot.copied = self._event(self._stream)
+                slot.copied = self._recorded(None, self._stream)
             if not self.backend.query(slot.copied):
                 return False
             slot.sources = []
@@ -304,27 +312,24 @@ class Lane:
 
     def _allocate(self, places: list[Place], nbytes: int) -> Place:
         memory = Memory(self.backend.memory(nbytes, self._here))
-        waits = [self._event(self._here)]  # which may still work on what was there before
-        places.append(Place(memory, self._here, waits))
+        self._mark(self._here)  # which may still work on what was there before
+        places.append(Place(memory, self._here, {self._here}))
         self.allocations += 1
         return places[-1]
 
-    def _reclaim(self, places: list[Place], place: Place, done: dict[Stream, Event]) -> None:
-        """Have a place used again, whose tensors have died, after what its readers were given until now."""
-        waits = []
-        for stream in {place.reader, self._here}:
-            if stream not in done:
-                done[stream] = self._event(stream)
-            waits.append(done[stream])
-        place.waits, place.since = waits, self._call
+    def _reclaim(self, places: list[Place], place: Place) -> None:
+        """Have a place used again, whose tensors have died, after what its users were given until now."""
+        place.users, place.since = {place.reader, self._here}, self._call
         place.loans = []  # last: an interrupted call is made again
-        if sum(each.is_free for each in places) > self._depth + 2:
+        most = self._depth + 2
+        if len(places) > most and sum(each.is_free for each in places) > most:
             self._give_up(places, place)
 
     def _give_up(self, places: list[Place], place: Place) -> None:
-        """Free a place that is not lent; its stream goes on after its copies and readers."""
-        for event in (self._event(self._stream), *place.waits):
-            self.backend.wait(place.stream, event)
+        """Free a place that is not lent; its stream goes on after its copies and users."""
+        self._mark(self._stream)
+        for user in (self._stream, *place.users):
+            self.backend.wait(place.stream, self._done[user])
         places.remove(place)
 
     def _give_away(self, places: list[Place], place: Place) -> None:

@@ -511,6 +511,7 @@ def test_a_source_that_fails_at_close_keeps_no_memory(fakes):
 def test_a_close_in_another_thread_ends_an_iteration_whose_source_is_busy(fakes):
     source = Source(wait_at=2)
     prefetcher = DevicePrefetcher(source, "fake")
+    fakes["fake"].order = "all"  # for the processor reads it
     iterator, found = iter(prefetcher), []
 
     def take() -> None:

@@ -382,14 +382,20 @@ def test_no_read_sees_another_batch_in_storms(part):
 LEFT_OUT = {  # a part of lane.py or left.py, and what it is without a wait, or with less of one
     "the consumer waits for the copy": ("self.backend.wait(here, flight.copied)", "pass"),
     "the consumer waits for what was made on the device": ("self.backend.wait(here, event)", "pass"),
-    "the copy waits for readers": ("self.backend.wait(self._stream, event)", "pass"),
+    "the copy waits for readers": ("self.backend.wait(self._stream, self._done[user])", "pass"),
     "for the one that the batch was lent to": ("{place.reader, self._here}", "{self._here}"),
     "for the one that is current": ("{place.reader, self._here}", "{place.reader}"),
-    "for what new memory was used for before": ("[self._event(self._here)]", "[]"),
+    "for what new memory was used for before": (
+        "(memory, self._here, {self._here})",
+        "(memory, self._here, set())",
+    ),
     "the processor waits for the copy out of a slot": ("if not self.backend.query(slot.copied)", "if False"),
-    "also where a call failed in between": ("slot.copied = None", "pass"),
-    "memory is freed after readers": ("_stream), *place.waits)", "_stream),)"),
-    "memory is freed after copies": ("(self._event(self._stream), *place.waits)", "place.waits"),
+    "also where a call failed in between": (
+        "copied, slot.copied = slot.copied, None",
+        "copied = slot.copied",
+    ),
+    "memory is freed after readers": ("(self._stream, *place.users)", "(self._stream,)"),
+    "memory is freed after copies": ("(self._stream, *place.users)", "place.users"),
     "memory that is given away after its reader": (
         "self.backend.retain(place.memory.whole, place.reader)",
         "pass",

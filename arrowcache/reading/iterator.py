@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,6 +24,8 @@ class Batches(Protocol):
 class EpochIterator:
     """The batches of one epoch, or of all that follow. Nothing that makes batches refers to it.
 
+    Threads that share it take turns: each batch goes to one of them.
+
     Args:
         timeout_seconds: how long a step waits; None: for ever.
         finish: the last touch of each batch, by the loader, which so lives as long as this.
@@ -32,6 +35,7 @@ class EpochIterator:
         self, stream: Stream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
     ) -> None:
         self._stream, self._timeout_seconds, self._finish = stream, timeout_seconds, finish
+        self._turn = threading.RLock()
 
     def __iter__(self) -> EpochIterator:
         return self
@@ -43,7 +47,11 @@ class EpochIterator:
         Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began, or a
             state was loaded, also while this waits.
         """
-        stream = self._stream
+        self._stream.require_own()  # first: in a forked child the turn may be taken for ever
+        with self._turn:
+            return self._next(self._stream)
+
+    def _next(self, stream: Stream) -> Batch:
         try:
             with stream.waiting():
                 made = stream.take(self._timeout_seconds)

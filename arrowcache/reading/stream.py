@@ -115,14 +115,17 @@ class Stream:
         self._was_asked = True
         return self._waiting
 
+    def require_own(self) -> None:
+        """Raises: ValueError: this process was forked from the one that makes the batches."""
+        if self._pid != os.getpid():
+            raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
+
     def take(self, timeout_seconds: float | None) -> Made | None:
         """The next batch, which is not delivered yet, on any thread; None: there is none.
 
-        Raises: LoaderTimeoutError: none came in time. Whatever its making raised. ValueError: this
-            process was forked from the one that makes them.
+        Raises: LoaderTimeoutError: none came in time. Whatever its making raised. As `require_own`.
         """
-        if self._pid != os.getpid():
-            raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
+        self.require_own()
         patience_seconds = math.inf if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
         started = time.monotonic()
         if not self._enter():

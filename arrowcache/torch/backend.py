@@ -1,11 +1,11 @@
-"""Backend: the few calls to a device that batches on their way need, behind one protocol.
+"""Backend: the few calls to a device that batches on their way need.
 
-Everything about streams, events and memory is here and nowhere else, so that transfers.py is the same code on
+Everything about streams, events and memory is here and nowhere else, so that lane.py is the same code on
 every accelerator, on the CPU, and on a device in software in the tests. A backend decides nothing: when to
-wait for what is the business of transfers.py.
+wait for what is the business of lane.py.
 
-`Accelerator` is any device with streams, through `torch.get_device_module` (CUDA, ROCm, XPU); `Host` is the
-CPU, where every call is done when it returns.
+`Backend` says what each call does, and is the CPU. `Accelerator` is any device with streams, through
+`torch.get_device_module` (CUDA, ROCm, XPU).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,67 +28,85 @@ Event = Any
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context
 
 
-class Backend(Protocol):
-    """A device. Calls return at once, without waiting for it, unless they say so."""
+class Backend:
+    """A device. Calls return at once, without waiting for it, unless they say so.
 
-    device: torch.device
+    This one is the CPU: one order of things, and nothing to wait for.
+    """
+
+    device = torch.device("cpu")
 
     def is_capturing(self) -> bool:
         """Whether this thread captures a graph, which forbids all other calls."""
+        return False
 
     def stream(self) -> Stream:
         """A new stream."""
+        return None
 
-    def current_stream(self, device: torch.device | None = None) -> Stream:
+    def current_stream(self, device: torch.device | None = None) -> Stream:  # noqa: ARG002
         """The one that the calling thread's work goes to, on this device or on another of its kind."""
+        return None
 
     def event(self) -> Event:
         """A new event, at which nothing waits yet."""
+        return None
 
     def record(self, event: Event, stream: Stream) -> None:
         """The event is what the stream has been given so far."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What the stream is given from now on begins after the event, as it was recorded last."""
+        """What the stream is given from now on begins after the event."""
 
-    def query(self, event: Event) -> bool:
-        """Whether the event, as it was recorded last, is over."""
+    def query(self, event: Event) -> bool:  # noqa: ARG002
+        """Whether the event, which was recorded, is over."""
+        return True
 
     def pause(self, seconds: float) -> None:
         """Have this thread sleep so long. Ctrl-C ends it."""
+        time.sleep(seconds)
 
-    def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
+    def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:  # noqa: ARG002
         """(nbytes,) uint8 on the device, which is a stream's: once freed, its next work may have it.
 
         Raises: torch.OutOfMemoryError.
         """
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
         """Memory that is freed from now on is used anew after what another stream was given by then."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 on the host, at a page, which `can_read` unless the device refuses. Any thread."""
+        return torch.from_numpy(page_aligned(nbytes))
 
     def pinned_memory(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 on the host, from which the device reads by itself."""
+        return self.host_memory(nbytes)
 
-    def can_read(self, source: torch.Tensor) -> bool:
+    def can_read(self, source: torch.Tensor) -> bool:  # noqa: ARG002
         """Whether a copy may read a host tensor where it is."""
+        return True
 
-    def holds(self, leaf: Any) -> bool:
+    def holds(self, leaf: Any) -> bool:  # noqa: ARG002
         """Whether a leaf is a tensor on a device of this kind already."""
+        return False
 
     def pinned(self, leaf: Any) -> Any:
         """A leaf with a `to` of its own, such that this need not wait for its copy; itself, if it cannot."""
+        return leaf
 
     def moved(self, leaf: Any) -> Any:
         """A leaf, `pinned` or held, on the device, by its own `to` and in the current stream's order."""
+        return move(leaf, self.device, waits=True)
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:  # noqa: ARG002
         """Copy host tensors (second), which `can_read`, to the device (first) in the stream's order."""
+        for into, source in pairs:
+            into.copy_(source)
 
 
-class Accelerator:
+class Accelerator(Backend):
     """A device with streams of its own.
 
     A thread's current device is number 0 until it says otherwise, and to go back to that wakes it up:
@@ -125,9 +143,6 @@ class Accelerator:
 
     def query(self, event: Event) -> bool:
         return bool(event.query())
-
-    def pause(self, seconds: float) -> None:
-        time.sleep(seconds)
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
         with self._module.device(self.device), self._module.stream(stream):
@@ -185,62 +200,6 @@ class Accelerator:
             return False
 
 
-class Host:
-    """The CPU: one order of things, and nothing to wait for."""
-
-    device = torch.device("cpu")
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def stream(self) -> Stream:
-        return None
-
-    def current_stream(self, device: torch.device | None = None) -> Stream:
-        pass
-
-    event = stream
-
-    def record(self, event: Event, stream: Stream) -> None:
-        pass
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        pass
-
-    def query(self, event: Event) -> bool:  # noqa: ARG002
-        return True
-
-    def pause(self, seconds: float) -> None:
-        pass
-
-    def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:  # noqa: ARG002
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def retain(self, memory: torch.Tensor, stream: Stream) -> None:
-        pass
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.from_numpy(page_aligned(nbytes))
-
-    pinned_memory = host_memory
-
-    def can_read(self, source: torch.Tensor) -> bool:  # noqa: ARG002
-        return True
-
-    def holds(self, leaf: Any) -> bool:  # noqa: ARG002
-        return False
-
-    def pinned(self, leaf: Any) -> Any:
-        return leaf
-
-    def moved(self, leaf: Any) -> Any:
-        return move(leaf, self.device, waits=True)
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:  # noqa: ARG002
-        for into, source in pairs:
-            into.copy_(source)
-
-
 def backend_of(device: str | int | torch.device | None) -> Backend:
     """The backend of a device; without an index, of the current one of its kind.
 
@@ -251,7 +210,7 @@ def backend_of(device: str | int | torch.device | None) -> Backend:
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device={device!r} is no device: use one such as {_devices()}") from error
     if found.type == "cpu":
-        return Host()
+        return Backend()
     try:
         module: Any = torch.get_device_module(found)
         count = module.device_count() if module.is_available() else 0

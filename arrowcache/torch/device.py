@@ -1,7 +1,7 @@
 """DevicePrefetcher: the next batches go to a device while this one trains.
 
-This module is the face: what users say and get, and when an iteration ends. transfers.py has the algorithm,
-which the consumer's own calls of `next` drive: there is no thread.
+This module is the face: what users say and get. iteration.py takes batches of the source and lends them, and
+lane.py brings them to a device. The consumer's own calls of `next` drive both: there is no thread.
 
 Guarantees: nothing that is kept is overwritten. Streams, slots and device memory live as long as the
 prefetcher, over all its iterations. It never synchronizes the device. An iteration ends by exhaustion,
@@ -13,8 +13,8 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,7 +24,9 @@ import torch
 from numpy.typing import NDArray
 
 from arrowcache.torch.backend import Backend, backend_of
-from arrowcache.torch.transfers import Counts, Iteration, Lane, Source, Turn, leave, tidy
+from arrowcache.torch.iteration import Counts, Iteration, Source
+from arrowcache.torch.lane import Lane, Turn
+from arrowcache.torch.left import leave, let_go, tidy
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -119,27 +121,29 @@ class DevicePrefetcher:
     def _setup(self, iterable: Iterable[Any], backends: Sequence[Backend]) -> None:
         self._iterable = iterable
         self._lanes = [Lane(backend, self._depth) for backend in backends]
-        self._iteration: Iteration | None = None
+        self._iteration: Callable[[], Iteration | None] = lambda: None  # a weak one
         self._counts = Counts()
         self._turn = Turn()
-        self._pid = os.getpid()
         self._closed = False
         _open.add(self)
 
-    def __iter__(self) -> PrefetchIterator:
+    def __iter__(self) -> Iteration:
         """Iterate over the source anew. An iteration still in progress ends.
 
         Raises: whatever `iter` of the source raises; ValueError: the prefetcher is closed.
         """
-        self._end_iteration()
+        self._begin()
         iterator = iter(self._iterable)
         return self.over(_Iterator(iterator, is_ours=iterator is not self._iterable))
 
-    def over(self, source: Source) -> PrefetchIterator:
+    def over(self, source: Source) -> Iteration:
         """The batches of a source, over the same memory. Raises: as `iter`."""
-        self._end_iteration()
-        self._iteration = Iteration(source, self._lanes, self._depth, self._counts, is_split=self._is_split)
-        return PrefetchIterator(self, self._iteration)
+        self._begin()
+        iteration = Iteration(
+            source, self._lanes, self._taking, self._depth, self._counts, is_split=self._is_split
+        )
+        self._iteration = weakref.ref(iteration)
+        return iteration
 
     def __len__(self) -> int:
         """That of the iterable. Raises: TypeError: it has none."""
@@ -176,20 +180,21 @@ class DevicePrefetcher:
         """
         self._closed = True
         _open.discard(self)
-        if self._iteration is not None:
-            self._iteration.end()
-        if not self.is_inherited() and self._turn.take():
-            try:
-                self._let_go()
-            finally:
-                self._turn.leave()
+        with ExitStack() as each:  # the last one first; one that fails keeps no other from it
+            if not self.is_inherited() and self._turn.take():
+                each.callback(self._turn.leave)
+                for lane in self._lanes:
+                    each.callback(let_go, lane, CLOSE_SECONDS)
+            if (iteration := self._iteration()) is not None:
+                each.callback(iteration.close)
 
     def is_inherited(self) -> bool:
         """Whether this process was forked from the one whose devices these are."""
-        return self._pid != os.getpid()
+        return self._lanes[0].pid != os.getpid()
 
-    def next_of(self, iteration: Iteration) -> Any:
-        """The next batch of one of its iterations: see PrefetchIterator."""
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        """Inside, this thread takes a batch, and no other does."""
         if self.is_inherited():
             raise ValueError(_FORKED)
         if not self._turn.take():
@@ -201,35 +206,19 @@ class DevicePrefetcher:
                     "into the graph's static input"
                 )
             tidy()
-            return iteration.next()
+            yield
         finally:
             self._turn.leave()
             if self._closed:  # by another thread, which could not let go
                 self.close()
 
-    def _end_iteration(self) -> None:
+    def _begin(self) -> None:
         if self._closed:
             raise ValueError(_CLOSED)
         if self.is_inherited():
             raise ValueError(_FORKED)
-        if self._iteration is not None:
-            self._iteration.end("a newer one began")
-            self._iteration = None
-
-    def _let_go(self) -> None:
-        error: Exception | None = None
-        for lane in self._lanes:
-            try:
-                if lane.backend.is_capturing() or not lane.close(CLOSE_SECONDS):
-                    leave(lane)
-            except Exception as failed:  # noqa: BLE001  # the others come first
-                leave(lane)
-                error = failed
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback has this frame
+        if (iteration := self._iteration()) is not None:
+            iteration.close("a newer one began")
 
     def __enter__(self) -> Self:
         return self
@@ -256,63 +245,26 @@ class DevicePrefetcher:
         return f"<DevicePrefetcher to {where}: depth={self._depth}>"
 
 
-class PrefetchIterator:
-    """The batches of one iteration, in the consumer's hands. Dropping it ends the iteration."""
-
-    def __init__(self, prefetcher: DevicePrefetcher, iteration: Iteration) -> None:
-        self._prefetcher = prefetcher  # which lives as long as this
-        self._iteration = iteration
-        self._pid = os.getpid()
-
-    def __iter__(self) -> PrefetchIterator:
-        return self
-
-    def __next__(self) -> Any:
-        """The next batch, on the device; a list with one part a device, if there are several.
-
-        Blocks: until the source has made it and its copy was begun; not for the copy itself. Where nothing is
-        on its way, and the device is not done with earlier copies, until it is.
-        Raises: whatever the source raised; RuntimeError: a newer iteration began; a graph is captured, or
-            another thread takes a batch: this goes on then.
-        """
-        return self._prefetcher.next_of(self._iteration)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no batch will come any more."""
-        return self._iteration.has_ended
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an iteration over a DevicePrefetcher cannot be pickled or copied")
-
-    def close(self) -> None:
-        """End the iteration: what was not handed over is dropped. Does not wait. Idempotent.
-
-        Raises: what the source's `close` does.
-        """
-        if self._pid == os.getpid():
-            self._iteration.end()
-
-    def __del__(self) -> None:
-        self.close()
-
-
 class _Iterator:
     """The source that an iterator is. `is_ours`: it is closed at the end, if it can be."""
 
     def __init__(self, iterator: Iterator[Any], *, is_ours: bool) -> None:
         self._iterator, self._is_ours = iterator, is_ours
+        self._pid = os.getpid()
 
-    def next(self) -> Any:
-        return next(self._iterator)
+    def next(self) -> tuple[Any, None]:
+        return next(self._iterator), None
 
     def is_ready(self) -> bool:
         return True  # it cannot be asked
 
-    def close(self) -> None:
+    def deliver(self, receipt: None) -> None:
+        pass
+
+    def close(self, error: BaseException | None) -> None:  # noqa: ARG002
         iterator, self._iterator = self._iterator, iter(())
-        if self._is_ours and callable(close := getattr(iterator, "close", None)):
-            close()
+        if self._is_ours and self._pid == os.getpid() and callable(end := getattr(iterator, "close", None)):
+            end()
 
 
 def _close_all() -> None:

@@ -12,7 +12,7 @@ from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.stream import Stream
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore
-from arrowcache.torch.delivery import DeviceEpoch
+from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.distributed import Ranks
 from arrowcache.torch.tensors import import_nested, to_tensor
@@ -121,7 +121,7 @@ class Loader(NumpyLoader):
             return super()._hand_out(stream)
         if self._prefetcher.is_inherited():  # its devices are those of the process that forked this one
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
-        return DeviceEpoch(stream, self._prefetcher, self._options.timeout_seconds, self._finish)
+        return self._prefetcher.over(Delivery(stream, self._options.timeout_seconds, self._finish))
 
     def _finish(self, batch: Batch) -> Batch:
         if not isinstance(batch, Mapping):

@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-#: Puts a batch together again: its new leaves by number, and where they are (a TensorDict says so of itself).
-Build = Callable[[Any, torch.device | None], Any]
+#: Puts a batch together again, of its new leaves by number.
+Build = Callable[[Any], Any]
+Make = Callable[[Sequence[Any]], Any]
+Opened = tuple[Sequence[Any], Make]  # what is in a node, and what makes one like it of other items
 
 
 def take_apart(batch: Any, leaves: list[Any]) -> Build:
@@ -54,7 +56,7 @@ def split(batch: Any, parts: int) -> list[Any]:
         )
     bounds = [rows * part // parts for part in range(parts + 1)]
     return [
-        build([_rows(leaf, start, stop, rows) for leaf in leaves], None)
+        build([_rows(leaf, start, stop, rows) for leaf in leaves])
         for start, stop in itertools.pairwise(bounds)
     ]
 
@@ -74,22 +76,38 @@ class _Taking:
         if isinstance(node, torch.Tensor):
             if not node.is_nested or self._to_split or not _is_jagged(node):
                 return self._leaf(node)
-            return self._jagged(node)
+            return self._made(*_of_jagged(node))
         if isinstance(node, np.ndarray):
             return self._leaf(node)
         if _is_tensordict(node):
-            return self._leaf(node) if self._to_split else self._tensordict(node)
+            return self._leaf(node) if self._to_split else self._made(*_of_tensordict(node))
         if isinstance(node, Mapping):
-            return self._mapping(node)
+            return self._made(*_of_mapping(node), None if type(node) is dict else node)
         if isinstance(node, type):
             return _Same(node)
         if isinstance(node, list | tuple) and not hasattr(node, "to"):
-            return self._sequence(node)
+            build = self._made(*_of_sequence(node), node)
+            is_list = self._to_split and type(node) is list and isinstance(build, _Same)
+            return self._leaf(node) if is_list else build
         if callable(getattr(node, "to", None)):
             return self._leaf(node)
         if dataclasses.is_dataclass(node):
-            return self._dataclass(node)
+            return self._made(*_of_dataclass(node), node)
         return _Same(node)
+
+    def _made(self, items: Sequence[Any], make: Make, node: Any = None) -> Build:
+        """What `make` makes of new items; `node`, if there is one, where no item has a leaf."""
+        if {*map(type, items)} == {torch.Tensor}:  # the usual ones, quicker
+            numbers = [self._number(item) for item in items]
+            return lambda new: make([new[number] for number in numbers])
+        builds = [self.apart(item) for item in items]
+        if node is not None and all(isinstance(build, _Same) for build in builds):
+            return _Same(node)
+        return lambda new: make([build(new) for build in builds])
+
+    def _leaf(self, leaf: Any) -> Build:
+        number = self._number(leaf)
+        return lambda new: new[number]
 
     def _number(self, leaf: Any) -> int:
         number = self._numbers.setdefault(id(leaf), len(self._leaves))
@@ -97,95 +115,72 @@ class _Taking:
             self._leaves.append(leaf)
         return number
 
-    def _leaf(self, leaf: Any) -> Build:
-        number = self._number(leaf)
-        return lambda new, _: new[number]
-
-    def _jagged(self, node: Any) -> Build:
-        offsets = node.offsets()
-        values, ends = self._leaf(node.values()), self._leaf(offsets)
-        shortest = longest = None
-        if offsets.is_cpu and len(offsets) > 1:  # else the first kernel that needs them waits for the device
-            lengths = offsets.diff()
-            shortest, longest = int(lengths.min()), int(lengths.max())
-        return lambda new, device: torch.nested.nested_tensor_from_jagged(
-            values(new, device), ends(new, device), min_seqlen=shortest, max_seqlen=longest
-        )
-
-    def _tensordict(self, node: Any) -> Build:
-        builds: list[Build] = []
-
-        def note(leaf: Any) -> Any:
-            builds.append(self.apart(leaf))
-            return leaf
-
-        def build(new: Any, device: torch.device | None) -> Any:
-            following = iter(builds)
-            return node.apply(lambda _: next(following)(new, device), device=device)
-
-        node.apply(note)
-        return build
-
-    def _mapping(self, node: Mapping[Any, Any]) -> Build:
-        if type(node) is dict and {*map(type, node.values())} == {torch.Tensor}:  # the usual ones, quicker
-            numbers = {key: self._number(value) for key, value in node.items()}
-            return lambda new, _: {key: new[number] for key, number in numbers.items()}
-        builds = {key: self.apart(value) for key, value in node.items()}
-        if type(node) is dict:
-            return lambda new, device: {key: build(new, device) for key, build in builds.items()}
-        if _are_same(builds.values()):
-            return _Same(node)
-
-        def build(new: Any, device: torch.device | None) -> Any:
-            items = {key: each(new, device) for key, each in builds.items()}
-            if not isinstance(node, MutableMapping):
-                return items
-            changed = copy.copy(node)
-            changed.update(items)
-            return changed
-
-        return build
-
-    def _sequence(self, node: Any) -> Build:
-        builds = [self.apart(item) for item in node]
-        kind = type(node)
-        if _are_same(builds):
-            return self._leaf(node) if self._to_split and kind is list else _Same(node)
-        make = node._make if isinstance(node, tuple) and hasattr(node, "_make") else kind
-        return lambda new, device: make([build(new, device) for build in builds])
-
-    def _dataclass(self, node: Any) -> Build:
-        """A copy with new values: neither __init__ nor __post_init__ runs again."""
-        builds = {
-            field.name: self.apart(getattr(node, field.name, None)) for field in dataclasses.fields(node)
-        }
-        if _are_same(builds.values()):
-            return _Same(node)
-        changes = {name: each for name, each in builds.items() if not isinstance(each, _Same)}
-
-        def build(new: Any, device: torch.device | None) -> Any:
-            changed = copy.copy(node)
-            for name, each in changes.items():
-                object.__setattr__(changed, name, each(new, device))  # a frozen one, too
-            return changed
-
-        return build
-
 
 class _Same:
     """What has no leaf."""
 
-    __slots__ = ("_node",)
-
     def __init__(self, node: Any) -> None:
         self._node = node
 
-    def __call__(self, new: Any, device: torch.device | None) -> Any:  # noqa: ARG002
+    def __call__(self, new: Any) -> Any:  # noqa: ARG002
         return self._node
 
 
-def _are_same(builds: Any) -> bool:
-    return all(isinstance(build, _Same) for build in builds)
+def _of_jagged(node: Any) -> Opened:
+    offsets = node.offsets()
+    shortest = longest = None
+    if offsets.is_cpu and len(offsets) > 1:  # else the first kernel that needs them waits for the device
+        lengths = offsets.diff()
+        shortest, longest = int(lengths.min()), int(lengths.max())
+
+    def make(items: Sequence[Any]) -> Any:
+        values, ends = items
+        return torch.nested.nested_tensor_from_jagged(values, ends, min_seqlen=shortest, max_seqlen=longest)
+
+    return [node.values(), offsets], make
+
+
+def _of_tensordict(node: Any) -> Opened:
+    items: list[Any] = []
+    node.apply(items.append)
+
+    def make(new: Sequence[Any]) -> Any:
+        following = iter(new)
+        where = next((each.device for each in new if isinstance(each, torch.Tensor)), node.device)
+        return node.apply(lambda _: next(following), device=where)  # else it says that it is elsewhere
+
+    return items, make
+
+
+def _of_mapping(node: Mapping[Any, Any]) -> Opened:
+    keys = list(node)
+
+    def make(items: Sequence[Any]) -> Any:
+        new = dict(zip(keys, items, strict=True))
+        if type(node) is dict or not isinstance(node, MutableMapping):
+            return new
+        changed = copy.copy(node)
+        changed.update(new)
+        return changed
+
+    return list(node.values()), make
+
+
+def _of_sequence(node: Any) -> Opened:
+    return node, getattr(node, "_make", type(node))
+
+
+def _of_dataclass(node: Any) -> Opened:
+    """A copy with new values: neither __init__ nor __post_init__ runs again."""
+    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+
+    def make(items: Sequence[Any]) -> Any:
+        changed = copy.copy(node)
+        for name, item in zip(names, items, strict=True):
+            object.__setattr__(changed, name, item)  # a frozen one, too
+        return changed
+
+    return [getattr(node, name) for name in names], make
 
 
 def _is_jagged(tensor: torch.Tensor) -> bool:

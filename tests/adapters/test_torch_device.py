@@ -483,9 +483,36 @@ def test_close_ends_all_and_may_be_called_again():
     assert prefetcher.stats().device_bytes == 0
 
 
+def test_a_source_that_fails_at_close_keeps_no_memory(fakes):
+    class Failing:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(batches(1))
+
+        def close(self):
+            raise ZeroDivisionError("of the source")
+
+    class Sources:
+        def __iter__(self):
+            return Failing()
+
+    prefetcher = DevicePrefetcher(Sources(), "fake")
+    iterator = iter(prefetcher)
+    next(iterator)
+    with pytest.raises(ZeroDivisionError, match="of the source"):
+        prefetcher.close()
+    gc.collect()
+    fakes["fake"].finish()
+    assert prefetcher.stats().device_bytes == 0
+    assert fakes["fake"].memory_bytes == 0
+
+
 def test_a_close_in_another_thread_ends_an_iteration_whose_source_is_busy(fakes):
     source = Source(wait_at=2)
     prefetcher = DevicePrefetcher(source, "fake")
+    fakes["fake"].order = "all"  # for the processor reads it
     iterator, found = iter(prefetcher), []
 
     def take() -> None:

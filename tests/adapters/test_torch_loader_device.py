@@ -18,7 +18,7 @@ from fake_device import FakeDevice
 
 import arrowcache as ac
 import arrowcache.torch.device
-from arrowcache.torch import Loader, transfers
+from arrowcache.torch import Loader, plan
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 
@@ -28,7 +28,7 @@ def fake(monkeypatch):
     """A device, to which images go by themselves."""
     device = FakeDevice("random")
     monkeypatch.setattr(arrowcache.torch.device, "backend_of", lambda name: device)
-    monkeypatch.setattr(transfers, "SMALL_BYTES", 4096)
+    monkeypatch.setattr(plan, "SMALL_BYTES", 4096)
     return device
 
 

@@ -22,7 +22,7 @@ from fake_device import ORDERS, FakeDevice
 import arrowcache as ac
 import arrowcache.torch.device
 from arrowcache.reading import stats as loader_stats
-from arrowcache.torch import DevicePrefetcher, Loader, transfers
+from arrowcache.torch import DevicePrefetcher, Loader, iteration, lane, left, plan
 
 MIB = 1 << 20
 
@@ -50,7 +50,8 @@ def clock(fake, monkeypatch):
     times = types.SimpleNamespace(
         perf_counter=lambda: fake.clock, monotonic=lambda: fake.clock, time=lambda: fake.clock
     )
-    monkeypatch.setattr(transfers, "time", times)
+    monkeypatch.setattr(iteration, "time", times)
+    monkeypatch.setattr(lane, "time", times)
     monkeypatch.setattr(loader_stats, "time", times)
     return fake
 
@@ -379,7 +380,7 @@ def test_memory_that_a_device_has_none_of_is_used_as_far_as_there_is_some(fake):
 
 
 def test_a_device_copies_from_slots_of_worker_processes(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(transfers, "SMALL_BYTES", 4096)
+    monkeypatch.setattr(plan, "SMALL_BYTES", 4096)
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)
     with (
@@ -405,7 +406,7 @@ def test_a_device_copies_from_slots_of_worker_processes(tmp_path, fake, monkeypa
 
 
 def test_where_a_device_refuses_to_register_batches_are_staged(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(transfers, "SMALL_BYTES", 4096)
+    monkeypatch.setattr(plan, "SMALL_BYTES", 4096)
     fake.refuses_to_register = True
     cache = make_cache(tmp_path / "cache")
     publish(cache, 10)
@@ -461,7 +462,7 @@ def test_in_a_forked_child_memory_of_the_parents_devices_is_left_alone(fake):
         before = len(fake.calls)
         del iterator, prefetcher
         gc.collect()
-        transfers.tidy()
+        left.tidy()
         os._exit(len(fake.calls) != before)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     prefetcher.close()

@@ -21,7 +21,7 @@ import torch
 from fake_device import FakeDevice
 from pretended_cuda import pretended_cuda
 
-from arrowcache.torch import DevicePrefetcher, Loader, transfers
+from arrowcache.torch import DevicePrefetcher, Loader, plan
 from benchmarks import device
 from benchmarks.device_proof import correctness, figures, graphs, table, trouble
 from benchmarks.device_proof.__main__ import main, outcomes
@@ -151,7 +151,7 @@ def test_memory_that_grows(monkeypatch):
 
 
 def test_a_copy_for_each_leaf(monkeypatch):
-    monkeypatch.setattr(transfers, "SMALL_BYTES", 1)
+    monkeypatch.setattr(plan, "SMALL_BYTES", 1)
     assert "820 copies for 20 batches" in failed("copies")
 
 

@@ -37,10 +37,11 @@ from hypothesis.stateful import (
 )
 from quick import first_is_quick
 
-from arrowcache.torch import device, transfers
+from arrowcache.torch import device, lane, left, plan
 from arrowcache.torch.device import DevicePrefetcher
 
 LARGE = 64  # bytes: a leaf of so many goes by itself here
+TRACED = tuple(f"torch/{name}.py" for name in ("iteration", "lane", "left", "plan", "registered"))
 
 
 SETTINGS = settings(
@@ -62,7 +63,7 @@ class Interrupt:
 
     def _trace(self, frame: FrameType, event: str, _argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.endswith(("torch/transfers.py", "torch/registered.py")) or _is_in_a_finalizer(frame):
+        if not name.endswith(TRACED) or _is_in_a_finalizer(frame):
             return None  # there Python itself swallows it
         if event == "line":
             if self._left == 0:
@@ -113,8 +114,6 @@ class Source:
 
 class DeviceMachine(RuleBasedStateMachine):
     """Any sequence of what a consumer, a device and a user at the keyboard may do."""
-
-    module: types.ModuleType = transfers
 
     @initialize(order=st.sampled_from(ORDERS), seed=st.integers(0, 99), depth=st.integers(1, 3))
     def begin(self, order: str, seed: int, depth: int) -> None:
@@ -306,7 +305,7 @@ class DeviceMachine(RuleBasedStateMachine):
             self.prefetcher.close()
             self.kept.clear()
             self.device.finish()
-            self.module.tidy()
+            device.tidy()
             if self.device.memory_bytes:  # such as in the traceback of an error
                 gc.collect()
             self.device.finish()
@@ -317,7 +316,7 @@ class DeviceMachine(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def large_leaves_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "SMALL_BYTES", LARGE)
+    monkeypatch.setattr(plan, "SMALL_BYTES", LARGE)
 
 
 def storm(kind: type[DeviceMachine], seed: int, steps: int = 60) -> None:
@@ -380,33 +379,39 @@ def test_no_read_sees_another_batch_in_storms(part):
         storm(DeviceMachine, seed)
 
 
-LEFT_OUT = {  # a part of transfers.py, and what it is without a wait, or with less of one
-    "the consumer waits for the copy": ("self.backend.wait(here, part.slot.copied)", "pass"),
+LEFT_OUT = {  # a part of lane.py or left.py, and what it is without a wait, or with less of one
+    "the consumer waits for the copy": ("self.backend.wait(here, flight.copied)", "pass"),
     "the consumer waits for what was made on the device": ("self.backend.wait(here, event)", "pass"),
-    "the copy waits for readers": ("self.backend.wait(self._stream, event)", "pass"),
-    "for the one that the batch was lent to": ("[place.reader, self._here] if", "[self._here] if"),
-    "for the one that is current": ("[place.reader, self._here] if", "[place.reader] if"),
-    "for what new memory was used for before": ("self._mark(place, [self._here])", "pass"),
+    "the copy waits for readers": ("self.backend.wait(self._stream, self._done[user])", "pass"),
+    "for the one that the batch was lent to": ("{place.reader, self._here}", "{self._here}"),
+    "for the one that is current": ("{place.reader, self._here}", "{place.reader}"),
+    "for what new memory was used for before": (
+        "(memory, self._here, {self._here})",
+        "(memory, self._here, set())",
+    ),
     "the processor waits for the copy out of a slot": ("if not self.backend.query(slot.copied)", "if False"),
-    "also where a call failed in between": ("if not slot.is_recorded", "if False"),
-    "memory is freed after readers": ("(copied, *place.waits)", "(copied,)"),
-    "memory is freed after copies": ("(copied, *place.waits)", "place.waits"),
+    "also where a call failed in between": (
+        "copied, slot.copied = slot.copied, None",
+        "copied = slot.copied",
+    ),
+    "memory is freed after readers": ("(self._stream, *place.users)", "(self._stream,)"),
+    "memory is freed after copies": ("(self._stream, *place.users)", "place.users"),
     "memory that is given away after its reader": (
         "self.backend.retain(place.memory.whole, place.reader)",
         "pass",
     ),
     "what a source made is freed after its reader": ("self.backend.retain(leaf, here)", "pass"),
-    "what flies is not free": (" and (self.flight is None or not self.flight.is_flying)", ""),
+    "what flies is not free": (" and (self.course is None or self.course.has_ended)", ""),
     "what died on its way waits": ("_left[id(lane)] = lane", "pass"),
     "a batch is for the stream that is current": (
-        "here, device = self.backend.current_stream()",
-        "here, device = self._here",
+        " here = self.backend.current_stream()",
+        " here = self._here",
     ),
 }
 
 
 def test_each_call_that_waits_is_left_out_once():
-    source = Path(transfers.__file__).read_text()
+    source = Path(lane.__file__).read_text()
     for call, count in {"wait": 4, "query": 1, "retain": 2}.items():  # a new one belongs in LEFT_OUT
         assert source.count(f"self.backend.{call}(") == count
 
@@ -415,14 +420,14 @@ def test_each_call_that_waits_is_left_out_once():
 @pytest.mark.parametrize("wait", LEFT_OUT)
 def test_each_wait_that_is_left_out_is_found(wait, monkeypatch):
     text, less = LEFT_OUT[wait]
-    source = Path(transfers.__file__).read_text()
+    ((module, source),) = [
+        (module, source) for module in (lane, left) if text in (source := Path(module.__file__).read_text())
+    ]
     assert source.count(text) == 1
-    left_out = types.ModuleType("transfers_with_less")
+    left_out = types.ModuleType("module_with_less")
     monkeypatch.setitem(sys.modules, left_out.__name__, left_out)
-    exec(compile(source.replace(text, less), transfers.__file__, "exec"), left_out.__dict__)
-    monkeypatch.setattr(left_out, "SMALL_BYTES", LARGE)
-    for name in ("Counts", "Iteration", "Lane", "Turn", "leave", "tidy"):
+    exec(compile(source.replace(text, less), module.__file__, "exec"), left_out.__dict__)
+    for name in ("Lane",) if module is lane else ("leave", "let_go", "tidy"):
         monkeypatch.setattr(device, name, getattr(left_out, name))
-    machine = type("MachineWithLess", (DeviceMachine,), {"module": left_out})
     with pytest.raises(AssertionError):
-        storms(machine, 300)
+        storms(DeviceMachine, 300)

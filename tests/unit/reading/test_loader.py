@@ -333,6 +333,36 @@ def test_a_batch_on_its_way_when_another_thread_ends_its_epoch_changes_no_progre
         assert loader.stats().batches == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"shuffle": None}, {"transform": lambda batch: batch}], ids=repr)
+def test_threads_that_share_an_iterator_take_turns_and_get_each_row_once(cache, options):
+    taken: list[int] = []
+    failed: list[BaseException] = []
+
+    def consume(batches: Any) -> None:
+        try:
+            taken.extend(ids(batches))
+        except BaseException as error:
+            failed.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with Loader(cache, 1, **options) as loader:
+            for _ in range(8):
+                batches = iter(loader)
+                threads = [threading.Thread(target=consume, args=(batches,)) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join(DEADLINE_SECONDS)
+                assert not failed
+                assert sorted(taken) == published_ids(cache)
+                taken.clear()
+            assert loader.stats().rows == 8 * len(published_ids(cache))
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_a_finished_epoch_stays_finished(cache):
     with Loader(cache, 16) as loader:
         epoch = iter(loader)
@@ -1006,7 +1036,7 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_had(cache)
     with Loader(cache, 16) as loader, cache.snapshot() as snapshot:
         epoch = iter(loader)
         check(next(epoch))
-        with held_by_another_thread(loader._meter._lock, snapshot._lock), in_child(child):
+        with held_by_another_thread(epoch._turn, loader._meter._lock, snapshot._lock), in_child(child):
             pass
         assert len(ids(epoch)) == 144
 

@@ -1,0 +1,221 @@
+"""Iteration: one pass over a source, whose batches are lent on devices. Its consumer drives it.
+
+Each step takes batches of the source as far as they are ready, begins their copies, and lends the oldest. An
+iteration ends by exhaustion, an error, `close`, a newer one, or when its consumer drops it. It then holds
+nothing: no batch, and no source that is not closed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from arrowcache.torch.lane import Course, Flight, Lane
+from arrowcache.torch.structure import split
+
+
+class Source(Protocol):
+    """Where batches come from. It is told what becomes of them."""
+
+    def next(self) -> tuple[Any, Any]:
+        """The next batch, and its receipt. Blocks: until it is there. Raises: StopIteration: no more."""
+
+    def is_ready(self) -> bool:
+        """Whether `next` would not wait, as far as can be known."""
+
+    def deliver(self, receipt: Any) -> None:
+        """The consumer gets the batch of a receipt now; None: its end. Raises: what it gets instead."""
+
+    def close(self, error: BaseException | None) -> None:
+        """Nothing more is asked of it. Idempotent.
+
+        Args:
+            error: what its consumer gets in place of a batch; a StopIteration where that is its end, a
+                GeneratorExit where it is gone; None: somebody closed it.
+        """
+
+
+@dataclass(slots=True)
+class Counts:
+    """What iterations have handed over, and what they waited for."""
+
+    batches: int = 0
+    nbytes: int = 0
+    stall_seconds: float = 0.0
+    device_seconds: float = 0.0
+
+
+class Iteration:
+    """The batches of one pass, in the consumer's hands.
+
+    Args:
+        lanes: of the devices.
+        taking: a context in which this thread alone has them, or an error that says why not. It keeps their
+            owner alive.
+        is_split: each device gets a part of each batch, and a list of these is lent.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        lanes: Sequence[Lane],
+        taking: Callable[[], AbstractContextManager[None]],
+        depth: int,
+        counts: Counts,
+        *,
+        is_split: bool,
+    ) -> None:
+        self._course = Course()
+        self._calls = 0
+        self._fetched: tuple[list[Flight], Any] | None = None  # whose copies are not all begun; its receipt
+        self._flights: deque[tuple[list[Flight], Any]] = deque()
+        self._error: Exception | None = None  # of the source, or its end: it comes after the batches before
+        self._is_inside = False  # a thread is in `__next__`
+        self._because: str | None = None
+        self._lanes, self._taking, self._depth, self._counts = lanes, taking, depth, counts
+        self._is_split = is_split
+        self._source = source
+
+    def __iter__(self) -> Iteration:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, on the device; a list with one part a device, if there are several.
+
+        Blocks: until the source has made it and its copy was begun; not for the copy itself. Where nothing is
+        on its way, and the device is not done with earlier copies, until it is.
+        Raises: StopIteration. What the source raised. OutOfMemoryError. RuntimeError: a newer iteration ended
+            this one. It has ended after any. RuntimeError: a graph is captured, or another thread takes a
+            batch: it goes on then.
+        """
+        with self._taking():
+            failed: BaseException | None = None
+            try:
+                self._is_inside = True
+                return self._next()
+            except BaseException as error:
+                if not self._course.has_ended:
+                    self._course.has_ended, failed = True, error
+                raise
+            finally:
+                self._is_inside = False
+                if self._course.has_ended:
+                    with suppress(Exception):  # the source's; its consumer has an error already, or its end
+                        self._let_go(failed)
+                del failed  # its traceback has this frame
+
+    def close(self, because: str | None = None) -> None:
+        """End it: what was not handed over is dropped. Does not wait. Idempotent.
+
+        Calls no device: any thread may call it, and the garbage collector.
+
+        Args:
+            because: its consumer gets this reason in place of a StopIteration.
+        Raises: what the source's `close` does.
+        """
+        if not self._course.has_ended:
+            self._because = because
+        self._course.has_ended = True
+        if not self._is_inside:  # else that thread lets go
+            self._let_go(None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_source"):
+            self._course.has_ended = True
+            self._let_go(GeneratorExit())
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an iteration over a DevicePrefetcher cannot be pickled or copied")
+
+    def _next(self) -> Any:
+        if self._course.has_ended:
+            self._stop()
+        self._calls += 1
+        for lane in self._lanes:
+            lane.collect()
+        self._fill(1 + min(self._calls - 1, self._depth))
+        if self._course.has_ended or not self._flights:  # another thread's end: what flew may be overwritten
+            self._stop()
+        flights, receipt = self._flights[0]
+        batch = [lane.lend(flight) for lane, flight in zip(self._lanes, flights, strict=True)]
+        self._flights.popleft()
+        self._counts.batches += 1
+        self._counts.nbytes += sum(flight.plan.nbytes for flight in flights if flight.plan is not None)
+        try:
+            self._source.deliver(receipt)
+        except BaseException:
+            self._course.has_ended = True
+            raise
+        return batch if self._is_split else batch[0]
+
+    def _stop(self) -> NoReturn:
+        """Say why no batch comes."""
+        error, self._error = self._error, None
+        try:
+            if error is not None and not isinstance(error, StopIteration):
+                raise error
+        finally:
+            del error  # its traceback has this frame
+        self._course.has_ended = True
+        if self._because is not None:
+            raise RuntimeError(f"this iteration ended when {self._because}: iterate anew")
+        self._source.deliver(None)
+        raise StopIteration
+
+    def _let_go(self, error: BaseException | None) -> None:
+        self._fetched = self._error = None
+        self._flights.clear()
+        self._source.close(error)
+
+    def _fill(self, target: int) -> None:
+        """Have so many batches in flight, as far as the device and the source are ready."""
+        while len(self._flights) < target:
+            if self._fetched is None:
+                if self._error is not None or (self._flights and not self._source.is_ready()):
+                    return
+                self._fetch()
+            elif self._send(self._fetched[0]):
+                self._flights.append(self._fetched)
+                self._fetched = None
+            else:
+                return
+
+    def _fetch(self) -> None:
+        started = time.perf_counter()
+        try:
+            try:
+                batch, receipt = self._source.next()
+            finally:
+                self._counts.stall_seconds += time.perf_counter() - started
+            parts = split(batch, len(self._lanes)) if self._is_split else [batch]
+            flights = [lane.take(part) for lane, part in zip(self._lanes, parts, strict=True)]
+            self._fetched = flights, receipt
+        except Exception as error:  # noqa: BLE001  # such as a leaf that would lose its values
+            self._error = error
+
+    def _send(self, flights: Sequence[Flight]) -> bool:
+        """Begin the copies to each device. Returns: False: not now, but something flies."""
+        for lane, flight in zip(self._lanes, flights, strict=True):
+            try:
+                while flight.plan is None and not lane.send(flight, self._course):
+                    if self._flights:
+                        return False
+                    self._wait_for(lane)
+            except torch.OutOfMemoryError:
+                if not self._flights:
+                    raise
+                return False
+        return True
+
+    def _wait_for(self, lane: Lane) -> None:
+        started = time.perf_counter()
+        try:
+            lane.wait()
+        finally:
+            self._counts.device_seconds += time.perf_counter() - started

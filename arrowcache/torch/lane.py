@@ -1,0 +1,359 @@
+"""Lane: one device, with its copy stream, and the memory that batches go through. It has no thread.
+
+Who owns what:
+
+- A *place* is device memory for one column of a batch (plan.py). It is flying, lent or free.
+- A *slot* is the host's side of the copies of a batch: pinned memory, and the tensors that are read where
+  they are. It is free once its copies are over.
+- A *flight* is a batch, or this device's part of one, between its source and its consumer. All flights of an
+  iteration end at once with its `Course`: an interrupt at any line leaves nothing to be mended.
+
+Invariants, which tests/stateful/test_device_machine.py holds against a device in software:
+
+1. A batch is lent after the consumer's stream was told to wait for its copies.
+2. A place is written after all that its readers' streams were given while somebody could see it. Where it is
+   freed, the stream whose memory it is waits for its copies and its readers. What a source made on the device
+   is freed after what the stream was given that it was handed to.
+3. Pinned memory and sources do not change, and are not given back to the system, before their copy is over.
+4. An event is recorded on one stream, for ever, and before anybody waits for it. A slot's is recorded anew
+   when its batch was lent; a stream's, whenever memory that it used comes free: a later wait waits for more.
+5. The processor waits for a device only with nothing in flight. That is device time, no stall, and has no
+   timeout. Only the source's time is stall.
+6. A tensor dies without a line of ours: weak references without a callback are polled. torch keeps a
+   storage's Python object as long as any tensor, view, array or node of autograd over it lives.
+7. Where objects die, and while a CUDA graph is captured, no device is called.
+8. The caller's current device and stream do not change, and no other device is woken.
+9. After any failure the next iteration is right, with depth + 2 places a column, and what is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
+
+from arrowcache.torch.backend import Backend, Event, Stream
+from arrowcache.torch.plan import Column, Leaves, Memory, Plan, Planner
+from arrowcache.torch.structure import Build, take_apart
+from arrowcache.torch.tensors import source_of
+
+_GROWTH = 1.25  # a column larger than all before makes room for somewhat larger ones
+_KEPT_CALLS = 32  # what is lent for longer is its consumer's
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 50e-6, 1e-3
+
+
+class Course:
+    """Whether an iteration has ended: what the places know of it in which its batches fly."""
+
+    has_ended = False
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A batch, or one device's part of it, taken apart. It has a plan once its copies were begun."""
+
+    build: Build
+    sources: Leaves  # those on the host, until then
+    others: dict[int, Any]  # leaves that are moved when they are handed over
+    arrivals: list[Event]  # of those that are on a device
+    plan: Plan | None = None
+    places: Sequence[Place] = ()
+    copied: Event = None
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Device memory."""
+
+    memory: Memory
+    stream: Stream  # whose memory it is
+    users: set[Stream]  # whose work the next copy into it waits for
+    course: Course | None = None  # of the flight that is in it
+    loans: list[weakref.ref[object]] = field(default_factory=list)  # of the storages over it
+    reader: Stream = None  # that it was lent to
+    since: int = 0  # the call at which it was lent, or became free
+
+    @property
+    def is_free(self) -> bool:
+        return not self.loans and (self.course is None or self.course.has_ended)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The host's side of copies."""
+
+    memory: dict[int, Memory] = field(default_factory=dict)  # pinned, by the number of a column
+    sources: list[torch.Tensor] = field(default_factory=list)  # of copies not known to be over
+    copied: Event = None  # after them; None: a call failed in between, or there were none
+
+
+class Lane:
+    """One device. One thread at a time calls it."""
+
+    def __init__(self, backend: Backend, depth: int) -> None:
+        self.backend = backend
+        self._depth = depth
+        self._stream = backend.stream()
+        self._planner = Planner(backend.can_read)
+        self._columns: dict[int, list[Place]] = {}
+        self._room: dict[int, int] = {}  # bytes for a column
+        self._slots: deque[Slot] = deque()  # used in turn: copies are over in the order in which they began
+        self._done: dict[Stream, Event] = {}  # what users of free places have been given
+        self._here: Stream = None
+        self._streams: set[Stream] = set()  # that may have read a batch
+        self._call = 0
+        self.allocations = 0
+        self.pid = os.getpid()
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(place.memory.nbytes for places in [*self._columns.values()] for place in places)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(memory.nbytes for slot in self._slots for memory in [*slot.memory.values()])
+
+    def is_quiet(self) -> bool:
+        """Whether it may die as it is. Calls no device."""
+        return len(self._streams) <= 1 and not any(slot.sources for slot in self._slots)
+
+    def collect(self) -> None:
+        """At the beginning of each call: see what was let go since the last one."""
+        self._call += 1
+        self._here = self.backend.current_stream()
+        self._streams.add(self._here)
+        for slot in self._slots:
+            self._is_read(slot)
+        dead = []
+        for places in self._columns.values():
+            for place in [place for place in places if place.loans]:
+                if all(loan() is None for loan in place.loans):
+                    dead.append((places, place))
+                elif self._call - place.since > _KEPT_CALLS:
+                    self._give_away(places, place)
+        for stream in {stream for _, place in dead for stream in (place.reader, self._here)}:
+            self._mark(stream)
+        for places, place in dead:
+            self._reclaim(places, place)
+
+    def take(self, batch: Any) -> Flight:
+        """A batch, taken apart. Raises: TypeError: a leaf would lose its values."""
+        leaves: list[Any] = []
+        build = take_apart(batch, leaves)
+        sources: dict[int, torch.Tensor] = {}
+        others: dict[int, Any] = {}
+        arrivals: dict[Stream, Event] = {}
+        for number, leaf in enumerate(leaves):
+            if self.backend.holds(leaf):
+                others[number] = leaf
+                stream = self.backend.current_stream(leaf.device)
+                if stream not in arrivals:
+                    arrivals[stream] = self._recorded(None, stream)
+            elif (source := source_of(leaf)) is not None:
+                sources[number] = source
+            else:
+                others[number] = self.backend.pinned(leaf)
+        return Flight(build, sources, others, [*arrivals.values()])
+
+    def send(self, flight: Flight, course: Course) -> bool:
+        """Begin the copies of a flight. Returns: False: no slot is free.
+
+        Raises: OutOfMemoryError: the device has no memory. Nothing has begun.
+        """
+        slot = self._free_slot()
+        if slot is None:
+            return False
+        with _making():
+            plan = self._planner.plan(flight.sources)
+            places, pairs = [], []
+            for column in plan.columns:
+                place = self._place(column)
+                into = place.memory.tensors(column)
+                if column.is_staged:
+                    staged = self._staged(slot, column)
+                    torch._foreach_copy_(staged[1:], [flight.sources[number] for number in column.leaves])
+                    pairs.append((into[0], staged[0]))
+                else:
+                    pairs.append((into[1], flight.sources[column.leaves[0]]))
+                places.append(place)
+            for place in places:
+                place.course = course
+            for user in {user for place in places for user in place.users}:
+                self.backend.wait(self._stream, self._done[user])
+            if pairs:
+                copied, slot.copied = slot.copied, None
+                slot.sources = [source for _, source in pairs]
+                self.backend.copy(pairs, self._stream)
+                slot.copied = flight.copied = self._recorded(copied, self._stream)
+                self._slots.rotate(-1)
+                self._is_read(slot)  # on the processor it is
+        flight.plan, flight.places, flight.sources = plan, places, {}
+        return True
+
+    def lend(self, flight: Flight) -> Any:
+        """A batch on the device, for the calling thread's current stream, which waits for the copy."""
+        here = self.backend.current_stream()
+        self._streams.add(here)
+        assert flight.plan is not None
+        if flight.places:
+            self.backend.wait(here, flight.copied)
+        for event in flight.arrivals:
+            self.backend.wait(here, event)
+        leaves = {}
+        for number, leaf in flight.others.items():
+            if self.backend.holds(leaf):
+                self.backend.retain(leaf, here)  # its memory is that of the stream on which it was made
+            leaves[number] = self.backend.moved(leaf)
+        with _making():
+            for column, place in zip(flight.plan.columns, flight.places, strict=True):
+                lent = [from_dlpack(to_dlpack(tensor)) for tensor in place.memory.tensors(column)[1:]]
+                place.reader, place.since = here, self._call
+                place.loans = [weakref.ref(tensor.untyped_storage()) for tensor in lent]
+                place.course = None
+                leaves.update(zip(column.leaves, lent, strict=True))
+        return flight.build(leaves)
+
+    def wait(self) -> None:
+        """Wait until a slot is free. Blocks: as long as the device takes; Ctrl-C ends it."""
+        seconds = _FIRST_PAUSE_SECONDS
+        while self._free_slot() is None:
+            self.backend.pause(seconds)
+            seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
+
+    def close(self, seconds: float) -> bool:
+        """Let go of all memory but what the consumer keeps. Returns: False: the device still reads some.
+
+        Blocks: until it does not, at most so long.
+        Raises: what the last call to the device that failed did; all others were made.
+        """
+        self._here = self.backend.current_stream()
+        deadline = time.monotonic() + seconds
+        with ExitStack() as each:
+            for slot in self._slots.copy():
+                each.callback(self._end, slot, deadline)
+            for places in self._columns.values():
+                for place in places.copy():
+                    each.callback(self._give_away if place.loans else self._give_up, places, place)
+        return not self._slots
+
+    def _mark(self, stream: Stream) -> None:
+        self._done[stream] = self._recorded(self._done.get(stream), stream)
+
+    def _recorded(self, event: Event, stream: Stream) -> Event:
+        """An event, or a new one, as what a stream has been given so far."""
+        if event is None:
+            event = self.backend.event()
+        self.backend.record(event, stream)
+        return event
+
+    # Slots
+
+    def _free_slot(self) -> Slot | None:
+        if len(self._slots) <= self._depth:
+            self._slots.appendleft(Slot())
+        return self._slots[0] if self._is_read(self._slots[0]) else None
+
+    def _is_read(self, slot: Slot) -> bool:
+        """Whether the copies out of a slot are over. Then its sources are let go."""
+        if slot.sources:
+            if slot.copied is None:
+                slot.copied = self._recorded(None, self._stream)
+            if not self.backend.query(slot.copied):
+                return False
+            slot.sources = []
+        return True
+
+    def _staged(self, slot: Slot, column: Column) -> list[torch.Tensor]:
+        """Tensors over a slot's pinned memory for a column."""
+        memory = slot.memory.get(column.number)
+        if memory is None or memory.nbytes < column.nbytes:
+            memory = slot.memory[column.number] = Memory(self.backend.pinned_memory(self._room_for(column)))
+        return memory.tensors(column)
+
+    def _end(self, slot: Slot, deadline: float) -> None:
+        while not self._is_read(slot) and time.monotonic() < deadline:
+            self.backend.pause(_LONGEST_PAUSE_SECONDS)
+        if not slot.sources:
+            self._slots.remove(slot)
+
+    # Places
+
+    def _place(self, column: Column) -> Place:
+        """A free place for a column: the one that has been free for longest, or a new one."""
+        places = self._columns.setdefault(column.number, [])
+        free = [place for place in places if place.is_free]
+        fitting = [place for place in free if place.memory.nbytes >= column.nbytes]
+        if fitting:
+            return min(fitting, key=lambda place: place.since)
+        for place in free:
+            self._give_up(places, place)
+        is_first, room = not places, self._room_for(column)
+        place = self._allocate(places, room)
+        if is_first:  # now, or memory would grow when the device first is ahead
+            with suppress(torch.OutOfMemoryError):  # it works with fewer
+                for _ in range(self._depth + 1):
+                    self._allocate(places, room)
+        return place
+
+    def _room_for(self, column: Column) -> int:
+        room = self._room.get(column.number, 0)
+        if column.nbytes > room:
+            self._room[column.number] = int(column.nbytes * _GROWTH) if room else column.nbytes
+        return self._room[column.number]
+
+    def _allocate(self, places: list[Place], nbytes: int) -> Place:
+        memory = Memory(self.backend.memory(nbytes, self._here))
+        self._mark(self._here)  # which may still work on what was there before
+        places.append(Place(memory, self._here, {self._here}))
+        self.allocations += 1
+        return places[-1]
+
+    def _reclaim(self, places: list[Place], place: Place) -> None:
+        """Have a place used again, whose tensors have died, after what its users were given until now."""
+        place.users, place.since = {place.reader, self._here}, self._call
+        place.loans = []  # last: an interrupted call is made again
+        most = self._depth + 2
+        if len(places) > most and sum(each.is_free for each in places) > most:
+            self._give_up(places, place)
+
+    def _give_up(self, places: list[Place], place: Place) -> None:
+        """Free a place that is not lent; its stream goes on after its copies and users."""
+        self._mark(self._stream)
+        for user in (self._stream, *place.users):
+            self.backend.wait(place.stream, self._done[user])
+        places.remove(place)
+
+    def _give_away(self, places: list[Place], place: Place) -> None:
+        """Leave a place to the tensors over it: its memory is freed with them."""
+        if place.reader != place.stream:
+            self.backend.retain(place.memory.whole, place.reader)
+        places.remove(place)
+
+
+class Turn:
+    """One thread at a time. Where Ctrl-C leaves it taken, its thread takes it again."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, int] = {}
+
+    def take(self) -> bool:
+        """Returns: False: another thread has it."""
+        me = threading.get_ident()
+        return self._taken.setdefault("by", me) == me
+
+    def leave(self) -> None:
+        self._taken.pop("by", None)
+
+
+def _making() -> Any:
+    """What is made inside can be written to outside of inference mode, too."""
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()

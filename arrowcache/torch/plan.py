@@ -1,0 +1,114 @@
+"""Plan: where the leaves of a batch go.
+
+A *column* is what shares memory and a copy: all small leaves of a batch, or one large one. It lies in pinned
+memory as it does on the device, so that one copy of bytes takes it there. Leaves of a column are aligned.
+
+Batches that are alike have one plan, and memory knows the tensors over it: they are made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from arrowcache.torch.tensors import is_dense, strides_of_copy
+
+#: Host tensors, by their numbers in the batch.
+Leaves = Mapping[int, torch.Tensor]
+_Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+SMALL_BYTES = 1 << 20  # leaves below share a column
+_ALIGNMENT = 256
+
+
+class Piece(NamedTuple):
+    """Where a leaf lies in its column."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+class Column(NamedTuple):
+    """Leaves, and where they lie."""
+
+    number: int  # in the batch: 0 has the small ones
+    leaves: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    is_staged: bool  # it goes to pinned memory first; else the device reads it where it is
+
+
+class Plan(NamedTuple):
+    """The columns of a batch."""
+
+    columns: tuple[Column, ...]
+    readable: list[int]  # large leaves that the device reads where they are
+    nbytes: int
+
+
+class Memory:
+    """Memory for a column, whichever lies there."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.nbytes = whole, whole.nbytes
+        self._last: tuple[Column | None, list[torch.Tensor]] = None, []
+
+    def tensors(self, column: Column) -> list[torch.Tensor]:
+        """The bytes of a column, and each of its leaves: views."""
+        if self._last[0] is not column:
+            pieces = [
+                self.whole[start : start + nbytes].view(dtype).as_strided(shape, strides)
+                for start, nbytes, dtype, shape, strides in column.pieces
+            ]
+            self._last = column, [self.whole[: column.nbytes], *pieces]
+        return self._last[1]
+
+
+class Planner:
+    """Plans batches for one device.
+
+    Args:
+        can_read: whether that reads a host tensor where it is.
+    """
+
+    def __init__(self, can_read: Callable[[torch.Tensor], bool]) -> None:
+        self._can_read = can_read
+        self._last: tuple[dict[int, _Kind], list[int], Plan] = {}, [], Plan((), [], 0)  # its large leaves
+
+    def plan(self, leaves: Leaves) -> Plan:
+        """The plan for host tensors."""
+        kinds = {number: (leaf.dtype, leaf.shape, leaf.stride()) for number, leaf in leaves.items()}
+        known, large, plan = self._last
+        if is_new := known != kinds:
+            large = [number for number, leaf in leaves.items() if leaf.nbytes >= SMALL_BYTES]
+        readable = [number for number in large if self._reads(leaves[number])]
+        if is_new or plan.readable != readable:
+            plan = _planned(leaves, large, readable)
+            self._last = kinds, large, plan
+        return plan
+
+    def _reads(self, leaf: torch.Tensor) -> bool:
+        return is_dense(leaf) and not (leaf.is_conj() or leaf.is_neg()) and self._can_read(leaf)
+
+
+def _planned(leaves: Leaves, large: list[int], readable: list[int]) -> Plan:
+    columns = [
+        _column(place, {number: leaves[number]}, is_staged=number not in readable)
+        for place, number in enumerate(large, 1)
+    ]
+    if small := {number: leaf for number, leaf in leaves.items() if number not in large}:
+        columns.append(_column(0, small, is_staged=True))
+    return Plan(tuple(columns), readable, sum(leaf.nbytes for leaf in leaves.values()))
+
+
+def _column(number: int, leaves: Leaves, *, is_staged: bool) -> Column:
+    pieces, end = [], 0
+    for leaf in leaves.values():
+        pieces.append(Piece(end, leaf.nbytes, leaf.dtype, leaf.shape, strides_of_copy(leaf)))
+        end += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return Column(number, tuple(leaves), tuple(pieces), end, is_staged)

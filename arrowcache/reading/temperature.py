@@ -15,12 +15,12 @@ from __future__ import annotations
 _TOLERATED_SHARE = 1 / 256  # of rows that may be missed while it is warm
 _LEAST_FOUND_ROWS, _MOST_FOUND_ROWS = 256, 1 << 14
 _LONG_LIFE = 16  # times the rows that it took to get warm
-AHEAD_ROWS, _AHEAD_BYTES = 256, 64 << 20  # asked for at a time, so that the disk can choose their order
+_AHEAD_ROWS, _AHEAD_BYTES = 256, 64 << 20  # so many, and the disk can choose their order
 
 
 def batches_ahead(rows: int, nbytes: int) -> int:
     """How many batches of so many rows and bytes are to be asked of the disk at a time."""
-    return max(2, min(-(-AHEAD_ROWS // rows), _AHEAD_BYTES // nbytes))
+    return max(2, min(-(-_AHEAD_ROWS // rows), _AHEAD_BYTES // nbytes))
 
 
 class Temperature:

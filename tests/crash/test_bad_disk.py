@@ -316,8 +316,9 @@ ASKED_AHEAD = (
 
     def look():
         if coming:
-            asked.append(coming.pop(0))
-            maker.begin_ahead(asked[-1])
+            before = disk.calls("advise")
+            maker.begin_ahead(coming.pop(0))
+            asked.append(disk.calls("advise") - before)
 
     def ids_made(number):
         was_asked = len(asked)
@@ -333,7 +334,8 @@ ASKED_AHEAD = (
         with disk.is_held("/segments/", "read"):
             making = threading.Thread(target=lambda: came.append(ids_made(0)))
             making.start()
-            wait_until(lambda: disk.calls("advise") >= 2 * 2 * 16, "the next rows to be asked for")
+            wait_until(lambda: asked, "the next rows to be asked for")
+            assert asked[0] >= 2 * 16, asked
             assert not came
         making.join()
         came += [ids_made(number) for number in range(1, 6)]

@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
 from arrowcache.native.library import address_of
-from arrowcache.native.threads import threads
 from arrowcache.pickling import unpickled
 from arrowcache.process import Message
 from arrowcache.reading.gather import Gather
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.temperature import AHEAD_ROWS, Temperature
+from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.reading.workers import packing
@@ -118,12 +117,10 @@ class BatchMaker:
             self._snapshot.close()
 
     def begin_ahead(self, request: Message) -> None:
-        """Begin to read the rows of the request that is made next, if they are few and may be on the disk."""
-        ids, snapshot = np.frombuffer(request["data"], np.int64), self._snapshot
-        is_wanted = self._temperature.is_cold and self._viewer is None and len(ids) < AHEAD_ROWS
-        if snapshot is not None and is_wanted:
+        """Begin to read the rows of the request that is made next, if they may be on the disk."""
+        if self._snapshot is not None and self._temperature.is_cold and self._viewer is None:
             with suppress(Exception):  # it comes again as the request is made
-                self._ahead = self._begin_gather(snapshot, ids)
+                self._ahead = self._begin_gather(self._snapshot, np.frombuffer(request["data"], np.int64))
 
     def make(self, request: Message, look: Callable[[], None]) -> Message:
         """Make the batches of a request. Returns: the answer.
@@ -194,15 +191,14 @@ class BatchMaker:
         self._is_mapped = False
 
     def _begin_gather(self, snapshot: Snapshot, ids: NDArray[np.int64]) -> _Begun:
-        if threads.most != self._temperature.is_cold:  # in memory workers copy by themselves, side by side
-            threads.stop()
-            threads.most = int(self._temperature.is_cold)
         lent = {
             name: self._slots.lend(name, dtype, (len(ids), *shape))
             for name, (shape, dtype) in self._columns.items()
         }
         out = {name: address_of(array) for name, array in lent.items()}
-        return _Begun(snapshot.begin_gather(ids, self._names, out, lent), lent)
+        gather = snapshot.begin_gather(ids, self._names, out, lent)
+        gather.ask()
+        return _Begun(gather, lent)
 
     def _gather(
         self, snapshot: Snapshot, ids: NDArray[np.int64], look: Callable[[], None]
@@ -218,7 +214,6 @@ class BatchMaker:
             look()
             while not gather.take(_LOOK_SECONDS):
                 look()
-            look()  # its rows may have been there: the disk is not to wait for the transform
             self._temperature.note(len(ids), gather.missed)
             columns: dict[str, Any] = lent | gather.values()
         else:

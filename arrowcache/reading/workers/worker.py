@@ -10,8 +10,7 @@ batches. Guarantees: it ignores Ctrl-C, which is for the main process; it dies w
 whatever way. It never answers with sample bytes.
 
 Numeric libraries get one thread each, unless the environment says otherwise, and the engine has no thread
-beside this one, but one while rows come from the disk: workers run side by side. Keep imports few: the first
-batch of a worker waits for them.
+beside this one: workers run side by side. Keep imports few: the first batch of a worker waits for them.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 
+from arrowcache.native.threads import threads
 from arrowcache.pickling import pack_error
 from arrowcache.process import Channel, Message, tie_to
 from arrowcache.reading.memory import SharedMemory
@@ -43,6 +43,7 @@ def main(end: int, memory: int, parent: int) -> None:
     with suppress(OSError, RuntimeError, ValueError):  # no stderr
         faulthandler.enable()
     sys.argv = sys.argv[:1]
+    threads.most = 0
     channel = Channel(socket.socket(fileno=end))
     for fd in (end, memory):
         os.set_inheritable(fd, False)

@@ -37,7 +37,6 @@ PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
 _FIXED, _LENGTHS, _VALUES = range(3)
 _COPY, _ASK, _READ, _FETCH = range(4)
 _DONE = -1  # no number was out of range
-_ASK_SECONDS = 1.0
 _INLINE_BYTES = 64 << 10  # less is not worth waking a thread
 _HELD_GIL_CHUNKS = 16  # 4 MiB, copied in 0.4 ms; beside a busy thread the GIL takes 5 ms to come back
 _NOTHING = (0,) * 4  # of `engine_job`: there are no values, nothing is read
@@ -275,11 +274,6 @@ class Read(Job):
 
     _is_asking = True  # a read may have to follow
     _missed = 0
-
-    def ask(self) -> None:
-        """Have all rows asked for, also without threads. Blocks: while the disk's queue is full."""
-        if self._is_asking:
-            super().take(_ASK_SECONDS)
 
     def go_on(self) -> None:
         """Begin to read the rows that were not in memory, if all have been asked for."""

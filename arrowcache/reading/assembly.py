@@ -284,8 +284,7 @@ class _Gathered(_Viewed):
         self.epoch, self.batches = rows.epoch, batches
         self._assembly, self._rows, self._fetched = assembly, rows, fetched
         self._slot = assembly.slots.lend(len(rows.ids))
-        begin = rows.epoch.snapshot.begin_gather
-        self._gather = begin(rows.ids, assembly.names, self._slot.addresses, self._slot)
+        self._gather = rows.epoch.snapshot.begin_gather(rows.ids, assembly.names, self._slot)
         self.is_in_parts = self._gather.is_in_parts
         self._seconds = 0.0
 

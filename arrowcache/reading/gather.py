@@ -211,12 +211,6 @@ class Gather:
                 raise unreadable(name, why)
         return True
 
-    def ask(self) -> None:
-        """Have the disk begin to read what it can. Blocks: while its queue is full."""
-        for part in self._parts:
-            if isinstance(part, engine.Read):
-                part.ask()
-
     def go_on(self) -> None:
         """Begin second parts whose first part has ended."""
         for part in self._parts:

@@ -38,6 +38,7 @@ from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.mutex import Mutex
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.segment_arrays import SegmentArrays
+from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import Column
 from arrowcache.reading.view import Viewer, has_room
@@ -234,18 +235,15 @@ class Snapshot:
         self.temperature.note(len(ids), missed)
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
-    def begin_gather(
-        self, ids: NDArray[np.int64], names: Sequence[str], out: Mapping[str, int], keep: object
-    ) -> Gather:
-        """Begin `gather_into`; until its end this stays open. The caller tells `temperature` what it missed.
+    def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
+        """Begin `gather_into`, with the fixed-width columns in a slot; until its end this stays open.
 
-        Args:
-            out: addresses of the fixed-width columns' memory, which `keep` keeps.
+        The caller tells `temperature` what it missed.
         """
         if not self._rows.is_known:
             with _Reader(self):
                 self._map_segments_of(ids)
-        return self._begin(ids, names, out, keep)
+        return self._begin(ids, names, slot.addresses, slot)
 
     def _begin(
         self,

@@ -36,7 +36,7 @@ BEGINNING = """
     from arrowcache.reading import mapped
     from faulty_disk import Disk
     from helpers import ids_of, mapped_seqs, segment_files, wait_until
-    from mixed_rows import BAD, DAMAGED, FIXED, OTHERS, ROWS, VARIABLE, WHOLE, checked, rows_of
+    from mixed_rows import BAD, DAMAGED, FIXED, OTHERS, VARIABLE, WHOLE, checked, rows_of
 
     disk, cache = Disk(), ac.Cache.open(sys.argv[1])
     of_loader = ac.Loader
@@ -228,7 +228,7 @@ ENDS = (
         with disk.is_held("/segments/", "read"):
             image = np.empty((96, 64, 64), np.float32)
             out = {"image": image.ctypes.data}
-            gather = snapshot.begin_gather(np.arange(96), ["image", "name", "boxes"], out, image)
+            gather = snapshot._begin(np.arange(96), ["image", "name", "boxes"], out, image)
             assert left_behind(gather.cancel, gather) <= 2
     print("well", flush=True)
 """
@@ -293,64 +293,6 @@ INTERRUPTED = (
 def test_ctrl_c_while_an_epoch_ends_on_a_disk_that_does_not_answer_comes_once_it_has(cache, tmp_path):
     """It was lost: the step said that it came too late, 5 s after that."""
     runs_well(INTERRUPTED, cache, tmp_path)
-
-
-ASKED_AHEAD = (
-    BEGINNING
-    + """
-    from arrowcache.reading.memory import SharedMemory
-    from arrowcache.reading.workers.batch_maker import BatchMaker
-    from arrowcache.reading.workers.segment_list import pack_segments
-    from arrowcache.reading.workers.worker_slots import WorkerSlots
-    from plain_rows import threads
-
-    memory = SharedMemory.create()
-    settings = {"cache": sys.argv[1], "names": FIXED, "with_ids": False, "views": False}
-    maker = BatchMaker(WorkerSlots(memory, 2), settings, b"")
-    with cache.snapshot() as snapshot:
-        maker.begin(1, pack_segments(snapshot.segments))
-    batches = np.random.default_rng(0).permutation(ROWS).reshape(6, 16)
-    requests = [{"id": number, "epoch": 1, "released": 0, "data": ids.tobytes()}
-                for number, ids in enumerate(batches)]
-    coming, asked = requests[1:], []
-
-    def look():
-        if coming:
-            before = disk.calls("advise")
-            maker.begin_ahead(coming.pop(0))
-            asked.append(disk.calls("advise") - before)
-
-    def ids_made(number):
-        was_asked = len(asked)
-        answer = maker.make(requests[number], lambda: None if len(asked) > was_asked else look())
-        (_, _, [(dtype, shape, offset)]), (_, _, [image]) = answer["columns"]
-        ids = np.ndarray(shape, dtype, memory, offset)
-        assert (np.ndarray(image[1], image[0], memory, image[2]) == ids[:, None, None]).all()
-        return ids.tolist()
-
-    drop()
-    with threads(0):
-        came = []
-        with disk.is_held("/segments/", "read"):
-            making = threading.Thread(target=lambda: came.append(ids_made(0)))
-            making.start()
-            wait_until(lambda: asked, "the next rows to be asked for")
-            assert asked[0] >= 2 * 16, asked
-            assert not came
-        making.join()
-        came += [ids_made(number) for number in range(1, 6)]
-        assert came == batches.tolist()
-    maker.close()
-    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
-    print("well", flush=True)
-"""
-)
-
-
-@pytest.mark.slow
-def test_a_worker_asks_for_the_next_rows_while_it_waits_for_those_of_a_batch(cache, tmp_path):
-    """It asked for one batch at a time, and the disk waited for its transform."""
-    runs_well(ASKED_AHEAD, cache, tmp_path)
 
 
 MAPS = (

@@ -152,7 +152,7 @@ def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_pa
                 snapshot.map_all()
                 fetch = snapshot.fetch(0, 64, ["id", "image"])
                 image = np.empty((64, 16, 16), np.float32)
-                gather = snapshot.begin_gather(np.arange(64), ["image"], {"image": image.ctypes.data}, image)
+                gather = snapshot._begin(np.arange(64), ["image"], {"image": image.ctypes.data}, image)
                 gather.take(number % 3 * 1e-4)
                 abandon(gather) if number % 2 else gather.cancel()
                 del fetch

@@ -35,7 +35,7 @@ def gathers(cache, rng):
         ids = rng.integers(0, len(snapshot), 64)
         out = {"image": np.empty((64, 128, 128), np.float32), "id": np.empty(64, np.int64)}
         addresses = {name: array.ctypes.data for name, array in out.items()}
-        kept.append(snapshot.begin_gather(ids, ["id", "image", "name"], addresses, out))
+        kept.append(snapshot._begin(ids, ["id", "image", "name"], addresses, out))
     kept.append(snapshot.fetch(0, len(snapshot), ["id", "image", "name"]))
 
 def thread(cache, rng):

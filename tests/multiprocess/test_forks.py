@@ -90,7 +90,7 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
         for began in ("asks", "reads"):
             drop(cache)
             image = np.empty((ROWS, 128, 128), np.float32)
-            gather = snapshot.begin_gather(ids, ["image", "name"], {"image": image.ctypes.data}, image)
+            gather = snapshot._begin(ids, ["image", "name"], {"image": image.ctypes.data}, image)
             fetch = snapshot.fetch(0, ROWS, ["id", "image", "name"])
             if began == "reads":
                 while not Job.take(gather._parts[0], 60):  # all is asked for

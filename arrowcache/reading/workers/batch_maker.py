@@ -2,8 +2,7 @@
 
 It owns the worker's own lease and mappings of the snapshot that the main process made, and the
 unpickled transform. Rows are gathered straight into slots. A column that a transform returns, changed in
-place or not, is not copied. Where rows may be on the disk, the rows of the next request are asked for while
-those of one are waited for.
+place or not, is not copied.
 
 Guarantees: it leases before it reads, and lets go of an epoch that ended before it leased; a process that its
 transform forks answers nothing. It never imports a framework by itself.
@@ -15,16 +14,14 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
-from arrowcache.native.library import address_of
 from arrowcache.pickling import unpickled
 from arrowcache.process import Message
-from arrowcache.reading.gather import Gather
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.temperature import Temperature
@@ -39,8 +36,6 @@ from arrowcache.storage.lease import Lease
 from arrowcache.storage.store import Store
 
 Batch = dict[str, Any]
-
-_LOOK_SECONDS = 0.002  # between two looks for the next request, while rows are waited for
 
 
 class _CheckedStore(Store):
@@ -77,7 +72,6 @@ class BatchMaker:
         self._meter, self._temperature = Meter(), Temperature()
         self._failure: Exception | None = None  # to begin the epoch
         self._snapshot: Snapshot | None = None
-        self._ahead: _Begun | None = None  # of the next request
         self._epoch = 0
         self._known: dict[int, SegmentInfo] = {}
         self._is_mapped = True
@@ -106,41 +100,29 @@ class BatchMaker:
     def drop(self) -> None:
         """Let go of an epoch that has ended."""
         if self._snapshot is not None and self._slots.is_over(self._epoch):
-            self._ahead = None
             self._snapshot.close()
             self._snapshot = None
 
     def close(self) -> None:
         """Let go of everything."""
-        self._ahead = None
         if self._snapshot is not None:
             self._snapshot.close()
 
-    def begin_ahead(self, request: Message) -> None:
-        """Begin to read the rows of the request that is made next, if they may be on the disk."""
-        if self._snapshot is not None and self._temperature.is_cold and self._viewer is None:
-            with suppress(Exception):  # it comes again as the request is made
-                self._ahead = self._begin_gather(self._snapshot, np.frombuffer(request["data"], np.int64))
-
-    def make(self, request: Message, look: Callable[[], None]) -> Message:
-        """Make the batches of a request. Returns: the answer.
-
-        Args:
-            look: called while rows are waited for: it may `begin_ahead`.
-        """
+    def make(self, request: Message) -> Message:
+        """Make the batches of a request. Returns: the answer."""
         number, ids = request["id"], np.frombuffer(request["data"], np.int64)
+        self._slots.begin(request["returned"])
         snapshot = None if self._slots.is_over(request["epoch"]) else self._snapshot
+        if snapshot is None and self._failure is not None:
+            raise self._failure
         if snapshot is None:
-            self._ahead = None
-            if self._failure is not None:
-                raise self._failure
             return {"say": "skipped", "id": number}
         snapshot.release_oldest(request["released"])
         seconds = dict(self._meter.seconds)
         try:
             self._slots.tell("gather")
             with self._meter.reading(self._temperature):
-                batch, nbytes = self._gather(snapshot, ids, look)
+                batch, nbytes = self._gather(snapshot, ids)
             result: object = batch
             if self._transform is not None:
                 self._slots.tell("transform")
@@ -190,34 +172,18 @@ class BatchMaker:
             before.close()  # after the new one has claimed what both read: that stays mapped
         self._is_mapped = False
 
-    def _begin_gather(self, snapshot: Snapshot, ids: NDArray[np.int64]) -> _Begun:
-        lent = {
-            name: self._slots.lend(name, dtype, (len(ids), *shape))
-            for name, (shape, dtype) in self._columns.items()
-        }
-        out = {name: address_of(array) for name, array in lent.items()}
-        gather = snapshot.begin_gather(ids, self._names, out, lent)
-        gather.ask()
-        return _Begun(gather, lent)
-
-    def _gather(
-        self, snapshot: Snapshot, ids: NDArray[np.int64], look: Callable[[], None]
-    ) -> tuple[Batch, int]:
+    def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64]) -> tuple[Batch, int]:
         """The rows, and how many bytes they have."""
         view = None
         if self._viewer is not None and self._viewer.names and (np.diff(ids) == 1).all():
             view = snapshot.view(int(ids[0]), len(ids), self._viewer)
         if view is None:
-            gather, lent = self._ahead or self._begin_gather(snapshot, ids)
-            self._ahead = None
-            self._slots.begin()
-            look()
-            while not gather.take(_LOOK_SECONDS):
-                look()
-            self._temperature.note(len(ids), gather.missed)
-            columns: dict[str, Any] = lent | gather.values()
+            lent = {
+                name: self._slots.lend(name, dtype, (len(ids), *shape))
+                for name, (shape, dtype) in self._columns.items()
+            }
+            columns = snapshot.gather_into(ids, self._names, lent)
         else:
-            self._slots.begin()
             others = [name for name in self._names if name not in view]
             columns = view | (snapshot.gather_into(ids, others, {}) if others else {})
         batch: Batch = {name: columns[name] for name in self._names}
@@ -225,13 +191,6 @@ class BatchMaker:
         if self._with_ids:
             batch |= snapshot.locate(ids)
         return batch, nbytes
-
-
-class _Begun(NamedTuple):
-    """Rows on their way into arrays that were lent for them."""
-
-    gather: Gather
-    lent: dict[str, NDArray[Any]]
 
 
 def _unpacked(transform: bytes) -> Callable[[Batch], object]:

@@ -20,7 +20,6 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import closing, suppress
 
 from arrowcache.native.threads import threads
@@ -64,33 +63,18 @@ def _work(channel: Channel, memory: int) -> None:
     maker = BatchMaker(slots, settings, settings.get("data", b""))
     try:
         channel.send({"say": "ready"})
-        _serve(channel, maker, slots)
+        _serve(channel, maker)
     finally:
         maker.close()
 
 
-def _serve(channel: Channel, maker: BatchMaker, slots: WorkerSlots) -> None:
+def _serve(channel: Channel, maker: BatchMaker) -> None:
     coming = select.poll()
     coming.register(channel, select.POLLIN)
-    arrived: list[Message | None] = []  # the next one, if it has come
-
-    def receive() -> None:
-        arrived.append(message := channel.receive())
-        if message is not None and message["do"] == "make":
-            slots.take_back(message["returned"])
-
-    def look() -> None:
-        if not arrived and coming.poll(0):
-            receive()
-            if arrived[0] is not None and arrived[0]["do"] == "make":
-                maker.begin_ahead(arrived[0])
-
     while True:
-        if not arrived:
-            if not coming.poll(0):
-                maker.map_ahead()
-            receive()
-        message = arrived.pop()
+        if not coming.poll(0):
+            maker.map_ahead()
+        message = channel.receive()
         if message is None:
             return
         if message["do"] == "begin":
@@ -99,13 +83,13 @@ def _serve(channel: Channel, maker: BatchMaker, slots: WorkerSlots) -> None:
             maker.drop()
             channel.send({"say": "dropped"})
         else:
-            channel.send(_made(maker, message, look))
+            channel.send(_made(maker, message))
             maker.map_ahead()
 
 
-def _made(maker: BatchMaker, request: Message, look: Callable[[], None]) -> Message:
+def _made(maker: BatchMaker, request: Message) -> Message:
     """The answer to a request."""
     try:
-        return maker.make(request, look)
+        return maker.make(request)
     except BaseException as error:  # noqa: BLE001  # a transform may raise anything
         return {"say": "failed", "id": request["id"], "error": pack_error(error)}

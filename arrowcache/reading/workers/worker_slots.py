@@ -52,8 +52,7 @@ class WorkerSlots:
         self._words = memory.words
         self._buffers = SharedBuffers(memory, keeps=keeps)
         self._slots = Slots({}, 1, in_flight, self._buffers.allocate, self._buffers.free)
-        self._lent: dict[int, _Lent] = {}  # of the batch that is made, by address
-        self._lent_ahead: dict[int, _Lent] = {}  # of the one after it
+        self._lent: dict[int, _Lent] = {}  # by address
         self._handed_over: dict[int, Any] = {}  # owners, by offset
 
     def is_over(self, epoch: int) -> bool:
@@ -64,21 +63,22 @@ class WorkerSlots:
         """Show that this worker is at a stage from now on: one of STAGES_OF_WORKERS."""
         self._words[PROGRESS] = time.perf_counter_ns() * 4 + STAGES_OF_WORKERS.index(stage) if stage else 0
 
-    def take_back(self, returned: Iterable[int]) -> None:
-        """Have memory again that the main process needs no more; `returned` are its offsets."""
+    def begin(self, returned: Iterable[int]) -> None:
+        """Begin a batch.
+
+        Args:
+            returned: offsets that the main process needs no more.
+        """
+        self._lent.clear()
         for offset in returned:
             del self._handed_over[offset]
 
-    def begin(self) -> None:
-        """Begin the batch that arrays were lent for."""
-        self._lent, self._lent_ahead = self._lent_ahead, {}
-
     def lend(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
-        """An array for a column of the batch that is begun next."""
+        """An array for a column of the batch."""
         nbytes = dtype.itemsize * math.prod(shape)
         owner, address = self._slots.lend_bytes(name, nbytes)
         borrower = (ctypes.c_char * nbytes).from_buffer(owner)
-        self._lent_ahead[address] = _Lent(owner, weakref.ref(borrower))
+        self._lent[address] = _Lent(owner, weakref.ref(borrower))
         return array_over(borrower, dtype, shape)
 
     def place(self, columns: Sequence[Packed]) -> list[Placed]:

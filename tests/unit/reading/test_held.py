@@ -135,7 +135,7 @@ def test_where_no_thread_can_be_started_ctrl_c_waits(cache, pages, monkeypatch):
     read = cache.snapshot()
     read.map_all()
     with engine_threads(1):
-        on_its_way = read.begin_gather(np.arange(8), ["image"], {"image": out["image"].ctypes.data}, out)
+        on_its_way = read._begin(np.arange(8), ["image"], {"image": out["image"].ctypes.data}, out)
         while not pages.touched.is_set():
             on_its_way.take(0)
         gather.abandon(on_its_way)
@@ -150,8 +150,7 @@ def test_where_no_thread_can_be_started_ctrl_c_waits(cache, pages, monkeypatch):
 def begun_gather(cache: ac.Cache, snapshot: ac.Snapshot, pages: SlowPages) -> Any:
     image = cache.schema.fixed["image"]
     slots = Slots({"image": (image.shape, image.numpy_dtype)}, 8, 1, lambda nbytes: slow(pages, nbytes))
-    slot = slots.lend(8)
-    begun = snapshot.begin_gather(np.arange(8), ["image"], slot.addresses, slot)
+    begun = snapshot.begin_gather(np.arange(8), ["image"], slots.lend(8))
     while not pages.touched.is_set():
         begun.take(0)
     return begun
@@ -239,8 +238,8 @@ def test_what_was_begun_before_an_error_has_ended_when_it_comes(tmp_path, monkey
 
 def test_a_forked_child_lets_go_of_a_gather_although_a_lock_is_held_for_ever(cache):
     with engine_threads(0), cache.snapshot() as snapshot:
-        slot = Slots({"id": ((), np.dtype(np.int64))}, ROWS).lend(ROWS)
-        kept = [snapshot.begin_gather(np.arange(ROWS), ["id"], slot.addresses, slot)]
+        slots = Slots({"id": ((), np.dtype(np.int64))}, ROWS)
+        kept = [snapshot.begin_gather(np.arange(ROWS), ["id"], slots.lend(ROWS))]
         fetched = [snapshot.fetch(0, ROWS, ["id"])]
 
         def body() -> None:
@@ -257,8 +256,8 @@ def test_a_forked_child_lets_go_of_a_gather_although_a_lock_is_held_for_ever(cac
 def test_a_job_that_is_dropped_when_the_engines_module_is_gone_waits_for_nothing(cache, monkeypatch):
     """As at the end of the interpreter, where nothing is unmapped any more."""
     with engine_threads(0), cache.snapshot() as snapshot:
-        slot = Slots({"id": ((), np.dtype(np.int64))}, ROWS).lend(ROWS)
-        begun = snapshot.begin_gather(np.arange(ROWS), ["id"], slot.addresses, slot)
+        slots = Slots({"id": ((), np.dtype(np.int64))}, ROWS)
+        begun = snapshot.begin_gather(np.arange(ROWS), ["id"], slots.lend(ROWS))
         with pytest.MonkeyPatch.context() as gone:
             gone.setattr(engine, "threads", None)
             begun.cancel()

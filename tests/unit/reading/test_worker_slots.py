@@ -25,9 +25,8 @@ class Main:
 
     def make(self, transform, value, returned=(), shape=(8, 4)):
         """Offsets and copies of a batch's arrays, by column."""
-        self.slots.take_back(returned)
+        self.slots.begin(returned)
         batch = {"x": self.slots.lend("x", FLOAT, shape), "y": self.slots.lend("y", FLOAT, shape)}
-        self.slots.begin()
         for number, array in enumerate(batch.values()):
             array[...] = value + number
         result = transform(batch)
@@ -111,30 +110,6 @@ def test_what_a_transform_keeps_is_its_own_and_returns_once_it_lets_go(main):
     for value in range(10):
         made = main.make(dict, value, returned=offsets(made))
     assert main.slots.memory[1] == growths
-
-
-def test_arrays_of_the_next_batch_may_be_lent_before_one_is_handed_over(main):
-    slots, made = main.slots, []
-
-    def lent(value):
-        array = slots.lend("x", FLOAT, (8, 4))
-        array[...] = value
-        return {"x": array}
-
-    ahead = [lent(0)]
-    for value in range(1, 10):
-        slots.begin()
-        ahead.append(lent(value))
-        columns = pack(ahead.pop(0))
-        placed = slots.place(columns)
-        del columns
-        ((_, _, [place]),) = slots.hand_over(placed)
-        made.append(place)
-        if value == 5:
-            slots.take_back([made.pop(0)[2]])
-    assert [main.read(place)[0, 0] for place in made] == list(range(1, 9))
-    assert (ahead[0]["x"] == 9).all()
-    assert main.slots.memory[1] == 9, "memory that came back was lent again, and nothing was copied"
 
 
 def test_a_batch_that_failed_gives_its_memory_back(main):

@@ -207,12 +207,19 @@ class Script:
 
         So it says on a busy machine, too, whether something waits in vain.
         """
+        self._wait_awake(lambda: self._process.poll() is not None, seconds)
+        return self.end()
+
+    def all_end_awake(self, seconds: float) -> None:
+        """Wait for the end of its whole session; fails as `end_awake`."""
+        self._wait_awake(lambda: not self.processes(), seconds)
+
+    def _wait_awake(self, has_ended: Callable[[], bool], seconds: float) -> None:
         asleep = 0.0
-        while self._process.poll() is None:
+        while not has_ended():
             time.sleep(_LOOK_SECONDS)
             asleep += 0.0 if _is_at_work(self.pid) else _LOOK_SECONDS
             assert asleep < seconds, f"it slept for {seconds} s in place of ending: {self.processes()}"
-        return self.end()
 
     def signal_group(self, number: signal.Signals) -> None:
         """What a terminal does: every process of the job gets the signal."""

@@ -1250,13 +1250,6 @@ def test_an_interpreter_that_exits_without_stop_leaves_no_process(cache, how):
     assert cache.verify() == []
 
 
-def gone_in_five_seconds(script: Script) -> bool:
-    deadline = time.monotonic() + 5
-    while script.processes() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return script.processes() == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["idle", "slow", "train"])
 def test_workers_are_gone_within_5_s_after_their_parent_was_killed(cache, how):
@@ -1266,7 +1259,7 @@ def test_workers_are_gone_within_5_s_after_their_parent_was_killed(cache, how):
         assert script.line() == "ready"
         wait_until(lambda: len(script.processes()) >= 3, "the workers to start")
         script.kill()
-        assert gone_in_five_seconds(script), script.processes()
+        script.all_end_awake(5)
     assert cache.verify() == []
     publish(cache, 1)
     assert os.listdir(cache.path / "incoming") == []
@@ -1312,7 +1305,7 @@ def test_ctrl_c_ends_all_processes_of_a_training_script_within_5_s(cache, how):
         wait_until(lambda: len(workers_of(script)) == 2, "the workers")
         assert all(map(is_deaf, workers_of(script))), "Ctrl-C would end them, with a traceback"
         script.signal_group(signal.SIGINT)
-        assert gone_in_five_seconds(script), script.processes()
+        script.all_end_awake(5)
         code, errors = script.end()
         assert code == -signal.SIGINT
         assert errors.count("Traceback (most recent call last):") == 1, errors

@@ -16,12 +16,16 @@ from arrowcache.reading.memory import PAGE_BYTES, page_aligned
 
 
 def output_arrays(
-    schema: Schema, names: Sequence[str], rows: int, out: Mapping[str, NDArray[Any]]
+    schema: Schema, names: Sequence[str], rows: int, out: Mapping[str, NDArray[Any]] | None
 ) -> dict[str, NDArray[Any]]:
     """An array of `rows` rows for each fixed-width column: a user's own, where given, else a new one.
 
-    Raises: ValueError: one in `out` is of a column not asked for, or cannot be filled; two of them overlap.
+    Raises: TypeError: `out` is no mapping. ValueError: one in it is of a column not asked for, or cannot be
+        filled; two of them overlap.
     """
+    out = {} if out is None else out
+    if not isinstance(out, Mapping):
+        raise TypeError(f"out must be a dict of arrays by column, not {type(out).__name__}")
     for name in out:
         if name not in names or name not in schema.fixed:
             raise ValueError(f"out has {name!r}, which is not a fixed-width column asked for")
@@ -30,10 +34,9 @@ def output_arrays(
         if name not in schema.fixed:
             continue
         kind = schema.fixed[name]
-        shape, dtype, array = (rows, *kind.shape), kind.numpy_dtype, out.get(name)
-        if array is None:
-            array = _new(shape, dtype)
-        elif not (
+        shape, dtype = (rows, *kind.shape), kind.numpy_dtype
+        array = out[name] if name in out else _new(shape, dtype)
+        if not (
             isinstance(array, np.ndarray)
             and array.shape == shape
             and array.dtype == dtype

@@ -187,7 +187,7 @@ class Snapshot:
         ids = given.astype(np.int64)  # a copy: nobody changes it while rows are copied
         schema = self._store.settings.schema
         names = schema.select(columns)
-        arrays = output_arrays(schema, names, len(ids), out or {})
+        arrays = output_arrays(schema, names, len(ids), out)
         try:
             return self.gather_into(ids, names, arrays)
         except OutsideError as error:

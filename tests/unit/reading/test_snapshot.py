@@ -317,6 +317,7 @@ def test_out_is_filled_and_returned(tmp_path):
         {"image": np.zeros((5, 16, 16), ">f4")},
         {"image": np.frombuffer(bytes(5 * 1024), np.float32).reshape(5, 16, 16)},
         {"image": [[0.0]]},
+        {"image": None},
         {"unknown": np.zeros(5)},
         {"id": np.zeros(5, np.int64)},
     ],
@@ -347,6 +348,13 @@ def test_out_arrays_that_overlap_are_refused_and_those_that_adjoin_are_filled(tm
         out = {"a": buffer[rows : 2 * rows], "b": buffer[:rows], "c": buffer[2 * rows :]}
         assert_same(cache, expected, ids, snapshot.gather(ids, out=out))
         assert snapshot.gather([], out=dict.fromkeys("abc", buffer[:0])).keys() == set("abc")
+
+
+@pytest.mark.parametrize("out", [np.zeros(5, np.int64), [np.zeros(5, np.int64)]], ids=["array", "list"])
+def test_an_out_that_is_no_dict_is_refused(tmp_path, out):
+    cache = build(tmp_path / "cache", SCHEMAS["plain"], [20])
+    with cache.snapshot() as snapshot, pytest.raises(TypeError, match="out must be a dict of arrays"):
+        snapshot.gather(range(5), columns=["id"], out=out)
 
 
 def test_a_variable_length_column_takes_no_out(tmp_path):

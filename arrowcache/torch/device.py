@@ -162,7 +162,7 @@ class DevicePrefetcher:
         """What was handed over so far, and the memory in use for it."""
         return PrefetcherStats(
             batches=self._counts.batches,
-            bytes=self._counts.nbytes,
+            bytes=sum(lane.lent_bytes for lane in self._lanes),
             stall_seconds=self._counts.stall_seconds,
             device_bytes=sum(lane.device_bytes for lane in self._lanes),
             device_allocations=sum(lane.allocations for lane in self._lanes),

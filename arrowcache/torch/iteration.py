@@ -46,7 +46,6 @@ class Counts:
     """What iterations have handed over, and what they waited for."""
 
     batches: int = 0
-    nbytes: int = 0
     stall_seconds: float = 0.0
     device_seconds: float = 0.0
 
@@ -146,7 +145,6 @@ class Iteration:
         batch = [lane.lend(flight) for lane, flight in zip(self._lanes, flights, strict=True)]
         self._flights.popleft()
         self._counts.batches += 1
-        self._counts.nbytes += sum(flight.plan.nbytes for flight in flights if flight.plan is not None)
         try:
             self._source.deliver(receipt)
         except BaseException:

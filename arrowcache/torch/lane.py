@@ -39,7 +39,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
+from torch._C import _from_dlpack  # what torch.utils.dlpack calls for a capsule, after half as long
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented there
 
 from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.plan import Column, Leaves, Memory, Plan, Planner
@@ -111,7 +112,7 @@ class Lane:
         self._here: Stream = None
         self._streams: set[Stream] = set()  # that may have read a batch
         self._call = 0
-        self.allocations = 0
+        self.allocations = self.lent_bytes = 0
         self.pid = os.getpid()
 
     @property
@@ -215,11 +216,12 @@ class Lane:
             leaves[number] = self.backend.moved(leaf)
         with _making():
             for column, place in zip(flight.plan.columns, flight.places, strict=True):
-                lent = [from_dlpack(to_dlpack(tensor)) for tensor in place.memory.tensors(column)[1:]]
+                lent = [_from_dlpack(to_dlpack(tensor)) for tensor in place.memory.tensors(column)[1:]]
                 place.reader, place.since = here, self._call
                 place.loans = [weakref.ref(tensor.untyped_storage()) for tensor in lent]
                 place.course = None
                 leaves.update(zip(column.leaves, lent, strict=True))
+        self.lent_bytes += flight.plan.nbytes
         return flight.build(leaves)
 
     def wait(self) -> None:

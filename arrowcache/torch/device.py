@@ -14,7 +14,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -140,7 +140,7 @@ class DevicePrefetcher:
         """The batches of a source, over the same memory. Raises: as `iter`."""
         self._begin()
         iteration = Iteration(
-            source, self._lanes, self._taking, self._depth, self._counts, is_split=self._is_split
+            source, self._lanes, self._alone, self._depth, self._counts, is_split=self._is_split
         )
         self._iteration = weakref.ref(iteration)
         return iteration
@@ -192,9 +192,8 @@ class DevicePrefetcher:
         """Whether this process was forked from the one whose devices these are."""
         return self._lanes[0].pid != os.getpid()
 
-    @contextmanager
-    def _taking(self) -> Iterator[None]:
-        """Inside, this thread takes a batch, and no other does."""
+    def _alone(self, step: Callable[[], Any]) -> Any:
+        """What a step returns that takes a batch, while no other thread takes one."""
         if self.is_inherited():
             raise ValueError(_FORKED)
         if not self._turn.take():
@@ -206,7 +205,7 @@ class DevicePrefetcher:
                     "into the graph's static input"
                 )
             tidy()
-            yield
+            return step()
         finally:
             self._turn.leave()
             if self._closed:  # by another thread, which could not let go

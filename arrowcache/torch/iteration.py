@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -55,8 +55,8 @@ class Iteration:
 
     Args:
         lanes: of the devices.
-        taking: a context in which this thread alone has them, or an error that says why not. It keeps their
-            owner alive.
+        alone: calls a function while this thread alone has them, or raises an error that says why not. It
+            keeps their owner alive.
         is_split: each device gets a part of each batch, and a list of these is lent.
     """
 
@@ -64,7 +64,7 @@ class Iteration:
         self,
         source: Source,
         lanes: Sequence[Lane],
-        taking: Callable[[], AbstractContextManager[None]],
+        alone: Callable[[Callable[[], Any]], Any],
         depth: int,
         counts: Counts,
         *,
@@ -77,7 +77,7 @@ class Iteration:
         self._error: Exception | None = None  # of the source, or its end: it comes after the batches before
         self._is_inside = False  # a thread is in `__next__`
         self._because: str | None = None
-        self._lanes, self._taking, self._depth, self._counts = lanes, taking, depth, counts
+        self._lanes, self._alone, self._depth, self._counts = lanes, alone, depth, counts
         self._is_split = is_split
         self._source = source
 
@@ -93,21 +93,7 @@ class Iteration:
             this one. It has ended after any. RuntimeError: a graph is captured, or another thread takes a
             batch: it goes on then.
         """
-        with self._taking():
-            failed: BaseException | None = None
-            try:
-                self._is_inside = True
-                return self._next()
-            except BaseException as error:
-                if not self._course.has_ended:
-                    self._course.has_ended, failed = True, error
-                raise
-            finally:
-                self._is_inside = False
-                if self._course.has_ended:
-                    with suppress(Exception):  # the source's; its consumer has an error already, or its end
-                        self._let_go(failed)
-                del failed  # its traceback has this frame
+        return self._alone(self._step)
 
     def close(self, because: str | None = None) -> None:
         """End it: what was not handed over is dropped. Does not wait. Idempotent.
@@ -131,6 +117,22 @@ class Iteration:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an iteration over a DevicePrefetcher cannot be pickled or copied")
+
+    def _step(self) -> Any:
+        failed: BaseException | None = None
+        try:
+            self._is_inside = True
+            return self._next()
+        except BaseException as error:
+            if not self._course.has_ended:
+                self._course.has_ended, failed = True, error
+            raise
+        finally:
+            self._is_inside = False
+            if self._course.has_ended:
+                with suppress(Exception):  # the source's; its consumer has an error already, or its end
+                    self._let_go(failed)
+            del failed  # its traceback has this frame
 
     def _next(self) -> Any:
         if self._course.has_ended:

@@ -34,7 +34,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,38 +170,43 @@ class Lane:
 
         Raises: OutOfMemoryError: the device has no memory. Nothing has begun.
         """
+        if torch.is_inference_mode_enabled():  # what is made there can't be written to outside
+            with torch.inference_mode(mode=False):
+                return self.send(flight, course)
         slot = self._free_slot()
         if slot is None:
             return False
-        with _making():
-            plan = self._planner.plan(flight.sources)
-            places, pairs = [], []
-            for column in plan.columns:
-                place = self._place(column)
-                into = place.memory.tensors(column)
-                if column.is_staged:
-                    staged = self._staged(slot, column)
-                    torch._foreach_copy_(staged[1:], [flight.sources[number] for number in column.leaves])
-                    pairs.append((into[0], staged[0]))
-                else:
-                    pairs.append((into[1], flight.sources[column.leaves[0]]))
-                places.append(place)
-            for place in places:
-                place.course = course
-            for user in {user for place in places for user in place.users}:
-                self.backend.wait(self._stream, self._done[user])
-            if pairs:
-                copied, slot.copied = slot.copied, None
-                slot.sources = [source for _, source in pairs]
-                self.backend.copy(pairs, self._stream)
-                slot.copied = flight.copied = self._recorded(copied, self._stream)
-                self._slots.rotate(-1)
-                self._is_read(slot)  # on the processor it is
+        plan = self._planner.plan(flight.sources)
+        places, pairs = [], []
+        for column in plan.columns:
+            place = self._place(column)
+            into = place.memory.tensors(column)
+            if column.is_staged:
+                staged = self._staged(slot, column)
+                torch._foreach_copy_(staged[1:], [flight.sources[number] for number in column.leaves])
+                pairs.append((into[0], staged[0]))
+            else:
+                pairs.append((into[1], flight.sources[column.leaves[0]]))
+            places.append(place)
+        for place in places:
+            place.course = course
+        for user in {user for place in places for user in place.users}:
+            self.backend.wait(self._stream, self._done[user])
+        if pairs:
+            copied, slot.copied = slot.copied, None
+            slot.sources = [source for _, source in pairs]
+            self.backend.copy(pairs, self._stream)
+            slot.copied = flight.copied = self._recorded(copied, self._stream)
+            self._slots.rotate(-1)
+            self._is_read(slot)  # on the processor it is
         flight.plan, flight.places, flight.sources = plan, places, {}
         return True
 
     def lend(self, flight: Flight) -> Any:
         """A batch on the device, for the calling thread's current stream, which waits for the copy."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self.lend(flight)
         here = self.backend.current_stream()
         self._streams.add(here)
         assert flight.plan is not None
@@ -214,13 +219,12 @@ class Lane:
             if self.backend.holds(leaf):
                 self.backend.retain(leaf, here)  # its memory is that of the stream on which it was made
             leaves[number] = self.backend.moved(leaf)
-        with _making():
-            for column, place in zip(flight.plan.columns, flight.places, strict=True):
-                lent = [_from_dlpack(to_dlpack(tensor)) for tensor in place.memory.tensors(column)[1:]]
-                place.reader, place.since = here, self._call
-                place.loans = [weakref.ref(tensor.untyped_storage()) for tensor in lent]
-                place.course = None
-                leaves.update(zip(column.leaves, lent, strict=True))
+        for column, place in zip(flight.plan.columns, flight.places, strict=True):
+            lent = [_from_dlpack(to_dlpack(tensor)) for tensor in place.memory.tensors(column)[1:]]
+            place.reader, place.since = here, self._call
+            place.loans = [weakref.ref(tensor.untyped_storage()) for tensor in lent]
+            place.course = None
+            leaves.update(zip(column.leaves, lent, strict=True))
         self.lent_bytes += flight.plan.nbytes
         return flight.build(leaves)
 
@@ -354,8 +358,3 @@ class Turn:
 
     def leave(self) -> None:
         self._taken.pop("by", None)
-
-
-def _making() -> Any:
-    """What is made inside can be written to outside of inference mode, too."""
-    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()

@@ -100,7 +100,7 @@ class _Taking:
     def _made(self, items: Sequence[Any], make: Make, node: Any = None) -> Build:
         """What `make` makes of new items; `node`, if there is one, where no item has a leaf."""
         if {*map(type, items)} == {torch.Tensor}:  # the usual ones, quicker
-            numbers = [*map(self._number, items)]
+            numbers = self._numbered(items)
             return lambda new: make([*map(new.__getitem__, numbers)])
         builds = [self.apart(item) for item in items]
         if node is not None and all(isinstance(build, _Same) for build in builds):
@@ -108,14 +108,16 @@ class _Taking:
         return lambda new: make([build(new) for build in builds])
 
     def _leaf(self, leaf: Any) -> Build:
-        number = self._number(leaf)
+        (number,) = self._numbered([leaf])
         return lambda new: new[number]
 
-    def _number(self, leaf: Any) -> int:
-        number = self._numbers.setdefault(id(leaf), len(self._leaves))
-        if number == len(self._leaves):
-            self._leaves.append(leaf)
-        return number
+    def _numbered(self, leaves: Sequence[Any]) -> list[int]:
+        """Their numbers: that of one which was there before, or the next one."""
+        known, count = self._numbers, len(self._leaves)
+        numbers = [known.setdefault(id(leaf), len(known)) for leaf in leaves]
+        new = {number: leaf for number, leaf in zip(numbers, leaves, strict=True) if number >= count}
+        self._leaves.extend(new.values())
+        return numbers
 
 
 class _Same:

@@ -32,12 +32,12 @@ class Source(Protocol):
     def deliver(self, receipt: Any) -> None:
         """The consumer gets the batch of a receipt now; None: its end. Raises: what it gets instead."""
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error: type[BaseException] | None) -> None:
         """Nothing more is asked of it. Idempotent.
 
         Args:
-            error: what its consumer gets in place of a batch; a StopIteration where that is its end, a
-                GeneratorExit where it is gone; None: somebody closed it.
+            error: of what its consumer gets in place of a batch; GeneratorExit: there is none any more; None:
+                it was told its end, or closed this.
         """
 
 
@@ -113,26 +113,25 @@ class Iteration:
     def __del__(self) -> None:
         if hasattr(self, "_source"):
             self._course.has_ended = True
-            self._let_go(GeneratorExit())
+            self._let_go(GeneratorExit)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an iteration over a DevicePrefetcher cannot be pickled or copied")
 
     def _step(self) -> Any:
-        failed: BaseException | None = None
+        failed: type[BaseException] | None = None
         try:
             self._is_inside = True
             return self._next()
         except BaseException as error:
             if not self._course.has_ended:
-                self._course.has_ended, failed = True, error
+                self._course.has_ended, failed = True, type(error)
             raise
         finally:
             self._is_inside = False
             if self._course.has_ended:
                 with suppress(Exception):  # the source's; its consumer has an error already, or its end
                     self._let_go(failed)
-            del failed  # its traceback has this frame
 
     def _next(self) -> Any:
         if self._course.has_ended:
@@ -168,7 +167,7 @@ class Iteration:
         self._source.deliver(None)
         raise StopIteration
 
-    def _let_go(self, error: BaseException | None) -> None:
+    def _let_go(self, error: type[BaseException] | None) -> None:
         self._fetched = self._error = None
         self._flights.clear()
         self._source.close(error)

@@ -33,9 +33,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -243,12 +244,12 @@ class Lane:
         """
         self._here = self.backend.current_stream()
         deadline = time.monotonic() + seconds
-        with ExitStack() as each:
-            for slot in self._slots.copy():
-                each.callback(self._end, slot, deadline)
-            for places in self._columns.values():
-                for place in places.copy():
-                    each.callback(self._give_away if place.loans else self._give_up, places, place)
+        free: list[Callable[[], None]] = [
+            partial(self._give_away if place.loans else self._give_up, places, place)
+            for places in self._columns.values()
+            for place in places
+        ]
+        call_all([*free, *(partial(self._end, slot, deadline) for slot in self._slots)])
         return not self._slots
 
     def _mark(self, stream: Stream) -> None:
@@ -343,6 +344,21 @@ class Lane:
         if place.reader != place.stream:
             self.backend.retain(place.memory.whole, place.reader)
         places.remove(place)
+
+
+def call_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls, and then raise what the last one did that failed."""
+    error: Exception | None = None  # an ExitStack would keep its frames, and so memory, in a cycle
+    for call in calls:
+        try:
+            call()
+        except Exception as failed:  # noqa: BLE001  # it is raised below
+            error = failed
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its traceback has this frame
 
 
 class Turn:

@@ -42,10 +42,10 @@ class Delivery:
     def deliver(self, receipt: Made | None) -> None:
         self._epoch.deliver(receipt)
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error: type[BaseException] | None) -> None:
         if error is None:
             self._epoch.close()
-        elif isinstance(error, GeneratorExit):
+        elif error is GeneratorExit:
             self._epoch.drop()
         else:
             self._epoch.fail()

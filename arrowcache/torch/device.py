@@ -14,8 +14,9 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.iteration import Counts, Iteration, Source
-from arrowcache.torch.lane import Lane, Turn
+from arrowcache.torch.lane import Lane, Turn, call_all
 from arrowcache.torch.left import leave, let_go, tidy
 from arrowcache.units import parse_count
 
@@ -140,7 +141,7 @@ class DevicePrefetcher:
         """The batches of a source, over the same memory. Raises: as `iter`."""
         self._begin()
         iteration = Iteration(
-            source, self._lanes, self._taking, self._depth, self._counts, is_split=self._is_split
+            source, self._lanes, self._alone, self._depth, self._counts, is_split=self._is_split
         )
         self._iteration = weakref.ref(iteration)
         return iteration
@@ -162,7 +163,7 @@ class DevicePrefetcher:
         """What was handed over so far, and the memory in use for it."""
         return PrefetcherStats(
             batches=self._counts.batches,
-            bytes=self._counts.nbytes,
+            bytes=sum(lane.lent_bytes for lane in self._lanes),
             stall_seconds=self._counts.stall_seconds,
             device_bytes=sum(lane.device_bytes for lane in self._lanes),
             device_allocations=sum(lane.allocations for lane in self._lanes),
@@ -180,21 +181,22 @@ class DevicePrefetcher:
         """
         self._closed = True
         _open.discard(self)
-        with ExitStack() as each:  # the last one first; one that fails keeps no other from it
-            if not self.is_inherited() and self._turn.take():
-                each.callback(self._turn.leave)
-                for lane in self._lanes:
-                    each.callback(let_go, lane, CLOSE_SECONDS)
-            if (iteration := self._iteration()) is not None:
-                each.callback(iteration.close)
+        iteration = self._iteration()
+        calls: list[Callable[[], None]] = [] if iteration is None else [iteration.close]
+        if self.is_inherited() or not self._turn.take():
+            call_all(calls)
+            return
+        try:
+            call_all([*calls, *(partial(let_go, lane, CLOSE_SECONDS) for lane in self._lanes)])
+        finally:
+            self._turn.leave()
 
     def is_inherited(self) -> bool:
         """Whether this process was forked from the one whose devices these are."""
         return self._lanes[0].pid != os.getpid()
 
-    @contextmanager
-    def _taking(self) -> Iterator[None]:
-        """Inside, this thread takes a batch, and no other does."""
+    def _alone(self, step: Callable[[], Any]) -> Any:
+        """What a step returns that takes a batch, while no other thread takes one."""
         if self.is_inherited():
             raise ValueError(_FORKED)
         if not self._turn.take():
@@ -206,7 +208,7 @@ class DevicePrefetcher:
                     "into the graph's static input"
                 )
             tidy()
-            yield
+            return step()
         finally:
             self._turn.leave()
             if self._closed:  # by another thread, which could not let go
@@ -261,7 +263,7 @@ class _Iterator:
     def deliver(self, receipt: None) -> None:
         pass
 
-    def close(self, error: BaseException | None) -> None:  # noqa: ARG002
+    def close(self, error: type[BaseException] | None) -> None:  # noqa: ARG002
         iterator, self._iterator = self._iterator, iter(())
         if self._is_ours and self._pid == os.getpid() and callable(end := getattr(iterator, "close", None)):
             end()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -32,12 +32,12 @@ class Source(Protocol):
     def deliver(self, receipt: Any) -> None:
         """The consumer gets the batch of a receipt now; None: its end. Raises: what it gets instead."""
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error: type[BaseException] | None) -> None:
         """Nothing more is asked of it. Idempotent.
 
         Args:
-            error: what its consumer gets in place of a batch; a StopIteration where that is its end, a
-                GeneratorExit where it is gone; None: somebody closed it.
+            error: of what its consumer gets in place of a batch; GeneratorExit: there is none any more; None:
+                it was told its end, or closed this.
         """
 
 
@@ -46,7 +46,6 @@ class Counts:
     """What iterations have handed over, and what they waited for."""
 
     batches: int = 0
-    nbytes: int = 0
     stall_seconds: float = 0.0
     device_seconds: float = 0.0
 
@@ -56,8 +55,8 @@ class Iteration:
 
     Args:
         lanes: of the devices.
-        taking: a context in which this thread alone has them, or an error that says why not. It keeps their
-            owner alive.
+        alone: calls a function while this thread alone has them, or raises an error that says why not. It
+            keeps their owner alive.
         is_split: each device gets a part of each batch, and a list of these is lent.
     """
 
@@ -65,7 +64,7 @@ class Iteration:
         self,
         source: Source,
         lanes: Sequence[Lane],
-        taking: Callable[[], AbstractContextManager[None]],
+        alone: Callable[[Callable[[], Any]], Any],
         depth: int,
         counts: Counts,
         *,
@@ -78,7 +77,7 @@ class Iteration:
         self._error: Exception | None = None  # of the source, or its end: it comes after the batches before
         self._is_inside = False  # a thread is in `__next__`
         self._because: str | None = None
-        self._lanes, self._taking, self._depth, self._counts = lanes, taking, depth, counts
+        self._lanes, self._alone, self._depth, self._counts = lanes, alone, depth, counts
         self._is_split = is_split
         self._source = source
 
@@ -94,21 +93,7 @@ class Iteration:
             this one. It has ended after any. RuntimeError: a graph is captured, or another thread takes a
             batch: it goes on then.
         """
-        with self._taking():
-            failed: BaseException | None = None
-            try:
-                self._is_inside = True
-                return self._next()
-            except BaseException as error:
-                if not self._course.has_ended:
-                    self._course.has_ended, failed = True, error
-                raise
-            finally:
-                self._is_inside = False
-                if self._course.has_ended:
-                    with suppress(Exception):  # the source's; its consumer has an error already, or its end
-                        self._let_go(failed)
-                del failed  # its traceback has this frame
+        return self._alone(self._step)
 
     def close(self, because: str | None = None) -> None:
         """End it: what was not handed over is dropped. Does not wait. Idempotent.
@@ -128,10 +113,25 @@ class Iteration:
     def __del__(self) -> None:
         if hasattr(self, "_source"):
             self._course.has_ended = True
-            self._let_go(GeneratorExit())
+            self._let_go(GeneratorExit)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an iteration over a DevicePrefetcher cannot be pickled or copied")
+
+    def _step(self) -> Any:
+        failed: type[BaseException] | None = None
+        try:
+            self._is_inside = True
+            return self._next()
+        except BaseException as error:
+            if not self._course.has_ended:
+                self._course.has_ended, failed = True, type(error)
+            raise
+        finally:
+            self._is_inside = False
+            if self._course.has_ended:
+                with suppress(Exception):  # the source's; its consumer has an error already, or its end
+                    self._let_go(failed)
 
     def _next(self) -> Any:
         if self._course.has_ended:
@@ -146,7 +146,6 @@ class Iteration:
         batch = [lane.lend(flight) for lane, flight in zip(self._lanes, flights, strict=True)]
         self._flights.popleft()
         self._counts.batches += 1
-        self._counts.nbytes += sum(flight.plan.nbytes for flight in flights if flight.plan is not None)
         try:
             self._source.deliver(receipt)
         except BaseException:
@@ -168,7 +167,7 @@ class Iteration:
         self._source.deliver(None)
         raise StopIteration
 
-    def _let_go(self, error: BaseException | None) -> None:
+    def _let_go(self, error: type[BaseException] | None) -> None:
         self._fetched = self._error = None
         self._flights.clear()
         self._source.close(error)

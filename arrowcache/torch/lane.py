@@ -33,13 +33,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
+from torch._C import _from_dlpack  # what torch.utils.dlpack calls for a capsule, after half as long
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented there
 
 from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.plan import Column, Leaves, Memory, Plan, Planner
@@ -111,7 +113,7 @@ class Lane:
         self._here: Stream = None
         self._streams: set[Stream] = set()  # that may have read a batch
         self._call = 0
-        self.allocations = 0
+        self.allocations = self.lent_bytes = 0
         self.pid = os.getpid()
 
     @property
@@ -169,38 +171,43 @@ class Lane:
 
         Raises: OutOfMemoryError: the device has no memory. Nothing has begun.
         """
+        if torch.is_inference_mode_enabled():  # what is made there can't be written to outside
+            with torch.inference_mode(mode=False):
+                return self.send(flight, course)
         slot = self._free_slot()
         if slot is None:
             return False
-        with _making():
-            plan = self._planner.plan(flight.sources)
-            places, pairs = [], []
-            for column in plan.columns:
-                place = self._place(column)
-                into = place.memory.tensors(column)
-                if column.is_staged:
-                    staged = self._staged(slot, column)
-                    torch._foreach_copy_(staged[1:], [flight.sources[number] for number in column.leaves])
-                    pairs.append((into[0], staged[0]))
-                else:
-                    pairs.append((into[1], flight.sources[column.leaves[0]]))
-                places.append(place)
-            for place in places:
-                place.course = course
-            for user in {user for place in places for user in place.users}:
-                self.backend.wait(self._stream, self._done[user])
-            if pairs:
-                copied, slot.copied = slot.copied, None
-                slot.sources = [source for _, source in pairs]
-                self.backend.copy(pairs, self._stream)
-                slot.copied = flight.copied = self._recorded(copied, self._stream)
-                self._slots.rotate(-1)
-                self._is_read(slot)  # on the processor it is
+        plan = self._planner.plan(flight.sources)
+        places, pairs = [], []
+        for column in plan.columns:
+            place = self._place(column)
+            into = place.memory.tensors(column)
+            if column.is_staged:
+                staged = self._staged(slot, column)
+                torch._foreach_copy_(staged[1:], [flight.sources[number] for number in column.leaves])
+                pairs.append((into[0], staged[0]))
+            else:
+                pairs.append((into[1], flight.sources[column.leaves[0]]))
+            places.append(place)
+        for place in places:
+            place.course = course
+        for user in {user for place in places for user in place.users}:
+            self.backend.wait(self._stream, self._done[user])
+        if pairs:
+            copied, slot.copied = slot.copied, None
+            slot.sources = [source for _, source in pairs]
+            self.backend.copy(pairs, self._stream)
+            slot.copied = flight.copied = self._recorded(copied, self._stream)
+            self._slots.rotate(-1)
+            self._is_read(slot)  # on the processor it is
         flight.plan, flight.places, flight.sources = plan, places, {}
         return True
 
     def lend(self, flight: Flight) -> Any:
         """A batch on the device, for the calling thread's current stream, which waits for the copy."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self.lend(flight)
         here = self.backend.current_stream()
         self._streams.add(here)
         assert flight.plan is not None
@@ -213,13 +220,13 @@ class Lane:
             if self.backend.holds(leaf):
                 self.backend.retain(leaf, here)  # its memory is that of the stream on which it was made
             leaves[number] = self.backend.moved(leaf)
-        with _making():
-            for column, place in zip(flight.plan.columns, flight.places, strict=True):
-                lent = [from_dlpack(to_dlpack(tensor)) for tensor in place.memory.tensors(column)[1:]]
-                place.reader, place.since = here, self._call
-                place.loans = [weakref.ref(tensor.untyped_storage()) for tensor in lent]
-                place.course = None
-                leaves.update(zip(column.leaves, lent, strict=True))
+        for column, place in zip(flight.plan.columns, flight.places, strict=True):
+            lent = [_from_dlpack(to_dlpack(tensor)) for tensor in place.memory.tensors(column)[1:]]
+            place.reader, place.since = here, self._call
+            place.loans = [weakref.ref(tensor.untyped_storage()) for tensor in lent]
+            place.course = None
+            leaves.update(zip(column.leaves, lent, strict=True))
+        self.lent_bytes += flight.plan.nbytes
         return flight.build(leaves)
 
     def wait(self) -> None:
@@ -237,12 +244,12 @@ class Lane:
         """
         self._here = self.backend.current_stream()
         deadline = time.monotonic() + seconds
-        with ExitStack() as each:
-            for slot in self._slots.copy():
-                each.callback(self._end, slot, deadline)
-            for places in self._columns.values():
-                for place in places.copy():
-                    each.callback(self._give_away if place.loans else self._give_up, places, place)
+        free: list[Callable[[], None]] = [
+            partial(self._give_away if place.loans else self._give_up, places, place)
+            for places in self._columns.values()
+            for place in places
+        ]
+        call_all([*free, *(partial(self._end, slot, deadline) for slot in self._slots)])
         return not self._slots
 
     def _mark(self, stream: Stream) -> None:
@@ -339,6 +346,21 @@ class Lane:
         places.remove(place)
 
 
+def call_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls, and then raise what the last one did that failed."""
+    error: Exception | None = None  # an ExitStack would keep its frames, and so memory, in a cycle
+    for call in calls:
+        try:
+            call()
+        except Exception as failed:  # noqa: BLE001  # it is raised below
+            error = failed
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its traceback has this frame
+
+
 class Turn:
     """One thread at a time. Where Ctrl-C leaves it taken, its thread takes it again."""
 
@@ -352,8 +374,3 @@ class Turn:
 
     def leave(self) -> None:
         self._taken.pop("by", None)
-
-
-def _making() -> Any:
-    """What is made inside can be written to outside of inference mode, too."""
-    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()

@@ -3,7 +3,7 @@
 A leaf is what goes to a device: a tensor, a NumPy array, or an object with a `to` method of its own. Dicts
 and other mappings, lists, tuples, NamedTuples, dataclasses, TensorDicts and nested tensors of jagged layout
 are taken apart; whatever else is in a batch (text, numbers, None) stays as it is. Pure: nothing given is
-changed, and what holds no leaf is the same object afterwards.
+changed, and what holds no leaf is the same object afterwards, but for a dict, which is made anew.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class _Taking:
         self._numbers: dict[int, int] = {}  # by id
 
     def apart(self, node: Any) -> Build:
+        if type(node) is dict:
+            return self._made(*_of_mapping(node))
         if isinstance(node, torch.Tensor):
             if not node.is_nested or self._to_split or not _is_jagged(node):
                 return self._leaf(node)
@@ -82,7 +84,7 @@ class _Taking:
         if _is_tensordict(node):
             return self._leaf(node) if self._to_split else self._made(*_of_tensordict(node))
         if isinstance(node, Mapping):
-            return self._made(*_of_mapping(node), None if type(node) is dict else node)
+            return self._made(*_of_mapping(node), node)
         if isinstance(node, type):
             return _Same(node)
         if isinstance(node, list | tuple) and not hasattr(node, "to"):
@@ -98,22 +100,24 @@ class _Taking:
     def _made(self, items: Sequence[Any], make: Make, node: Any = None) -> Build:
         """What `make` makes of new items; `node`, if there is one, where no item has a leaf."""
         if {*map(type, items)} == {torch.Tensor}:  # the usual ones, quicker
-            numbers = [self._number(item) for item in items]
-            return lambda new: make([new[number] for number in numbers])
+            numbers = self._numbered(items)
+            return lambda new: make([*map(new.__getitem__, numbers)])
         builds = [self.apart(item) for item in items]
         if node is not None and all(isinstance(build, _Same) for build in builds):
             return _Same(node)
         return lambda new: make([build(new) for build in builds])
 
     def _leaf(self, leaf: Any) -> Build:
-        number = self._number(leaf)
+        (number,) = self._numbered([leaf])
         return lambda new: new[number]
 
-    def _number(self, leaf: Any) -> int:
-        number = self._numbers.setdefault(id(leaf), len(self._leaves))
-        if number == len(self._leaves):
-            self._leaves.append(leaf)
-        return number
+    def _numbered(self, leaves: Sequence[Any]) -> list[int]:
+        """Their numbers: that of one which was there before, or the next one."""
+        known, count = self._numbers, len(self._leaves)
+        numbers = [known.setdefault(id(leaf), len(known)) for leaf in leaves]
+        new = {number: leaf for number, leaf in zip(numbers, leaves, strict=True) if number >= count}
+        self._leaves.extend(new.values())
+        return numbers
 
 
 class _Same:

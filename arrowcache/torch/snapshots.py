@@ -134,7 +134,7 @@ class Sending:
 
     def _begin(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> _Begun:
         slot = self._lend(ids, names)
-        return _Begun(names, slot, self._epoch.snapshot.begin_gather(ids, names, slot.addresses, slot))
+        return _Begun(names, slot, self._epoch.snapshot.begin_gather(ids, names, slot))
 
     def _lend(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> Slot:
         fixed = self.store.settings.schema.fixed

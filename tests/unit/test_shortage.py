@@ -15,7 +15,7 @@ from arrowcache.shortage import explained
     ("limit", "shown"), [(1 << 20, "1048576 bytes"), (resource.RLIM_INFINITY, "any number")]
 )
 def test_a_file_that_may_not_grow_names_the_limit(monkeypatch, limit, shown):
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit,) * (1 + (kind == resource.RLIMIT_FSIZE)))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_FSIZE: (limit, limit)}[kind])
     told = str(explained(OSError(errno.EFBIG, os.strerror(errno.EFBIG))))
     assert shown in told
     assert "ulimit -f" in told

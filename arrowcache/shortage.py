@@ -96,6 +96,15 @@ def _memory() -> str:
     )
 
 
+def _file_bytes() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    shown = "any number of" if limit == resource.RLIM_INFINITY else str(limit)
+    return (
+        f"a file of this process may have {shown} bytes (ulimit -f), if its file system allows that: raise "
+        "the limit, for worker processes to 256 MiB or more"
+    )
+
+
 def _rights(folder: Path | None) -> str:
     owner = "another user's"
     if folder is not None:
@@ -112,6 +121,7 @@ _ADVICE: dict[int, Callable[[], str]] = {
     errno.EMFILE: _files,
     errno.ETOOMANYREFS: _files,
     errno.ENFILE: lambda: "the whole machine has too many files open: raise fs.file-max",
+    errno.EFBIG: _file_bytes,
     errno.ENOMEM: _memory,
     errno.EAGAIN: _threads,
     errno.EROFS: lambda: (

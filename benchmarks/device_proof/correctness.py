@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ STORM_SECONDS, STORM_STEPS = 20.0, 120
 SANITIZED_STEPS = (
     60  # no batch is kept for so long that torch's allocator orders its memory: that is not seen
 )
-LOADER_SECONDS = 15.0
+LOADER_SECONDS, WINDOW_SECONDS = 15.0, 15.0
 _LONGEST_SLEEP_SECONDS = 2e-3
 _MOST_KEPT = 12
 SHUFFLES = ("rows", "window", "blocks", None)
@@ -157,6 +158,50 @@ def _loader_of(trial: Trial, cache: ac.Cache, shuffle: str | None, transform: An
                 trial.read(batch["y"], rows)
                 trial.read(batch["x"], rows if transform is None else 2 * rows)
                 count += 1
+        del batch
+    trial.finish()
+    return count
+
+
+def window(target: Target) -> str:
+    """Rows that the device shuffles, beside the host's; the consumer changes streams, and keeps some."""
+    batches, trials = 0, 0
+    with cache_of_numbers() as cache:
+        for trial in target.trials(WINDOW_SECONDS):
+            batches += _window_of(trial, cache)
+            trials += 1
+    return f"{batches} batches of {trials} trials, in the host's order, on {len(trial.streams)} streams"
+
+
+def _window_of(trial: Trial, cache: ac.Cache) -> int:
+    options: dict[str, Any] = {
+        "shuffle": "window",
+        "window_bytes": trial.chance.choice(["1MiB", "2MiB", "4MiB"]),
+        "seed": trial.chance.randrange(99),
+        "drop_last": False,
+    }
+    kept: deque[tuple[Any, torch.Tensor, Stream]] = deque(maxlen=_MOST_KEPT)
+    with Loader(cache, 24, device=trial.device, **options) as ours, Loader(cache, 24, **options) as plain:
+        count = 0
+        for _ in range(2):
+            batches = iter(ours)
+            for expected in plain:
+                rows, stream = expected["y"].clone(), trial.chance.choice(trial.streams)
+                with trial.on(stream):
+                    batch = next(batches)
+                    trial.sleep(trial.chance.random() * _LONGEST_SLEEP_SECONDS)
+                    for tensor in batch.values():
+                        trial.read(tensor, rows)
+                kept.append((batch, rows, stream))
+                batch, rows, stream = trial.chance.choice(kept)
+                with trial.on(stream):
+                    trial.read(batch["x"], rows)
+                count += 1
+            for _ in batches:
+                raise Wrong("there were more batches than the host's")
+        if ours.device_stats().device_bytes < 2 << 20:
+            raise Wrong("no two windows were on the device")
+        kept.clear()
         del batch
     trial.finish()
     return count

@@ -23,18 +23,18 @@ class Filling:
         order: of the epoch.
         pass_rows: of its snapshot.
         ring_rows: that the ring holds.
-        part_rows: most that go there at a time.
+        run_rows: most that go there at a time.
     """
 
-    def __init__(self, order: Order, pass_rows: int, ring_rows: int, part_rows: int) -> None:
+    def __init__(self, order: Order, pass_rows: int, ring_rows: int, run_rows: int) -> None:
         self._order, self._pass_rows = order, pass_rows
-        self._ring_rows, self._part_rows = ring_rows, part_rows
+        self._ring_rows, self._run_rows = ring_rows, run_rows
         self._end = order.span_in_line(order.steps - 1).stop if order.steps else 0
         self._filled = 0  # all rows of the line before this are there, or were, or are not needed
         self._due = 0
 
     def before(self, step: int) -> list[range] | None:
-        """Parts of the line that go into the ring before a step, each one run of places of it.
+        """Runs of the line that go into the ring before a step; their places follow one another, too.
 
         Call it for the steps one after another; those that need no ring may be left out.
         Returns: None: the ring is too small for this step. Nothing goes there.
@@ -45,10 +45,10 @@ class Filling:
         room = max(span.stop, min(span.start + self._ring_rows, self._end))
         self._filled = max(self._filled, span.start)
         self._due = max(span.stop, min(self._due + _SHARE * self._order.step_rows, room))
-        parts = []
+        runs = []
         while self._filled < self._due:
             first = self._filled
             ends = [(first // rows + 1) * rows for rows in (self._pass_rows, self._ring_rows)]
-            self._filled = min(first + self._part_rows, room, *ends)
-            parts.append(range(first, self._filled))
-        return parts
+            self._filled = min(first + self._run_rows, room, *ends)
+            runs.append(range(first, self._filled))
+        return runs

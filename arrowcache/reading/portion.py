@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Made(NamedTuple):
     """A batch ready for delivery, and what is counted then.
 
-    `batch` is a dict of columns, what a transform made of one, or a part or step of window.py. `published` is
+    `batch` is a dict of columns, what a transform made of one, or a run or step of window.py. `published` is
     the mean of its rows, in seconds since 1970; `epoch` the one it belongs to.
     """
 

@@ -6,7 +6,7 @@ that of the epoch, whatever it is. What is no column of fixed width is gathered 
 whole of a step whose rows lie too far apart for the ring, as where a segment is larger than the window, or of
 which some are padding.
 
-Guarantee: `number` counts parts and steps, over all epochs of a stream. Whoever has all before one has in the
+Guarantee: `number` counts runs and steps, over all epochs of a stream. Whoever has all before one has in the
 ring what it refers to.
 """
 
@@ -33,12 +33,12 @@ from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import column_bytes
 from arrowcache.storage.store import Store
 
-_PART_BYTES = 4 << 20  # copied at a time: a longer copy is not quicker
-_LEAST_PARTS = 8  # of a ring
-_UNDER_WAY = 8  # parts and steps
+_RUN_BYTES = 4 << 20  # copied at a time: a longer copy is not quicker
+_LEAST_RUNS = 8  # of a ring
+_UNDER_WAY = 8  # runs and steps
 
 
-class Part(NamedTuple):
+class Run(NamedTuple):
     """Rows on their way into the ring: columns of fixed width, (rows, *shape) each, from a place on."""
 
     number: int
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 class WindowAssembly(Assembly):
-    """Makes portions of epochs: parts, whose `Made` has no rows, and steps.
+    """Makes portions of epochs: runs, whose `Made` has no rows, and steps.
 
     The ring has two windows: one in use, and room for what comes next.
     """
@@ -71,18 +71,18 @@ class WindowAssembly(Assembly):
     def gather_into(
         self, allocate: Callable[[int], NDArray[np.uint8]], portion_bytes: int | None = None
     ) -> None:
-        """As of `Assembly`. portion_bytes: of a part; None: as many as are copied at full speed."""
-        part_bytes = _PART_BYTES if portion_bytes is None else portion_bytes
-        self._part_rows = max(1, min(part_bytes // self._row_bytes, self.ring_rows // _LEAST_PARTS))
-        self._new_slots = partial(Slots, self._columns, self._part_rows, self.wanted(), allocate)
+        """As of `Assembly`. portion_bytes: of a run; None: as many as are copied at full speed."""
+        run_bytes = _RUN_BYTES if portion_bytes is None else portion_bytes
+        self._run_rows = max(1, min(run_bytes // self._row_bytes, self.ring_rows // _LEAST_RUNS))
+        self._new_slots = partial(Slots, self._columns, self._run_rows, self.wanted(), allocate)
         self.slots = self._new_slots()
 
     def wanted(self) -> int:
-        """The number of parts and steps that are to be under way or ready."""
+        """The number of runs and steps that are to be under way or ready."""
         return self._making.prefetch or _UNDER_WAY
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
-        """An epoch's parts and steps, in order; each `next` begins one.
+        """An epoch's runs and steps, in order; each `next` begins one.
 
         Args:
             awaited: it is the first epoch of its stream.
@@ -91,27 +91,27 @@ class WindowAssembly(Assembly):
         snapshot.temperature = self.temperature
         if awaited:
             self._numbers = itertools.count()
-        filling = Filling(order, pass_rows, self.ring_rows, self._part_rows)
+        filling = Filling(order, pass_rows, self.ring_rows, self._run_rows)
         ahead_rows, fetched = FETCHED_BYTES // snapshot.row_bytes, 0  # asked of the disk ahead, in the line
         for step in range(order.steps):
             line = order.in_line(step)
-            parts = None if line is None else filling.before(step)
-            for part in parts or ():
-                first = part.start % pass_rows
-                last = min(first + len(part) + ahead_rows, pass_rows)
-                ahead = range(max(fetched, part.start), part.start - first + last)
+            runs = None if line is None else filling.before(step)
+            for run in runs or ():
+                first = run.start % pass_rows
+                last = min(first + len(run) + ahead_rows, pass_rows)
+                ahead = range(max(fetched, run.start), run.start - first + last)
                 fetched = max(fetched, ahead.stop)
                 fetches = [snapshot.fetch(ahead[0] % pass_rows, last, self.names)] if ahead else []
-                ids = np.arange(first, first + len(part))
-                yield _Part(self, BatchRows(epoch, ids, 0.0), fetches, part.start % self.ring_rows)
-            if line is None or parts is None:
+                ids = np.arange(first, first + len(run))
+                yield _Run(self, BatchRows(epoch, ids, 0.0), fetches, run.start % self.ring_rows)
+            if line is None or runs is None:
                 yield self._step(epoch, order.batches(step, step + 1), None)
             else:
                 yield self._step(epoch, line % pass_rows, line % self.ring_rows)
 
-    def part(self, columns: Batch, place: int, epoch: Epoch) -> Made:
+    def run(self, columns: Batch, place: int, epoch: Epoch) -> Made:
         """Rows that were gathered, for the ring."""
-        return Made(Part(next(self._numbers), columns, place), 0, 0, 0, 0.0, epoch)
+        return Made(Run(next(self._numbers), columns, place), 0, 0, 0, 0.0, epoch)
 
     def step(self, rows: BatchRows, places: NDArray[np.int64] | None, columns: Batch) -> Made:
         """A batch: what of it was gathered here, and where the rest is."""
@@ -138,8 +138,8 @@ class WindowAssembly(Assembly):
         return self._fixed
 
 
-class _Part(Gathered):
-    """Rows of a part on their way into a slot."""
+class _Run(Gathered):
+    """A run on its way into a slot."""
 
     def __init__(
         self, window: WindowAssembly, rows: BatchRows, fetches: Sequence[Gather], place: int
@@ -148,7 +148,7 @@ class _Part(Gathered):
         self._window, self._place = window, place
 
     def made(self) -> Iterable[Made]:
-        return [self._window.part(self.columns(), self._place, self.epoch)]
+        return [self._window.run(self.columns(), self._place, self.epoch)]
 
 
 class _Gathered(Gathered):

@@ -1,8 +1,8 @@
 """Window: shuffles the rows of an epoch on the device.
 
-reading/window.py says how an epoch comes: parts, runs of rows in the order of their files, and steps, places
+reading/window.py says how an epoch comes: runs of rows in the order of their files, and steps, the places
 of rows. `DevicePrefetcher` brings both, as it brings any batch: in large copies, on its copy stream, some
-ahead, into memory of its own. Here a part is copied into the ring, and a step's rows are selected from it,
+ahead, into memory of its own. Here a run is copied into the ring, and a step's rows are selected from it,
 into memory of the step's own: so batches are safe to keep, and the order is the host's, bit for bit.
 
 The ring is of its consumer's stream: only what that is given reads or writes it, in that order. So no event a
@@ -15,7 +15,7 @@ software:
 1. A stream reads or writes the ring after all that the stream before it was given to do there.
 2. The ring's memory is used anew after what any stream was given to do there. No device is called where it
    dies.
-3. A step is selected only if all parts before it came, in their order. Else its epoch ends with an error.
+3. A step is selected only if all runs before it came, in their order. Else its epoch ends with an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.portion import Made
 from arrowcache.reading.stream import Stream as EpochStream
-from arrowcache.reading.window import Part, Step
+from arrowcache.reading.window import Run, Step
 from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.iteration import Iteration
@@ -74,18 +74,18 @@ class Ring:
     def allocations(self) -> int:
         return len(self._columns)
 
-    def put(self, part: Part) -> None:
-        """Copy a part, which is on the device, to its place.
+    def put(self, run: Run) -> None:
+        """Copy a run, which is on the device, to its place.
 
         Raises: OutOfMemoryError: the device has no memory for the ring.
         """
         here = self._here()
         with torch.inference_mode(mode=False):
             if not self._columns:
-                self._columns = self._allocated(part.columns, here)
+                self._columns = self._allocated(run.columns, here)
             pairs = []
-            for name, rows in part.columns.items():
-                column, start = self._columns[name], part.place * self._columns[name].row_bytes
+            for name, rows in run.columns.items():
+                column, start = self._columns[name], run.place * self._columns[name].row_bytes
                 flat = rows.reshape(-1).view(torch.uint8)
                 pairs.append((column.memory[start : start + flat.nbytes], flat))
             self._backend.copy(pairs, here)
@@ -157,7 +157,7 @@ class Ring:
 
 
 class WindowDelivery(Delivery):
-    """A source of parts and steps. A step counts as delivered by `count`, once it is selected."""
+    """A source of runs and steps. A step counts as delivered by `count`, once it is selected."""
 
     _receipt: Made | None = None  # of what was lent last
 
@@ -180,14 +180,14 @@ class WindowEpoch:
     """The batches of an epoch whose rows are shuffled on the device. Dropping it ends the epoch.
 
     Args:
-        delivery, parts: of the epoch, and on the device.
+        delivery, found: runs and steps of the epoch, and the same on the device.
         ring: there. Nobody else uses it before this has ended.
         names: of the columns, in their order.
     """
 
-    def __init__(self, delivery: WindowDelivery, parts: Iteration, ring: Ring, names: Sequence[str]) -> None:
-        self._delivery, self._parts, self._ring, self._names = delivery, parts, ring, names
-        self._number = 0  # of the part or step that comes next
+    def __init__(self, delivery: WindowDelivery, found: Iteration, ring: Ring, names: Sequence[str]) -> None:
+        self._delivery, self._found, self._ring, self._names = delivery, found, ring, names
+        self._number = 0  # of the run or step that comes next
         self._turn = Turn()
 
     def __iter__(self) -> WindowEpoch:
@@ -202,7 +202,7 @@ class WindowEpoch:
             raise RuntimeError("another thread is in `next` of this epoch: one at a time takes batches")
         try:
             while True:
-                found = next(self._parts)
+                found = next(self._found)
                 try:
                     batch = self._come(found)
                     if batch is not None:
@@ -210,24 +210,24 @@ class WindowEpoch:
                         return batch
                 except BaseException as error:
                     self._delivery.close(error)
-                    self._parts.close()
+                    self._found.close()
                     raise
         finally:
             self._turn.leave()
 
     def close(self) -> None:
         """End the epoch: as `Iteration.close`."""
-        self._parts.close()
+        self._found.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an epoch on a device cannot be pickled or copied")
 
-    def _come(self, found: Part | Step) -> Batch | None:
-        """The batch of a step; None: it was a part."""
+    def _come(self, found: Run | Step) -> Batch | None:
+        """The batch of a step; None: it was a run."""
         if found.number != self._number:
             raise RuntimeError("this epoch was interrupted, and its rows are lost: iterate anew")
         batch = None
-        if isinstance(found, Part):
+        if isinstance(found, Run):
             self._ring.put(found)
         else:
             batch = found.others
@@ -243,9 +243,9 @@ def _row_bytes(rows: torch.Tensor) -> int:
     return rows.itemsize * math.prod(rows.shape[1:])
 
 
-def _finished(finish: Callable[[Batch], Batch], found: Part | Step) -> Part | Step:
-    """A part or step of tensors."""
-    if isinstance(found, Part):
+def _finished(finish: Callable[[Batch], Batch], found: Run | Step) -> Run | Step:
+    """A run or step of tensors."""
+    if isinstance(found, Run):
         return found._replace(columns=finish(found.columns))
     places = None if found.places is None else torch.from_numpy(found.places)
     return found._replace(places=places, others=finish(found.others))

@@ -25,7 +25,7 @@ from fake_device import ORDERS, FakeDevice
 
 import arrowcache as ac
 import arrowcache.torch.device
-from arrowcache.reading import window as parts
+from arrowcache.reading import window as runs
 from arrowcache.torch import Loader, left, plan, window
 from arrowcache.torch import loader as torch_loader
 from arrowcache.torch.backend import backend_of
@@ -40,7 +40,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice("random")
     monkeypatch.setattr(arrowcache.torch.device, "backend_of", lambda name: device)
     monkeypatch.setattr(plan, "SMALL_BYTES", 5000)
-    monkeypatch.setattr(parts, "_PART_BYTES", 5 * 1032)
+    monkeypatch.setattr(runs, "_RUN_BYTES", 5 * 1032)
     return device
 
 
@@ -305,7 +305,7 @@ def test_memory_is_two_windows_and_flat(cache, fake):
 
 
 def prefetched(loader: Loader) -> int:
-    """Bytes of what is on its way: depth + 2 parts, and as many leaves that share a place."""
+    """Bytes of what is on its way: depth + 2 runs, and as many leaves that share a place."""
     return loader._prefetcher.stats().device_bytes
 
 
@@ -567,7 +567,7 @@ def test_the_epoch_after_ctrl_c_at_any_line_is_right(cache, fake, order):
 
 LEFT_OUT = {  # a part of torch/window.py, and what it is without a wait
     "a stream waits for the one before it": ("self._backend.wait(here, self._events[before])", "pass"),
-    "a part that was lost": ("if found.number != self._number:", "if False:"),
+    "a run that was lost": ("if found.number != self._number:", "if False:"),
     "memory is used anew after all streams": ("self._backend.retain(column.memory, here)", "pass"),
 }
 

@@ -27,27 +27,27 @@ def even(segments=20, rows=10, window_rows=40, **options):
 class Ring:
     """A ring whose places tell the numbers of their rows in the line; `put` is how many came each step."""
 
-    def __init__(self, order, pass_rows, rows, part_rows):
+    def __init__(self, order, pass_rows, rows, run_rows):
         self.places = np.full(rows, NOTHING)
-        self.filling = Filling(order, pass_rows, rows, part_rows)
-        self.pass_rows, self.part_rows = pass_rows, part_rows
+        self.filling = Filling(order, pass_rows, rows, run_rows)
+        self.pass_rows, self.run_rows = pass_rows, run_rows
         self.put: list[int] = []
 
     def before(self, step):
-        parts = self.filling.before(step)
-        for part in parts or ():
-            assert 0 < len(part) <= self.part_rows
-            assert part[0] // self.pass_rows == part[-1] // self.pass_rows, "rows of the snapshot follow"
-            places = np.array(part) % len(self.places)
-            assert places[-1] - places[0] == len(part) - 1, "and places"
-            self.places[places] = part
-        self.put.append(sum(map(len, parts or ())))
-        return parts is not None
+        runs = self.filling.before(step)
+        for run in runs or ():
+            assert 0 < len(run) <= self.run_rows
+            assert run[0] // self.pass_rows == run[-1] // self.pass_rows, "rows of the snapshot follow"
+            places = np.array(run) % len(self.places)
+            assert places[-1] - places[0] == len(run) - 1, "and places"
+            self.places[places] = run
+        self.put.append(sum(map(len, runs or ())))
+        return runs is not None
 
 
-def hold(ranks, pass_rows, ring_rows, part_rows):
+def hold(ranks, pass_rows, ring_rows, run_rows):
     """Fill a ring for an epoch. Returns: whether each step found its rows there; how many came before."""
-    ring = Ring(ranks[0], pass_rows, ring_rows, part_rows)
+    ring = Ring(ranks[0], pass_rows, ring_rows, run_rows)
     held = []
     for step in range(ranks[0].steps):
         lines = [order.in_line(step) for order in ranks]
@@ -85,7 +85,7 @@ plans = st.builds(
     st.floats(0, 1),
     st.sets(st.integers(0, 11), max_size=5),
 )
-def test_all_rows_of_a_step_are_there(plan, size, world, drop_last, ring_rows, part_rows, share, gone):
+def test_all_rows_of_a_step_are_there(plan, size, world, drop_last, ring_rows, run_rows, share, gone):
     plan = plan.at(int(share * plan.stream_rows))
     there = [
         SegmentInfo(int(seq), int(rows), "", 1, 1, 0.0)
@@ -95,7 +95,7 @@ def test_all_rows_of_a_step_are_there(plan, size, world, drop_last, ring_rows, p
     pass_rows = sum(segment.rows for segment in there)
     if pass_rows:
         ranks = [order_of(plan, there, size, Shard(rank, world), drop_last) for rank in range(world)]
-        hold(ranks, pass_rows, ring_rows, part_rows)
+        hold(ranks, pass_rows, ring_rows, run_rows)
 
 
 @pytest.mark.parametrize("epoch_rows", [None, 150, 500])

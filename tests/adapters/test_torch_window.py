@@ -581,9 +581,10 @@ def test_each_call_that_waits_is_left_out_once():
 def a_consumer_on_two_streams(cache: ac.Cache, fake: FakeDevice) -> None:
     """Takes batches on one and the other in turn, of which one is late; lets go while there is much to do."""
     side = fake.compute_stream()
-    mine = ours(cache, 8, "fake")
+    small = 20 << 10  # what goes there at one step is used at the next
+    mine = ours(cache, 8, "fake", window_bytes=small)
     batches = iter(mine)
-    with theirs(cache, 8) as host:
+    with theirs(cache, 8, window_bytes=small) as host:
         for step, (want, _) in enumerate(zip(host, range(16), strict=False)):
             with fake.on(side if step % 2 else fake.default):
                 found = next(batches)

@@ -301,14 +301,16 @@ def synchronization(target: Target) -> str:
                 if getattr(batch["ragged"], "_maybe_max_seqlen", 0) is None:
                     raise Wrong("a ragged column came without its longest row: a kernel would wait for it")
                 taken += 1
-        with Loader(cache, BATCH_ROWS, device=trial.device) as batches:
-            for _ in range(3):
-                taken += sum(1 for _ in batches)
+        shuffles: list[dict[str, Any]] = [{}, {"shuffle": "window", "window_bytes": "2MiB"}]
+        for options in shuffles:
+            with Loader(cache, BATCH_ROWS, device=trial.device, **options) as batches:
+                for _ in range(3):
+                    taken += sum(1 for _ in batches)
         waited = trial.waited(prefetcher.stats().device_seconds)
         if not target.is_gpu and waited:
             raise Wrong(f"the processor waited {waited} s for a device that was done with its copies")
         del batch
-    return f"{taken} batches, of tensors, arrays and ragged columns, of a prefetcher and of a loader"
+    return f"{taken} batches, of tensors, arrays and ragged columns, of a prefetcher and of loaders"
 
 
 def _mixed() -> Iterator[dict[str, Any]]:

@@ -209,7 +209,7 @@ class WindowEpoch:
                         self._delivery.count()
                         return batch
                 except BaseException as error:
-                    self._delivery.close(error)
+                    self._delivery.close(type(error))
                     self._found.close()
                     raise
         finally:

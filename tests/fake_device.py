@@ -19,6 +19,7 @@ import random
 import re
 import threading
 import weakref
+from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,6 +94,7 @@ class FakeDevice:
         self._keep: list[np.ndarray] = []  # memory is never really freed
         self._retained: dict[int, list[Stream]] = {}
         self._on_device: set[int] = set()
+        self._own: list[tuple[int, int]] = []  # where its memory begins and ends
         self._used_by_others: set[int] = set()  # addresses of memory
 
     # What is called.
@@ -155,6 +157,7 @@ class FakeDevice:
         tensor = torch.from_numpy(raw[:])
         with self._lock:
             self._keep.append(raw)
+            insort(self._own, (raw.ctypes.data, raw.ctypes.data + nbytes))
             self.memory_bytes += nbytes
             self._enqueue(stream, ("do", lambda: raw.fill(GARBAGE)))
         weakref.finalize(tensor.untyped_storage(), self._freed, raw, stream)
@@ -206,6 +209,18 @@ class FakeDevice:
         self._call("copy")
         for into, source in pairs:
             self._copy(into, source, stream)
+
+    def select(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: torch.Tensor, stream: Stream
+    ) -> None:
+        self._call("select")
+        assert rows.dtype == torch.int64
+        assert rows.is_contiguous()
+        for into, source in pairs:
+            self._select(into, source, rows, stream)
+
+    def free_bytes(self) -> int:
+        return self.most_bytes - self.memory_bytes
 
     # What a test calls.
 
@@ -316,16 +331,45 @@ class FakeDevice:
         assert into.shape == source.shape
         storage, nbytes = weakref.ref(source.untyped_storage()), source.nbytes
         target, start, base = into.data_ptr(), source.data_ptr(), into.untyped_storage().data_ptr()
+        is_own = self._has(start)  # which is there, whoever has it by then
 
         def run() -> None:
             if base in self._used_by_others:
                 self.errors.append("a copy into memory that was freed, and others use")
-            if storage() is None:
+            if storage() is None and not is_own:
                 self.errors.append("a source was freed before its copy")
             else:
                 ctypes.memmove(target, start, nbytes)
 
         self._enqueue(stream, ("do", run))
+
+    def _select(self, into: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, stream: Stream) -> None:
+        assert (into.dtype, into.shape) == (source.dtype, (len(rows), *source.shape[1:]))
+        assert into.is_contiguous()
+        assert source.is_contiguous()
+        nbytes, count, most = source[:1].nbytes, len(rows), len(source)
+        target, start, numbers = into.data_ptr(), source.data_ptr(), rows.data_ptr()
+        base = into.untyped_storage().data_ptr()
+        assert self._has(target)
+        assert self._has(start)
+        assert self._has(numbers)
+
+        def run() -> None:
+            if base in self._used_by_others:
+                self.errors.append("rows were selected into memory that was freed, and others use")
+            found = np.frombuffer(ctypes.string_at(numbers, 8 * count), np.int64)
+            if (found < 0).any() or (found >= most).any():
+                self.errors.append(f"rows {found[:4]} were selected of {most}")
+                return
+            for place, row in enumerate(found.tolist()):
+                ctypes.memmove(target + place * nbytes, start + row * nbytes, nbytes)
+
+        self._enqueue(stream, ("do", run))
+
+    def _has(self, address: int) -> bool:
+        """Whether it is in memory of this device."""
+        after = bisect(self._own, (address, 1 << 64))
+        return after > 0 and address < self._own[after - 1][1]
 
     def _enqueue(self, stream: Stream, operation: Recording | tuple[str, object]) -> None:
         with self._lock:

@@ -27,7 +27,7 @@ from arrowcache.reading.gather import Gather
 from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import BatchOptions, EpochOptions
 from arrowcache.reading.portion import Elsewhere, Made, Portion
-from arrowcache.reading.slots import Slots
+from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.temperature import Temperature, batches_ahead
 from arrowcache.reading.values import Column, Values, column_bytes
@@ -126,7 +126,7 @@ class Assembly:
             drawn = epoch.order.batches(step, end)
             published = mean_published(epoch, drawn)
             for first in range(0, len(drawn), size * self._batch_size):
-                rows = _Rows(epoch, drawn[first : first + size * self._batch_size], published)
+                rows = BatchRows(epoch, drawn[first : first + size * self._batch_size], published)
                 yield self._begin(rows, min(size, end - step), fetching.before(step, rows.ids))
                 step += size
             step, size = end, min(2 * size, self._most_batches)
@@ -154,20 +154,21 @@ class Assembly:
         """The stages that other processes are at, and since when: none here."""
         return []
 
-    def _begin(self, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> Portion:
+    def _begin(self, rows: BatchRows, batches: int, fetched: Sequence[Gather]) -> Portion:
         if self._crew is not None:
             made = self._crew.submit(partial(self._transformed, rows))
             return Elsewhere(rows.epoch, batches, made, iter, fetched)
-        kind = _Gathered if self._viewer is None else _Viewed
-        return kind(self, rows, batches, fetched)
+        if self._viewer is not None:
+            return _Viewed(self, rows, batches, fetched)
+        return Gathered(self, rows, batches, fetched, self.names, self.slots.lend(len(rows.ids)))
 
-    def _transformed(self, rows: _Rows) -> list[Made]:
+    def _transformed(self, rows: BatchRows) -> list[Made]:
         (made,) = self.made(rows)
         assert self._making.transform is not None
         with self.meter.stage("transform"):
             return [made._replace(batch=self._making.transform(made.batch))]
 
-    def made(self, rows: _Rows) -> Iterator[Made]:
+    def made(self, rows: BatchRows) -> Iterator[Made]:
         """Batches without a transform, made by this thread; those before one that fails come first."""
         if self._viewer is None:
             yield self._copied(rows)
@@ -179,7 +180,7 @@ class Assembly:
             else:
                 yield self._copied(part)
 
-    def _copied(self, rows: _Rows) -> Made:
+    def _copied(self, rows: BatchRows) -> Made:
         if self._views_required:
             raise ValueError(
                 "assert_zero_copy() was called, and this batch needs a copy: its rows lie in several "
@@ -203,7 +204,7 @@ class Assembly:
             yield ids[first:stop], is_run
             first = stop
 
-    def _viewed(self, viewer: Viewer, rows: _Rows) -> Iterator[Made]:
+    def _viewed(self, viewer: Viewer, rows: BatchRows) -> Iterator[Made]:
         """Batches of one run of rows: views of them, as far as they are of one segment, else copies."""
         ids, size = rows.ids, self._batch_size
         with self.meter.reading(self.temperature):
@@ -217,7 +218,7 @@ class Assembly:
         else:
             yield self._copied(rows)
 
-    def cut(self, rows: _Rows, whole: dict[str, Any], *, is_copied: bool) -> Iterator[Made]:
+    def cut(self, rows: BatchRows, whole: dict[str, Any], *, is_copied: bool) -> Iterator[Made]:
         """Batches that lie side by side."""
         size, count = self._batch_size, len(rows.ids)
         if count <= size:
@@ -228,7 +229,7 @@ class Assembly:
             columns = {name: _rows_of(column, of_batch) for name, column in whole.items()}
             yield self._complete(rows._replace(ids=rows.ids[of_batch]), columns, is_copied=is_copied)
 
-    def _complete(self, rows: _Rows, columns: dict[str, Any], *, is_copied: bool) -> Made:
+    def _complete(self, rows: BatchRows, columns: dict[str, Any], *, is_copied: bool) -> Made:
         """Add the columns that cannot be views, and where rows come from."""
         epoch, ids, published = rows
         batch: Batch = columns
@@ -249,7 +250,7 @@ class Assembly:
         return Made(batch, len(ids), nbytes, copied_bytes, published, epoch)
 
 
-class _Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """Rows of some batches of an epoch; `published` as of `Made`."""
 
     epoch: Epoch
@@ -260,7 +261,7 @@ class _Rows(NamedTuple):
 class _Viewed(Portion):
     """Batches that are made, as views if they can be, once the disk was asked for their rows."""
 
-    def __init__(self, assembly: Assembly, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> None:
+    def __init__(self, assembly: Assembly, rows: BatchRows, batches: int, fetched: Sequence[Gather]) -> None:
         self.epoch, self.batches = rows.epoch, batches
         self._assembly, self._rows, self._fetched = assembly, rows, fetched
 
@@ -277,14 +278,24 @@ class _Viewed(Portion):
         return has_ended
 
 
-class _Gathered(_Viewed):
-    """Rows on their way into a slot. Waiting for them counts as "gather" or "store"."""
+class Gathered(_Viewed):
+    """Columns of rows on their way, those of fixed width into a slot.
 
-    def __init__(self, assembly: Assembly, rows: _Rows, batches: int, fetched: Sequence[Gather]) -> None:
-        self.epoch, self.batches = rows.epoch, batches
-        self._assembly, self._rows, self._fetched = assembly, rows, fetched
-        self._slot = assembly.slots.lend(len(rows.ids))
-        self._gather = rows.epoch.snapshot.begin_gather(rows.ids, assembly.names, self._slot)
+    Waiting for them counts as "gather" or "store".
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        rows: BatchRows,
+        batches: int,
+        fetched: Sequence[Gather],
+        names: Sequence[str],
+        slot: Slot,
+    ) -> None:
+        super().__init__(assembly, rows, batches, fetched)
+        self._names, self._slot = names, slot
+        self._gather = rows.epoch.snapshot.begin_gather(rows.ids, names, slot)
         self.is_in_parts = self._gather.is_in_parts
         self._seconds = 0.0
 
@@ -305,14 +316,17 @@ class _Gathered(_Viewed):
     def go_on(self) -> None:
         self._gather.go_on()
 
-    def made(self) -> Iterable[Made]:
-        assembly, rows = self._assembly, self._rows
-        assembly.temperature.note(len(rows.ids), self._gather.missed)
+    def columns(self) -> dict[str, Any]:
+        """What was gathered, once it has ended."""
+        self._assembly.temperature.note(len(self._rows.ids), self._gather.missed)
         columns: dict[str, Any] = self._slot.arrays()
-        if len(columns) < len(assembly.names):
+        if len(columns) < len(self._names):
             found = columns | self._gather.values()
-            columns = {name: found[name] for name in assembly.names}
-        return assembly.cut(rows, columns, is_copied=True)
+            columns = {name: found[name] for name in self._names}
+        return columns
+
+    def made(self) -> Iterable[Made]:
+        return self._assembly.cut(self._rows, self.columns(), is_copied=True)
 
     def cancel(self, seconds: float | None = None) -> bool:
         return self._gather.cancel(seconds) & super().cancel(seconds)

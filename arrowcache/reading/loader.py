@@ -147,12 +147,7 @@ class Loader:
         options.require_fit(self._store, ranks)
         self._meter = Meter(making.workers, shuffle)
         self._epochs = Epochs(self._store, options, ranks, self._meter)
-        make: type[Assembly | RemoteAssembly] = Assembly
-        if making.workers and worker_type == "process":
-            from arrowcache.reading.workers import remote  # brings much that others do without
-
-            make = remote.RemoteAssembly
-        self._assembly = make(self._store, options, making, self._meter)
+        self._assembly = self._kind_of_assembly()(self._store, options, making, self._meter)
         self._pid = os.getpid()
         self._parking: Parking | None = None  # while it is in use
         self._stream: Stream | None = None  # of the iterator that began last
@@ -305,6 +300,14 @@ class Loader:
             f"<{type(self).__name__} of {self._store.folder.path}: batch_size={self._options.batch_size}, "
             f"shuffle={self._options.shuffle!r}, epoch {self._epochs.next}>"
         )
+
+    def _kind_of_assembly(self) -> type[Assembly | RemoteAssembly]:
+        """What makes batches; loaders for a device may have them made there."""
+        if not self._making.workers or self._making.worker_type != "process":
+            return Assembly
+        from arrowcache.reading.workers import remote  # brings much that others do without
+
+        return remote.RemoteAssembly
 
     def _finish(self, batch: Batch) -> Batch:
         """The last touch, in the consumer's thread; loaders for a framework convert here."""

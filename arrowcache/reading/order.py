@@ -52,10 +52,10 @@ class Order(ABC):
 
     def __init__(self, rows: int, batch_size: int, shard: Shard, drop_last: bool) -> None:
         self.rows, self.batch_size, self._shard = rows, batch_size, shard
-        self._step_rows = batch_size * shard.world_size
-        whole, rest = divmod(rows, self._step_rows)
+        self.step_rows = batch_size * shard.world_size  # of all ranks together
+        whole, rest = divmod(rows, self.step_rows)
         self.steps = whole if drop_last else whole + (rest > 0)
-        self._is_padded = shard.world_size > 1 and self.steps * self._step_rows > rows
+        self._is_padded = shard.world_size > 1 and self.steps * self.step_rows > rows
 
     def batches(self, first: int, last: int) -> NDArray[np.int64]:
         """Row ids of steps first..last-1, one after another.
@@ -63,7 +63,7 @@ class Order(ABC):
         Returns: ((last - first) * batch_size,), less if the epoch's very last batch is short.
         """
         steps, shard = max(0, min(last, self.steps) - first), self._shard
-        start, stop = first * self._step_rows, (first + steps) * self._step_rows
+        start, stop = first * self.step_rows, (first + steps) * self.step_rows
         if shard.world_size == 1:
             return self._stream(start, min(stop, self.rows))
         ids = self._stream(start, stop).reshape(steps, shard.world_size, self.batch_size)
@@ -85,13 +85,42 @@ class Order(ABC):
         this step or earlier ones of its pass. All, while a later pass or padding is to read them.
         """
 
+    # The line: the rows of all passes, one pass after another, oldest segment first in each.
+
+    def in_line(self, step: int) -> NDArray[np.int64] | None:
+        """This rank's rows of a step, by their numbers in the line; None: some are padding.
+
+        Row `i` of pass `n` has the number `n * rows of a pass + i`.
+        """
+        first, ids = step * self.step_rows + self._shard.rank * self.batch_size, self.batches(step, step + 1)
+        return None if first + len(ids) > self.rows else ids + self._rows_before(first, first + len(ids))
+
+    def span_in_line(self, step: int) -> range:
+        """The part of the line that is in use at a step, of all ranks together, but for padding.
+
+        Nothing before `start` is read by this step or later ones, nothing from `stop` on by this step or
+        earlier ones.
+        """
+        first = self.position_after(step)
+        last = max(first, self.position_after(step + 1) - 1)
+        return range(self._in_use(first).start, self._in_use(last).stop)
+
+    @abstractmethod
+    def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
+        """Rows of the passes before that of each of rows first..last-1 of what is left."""
+
+    @abstractmethod
+    def _in_use(self, position: int) -> range:
+        """The part of the line that is in use at a position of the planned stream."""
+
 
 class EpochOrder(Order):
     """The order of a plan whose segments are all there; padding repeats the epoch's first rows."""
 
     def __init__(self, plan: Plan, batch_size: int, shard: Shard, drop_last: bool) -> None:
         super().__init__(plan.stream_rows - plan.position, batch_size, shard, drop_last)
-        self._segments, self._pass_rows = range(len(plan.rows)), int(plan.rows.sum())
+        self._segments, self._starts = range(len(plan.rows)), starts_of(plan.rows)
+        self._pass_rows = int(self._starts[-1])
         self._start, self._end = plan.position, plan.stream_rows
 
         def row_order(number: int) -> RowOrder:  # without self: a cycle would keep it for longer
@@ -108,7 +137,7 @@ class EpochOrder(Order):
         self._pass = lru_cache(maxsize=2)(row_order)  # the current and the next one
 
     def batches(self, first: int, last: int) -> NDArray[np.int64]:
-        steps, size, apart = max(0, min(last, self.steps) - first), self.batch_size, self._step_rows
+        steps, size, apart = max(0, min(last, self.steps) - first), self.batch_size, self.step_rows
         start = self._start + first * apart + self._shard.rank * size
         stop = start + (steps - 1) * apart + size
         number, place = divmod(start, self._pass_rows)
@@ -127,7 +156,7 @@ class EpochOrder(Order):
         return np.concatenate(pieces)
 
     def position_after(self, steps: int) -> int:
-        return min(self._end, self._start + steps * self._step_rows)
+        return min(self._end, self._start + steps * self.step_rows)
 
     def segments_span(self, step: int) -> range:
         if step >= self.steps:
@@ -139,6 +168,20 @@ class EpochOrder(Order):
         order, before = self._pass(number), number * self._pass_rows
         return self._segments[order.span(first - before).start : order.span(last - before).stop]
 
+    def pass_span(self, position: int) -> tuple[int, range]:
+        """The pass that a position is in, and the segments in use there by that pass."""
+        number, place = divmod(position, self._pass_rows)
+        return number, self._pass(number).span(place)
+
+    def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
+        positions = np.arange(self._start + first, self._start + last)
+        return positions - positions % self._pass_rows
+
+    def _in_use(self, position: int) -> range:
+        number, span = self.pass_span(position)
+        before = number * self._pass_rows
+        return range(before + int(self._starts[span.start]), before + int(self._starts[span.stop]))
+
 
 class Present:
     """Which of a plan's segments are still there, and their rows in the numbering of a snapshot of these."""
@@ -148,8 +191,9 @@ class Present:
         self._is_there = are_among(plan.seqs, np.array([segment.seq for segment in present], np.int64))
         self.segments_before = starts_of(self._is_there)  # of each planned one
         rows = plan.rows * self._is_there
-        self.rows = int(rows.sum())
-        self._shift = np.cumsum(rows) - rows - self._starts[:-1]
+        self.starts = starts_of(rows)  # of each planned segment, in the snapshot
+        self.rows = int(self.starts[-1])
+        self._shift = self.starts[:-1] - self._starts[:-1]
 
     def renumber(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Row ids in the snapshot, of those planned ones that are there; which of the given these are."""
@@ -188,7 +232,7 @@ class Survivors(Order):
             counts = [len(chunk(*some)[0]) for some in pairwise(edges)]
             return edges, starts_of(counts)
 
-        self._chunk, self._chunks = chunk, chunks
+        self._chunk, self._chunks, self._pass_rows = chunk, chunks, pass_rows
         rows = self._first_rows = 0  # of the pass that the position is in
         if self._present.rows and plan.position < plan.stream_rows:
             self._first_pass, last_pass = plan.position // pass_rows, (plan.stream_rows - 1) // pass_rows
@@ -215,14 +259,20 @@ class Survivors(Order):
         return ids[place - before[index] :], positions[place - before[index] :]
 
     def _stream(self, first: int, last: int) -> NDArray[np.int64]:
-        pieces = [np.empty(0, np.int64)]
+        return self._walk(first, last)[0]
+
+    def _walk(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows first..last-1 of what is left, as of `_stream`, and their positions."""
+        ids, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         while first < last:
-            pieces.append(self._from(first % self.rows)[0][: last - first])
-            first += len(pieces[-1])
-        return np.concatenate(pieces)
+            some, their_positions = self._from(first % self.rows)
+            ids.append(some[: last - first])
+            positions.append(their_positions[: last - first])
+            first += len(ids[-1])
+        return np.concatenate(ids), np.concatenate(positions)
 
     def position_after(self, steps: int) -> int:
-        rows = min(steps * self._step_rows, self.rows)
+        rows = min(steps * self.step_rows, self.rows)
         return int(self._from(rows - 1)[1][0]) + 1 if rows else self._plan.position
 
     def segments_span(self, step: int) -> range:
@@ -233,6 +283,14 @@ class Survivors(Order):
         spans = [self._planned.segments_span(position) for position in (first, max(first, last))]
         start, stop = min(span.start for span in spans), max(span.stop for span in spans)  # of two passes
         return range(int(before[start]), int(before[stop]))
+
+    def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
+        return self._walk(first, last)[1] // self._pass_rows * self._present.rows
+
+    def _in_use(self, position: int) -> range:
+        number, span = self._planned.pass_span(position)
+        before, starts = number * self._present.rows, self._present.starts
+        return range(before + int(starts[span.start]), before + int(starts[span.stop]))
 
 
 def order_of(

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 class Made(NamedTuple):
     """A batch ready for delivery, and what is counted then.
 
-    `published` is the mean of its rows, in seconds since 1970; `epoch` the one it belongs to.
+    `batch` is a dict of columns, what a transform made of one, or a run or step of window.py. `published` is
+    the mean of its rows, in seconds since 1970; `epoch` the one it belongs to.
     """
 
-    batch: dict[str, Any]
+    batch: Any
     rows: int
     nbytes: int
     copied: int

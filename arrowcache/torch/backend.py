@@ -2,7 +2,7 @@
 
 Everything about streams, events and memory is here and nowhere else, so that lane.py is the same code on
 every accelerator, on the CPU, and on a device in software in the tests. A backend decides nothing: when to
-wait for what is the business of lane.py.
+wait for what is the business of lane.py and window.py.
 
 `Backend` says what each call does, and is the CPU. `Accelerator` is any device with streams, through
 `torch.get_device_module` (CUDA, ROCm, XPU).
@@ -24,6 +24,8 @@ from arrowcache.torch.tensors import move, pinned
 #: A stream or an event of a backend: opaque, compared and hashed as a whole.
 Stream = Any
 Event = Any
+#: Tensors that are written, and what into each.
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context
 
@@ -100,10 +102,26 @@ class Backend:
         """A leaf, `pinned` or held, on the device, by its own `to` and in the current stream's order."""
         return move(leaf, self.device, waits=True)
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:  # noqa: ARG002
-        """Copy host tensors (second), which `can_read`, to the device (first) in the stream's order."""
+    def copy(self, pairs: Pairs, stream: Stream) -> None:  # noqa: ARG002
+        """Copy tensors (second) to the device (first) in the stream's order.
+
+        They are on the host, and it `can_read` them, or on the device.
+        """
         for into, source in pairs:
             into.copy_(source)
+
+    def select(self, pairs: Pairs, rows: torch.Tensor, stream: Stream) -> None:  # noqa: ARG002
+        """Copy rows of tensors (second) into others (first, of as many), in the stream's order.
+
+        Args:
+            rows: (n,) int64. All are on the device.
+        """
+        for into, source in pairs:
+            torch.index_select(source, 0, rows, out=into)
+
+    def free_bytes(self) -> int | None:
+        """Memory that is left on the device, about; None: it does not say."""
+        return None
 
 
 class Accelerator(Backend):
@@ -178,10 +196,20 @@ class Accelerator(Backend):
     def moved(self, leaf: Any) -> Any:
         return move(leaf, self.device, waits=False)
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+    def copy(self, pairs: Pairs, stream: Stream) -> None:
         with self._module.device(self.device), self._module.stream(stream):
             for into, source in pairs:
                 into.copy_(source, non_blocking=True)
+
+    def select(self, pairs: Pairs, rows: torch.Tensor, stream: Stream) -> None:
+        with self._module.device(self.device), self._module.stream(stream):
+            super().select(pairs, rows, stream)
+
+    def free_bytes(self) -> int | None:
+        if not hasattr(self._module, "mem_get_info"):
+            return None
+        cached = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
+        return int(self._module.mem_get_info(self.device)[0] + cached)
 
     def register(self, address: int, nbytes: int) -> bool:
         """As of `registered.Registers`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from arrowcache.reading.assembly import Batch
 from arrowcache.reading.portion import Made
 from arrowcache.reading.stream import Stream
 
@@ -23,12 +22,10 @@ class Delivery:
         finish: of the loader, which so lives as long as this: makes tensors of a batch.
     """
 
-    def __init__(
-        self, epoch: Stream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
-    ) -> None:
+    def __init__(self, epoch: Stream, timeout_seconds: float | None, finish: Callable[[Any], Any]) -> None:
         self._epoch, self._timeout_seconds, self._finish = epoch, timeout_seconds, finish
 
-    def next(self) -> tuple[Batch, Made]:
+    def next(self) -> tuple[Any, Made]:
         """Raises: LoaderTimeoutError. What a transform raised."""
         with self._epoch.waiting():
             made: Any = self._epoch.take(self._timeout_seconds)

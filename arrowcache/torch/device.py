@@ -155,9 +155,14 @@ class DevicePrefetcher:
         """Where batches go."""
         return [lane.backend.device for lane in self._lanes]
 
+    @property
+    def backend(self) -> Backend:
+        """The (first) device."""
+        return self._lanes[0].backend
+
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
         """(nbytes,) on the host: arrays over it go to the (first) device without another copy."""
-        return self._lanes[0].backend.host_memory(nbytes).numpy()
+        return self.backend.host_memory(nbytes).numpy()
 
     def stats(self) -> PrefetcherStats:
         """What was handed over so far, and the memory in use for it."""

@@ -195,6 +195,8 @@ class Iteration:
             parts = split(batch, len(self._lanes)) if self._is_split else [batch]
             flights = [lane.take(part) for lane, part in zip(self._lanes, parts, strict=True)]
             self._fetched = flights, receipt
+        except StopIteration:
+            self._error = StopIteration()  # the traceback of the other one has this frame
         except Exception as error:  # noqa: BLE001  # such as a leaf that would lose its values
             self._error = error
 

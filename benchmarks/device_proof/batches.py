@@ -67,11 +67,11 @@ def alike(count: int, rows: int = 80, small: int = 0) -> list[dict[str, torch.Te
 
 
 @contextmanager
-def cache_of_numbers(rows: int = CACHE_ROWS) -> Iterator[ac.Cache]:
+def cache_of_numbers(rows: int = CACHE_ROWS, segment_bytes: str = "4MiB") -> Iterator[ac.Cache]:
     """A cache whose rows hold their number, in both columns."""
     schema = ac.Schema({"x": ac.Tensor("float32", (CACHE_WIDTH,)), "y": ac.Tensor("int64")})
     with tempfile.TemporaryDirectory(prefix="device-proof-") as folder:
-        cache = ac.Cache.create(Path(folder) / "cache", schema, "1GiB", segment_bytes="4MiB")
+        cache = ac.Cache.create(Path(folder) / "cache", schema, "1GiB", segment_bytes=segment_bytes)
         with cache, cache.writer() as writer:
             for start in range(0, rows, BATCH_ROWS):
                 y = np.arange(start, start + BATCH_ROWS)

@@ -23,6 +23,7 @@ def checks(trace: Path | None = None) -> list[Check]:
             60,
         ),
         Check("loader", "every order of a loader arrives, bit for bit the host's", correctness.loader, 60),
+        Check("window", "rows that the device shuffles are the host's, bit for bit", correctness.window, 60),
         Check("workers", "slots of worker processes are read where they are", correctness.workers, 40),
         Check("autograd", "what only autograd keeps is kept", correctness.autograd, 30, CPU),
         Check(
@@ -47,5 +48,6 @@ def checks(trace: Path | None = None) -> list[Check]:
         ),
         Check("hidden", "copies' time under kernels", hidden, 40, None, is_figure=True),
         Check("rates", "the loader end to end", figures.rates, 60, CPU, is_figure=True),
+        Check("windows", "shuffled there, over gathered here", figures.windows, 60, CPU, is_figure=True),
         Check("python", "what a batch costs Python", figures.python, 20, CPU, is_figure=True),
     ]

@@ -168,6 +168,20 @@ def test_an_iterator_dropped_after_its_last_batch_has_delivered_its_epoch(cache)
         assert loader.state_dict() == plain.state_dict()
 
 
+def test_an_iterator_that_has_come_to_the_end_of_its_source_ends_as_it_is_dropped(cache):
+    gc.collect()
+    gc.disable()  # the end of the source is an error, and its traceback knows the iterator
+    try:
+        with Loader(cache, 16, device="cpu") as loader:
+            iterator = iter(loader)
+            for _ in range(10):
+                next(iterator)
+            del iterator
+            assert loader.state_dict()["epoch"] == 1
+    finally:
+        gc.enable()
+
+
 def test_repeat_goes_on_without_end(cache):
     with Loader(cache, 16, device="cpu") as loader:
         found = []

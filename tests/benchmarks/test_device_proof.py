@@ -103,10 +103,24 @@ def failed(name: str, target: Fake | None = None) -> str:
     return outcome.said
 
 
-@pytest.mark.parametrize("name", ["loader", "workers"])
+@pytest.mark.parametrize("name", ["loader", "window", "workers"])
 @pytest.mark.slow
 def test_a_loader_whose_slots_are_used_again_too_early(name):
     assert failed(name, Fake(["query"]))
+
+
+@pytest.mark.slow
+def test_a_stream_that_does_not_wait_for_the_window():
+    assert failed("window", Fake(["compute waits"]))
+
+
+def test_rows_that_the_host_shuffles_where_the_device_should(monkeypatch):
+    class Gathers(Loader):
+        def __init__(self, *arguments, transform=dict, **options):
+            super().__init__(*arguments, transform=transform, **options)
+
+    monkeypatch.setattr(correctness, "Loader", Gathers)
+    assert "no two windows" in failed("window")
 
 
 class _Keeps(DevicePrefetcher):
@@ -288,14 +302,22 @@ def test_the_share_of_time_under_others(spans, others, share):
     assert device.share_under(spans, others) == share
 
 
-NOT_PRETENDED = {"broken", "ends", "rates", "python", "step of 32 MB", "step of 256 MB"}  # or nothing new
+NOT_PRETENDED = {
+    "broken",
+    "ends",
+    "rates",
+    "windows",
+    "python",
+    "step of 32 MB",
+    "step of 256 MB",
+}  # or nothing new
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in NOT_PRETENDED])
 def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypatch):
-    for seconds in ("STORM_SECONDS", "LOADER_SECONDS"):
+    for seconds in ("STORM_SECONDS", "LOADER_SECONDS", "WINDOW_SECONDS"):
         monkeypatch.setattr(correctness, seconds, 0.0)
     monkeypatch.setattr(correctness, "FLAT_EPOCHS", 4)
     monkeypatch.setattr(graphs, "CAPTURE_SECONDS", 0.0)

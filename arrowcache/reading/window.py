@@ -1,0 +1,180 @@
+"""Window: an epoch as a device gets it that shuffles by itself.
+
+Rows go there in the order of their files, some megabytes at a time, into a ring of rows (filling.py says
+which); a step then is the places of its rows in the ring. So the host copies runs of rows, and the order is
+that of the epoch, whatever it is. What is no column of fixed width is gathered here, step by step. So is the
+whole of a step whose rows lie too far apart for the ring, as where a segment is larger than the window, or of
+which some are padding.
+
+Guarantee: `number` counts runs and steps, over all epochs of a stream. Whoever has all before one has in the
+ring what it refers to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.segment import row_bytes
+from arrowcache.reading.assembly import Assembly, Batch, BatchRows, Gathered, mean_published
+from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.fetching import FETCHED_BYTES
+from arrowcache.reading.filling import Filling
+from arrowcache.reading.gather import Gather
+from arrowcache.reading.options import BatchOptions, EpochOptions
+from arrowcache.reading.portion import Made, Portion
+from arrowcache.reading.slots import Slot, Slots
+from arrowcache.reading.stats import Meter
+from arrowcache.reading.values import column_bytes
+from arrowcache.storage.store import Store
+
+_RUN_BYTES = 4 << 20  # copied at a time: a longer copy is not quicker
+_LEAST_RUNS = 8  # of a ring
+_UNDER_WAY = 8  # runs and steps
+
+
+class Run(NamedTuple):
+    """Rows on their way into the ring: columns of fixed width, (rows, *shape) each, from a place on."""
+
+    number: int
+    columns: dict[str, Any]
+    place: int
+
+
+class Step(NamedTuple):
+    """A batch: (rows,) int64 places in the ring, and its other columns. places None: those are all."""
+
+    number: int
+    places: Any
+    others: Batch
+
+
+class WindowAssembly(Assembly):
+    """Makes portions of epochs: runs, whose `Made` has no rows, and steps.
+
+    The ring has two windows: one in use, and room for what comes next.
+    """
+
+    def __init__(self, store: Store, options: EpochOptions, making: BatchOptions, meter: Meter) -> None:
+        settings = store.settings
+        window_bytes = min(options.window_bytes, settings.capacity_bytes)
+        self.ring_rows = max(1, 2 * window_bytes // row_bytes(settings.schema))
+        self._numbers: Iterator[int] = itertools.count()
+        super().__init__(store, options, making, meter)
+        self._others = tuple(name for name in self.names if name not in self._fixed)
+
+    def gather_into(
+        self, allocate: Callable[[int], NDArray[np.uint8]], portion_bytes: int | None = None
+    ) -> None:
+        """As of `Assembly`. portion_bytes: of a run; None: as many as are copied at full speed."""
+        run_bytes = _RUN_BYTES if portion_bytes is None else portion_bytes
+        self._run_rows = max(1, min(run_bytes // self._row_bytes, self.ring_rows // _LEAST_RUNS))
+        self._new_slots = partial(Slots, self._columns, self._run_rows, self.wanted(), allocate)
+        self.slots = self._new_slots()
+
+    def wanted(self) -> int:
+        """The number of runs and steps that are to be under way or ready."""
+        return self._making.prefetch or _UNDER_WAY
+
+    def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
+        """An epoch's runs and steps, in order; each `next` begins one.
+
+        Args:
+            awaited: it is the first epoch of its stream.
+        """
+        snapshot, order, pass_rows = epoch.snapshot, epoch.order, len(epoch.snapshot)
+        snapshot.temperature = self.temperature
+        if awaited:
+            self._numbers = itertools.count()
+        filling = Filling(order, pass_rows, self.ring_rows, self._run_rows)
+        ahead_rows, fetched = FETCHED_BYTES // snapshot.row_bytes, 0  # asked of the disk ahead, in the line
+        for step in range(order.steps):
+            line = order.in_line(step)
+            runs = None if line is None else filling.before(step)
+            for run in runs or ():
+                first = run.start % pass_rows
+                last = min(first + len(run) + ahead_rows, pass_rows)
+                ahead = range(max(fetched, run.start), run.start - first + last)
+                fetched = max(fetched, ahead.stop)
+                fetches = [snapshot.fetch(ahead[0] % pass_rows, last, self.names)] if ahead else []
+                ids = np.arange(first, first + len(run))
+                yield _Run(self, BatchRows(epoch, ids, 0.0), fetches, run.start % self.ring_rows)
+            if line is None or runs is None:
+                yield self._step(epoch, order.batches(step, step + 1), None)
+            else:
+                yield self._step(epoch, line % pass_rows, line % self.ring_rows)
+
+    def run(self, columns: Batch, place: int, epoch: Epoch) -> Made:
+        """Rows that were gathered, for the ring."""
+        return Made(Run(next(self._numbers), columns, place), 0, 0, 0, 0.0, epoch)
+
+    def step(self, rows: BatchRows, places: NDArray[np.int64] | None, columns: Batch) -> Made:
+        """A batch: what of it was gathered here, and where the rest is."""
+        count = len(rows.ids)
+        nbytes = sum(map(column_bytes, columns.values()))
+        if places is not None:
+            nbytes += count * self._row_bytes
+        if self._making.with_ids:
+            columns |= rows.epoch.snapshot.locate(rows.ids)
+        made = Step(next(self._numbers), places, columns)
+        return Made(made, count, nbytes, nbytes, rows.published, rows.epoch)
+
+    def _step(self, epoch: Epoch, ids: NDArray[np.int64], places: NDArray[np.int64] | None) -> Portion:
+        rows = BatchRows(epoch, ids, mean_published(epoch, ids))
+        if places is None:
+            return _Gathered(self, rows, self.names, self.slots.lend(len(ids)), None)
+        if self._others:
+            return _Gathered(self, rows, self._others, Slot(len(ids), [], {}), places)
+        return _Placed(self, rows, places)
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Names of the columns that go into the ring."""
+        return self._fixed
+
+
+class _Run(Gathered):
+    """A run on its way into a slot."""
+
+    def __init__(
+        self, window: WindowAssembly, rows: BatchRows, fetches: Sequence[Gather], place: int
+    ) -> None:
+        super().__init__(window, rows, 1, fetches, window.fixed, window.slots.lend(len(rows.ids)))
+        self._window, self._place = window, place
+
+    def made(self) -> Iterable[Made]:
+        return [self._window.run(self.columns(), self._place, self.epoch)]
+
+
+class _Gathered(Gathered):
+    """A step, with columns that are gathered for it."""
+
+    def __init__(
+        self,
+        window: WindowAssembly,
+        rows: BatchRows,
+        names: Sequence[str],
+        slot: Slot,
+        places: NDArray[np.int64] | None,
+    ) -> None:
+        super().__init__(window, rows, 1, (), names, slot)
+        self._window, self._places = window, places
+
+    def made(self) -> Iterable[Made]:
+        return [self._window.step(self._rows, self._places, self.columns())]
+
+
+class _Placed(Portion):
+    """A step all of whose rows are in the ring."""
+
+    def __init__(self, window: WindowAssembly, rows: BatchRows, places: NDArray[np.int64]) -> None:
+        super().__init__(rows.epoch, 1)
+        self._window, self._rows, self._places = window, rows, places
+
+    def made(self) -> Iterable[Made]:
+        return [self._window.step(self._rows, self._places, {})]

@@ -1,0 +1,251 @@
+"""Window: shuffles the rows of an epoch on the device.
+
+reading/window.py says how an epoch comes: runs of rows in the order of their files, and steps, the places
+of rows. `DevicePrefetcher` brings both, as it brings any batch: in large copies, on its copy stream, some
+ahead, into memory of its own. Here a run is copied into the ring, and a step's rows are selected from it,
+into memory of the step's own: so batches are safe to keep, and the order is the host's, bit for bit.
+
+The ring is of its consumer's stream: only what that is given reads or writes it, in that order. So no event a
+step is needed, and nothing waits for anything, but where the consumer goes over to another stream: that goes
+on after the one before. The price is that each row is copied once more, at the speed of the device's memory.
+
+Invariants, beside those of lane.py, which tests/adapters/test_torch_window.py holds against a device in
+software:
+
+1. A stream reads or writes the ring after all that the stream before it was given to do there.
+2. The ring's memory is used anew after what any stream was given to do there. No device is called where it
+   dies.
+3. A step is selected only if all runs before it came, in their order. Else its epoch ends with an error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
+
+from arrowcache.reading.assembly import Batch
+from arrowcache.reading.portion import Made
+from arrowcache.reading.stream import Stream as EpochStream
+from arrowcache.reading.window import Run, Step
+from arrowcache.torch.backend import Backend, Event, Stream
+from arrowcache.torch.delivery import Delivery
+from arrowcache.torch.iteration import Iteration
+from arrowcache.torch.lane import Turn
+from arrowcache.units import format_bytes
+
+_inherited: list[object] = []  # memory of the process that forked this one: nobody here may free it
+_WORDS = (torch.int64, torch.int32, torch.int16)  # a row is selected in the widest that it is made of
+
+
+class _Column(NamedTuple):
+    """A column of the ring. `words` are (rows, words of a row) over `memory`."""
+
+    memory: torch.Tensor
+    words: torch.Tensor
+    row_bytes: int
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+
+
+class Ring:
+    """Rows on a device, so many at a time. One thread at a time calls it."""
+
+    def __init__(self, backend: Backend, rows: int) -> None:
+        self._backend, self._rows = backend, rows
+        self._columns: dict[str, _Column] = {}
+        self._stream: Stream = None  # that it was used on last
+        self._events: dict[Stream, Event] = {}
+        self._retained: set[Stream] = set()
+        self._pid = os.getpid()
+        self._is_dropped = False
+        self.batches = 0  # that were selected, or came as they are
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.memory.nbytes for column in [*self._columns.values()])
+
+    @property
+    def allocations(self) -> int:
+        return len(self._columns)
+
+    def put(self, run: Run) -> None:
+        """Copy a run, which is on the device, to its place.
+
+        Raises: OutOfMemoryError: the device has no memory for the ring.
+        """
+        here = self._here()
+        with torch.inference_mode(mode=False):
+            if not self._columns:
+                self._columns = self._allocated(run.columns, here)
+            pairs = []
+            for name, rows in run.columns.items():
+                column, start = self._columns[name], run.place * self._columns[name].row_bytes
+                flat = rows.reshape(-1).view(torch.uint8)
+                pairs.append((column.memory[start : start + flat.nbytes], flat))
+            self._backend.copy(pairs, here)
+
+    def select(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The rows at some places, (n,) int64 on the device: (n, *shape) a column, for the current stream.
+
+        Raises: OutOfMemoryError: the device has no memory for them.
+        """
+        here, count, columns = self._here(), len(places), self._columns
+        pairs, found = [], {}
+        with torch.inference_mode(mode=False):
+            for name, (_, words, row_bytes, dtype, row_shape) in columns.items():
+                memory = self._backend.memory(count * row_bytes, here)
+                pairs.append((memory.view(words.dtype).view(count, -1), words))
+                # which is no view, as one of `memory` would be
+                found[name] = from_dlpack(to_dlpack(memory.view(dtype).view(count, *row_shape)))
+            self._backend.select(pairs, places, here)
+        return found
+
+    def drop(self) -> None:
+        """Let go of its memory, for ever. Calls no device. Idempotent."""
+        self._is_dropped = True
+        if self._pid != os.getpid():
+            _inherited.append(self._columns)
+        self._columns = {}
+
+    def __del__(self) -> None:
+        self.drop()
+
+    def _here(self) -> Stream:
+        """The current stream, which goes on after the one on which the ring was used last."""
+        if self._is_dropped:  # by another thread, which ended the epoch
+            raise StopIteration
+        here, before = self._backend.current_stream(), self._stream
+        if before is not None and before != here:
+            if before not in self._events:
+                self._events[before] = self._backend.event()
+            self._backend.record(self._events[before], before)
+            self._backend.wait(here, self._events[before])
+            if here not in self._retained:
+                for column in self._columns.values():
+                    self._backend.retain(column.memory, here)
+                self._retained.add(here)
+        self._stream = here
+        return here
+
+    def _allocated(self, columns: Mapping[str, torch.Tensor], here: Stream) -> dict[str, _Column]:
+        found: dict[str, _Column] = {}
+        memory = words = None
+        try:
+            for name, rows in columns.items():
+                row_bytes, row_shape = _row_bytes(rows), tuple(rows.shape[1:])
+                memory = self._backend.memory(self._rows * row_bytes, here)
+                word = next((word for word in _WORDS if row_bytes % word.itemsize == 0), torch.uint8)
+                words = memory.view(word).view(self._rows, row_bytes // word.itemsize)
+                found[name] = _Column(memory, words, row_bytes, rows.dtype, row_shape)
+        except torch.OutOfMemoryError as error:
+            memory = words = None  # or the traceback would keep them
+            found.clear()
+            free, needed = self._backend.free_bytes(), self._rows * sum(map(_row_bytes, columns.values()))
+            raise torch.OutOfMemoryError(
+                f"two windows of {self._rows // 2} rows each take {format_bytes(needed)} of "
+                f"{self._backend.device}, where {'less' if free is None else format_bytes(free)} is free: "
+                "give a smaller window_bytes, or none, for the host to shuffle"
+            ) from error
+        self._retained = {here}
+        return found
+
+
+class WindowDelivery(Delivery):
+    """A source of runs and steps. A step counts as delivered by `count`, once it is selected."""
+
+    _receipt: Made | None = None  # of what was lent last
+
+    def __init__(
+        self, epoch: EpochStream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
+    ) -> None:
+        super().__init__(epoch, timeout_seconds, partial(_finished, finish))
+
+    def deliver(self, receipt: Made | None) -> None:
+        self._receipt = receipt
+        if receipt is None:
+            super().deliver(None)
+
+    def count(self) -> None:
+        """The consumer gets the step that was lent last. Raises: as `Delivery.deliver`."""
+        super().deliver(self._receipt)
+
+
+class WindowEpoch:
+    """The batches of an epoch whose rows are shuffled on the device. Dropping it ends the epoch.
+
+    Args:
+        delivery, found: runs and steps of the epoch, and the same on the device.
+        ring: there. Nobody else uses it before this has ended.
+        names: of the columns, in their order.
+    """
+
+    def __init__(self, delivery: WindowDelivery, found: Iteration, ring: Ring, names: Sequence[str]) -> None:
+        self._delivery, self._found, self._ring, self._names = delivery, found, ring, names
+        self._number = 0  # of the run or step that comes next
+        self._turn = Turn()
+
+    def __iter__(self) -> WindowEpoch:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch, on the device.
+
+        Blocks, Raises: as `Iteration.next`.
+        """
+        if not self._turn.take():
+            raise RuntimeError("another thread is in `next` of this epoch: one at a time takes batches")
+        try:
+            while True:
+                found = next(self._found)
+                try:
+                    batch = self._come(found)
+                    if batch is not None:
+                        self._delivery.count()
+                        return batch
+                except BaseException as error:
+                    self._delivery.close(type(error))
+                    self._found.close()
+                    raise
+        finally:
+            self._turn.leave()
+
+    def close(self) -> None:
+        """End the epoch: as `Iteration.close`."""
+        self._found.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an epoch on a device cannot be pickled or copied")
+
+    def _come(self, found: Run | Step) -> Batch | None:
+        """The batch of a step; None: it was a run."""
+        if found.number != self._number:
+            raise RuntimeError("this epoch was interrupted, and its rows are lost: iterate anew")
+        batch = None
+        if isinstance(found, Run):
+            self._ring.put(found)
+        else:
+            batch = found.others
+            if found.places is not None:
+                columns = found.others | self._ring.select(found.places)
+                batch = {name: columns.pop(name) for name in self._names} | columns
+            self._ring.batches += 1
+        self._number += 1
+        return batch
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.itemsize * math.prod(rows.shape[1:])
+
+
+def _finished(finish: Callable[[Batch], Batch], found: Run | Step) -> Run | Step:
+    """A run or step of tensors."""
+    if isinstance(found, Run):
+        return found._replace(columns=finish(found.columns))
+    places = None if found.places is None else torch.from_numpy(found.places)
+    return found._replace(places=places, others=finish(found.others))

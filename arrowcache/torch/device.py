@@ -25,9 +25,9 @@ import torch
 from numpy.typing import NDArray
 
 from arrowcache.torch.backend import Backend, backend_of
+from arrowcache.torch.deferred import defer, let_go, tidy
 from arrowcache.torch.iteration import Counts, Iteration, Source
 from arrowcache.torch.lane import Lane, Turn, call_all
-from arrowcache.torch.left import leave, let_go, tidy
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class DevicePrefetcher:
         if not getattr(self, "_closed", True):
             for lane in self._lanes:
                 if not lane.is_quiet():
-                    leave(lane)
+                    defer(lane)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -427,7 +427,7 @@ def test_each_wait_that_is_left_out_is_found(wait, monkeypatch):
     left_out = types.ModuleType("module_with_less")
     monkeypatch.setitem(sys.modules, left_out.__name__, left_out)
     exec(compile(source.replace(text, less), module.__file__, "exec"), left_out.__dict__)
-    for name in ("Lane",) if module is lane else ("leave", "let_go", "tidy"):
+    for name in ("Lane",) if module is lane else ("defer", "let_go", "tidy"):
         monkeypatch.setattr(device, name, getattr(left_out, name))
     with pytest.raises(AssertionError):
         storms(DeviceMachine, 300)

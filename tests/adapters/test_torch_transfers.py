@@ -22,7 +22,7 @@ from fake_device import ORDERS, FakeDevice
 import arrowcache as ac
 import arrowcache.torch.device
 from arrowcache.reading import stats as loader_stats
-from arrowcache.torch import DevicePrefetcher, Loader, iteration, lane, left, plan
+from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, plan
 
 MIB = 1 << 20
 
@@ -462,7 +462,7 @@ def test_in_a_forked_child_memory_of_the_parents_devices_is_left_alone(fake):
         before = len(fake.calls)
         del iterator, prefetcher
         gc.collect()
-        left.tidy()
+        deferred.tidy()
         os._exit(len(fake.calls) != before)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     prefetcher.close()

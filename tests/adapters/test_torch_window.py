@@ -26,7 +26,7 @@ from fake_device import ORDERS, FakeDevice
 import arrowcache as ac
 import arrowcache.torch.device
 from arrowcache.reading import window as runs
-from arrowcache.torch import Loader, left, plan, window
+from arrowcache.torch import Loader, deferred, plan, window
 from arrowcache.torch import loader as torch_loader
 from arrowcache.torch.backend import backend_of
 
@@ -456,7 +456,7 @@ def test_where_a_loader_dies_while_a_graph_is_captured_no_device_is_called(cache
         del mine, batches
         gc.collect()
         assert len(fake.calls) == before
-    left.tidy()
+    deferred.tidy()
     fake.finish()
     gc.collect()
     fake.finish()

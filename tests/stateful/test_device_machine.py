@@ -37,11 +37,11 @@ from hypothesis.stateful import (
 )
 from quick import first_is_quick
 
-from arrowcache.torch import device, lane, left, plan
+from arrowcache.torch import deferred, device, lane, plan
 from arrowcache.torch.device import DevicePrefetcher
 
 LARGE = 64  # bytes: a leaf of so many goes by itself here
-TRACED = tuple(f"torch/{name}.py" for name in ("iteration", "lane", "left", "plan", "registered"))
+TRACED = tuple(f"torch/{name}.py" for name in ("iteration", "lane", "deferred", "plan", "registered"))
 
 
 SETTINGS = settings(
@@ -379,7 +379,7 @@ def test_no_read_sees_another_batch_in_storms(part):
         storm(DeviceMachine, seed)
 
 
-LEFT_OUT = {  # a part of lane.py or left.py, and what it is without a wait, or with less of one
+LEFT_OUT = {  # a part of lane.py or deferred.py, and what it is without a wait, or with less of one
     "the consumer waits for the copy": ("self.backend.wait(here, flight.copied)", "pass"),
     "the consumer waits for what was made on the device": ("self.backend.wait(here, event)", "pass"),
     "the copy waits for readers": ("self.backend.wait(self._stream, self._done[user])", "pass"),
@@ -402,7 +402,7 @@ LEFT_OUT = {  # a part of lane.py or left.py, and what it is without a wait, or 
     ),
     "what a source made is freed after its reader": ("self.backend.retain(leaf, here)", "pass"),
     "what flies is not free": (" and (self.course is None or self.course.has_ended)", ""),
-    "what died on its way waits": ("_left[id(lane)] = lane", "pass"),
+    "what died on its way waits": ("_deferred[id(lane)] = lane", "pass"),
     "a batch is for the stream that is current": (
         " here = self.backend.current_stream()",
         " here = self._here",
@@ -421,7 +421,9 @@ def test_each_call_that_waits_is_left_out_once():
 def test_each_wait_that_is_left_out_is_found(wait, monkeypatch):
     text, less = LEFT_OUT[wait]
     ((module, source),) = [
-        (module, source) for module in (lane, left) if text in (source := Path(module.__file__).read_text())
+        (module, source)
+        for module in (lane, deferred)
+        if text in (source := Path(module.__file__).read_text())
     ]
     assert source.count(text) == 1
     left_out = types.ModuleType("module_with_less")

@@ -24,7 +24,7 @@ from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
 from arrowcache.storage.writer import Writer
 from arrowcache.text import printable
-from arrowcache.units import format_bytes, parse_bytes
+from arrowcache.units import format_bytes, parse_bytes, require_function
 
 if TYPE_CHECKING:
     from typing import Self
@@ -144,7 +144,9 @@ class Cache:
 
         Args:
             where: which segments, by SegmentInfo(seq, rows, task, nbytes, ...); None for all.
+        Raises: TypeError: `where` is no function.
         """
+        require_function(where, "where")
         return Snapshot.take(self.store, where)
 
     def stats(self) -> CacheStats:

@@ -216,8 +216,9 @@ class Patience:
         lower = f", or lower batch_size to {smaller}" if smaller else ""
         return (
             f"{path} has {format_count(supply.rows, 'row')}{supply.accepted}, one step{ranks} takes "
-            f"{step_rows}, and nobody writes to it: pass drop_last=False for a batch of what is there{lower}"
-            f"; or start samplers, and pass wait_rows={step_rows} to wait for them"
+            f"{step_rows}, and nobody writes to it: pass drop_last=False (in TensorFlow "
+            f"drop_remainder=False) for a batch of what is there{lower}; or start samplers, and pass "
+            f"wait_rows={step_rows} to wait for them"
         )
 
     def _why_vain(self) -> str:

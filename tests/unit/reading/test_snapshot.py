@@ -437,6 +437,11 @@ def test_where_chooses_segments(tmp_path):
         assert snapshot.gather(range(48))["id"].tolist() == [*range(16, 32), *range(48, 64), *range(80, 96)]
 
 
+def test_a_where_that_is_no_function_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="where must be a function"):
+        make_cache(tmp_path / "cache").snapshot(where=3)
+
+
 def test_a_snapshot_shows_what_it_reads_and_leases(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 4)

@@ -30,6 +30,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _IS_SLOW.search(collection_path.read_text()) else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes that share the tests have to agree on their names, in which no address may be."""
+    if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"give ids= to the parameters of {named[0]}: its name has an address")
+
+
 def pytest_collection_finish() -> None:
     """Many tests collect garbage: spare each of them the frameworks that were imported for all."""
     gc.collect()

@@ -333,7 +333,11 @@ def test_a_batch_on_its_way_when_another_thread_ends_its_epoch_changes_no_progre
         assert loader.stats().batches == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": None}, {"transform": lambda batch: batch}], ids=["rows", "in order", "transform"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shuffle": None}, {"transform": lambda batch: batch}],
+    ids=["rows", "in order", "transform"],
+)
 def test_threads_that_share_an_iterator_take_turns_and_get_each_row_once(cache, options):
     taken: list[int] = []
     failed: list[BaseException] = []

@@ -22,7 +22,8 @@ from fake_device import ORDERS, FakeDevice
 import arrowcache as ac
 import arrowcache.torch.device
 from arrowcache.reading import stats as loader_stats
-from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, plan
+from arrowcache.reading.memory import PAGE_BYTES, SharedMemory
+from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, plan, registered
 
 MIB = 1 << 20
 
@@ -403,6 +404,25 @@ def test_a_device_copies_from_slots_of_worker_processes(tmp_path, fake, monkeypa
     with DevicePrefetcher([1], "fake") as prefetcher:
         list(prefetcher)
     assert len(fake.registered_ranges) <= 3
+
+
+def test_memory_of_which_several_registered_parts_stays_until_all_are_let_go():
+    devices, size = [FakeDevice(), FakeDevice()], 1 << 20
+    memory = SharedMemory.create()
+    slots = []
+    for number, device in enumerate(devices):  # as of one worker, each of another prefetcher
+        offset = PAGE_BYTES + number * size
+        memory.parts[offset] = size
+        slots.append(torch.from_numpy(np.frombuffer(memory, np.uint8, size, offset)))
+        assert device.can_read(slots[-1])
+    del memory
+    slots.clear()
+    gc.collect()
+    registered.tidy()
+    gc.collect()
+    for device in devices:
+        assert device.unmapped() == [], "registered memory was given back to the system"
+        assert device.registered_ranges == {}
 
 
 def test_where_a_device_refuses_to_register_batches_are_staged(tmp_path, fake, monkeypatch):

@@ -315,7 +315,7 @@ class Lane:
         room = self._room.get(column.number, 0)
         if column.nbytes > room:
             self._room[column.number] = int(column.nbytes * _GROWTH) if room else column.nbytes
-        return self._room[column.number]
+        return self._room.get(column.number, 0)  # of empty leaves it takes none
 
     def _allocate(self, places: list[Place], nbytes: int) -> Place:
         memory = Memory(self.backend.memory(nbytes, self._here))

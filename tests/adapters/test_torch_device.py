@@ -254,6 +254,12 @@ def test_any_structure_comes_back_in_its_form():
     assert found["moved"].where == "cpu"
 
 
+def test_a_first_batch_without_rows_comes_as_all_others():
+    batches = [{"boxes": torch.zeros(count, 4)} for count in (0, 3, 0)]
+    with DevicePrefetcher(batches, "cpu") as prefetcher:
+        assert [tuple(batch["boxes"].shape) for batch in prefetcher] == [(0, 4), (3, 4), (0, 4)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",

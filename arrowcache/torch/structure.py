@@ -87,7 +87,7 @@ class _Taking:
             return self._made(*_of_mapping(node), node)
         if isinstance(node, type):
             return _Same(node)
-        if isinstance(node, list | tuple) and not hasattr(node, "to"):
+        if isinstance(node, list | tuple) and not callable(getattr(node, "to", None)):
             build = self._made(*_of_sequence(node), node)
             is_list = self._to_split and type(node) is list and isinstance(build, _Same)
             return self._leaf(node) if is_list else build

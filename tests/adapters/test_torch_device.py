@@ -260,6 +260,21 @@ def test_a_first_batch_without_rows_comes_as_all_others():
         assert [tuple(batch["boxes"].shape) for batch in prefetcher] == [(0, 4), (3, 4), (0, 4)]
 
 
+class Edge(NamedTuple):
+    source: torch.Tensor
+    to: torch.Tensor
+
+
+def test_a_field_whose_name_is_to_is_no_method():
+    edge = Edge(torch.zeros(2), torch.ones(2))
+    with DevicePrefetcher([edge], "cpu") as prefetcher:
+        (found,) = prefetcher
+    assert type(found) is Edge
+    for new, old in zip(found, edge, strict=True):
+        assert torch.equal(new, old)
+        assert new.data_ptr() != old.data_ptr()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",

@@ -362,6 +362,16 @@ def test_jagged_tensors_are_split_too():
     assert [len(row) for row in second.unbind()] == [1, 2]
 
 
+def test_jagged_tensors_of_the_same_lengths_are_so_in_each_part():
+    rows = [torch.full((n, 2), float(n)) for n in (3, 0, 1, 2)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with DevicePrefetcher([[jagged, 2 * jagged]], devices=["cpu", "cpu"]) as prefetcher:
+        (parts,) = prefetcher
+    for part, lengths in zip(parts, ([3, 0], [1, 2]), strict=True):
+        summed = part[0] + part[1]
+        assert [row.tolist() for row in summed.unbind()] == [[[3.0 * n, 3.0 * n]] * n for n in lengths]
+
+
 @pytest.mark.parametrize(
     "batch",
     [

@@ -71,6 +71,8 @@ class Registered:
         if found is None:
             return False
         memory, start, size = found
+        if (other := self._that_registered(memory, start)) is not None:  # whoever did: it counts for all
+            return address + nbytes <= start + other._parts[start]
         had = self._parts.get(start, 0)
         if had >= size:
             return True
@@ -84,6 +86,13 @@ class Registered:
         address = address_of(memory)
         for start in [start for start in self._parts if 0 <= start - address < len(memory)]:
             self._unregister(start)
+
+    def _that_registered(self, memory: mmap.mmap, start: int) -> Registered | None:
+        """Another one that has registered a part, which it may read still: such as of an earlier prefetcher."""
+        others = () if (kept := _kept.get(id(memory))) is None else kept.by
+        return next(
+            (it for it in others if it is not self and it.pid == self.pid and start in it._parts), None
+        )
 
     def _register(self, memory: mmap.mmap, start: int, nbytes: int) -> bool:
         if self._is_refused:

@@ -175,3 +175,13 @@ def test_memory_that_an_earlier_prefetcher_registered_is_no_refusal(module, monk
     gc.collect()
     tidy()
     assert module.registered == {}
+
+
+def test_what_only_begins_in_pinned_memory_is_not_read_where_it_is(module, monkeypatch):
+    accelerator = Accelerator(torch.device("cuda", 1))
+    memory = torch.arange(100, dtype=torch.int32)
+    end = memory.data_ptr() + 200
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() < end)
+    assert accelerator.can_read(memory[:50])
+    assert accelerator.can_read(memory[10:50].view(5, 8).t())
+    assert not accelerator.can_read(memory[:51])

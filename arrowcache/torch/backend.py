@@ -160,7 +160,8 @@ class Accelerator(Backend):
         stream.wait_event(event)
 
     def query(self, event: Event) -> bool:
-        return bool(event.query())
+        with self._module.device(self.device):  # torch asks wherever the thread is, which may wake that up
+            return bool(event.query())
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
         with self._module.device(self.device), self._module.stream(stream):

@@ -126,6 +126,17 @@ def test_rows_are_selected_on_the_device_and_stream_and_wake_no_other(module, mo
     assert (module.current, module.streams.get(1, "default")) == (0, "default")
 
 
+def test_an_event_is_asked_on_its_device(module):
+    class Event:
+        def query(self):
+            module.awake.add(module.current)
+            return True
+
+    assert Accelerator(torch.device("cuda", 1)).query(Event())
+    assert module.awake == {1}
+    assert module.current == 0
+
+
 def test_free_memory_is_what_no_tensor_has(module):
     accelerator = Accelerator(torch.device("cuda", 1))
     assert accelerator.free_bytes() is None, "some devices do not say"

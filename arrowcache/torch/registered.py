@@ -88,7 +88,7 @@ class Registered:
             self._unregister(start)
 
     def _that_registered(self, memory: mmap.mmap, start: int) -> Registered | None:
-        """Another one that has registered a part, which it may read still: such as of an earlier prefetcher."""
+        """Another one that has registered a part, and may still read it: such as of an earlier prefetcher."""
         others = () if (kept := _kept.get(id(memory))) is None else kept.by
         return next(
             (it for it in others if it is not self and it.pid == self.pid and start in it._parts), None

@@ -17,7 +17,7 @@ from helpers import DEADLINE_SECONDS, make_cache, publish
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
-from fake_device import ORDERS, FakeDevice
+from fake_device import ORDERS, FakeDevice, Stream
 
 import arrowcache as ac
 import arrowcache.torch.device
@@ -187,6 +187,32 @@ def test_a_graph_can_be_captured_while_an_iteration_is_in_progress(fake, order):
         assert [int(batch["x"].shape[0]) for batch in iterator] == [300] * 7, "the iteration goes on"
     fake.finish()
     assert fake.errors == []
+
+
+def run_all_but(fake: FakeDevice, late: Stream) -> None:
+    while any([fake.step(stream) for stream in fake.streams if stream is not late]):  # noqa: C419  # each a step
+        pass
+
+
+def test_a_prefetcher_that_dies_where_two_streams_read_leaves_them_their_memory(fake):
+    fake.order = "none"
+    side = fake.compute_stream()
+    prefetcher = DevicePrefetcher(iter(batches(2)), "fake")
+    iterator = iter(prefetcher)
+    next(iterator)  # its memory is the default stream's
+    with fake.on(side):
+        batch = next(iterator)
+        fake.read(batch["x"], torch.ones(300))
+        del batch
+    run_all_but(fake, side)
+    assert next(iterator, None) is None  # it sees that all copies are over
+    del iterator, prefetcher
+    run_all_but(fake, side)  # the default stream has the memory now, unless it is kept
+    with DevicePrefetcher([], "fake") as other:
+        list(other)
+    fake.finish()
+    assert fake.errors == []
+    assert fake.memory_bytes == 0
 
 
 def test_closing_while_a_graph_is_captured_lets_go_later(fake):

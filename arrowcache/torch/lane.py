@@ -242,7 +242,6 @@ class Lane:
         Blocks: until it does not, at most so long.
         Raises: what the last call to the device that failed did; all others were made.
         """
-        self._here = self.backend.current_stream()
         deadline = time.monotonic() + seconds
         free: list[Callable[[], None]] = [
             partial(self._give_away if place.loans else self._give_up, places, place)

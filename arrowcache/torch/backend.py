@@ -87,7 +87,7 @@ class Backend:
         return self.host_memory(nbytes)
 
     def can_read(self, source: torch.Tensor) -> bool:  # noqa: ARG002
-        """Whether a copy may read a host tensor where it is."""
+        """Whether a copy may read a dense host tensor where it is."""
         return True
 
     def holds(self, leaf: Any) -> bool:  # noqa: ARG002
@@ -160,7 +160,8 @@ class Accelerator(Backend):
         stream.wait_event(event)
 
     def query(self, event: Event) -> bool:
-        return bool(event.query())
+        with self._module.device(self.device):  # torch asks wherever the thread is, which may wake that up
+            return bool(event.query())
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
         with self._module.device(self.device), self._module.stream(stream):
@@ -184,7 +185,7 @@ class Accelerator(Backend):
     def can_read(self, source: torch.Tensor) -> bool:
         if self._registered is not None and self._registered.reads(source):
             return True
-        return source.is_pinned()
+        return source.is_pinned() and _last(source).is_pinned()  # CUDA takes all of it, or none
 
     def holds(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.device.type == self.device.type
@@ -256,6 +257,11 @@ def backend_of(device: str | int | torch.device | None) -> Backend:
             f"use one of {_devices()}"
         )
     return Accelerator(torch.device(found.type, index))
+
+
+def _last(tensor: torch.Tensor) -> torch.Tensor:
+    """The element of a dense tensor that lies last in memory, (1,)."""
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + tensor.numel() - 1)
 
 
 def _devices() -> str:

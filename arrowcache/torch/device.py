@@ -86,8 +86,9 @@ class DevicePrefetcher:
     (sparse, of a subclass, of autograd) and other objects with a `to` method are moved by that, when
     they are handed over. Whatever else there is passes unchanged.
 
-    Tensors are ready for the stream that is current when they are handed over, also those that the source
-    made on the device; work on another one has to wait for that, and that for it before the batch is let go:
+    Tensors are ready for the stream that is current when they are handed over, also those on the device that
+    were ready for the one that was current when the source gave them; work on another one has to wait for
+    that, and that for it before the batch is let go:
     `Tensor.record_stream` has no effect on them. They cannot be resized in place. While a CUDA graph is
     captured, `next` raises RuntimeError, and nothing else calls the device.
     On the CPU batches are copied, too, so that they are safe to keep, whatever the source does. Elsewhere

@@ -242,7 +242,6 @@ class Lane:
         Blocks: until it does not, at most so long.
         Raises: what the last call to the device that failed did; all others were made.
         """
-        self._here = self.backend.current_stream()
         deadline = time.monotonic() + seconds
         free: list[Callable[[], None]] = [
             partial(self._give_away if place.loans else self._give_up, places, place)
@@ -315,7 +314,7 @@ class Lane:
         room = self._room.get(column.number, 0)
         if column.nbytes > room:
             self._room[column.number] = int(column.nbytes * _GROWTH) if room else column.nbytes
-        return self._room[column.number]
+        return self._room.get(column.number, 0)  # of empty leaves it takes none
 
     def _allocate(self, places: list[Place], nbytes: int) -> Place:
         memory = Memory(self.backend.memory(nbytes, self._here))

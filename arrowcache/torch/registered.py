@@ -71,6 +71,8 @@ class Registered:
         if found is None:
             return False
         memory, start, size = found
+        if (other := self._that_registered(memory, start)) is not None:  # whoever did: it counts for all
+            return address + nbytes <= start + other._parts[start]
         had = self._parts.get(start, 0)
         if had >= size:
             return True
@@ -85,10 +87,19 @@ class Registered:
         for start in [start for start in self._parts if 0 <= start - address < len(memory)]:
             self._unregister(start)
 
+    def _that_registered(self, memory: mmap.mmap, start: int) -> Registered | None:
+        """Another one that has registered a part, and may still read it: such as of an earlier prefetcher."""
+        others = () if (kept := _kept.get(id(memory))) is None else kept.by
+        return next(
+            (it for it in others if it is not self and it.pid == self.pid and start in it._parts), None
+        )
+
     def _register(self, memory: mmap.mmap, start: int, nbytes: int) -> bool:
         if self._is_refused:
             return False
-        _kept.setdefault(id(memory), _Kept(self, memory))  # first: an interrupted call keeps too much
+        kept = _kept.setdefault(id(memory), _Kept(memory))  # first: an interrupted call keeps too much
+        if self not in kept.by:
+            kept.by.append(self)
         self._parts[start] = nbytes
         if not self._device.register(start, nbytes):
             del self._parts[start]
@@ -101,33 +112,34 @@ class Registered:
 
 
 class _Kept:
-    """Memory with registered parts."""
+    """Memory with registered parts, and who registered them: not only one, such as one a prefetcher."""
 
-    __slots__ = ("memory", "registered")
+    __slots__ = ("by", "memory")
 
-    def __init__(self, registered: Registered | None, memory: object) -> None:
-        self.registered, self.memory = registered, memory
+    def __init__(self, memory: object) -> None:
+        self.by: list[Registered] = []
+        self.memory = memory
 
     def references(self) -> int:
         return sys.getrefcount(self.memory)
 
 
 _kept: dict[int, _Kept] = {}
-_ALONE = _Kept(None, object()).references()  # where nobody else knows it
+_lost: list[_Kept] = []  # of devices that failed: it stays for ever
+_ALONE = _Kept(object()).references()  # where nobody else knows it
 
 
 def tidy() -> None:
     """Give back memory that has died; in a forked child none of its parent's. One thread at a time."""
     for number, kept in [*_kept.items()]:
-        registered = kept.registered
-        if registered is None or registered.pid != os.getpid() or kept.references() > _ALONE:
+        if any(each.pid != os.getpid() for each in kept.by) or kept.references() > _ALONE:
             continue
         try:
-            registered.let_go(kept.memory)  # type: ignore[arg-type]  # it is
-        except Exception:  # noqa: BLE001  # a device that failed: it stays for ever
-            kept.registered = None
-        else:
-            del _kept[number]
+            for each in kept.by:
+                each.let_go(kept.memory)  # type: ignore[arg-type]  # it is
+        except Exception:  # noqa: BLE001  # whatever the device raises
+            _lost.append(kept)
+        del _kept[number]
 
 
 def _around(parts: Mapping[int, int], address: int, nbytes: int) -> int | None:

@@ -55,10 +55,11 @@ def split(batch: Any, parts: int) -> list[Any]:
             f"a batch of {rows} rows cannot be split among {parts} devices: drop the last, short one"
         )
     bounds = [rows * part // parts for part in range(parts + 1)]
-    return [
-        build([_rows(leaf, start, stop, rows) for leaf in leaves])
-        for start, stop in itertools.pairwise(bounds)
-    ]
+    found = []
+    for start, stop in itertools.pairwise(bounds):
+        cut: dict[int, torch.Tensor] = {}
+        found.append(build([_rows(leaf, start, stop, rows, cut) for leaf in leaves]))
+    return found
 
 
 class _Taking:
@@ -87,7 +88,7 @@ class _Taking:
             return self._made(*_of_mapping(node), node)
         if isinstance(node, type):
             return _Same(node)
-        if isinstance(node, list | tuple) and not hasattr(node, "to"):
+        if isinstance(node, list | tuple) and not callable(getattr(node, "to", None)):
             build = self._made(*_of_sequence(node), node)
             is_list = self._to_split and type(node) is list and isinstance(build, _Same)
             return self._leaf(node) if is_list else build
@@ -216,16 +217,21 @@ def _length(leaf: Any) -> int | None:
     return len(leaf) if leaf.ndim else None
 
 
-def _rows(leaf: Any, start: int, stop: int, rows: int) -> Any:
+def _rows(leaf: Any, start: int, stop: int, rows: int, cut: dict[int, torch.Tensor]) -> Any:
+    """Some rows of a leaf.
+
+    Args:
+        cut: offsets of these rows, by the id of the whole ones: torch takes no others for the same lengths.
+    """
     if isinstance(leaf, list):
         return leaf[start:stop] if len(leaf) == rows else leaf
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
         nested: Any = leaf
         offsets = nested.offsets()
         first, last = int(offsets[start]), int(offsets[stop])
-        return torch.nested.nested_tensor_from_jagged(
-            nested.values()[first:last], offsets[start : stop + 1] - first
-        )
+        if id(offsets) not in cut:
+            cut[id(offsets)] = offsets[start : stop + 1] - first
+        return torch.nested.nested_tensor_from_jagged(nested.values()[first:last], cut[id(offsets)])
     return leaf[start:stop] if leaf.ndim else leaf
 
 

@@ -221,10 +221,14 @@ def workers(target: Target) -> str:
                     trial.sleep(1e-3)
                     trial.read(batch["x"], 2 * rows)
                     trial.read(batch["y"], rows)
+            large = batch["x"].nbytes
             del batch
             trial.finish()
             stats = ours.device_stats()
-    return f"{stats.batches} batches; {stats.pinned_bytes} bytes of pinned memory beside the slots"
+    said = f"{stats.batches} batches; {stats.pinned_bytes} bytes of pinned memory beside the slots"
+    if stats.pinned_bytes >= large:
+        raise Wrong(f"{said}: the device did not read from these")
+    return said
 
 
 def autograd(target: Target) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 
+from arrowcache.reading.memory import PAGE_BYTES, SharedMemory
 from arrowcache.torch.backend import Accelerator
 from arrowcache.torch.registered import tidy
 
@@ -34,6 +36,10 @@ class Module:
 
     def cudaHostRegister(self, address, nbytes, flags):
         assert flags == 1
+        if any(
+            first < address + nbytes and address < first + had for first, (had, _) in self.registered.items()
+        ):
+            return 712  # some of it is registered already
         if not self.refuses:
             self.registered[address] = nbytes, self.current
         return 2 * self.refuses
@@ -120,6 +126,17 @@ def test_rows_are_selected_on_the_device_and_stream_and_wake_no_other(module, mo
     assert (module.current, module.streams.get(1, "default")) == (0, "default")
 
 
+def test_an_event_is_asked_on_its_device(module):
+    class Event:
+        def query(self):
+            module.awake.add(module.current)
+            return True
+
+    assert Accelerator(torch.device("cuda", 1)).query(Event())
+    assert module.awake == {1}
+    assert module.current == 0
+
+
 def test_free_memory_is_what_no_tensor_has(module):
     accelerator = Accelerator(torch.device("cuda", 1))
     assert accelerator.free_bytes() is None, "some devices do not say"
@@ -150,3 +167,32 @@ def test_memory_of_slots_is_registered_when_it_is_first_copied_from(module):
     assert module.registered == {}
     assert accelerator.can_read(memory[1000:2000])
     assert list(module.registered) == [memory.data_ptr()]
+
+
+def test_memory_that_an_earlier_prefetcher_registered_is_no_refusal(module, monkeypatch):
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # clears the error of cudaHostRegister
+    first, second = Accelerator(torch.device("cuda", 1)), Accelerator(torch.device("cuda", 0))
+    memory, size = SharedMemory.create(), 10 * PAGE_BYTES
+    memory.parts[PAGE_BYTES] = size  # of a worker
+    slot = torch.from_numpy(np.frombuffer(memory, np.uint8, 2 * size, PAGE_BYTES))
+    assert first.can_read(slot[:size])
+    assert second.can_read(slot[:size])
+    assert len(module.registered) == 1
+    second.pinned_memory(100)
+    assert len(module.registered) == 2, "nothing was refused"
+    memory.parts[PAGE_BYTES] = 2 * size
+    assert not second.can_read(slot), "the first one may still read from the part, so it stays as it is"
+    del memory, slot
+    gc.collect()
+    tidy()
+    assert module.registered == {}
+
+
+def test_what_only_begins_in_pinned_memory_is_not_read_where_it_is(module, monkeypatch):
+    accelerator = Accelerator(torch.device("cuda", 1))
+    memory = torch.arange(100, dtype=torch.int32)
+    end = memory.data_ptr() + 200
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() < end)
+    assert accelerator.can_read(memory[:50])
+    assert accelerator.can_read(memory[10:50].view(5, 8).t())
+    assert not accelerator.can_read(memory[:51])

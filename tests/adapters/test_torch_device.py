@@ -254,6 +254,27 @@ def test_any_structure_comes_back_in_its_form():
     assert found["moved"].where == "cpu"
 
 
+def test_a_first_batch_without_rows_comes_as_all_others():
+    batches = [{"boxes": torch.zeros(count, 4)} for count in (0, 3, 0)]
+    with DevicePrefetcher(batches, "cpu") as prefetcher:
+        assert [tuple(batch["boxes"].shape) for batch in prefetcher] == [(0, 4), (3, 4), (0, 4)]
+
+
+class Edge(NamedTuple):
+    source: torch.Tensor
+    to: torch.Tensor
+
+
+def test_a_field_whose_name_is_to_is_no_method():
+    edge = Edge(torch.zeros(2), torch.ones(2))
+    with DevicePrefetcher([edge], "cpu") as prefetcher:
+        (found,) = prefetcher
+    assert type(found) is Edge
+    for new, old in zip(found, edge, strict=True):
+        assert torch.equal(new, old)
+        assert new.data_ptr() != old.data_ptr()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
@@ -339,6 +360,16 @@ def test_jagged_tensors_are_split_too():
         ((first, second),) = prefetcher
     assert [len(row) for row in first.unbind()] == [3, 0]
     assert [len(row) for row in second.unbind()] == [1, 2]
+
+
+def test_jagged_tensors_of_the_same_lengths_are_so_in_each_part():
+    rows = [torch.full((n, 2), float(n)) for n in (3, 0, 1, 2)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with DevicePrefetcher([[jagged, 2 * jagged]], devices=["cpu", "cpu"]) as prefetcher:
+        (parts,) = prefetcher
+    for part, lengths in zip(parts, ([3, 0], [1, 2]), strict=True):
+        summed = part[0] + part[1]
+        assert [row.tolist() for row in summed.unbind()] == [[[3.0 * n, 3.0 * n]] * n for n in lengths]
 
 
 @pytest.mark.parametrize(

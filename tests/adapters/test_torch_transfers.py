@@ -17,12 +17,13 @@ from helpers import DEADLINE_SECONDS, make_cache, publish
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
-from fake_device import ORDERS, FakeDevice
+from fake_device import ORDERS, FakeDevice, Stream
 
 import arrowcache as ac
 import arrowcache.torch.device
 from arrowcache.reading import stats as loader_stats
-from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, plan
+from arrowcache.reading.memory import PAGE_BYTES, SharedMemory
+from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, plan, registered
 
 MIB = 1 << 20
 
@@ -186,6 +187,32 @@ def test_a_graph_can_be_captured_while_an_iteration_is_in_progress(fake, order):
         assert [int(batch["x"].shape[0]) for batch in iterator] == [300] * 7, "the iteration goes on"
     fake.finish()
     assert fake.errors == []
+
+
+def run_all_but(fake: FakeDevice, late: Stream) -> None:
+    while any([fake.step(stream) for stream in fake.streams if stream is not late]):  # noqa: C419  # each a step
+        pass
+
+
+def test_a_prefetcher_that_dies_where_two_streams_read_leaves_them_their_memory(fake):
+    fake.order = "none"
+    side = fake.compute_stream()
+    prefetcher = DevicePrefetcher(iter(batches(2)), "fake")
+    iterator = iter(prefetcher)
+    next(iterator)  # its memory is the default stream's
+    with fake.on(side):
+        batch = next(iterator)
+        fake.read(batch["x"], torch.ones(300))
+        del batch
+    run_all_but(fake, side)
+    assert next(iterator, None) is None  # it sees that all copies are over
+    del iterator, prefetcher
+    run_all_but(fake, side)  # the default stream has the memory now, unless it is kept
+    with DevicePrefetcher([], "fake") as other:
+        list(other)
+    fake.finish()
+    assert fake.errors == []
+    assert fake.memory_bytes == 0
 
 
 def test_closing_while_a_graph_is_captured_lets_go_later(fake):
@@ -403,6 +430,25 @@ def test_a_device_copies_from_slots_of_worker_processes(tmp_path, fake, monkeypa
     with DevicePrefetcher([1], "fake") as prefetcher:
         list(prefetcher)
     assert len(fake.registered_ranges) <= 3
+
+
+def test_memory_of_which_several_registered_parts_stays_until_all_are_let_go():
+    devices, size = [FakeDevice(), FakeDevice()], 1 << 20
+    memory = SharedMemory.create()
+    slots = []
+    for number, device in enumerate(devices):  # as of one worker, each of another prefetcher
+        offset = PAGE_BYTES + number * size
+        memory.parts[offset] = size
+        slots.append(torch.from_numpy(np.frombuffer(memory, np.uint8, size, offset)))
+        assert device.can_read(slots[-1])
+    del memory
+    slots.clear()
+    gc.collect()
+    registered.tidy()
+    gc.collect()
+    for device in devices:
+        assert device.unmapped() == [], "registered memory was given back to the system"
+        assert device.registered_ranges == {}
 
 
 def test_where_a_device_refuses_to_register_batches_are_staged(tmp_path, fake, monkeypatch):

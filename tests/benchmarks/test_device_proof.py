@@ -109,6 +109,11 @@ def test_a_loader_whose_slots_are_used_again_too_early(name):
     assert failed(name, Fake(["query"]))
 
 
+def test_slots_that_the_device_does_not_read(monkeypatch):
+    monkeypatch.setattr(FakeDevice, "register", lambda self, address, nbytes: False)
+    assert "the device did not read from these" in failed("workers")
+
+
 @pytest.mark.slow
 def test_a_stream_that_does_not_wait_for_the_window():
     assert failed("window", Fake(["compute waits"]))

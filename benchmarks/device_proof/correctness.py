@@ -13,7 +13,6 @@ import torch
 
 import arrowcache as ac
 from arrowcache.torch import DevicePrefetcher, Loader
-from benchmarks.device_proof.absent import lacks_cloudpickle
 from benchmarks.device_proof.batches import BATCH_ROWS, Numbers, alike, cache_of_numbers, doubled
 from benchmarks.device_proof.check import CannotRun, Wrong
 from benchmarks.device_proof.target import Stream, Target, Trial
@@ -210,8 +209,6 @@ def _window_of(trial: Trial, cache: ac.Cache) -> int:
 
 def workers(target: Target) -> str:
     """Slots of worker processes, which the device reads by itself."""
-    if lacks_cloudpickle:
-        raise CannotRun("worker processes need cloudpickle, which is not installed here")
     with target.trial() as trial, cache_of_numbers() as cache:
         options = {"device": trial.device, "workers": 1, "transform": doubled}
         with Loader(cache, BATCH_ROWS, **options) as ours, Loader(cache, BATCH_ROWS) as plain:

@@ -117,7 +117,8 @@ def test_a_cache_of_another_schema_may_follow_at_the_same_path(tmp_path):
 
 def test_a_forked_child_shares_among_its_own_readers(cache):
     with ac.Loader(cache.path, 16) as first, ac.Loader(cache.path, 16) as second:
-        next(iter(first)), next(iter(second))
+        ours = iter(first), iter(second)
+        next(ours[0]), next(ours[1])
 
         def child():
             assert mapped_files() == []

@@ -11,14 +11,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 import arrowcache as ac
 from arrowcache.arrow.segment import Column, VariableColumn, encode
+
+if TYPE_CHECKING:
+    import pytest
 
 KIB = 1024
 DEADLINE_SECONDS = 60.0  # what fails waits so long; a loaded machine takes 25 s to start TensorFlow thrice
@@ -251,6 +254,49 @@ def in_child(body: Callable[[], None]) -> Iterator[int]:
     finally:
         _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0, "the child failed: see its traceback"
+
+
+class InterruptAtLine:
+    """A KeyboardInterrupt at this thread's n-th line of some modules; in finalizers Python would swallow it.
+
+    Args:
+        files: how the names of their files end.
+    """
+
+    def __init__(self, number: int, files: tuple[str, ...]) -> None:
+        self._left, self._files = number, files
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self._files) or _is_in_a_finalizer(frame):
+            return None
+        if event == "line":
+            if self._left == 0:
+                raise KeyboardInterrupt
+            self._left -= 1
+        return self._trace
+
+
+def _is_in_a_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
+def with_less(module: ModuleType, text: str, less: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module whose source has less in place of a text that it has once."""
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert source.count(text) == 1
+    made = ModuleType("module_with_less")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    exec(compile(source.replace(text, less), module.__file__, "exec"), made.__dict__)
+    return made
 
 
 class CtrlC:

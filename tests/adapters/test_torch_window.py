@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-import sys
 import threading
-import types
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +13,15 @@ from typing import Any
 
 import pytest
 from every_type import every_type
-from helpers import EVERY_TYPE, append_rows, make_cache, publish, wait_until
+from helpers import (
+    EVERY_TYPE,
+    InterruptAtLine,
+    append_rows,
+    make_cache,
+    publish,
+    wait_until,
+    with_less,
+)
 from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -30,6 +36,7 @@ from arrowcache.torch import Loader, deferred, plan, window
 from arrowcache.torch import loader as torch_loader
 from arrowcache.torch.backend import backend_of
 
+TRACED = ("torch/window.py", "reading/window.py")
 WINDOW = 40 << 10  # bytes: some 38 rows
 UNEVEN = [16, 16, 5, 16, 1, 16, 16, 9, 16, 16, 16, 3, 16]
 
@@ -486,28 +493,6 @@ def test_any_call_may_fail_and_the_next_epoch_is_right(cache, fake, kind):
     assert fake.errors == []
 
 
-class Interrupt:
-    """A KeyboardInterrupt at the n-th line of the modules that bring windows to a device."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-
-    def __enter__(self) -> None:
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: types.FrameType, event: str, _argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("torch/window.py", "reading/window.py")):
-            return None
-        if event == "line":
-            if self._left == 0:
-                raise KeyboardInterrupt
-            self._left -= 1
-        return self._trace
-
-
 def interrupted(cache: ac.Cache, numbers: range) -> int:
     """Interrupt epochs, each at another line, and go on with what is left of each. Returns: how many did.
 
@@ -520,7 +505,7 @@ def interrupted(cache: ac.Cache, numbers: range) -> int:
             ids = [batch["id"].tolist() for batch in expected]
             batches, at = iter(mine), -1
             try:
-                with Interrupt(number):
+                with InterruptAtLine(number, TRACED):
                     for _ in batches:
                         pass
             except KeyboardInterrupt:
@@ -552,7 +537,7 @@ def test_the_epoch_after_ctrl_c_at_any_line_is_right(cache, fake, order):
         for number in range(0, 300, 3):
             batches, before = iter(mine), mine.state_dict()
             try:
-                with Interrupt(number), fake.on(side if number % 2 else fake.default):
+                with InterruptAtLine(number, TRACED), fake.on(side if number % 2 else fake.default):
                     list(batches)
             except KeyboardInterrupt:
                 pass
@@ -612,11 +597,7 @@ def test_a_consumer_on_two_streams_reads_its_rows(cache, fake):
 @pytest.mark.parametrize("wait", LEFT_OUT)
 def test_each_wait_that_is_left_out_is_found(cache, fake, wait, monkeypatch):
     text, less = LEFT_OUT[wait]
-    source = Path(window.__file__).read_text()
-    assert source.count(text) == 1
-    left_out = types.ModuleType("window_with_less")
-    monkeypatch.setitem(sys.modules, left_out.__name__, left_out)
-    exec(compile(source.replace(text, less), window.__file__, "exec"), left_out.__dict__)
+    left_out = with_less(window, text, less, monkeypatch)
     monkeypatch.setattr(torch_loader, "Ring", left_out.Ring)
     monkeypatch.setattr(torch_loader, "WindowEpoch", left_out.WindowEpoch)
     if "lost" in wait:

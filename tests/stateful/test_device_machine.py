@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import threading
-import types
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 from fake_device import ORDERS, FakeDevice
+from helpers import InterruptAtLine, with_less
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -47,35 +45,6 @@ TRACED = tuple(f"torch/{name}.py" for name in ("iteration", "lane", "deferred", 
 SETTINGS = settings(
     max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
-
-
-class Interrupt:
-    """A KeyboardInterrupt at the n-th line of the modules that bring batches to a device."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-
-    def __enter__(self) -> None:
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        name = frame.f_code.co_filename
-        if not name.endswith(TRACED) or _is_in_a_finalizer(frame):
-            return None  # there Python itself swallows it
-        if event == "line":
-            if self._left == 0:
-                raise KeyboardInterrupt
-            self._left -= 1
-        return self._trace
-
-
-def _is_in_a_finalizer(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
 
 
 class Source:
@@ -256,7 +225,7 @@ class DeviceMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 300), stream=st.integers(0, 2))
     def interrupt(self, number: int, stream: int) -> None:
         try:
-            with Interrupt(number):
+            with InterruptAtLine(number, TRACED):
                 self.take_one(self.computes[stream])
         except KeyboardInterrupt:
             self.begin_anew()
@@ -420,15 +389,8 @@ def test_each_call_that_waits_is_left_out_once():
 @pytest.mark.parametrize("wait", LEFT_OUT)
 def test_each_wait_that_is_left_out_is_found(wait, monkeypatch):
     text, less = LEFT_OUT[wait]
-    ((module, source),) = [
-        (module, source)
-        for module in (lane, deferred)
-        if text in (source := Path(module.__file__).read_text())
-    ]
-    assert source.count(text) == 1
-    left_out = types.ModuleType("module_with_less")
-    monkeypatch.setitem(sys.modules, left_out.__name__, left_out)
-    exec(compile(source.replace(text, less), module.__file__, "exec"), left_out.__dict__)
+    (module,) = [each for each in (lane, deferred) if text in Path(each.__file__).read_text()]
+    left_out = with_less(module, text, less, monkeypatch)
     for name in ("Lane",) if module is lane else ("defer", "let_go", "tidy"):
         monkeypatch.setattr(device, name, getattr(left_out, name))
     with pytest.raises(AssertionError):

@@ -5,14 +5,16 @@ are not: they are read from their files, many at a time. Only the kernel knows w
 counts the rows or pages that it missed there, and the next jobs go by that. It begins cold, since asking
 costs little. Pure.
 
-It turns cold when more than one in 256 rows was missed. It turns warm when enough rows in succession were
-found: 256 at first, and twice as many after each warm time that was short. So it does not go back and forth
-where a part of the rows is always missing.
+Both ways are bearable while less than one in 256 rows is missed: each miss is weighed against 256 rows that
+were found. It turns cold when a balance of 64 misses is left: a bad page or two are no reason. It turns warm
+when a balance of enough rows is left: 256 at first, and twice as many after each warm time that was short. So
+it does not go back and forth where a part of the rows is always missing, and does not stay cold for a few.
 """
 
 from __future__ import annotations
 
-_TOLERATED_SHARE = 1 / 256  # of rows that may be missed while it is warm
+_ROWS_A_MISS = 256
+_MOST_MISSES = 64  # pages, while it is warm: the disk brings them in some 10 ms
 _LEAST_FOUND_ROWS, _MOST_FOUND_ROWS = 256, 1 << 14
 _LONG_LIFE = 16  # times the rows that it took to get warm
 _AHEAD_ROWS, _AHEAD_BYTES = 256, 64 << 20  # so many, and the disk can choose their order
@@ -33,22 +35,23 @@ class Temperature:
         self.is_cold = True
         self.missed = 0
         self._needed_rows = _LEAST_FOUND_ROWS
-        self._rows = 0  # found since it turned cold or missed some; had since it turned warm
-        self._debt = 0.0  # what was missed while it is warm, less what is tolerated
+        self._rows = 0  # had since it turned warm
+        self._balance = 0  # rows found more than is borne, while cold; fewer, while warm
 
     def note(self, rows: int, missed: int) -> None:
         """Count rows that came in the way of `is_cold`, and how many rows or pages were missed."""
         self.missed += missed
+        found = rows - missed * _ROWS_A_MISS
         if self.is_cold:
-            self._rows = 0 if missed else self._rows + rows
-            if self._rows >= self._needed_rows:
-                self.is_cold, self._rows, self._debt = False, 0, 0.0
+            self._balance = max(0, self._balance + found)
+            if self._balance >= self._needed_rows:
+                self.is_cold, self._rows, self._balance = False, 0, 0
             return
         self._rows += rows
-        self._debt = max(0.0, self._debt + missed - rows * _TOLERATED_SHARE)
-        if self._debt > 1:
+        self._balance = max(0, self._balance - found)
+        if self._balance >= _MOST_MISSES * _ROWS_A_MISS:
             if self._rows >= _LONG_LIFE * self._needed_rows:
                 self._needed_rows = _LEAST_FOUND_ROWS
             else:
                 self._needed_rows = min(2 * self._needed_rows, _MOST_FOUND_ROWS)
-            self.is_cold, self._rows = True, 0
+            self.is_cold, self._balance = True, 0

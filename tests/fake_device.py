@@ -405,3 +405,21 @@ class FakeDevice:
     def _reuse(self, raw: np.ndarray) -> None:
         raw.fill(GARBAGE)
         self._used_by_others.add(raw.ctypes.data)
+
+
+class Movable:
+    """A leaf that moves itself to a fake: its memory is read when the current stream comes there."""
+
+    def __init__(self, device: FakeDevice, tensor: torch.Tensor) -> None:
+        self._device, self._tensor = device, tensor
+
+    def pin_memory(self) -> Movable:
+        return self
+
+    def to(self, _device: torch.device, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        here = self._device.current_stream()
+        memory = self._device.memory(self._tensor.nbytes, here).view(self._tensor.dtype)
+        moved = memory.view(self._tensor.shape)
+        self._device.copy([(moved, self._tensor)], here)
+        return moved

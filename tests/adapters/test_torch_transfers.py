@@ -18,6 +18,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 from fake_device import ORDERS, FakeDevice, Stream
+from fake_device import Movable as MovesItself
 
 import arrowcache as ac
 import arrowcache.torch.device
@@ -365,6 +366,20 @@ def test_an_object_with_a_to_is_pinned_and_moved_without_a_wait(fake, monkeypatc
     with DevicePrefetcher([[Movable()]], "fake") as prefetcher:
         ((found,),) = prefetcher
     assert found.history == ("pinned", "moved, non_blocking=True")
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_what_moves_by_itself_stays_until_the_device_has_read_it(fake, closes):
+    fake.order = "none"
+    prefetcher = DevicePrefetcher((MovesItself(fake, torch.full((9,), n)) for n in range(20)), "fake")
+    for number, moved in enumerate(prefetcher):
+        fake.read(moved, torch.full((9,), number))
+    del moved
+    if closes:
+        prefetcher.close()
+    del prefetcher
+    fake.finish()
+    assert fake.errors == []
 
 
 def test_one_device_that_fails_at_close_keeps_no_other_from_being_closed(fakes):

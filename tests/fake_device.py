@@ -8,7 +8,7 @@ as if others had used it before and did so again.
 
 It refuses what a real one refuses: any call while a graph is captured, in whatever thread (the capture is
 global); a wait for an event that nobody recorded; an event that is recorded on a second stream; memory
-beyond `most_bytes`. Registered memory must stay mapped. A call can be made to fail, and the device can be
+beyond `most_bytes`. Registered memory must stay mapped, and registered until it was read. A call can be made to fail, and the device can be
 stuck: then nothing runs but by `step`, and `pause`, the only wait of a processor, moves the clock.
 """
 
@@ -77,6 +77,7 @@ class FakeDevice:
         self.streams = [self.default]
         self.pinned_ranges: list[tuple[int, int]] = []  # that others have pinned
         self.registered_ranges: dict[int, int] = {}
+        self._being_read: list[tuple[int, int]] = []  # where sources of copies begin and end
         self.refuses_to_register = False
         self.asked_if_pinned = 0
         self.is_stuck = False
@@ -193,7 +194,9 @@ class FakeDevice:
 
     def unregister(self, address: int) -> None:
         self._call("unregister")
-        self.registered_ranges.pop(address, None)
+        end = address + self.registered_ranges.pop(address, 0)
+        if any(start < end and address < last for start, last in self._being_read):
+            self.errors.append("memory was unregistered before it was read")
 
     def holds(self, leaf: object) -> bool:
         is_plain = type(leaf) is torch.Tensor and leaf.layout == torch.strided
@@ -332,8 +335,10 @@ class FakeDevice:
         storage, nbytes = weakref.ref(source.untyped_storage()), source.nbytes
         target, start, base = into.data_ptr(), source.data_ptr(), into.untyped_storage().data_ptr()
         is_own = self._has(start)  # which is there, whoever has it by then
+        self._being_read.append((start, start + nbytes))
 
         def run() -> None:
+            self._being_read.remove((start, start + nbytes))
             if base in self._used_by_others:
                 self.errors.append("a copy into memory that was freed, and others use")
             if storage() is None and not is_own:

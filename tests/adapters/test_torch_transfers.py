@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -464,6 +465,55 @@ def test_memory_of_which_several_registered_parts_stays_until_all_are_let_go():
     for device in devices:
         assert device.unmapped() == [], "registered memory was given back to the system"
         assert device.registered_ranges == {}
+
+
+def test_a_slot_that_grew_is_registered_anew_before_its_first_part_is_read(fake):
+    fake.order = "none"
+    memory, size = SharedMemory.create(), 2 * MIB
+
+    def grown(nbytes: int) -> torch.Tensor:
+        """As its worker says it, which had the slot."""
+        memory.parts[PAGE_BYTES] = nbytes
+        return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes, PAGE_BYTES))
+
+    def source():
+        yield grown(size).fill_(1)
+        fake.finish()
+        yield from grown(2 * size).fill_(2).split(size)
+
+    with DevicePrefetcher(source(), "fake") as prefetcher:
+        for batch, expected in zip(prefetcher, (1, 2, 2), strict=True):
+            fake.read(batch, torch.full((size,), expected, dtype=torch.uint8))
+        assert prefetcher.stats().pinned_bytes == 0, "all of it is read where it is"
+    fake.finish()
+    assert fake.errors == []
+    assert fake.asked_if_pinned == 0
+
+
+def test_a_slot_that_grew_is_not_read_by_another_device_until_all_of_it_is_registered():
+    first, second = FakeDevice(), FakeDevice()
+    memory = SharedMemory.create()
+    memory.parts[PAGE_BYTES] = MIB
+    slot = torch.from_numpy(np.frombuffer(memory, np.uint8, 2 * MIB, PAGE_BYTES))
+    assert first.can_read(slot[:MIB])
+    assert second.can_read(slot[:MIB])
+    memory.parts[PAGE_BYTES] = 2 * MIB
+    assert not second.can_read(slot[:10]), "the first one will register it anew"
+    assert first.can_read(slot[:10])
+    assert second.can_read(slot)
+
+
+def test_memory_that_has_died_is_forgotten():
+    fake = FakeDevice()
+
+    def dead_references() -> int:
+        return sum(type(each) is weakref.ref and each() is None for each in gc.get_objects())
+
+    before = dead_references()
+    memory = [fake.host_memory(PAGE_BYTES) for _ in range(50)]
+    del memory
+    fake.host_memory(PAGE_BYTES)
+    assert dead_references() < before + 10
 
 
 def test_where_a_device_refuses_to_register_batches_are_staged(tmp_path, fake, monkeypatch):

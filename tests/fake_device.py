@@ -8,8 +8,9 @@ as if others had used it before and did so again.
 
 It refuses what a real one refuses: any call while a graph is captured, in whatever thread (the capture is
 global); a wait for an event that nobody recorded; an event that is recorded on a second stream; memory
-beyond `most_bytes`. Registered memory must stay mapped, and registered until it was read. A call can be made to fail, and the device can be
-stuck: then nothing runs but by `step`, and `pause`, the only wait of a processor, moves the clock.
+beyond `most_bytes`. Registered memory must stay mapped, and registered until it was read. A call can be
+made to fail, and the device can be stuck: then nothing runs but by `step`, and `pause`, the only wait of a
+processor, moves the clock.
 """
 
 from __future__ import annotations

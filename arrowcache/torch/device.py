@@ -83,7 +83,7 @@ class DevicePrefetcher:
     memory that nothing overwrites while a view of it lives: they are safe to keep, and what is kept
     makes the memory grow. Each is a tensor of its own, and no view; leaves under 1 MiB lie side by side in
     memory that is let go when the last of them is. Jagged nested tensors stay such. Tensors of another kind
-    (sparse, of a subclass, of autograd) and other objects with a `to` method are moved by that, when
+    (sparse, quantized, of less than a byte, of a subclass, of autograd) and other objects with a `to` method are moved by that, when
     they are handed over. Whatever else there is passes unchanged.
 
     Tensors are ready for the stream that is current when they are handed over, also those on the device that

@@ -87,6 +87,7 @@ class FakeDevice:
         self.fails_in: int | None = None  # calls
         self.failure: Callable[[], BaseException] = lambda: RuntimeError("the device failed")
         self.memory_bytes = 0
+        self.events: weakref.WeakSet[Event] = weakref.WeakSet()
         self._registered = Registered(self)
         self._copy_streams: list[Stream] = []
         self._capturing: int | None = None  # thread
@@ -116,7 +117,9 @@ class FakeDevice:
 
     def event(self) -> Event:
         self._call("event")
-        return Event()
+        event = Event()
+        self.events.add(event)
+        return event
 
     def record(self, event: Event, stream: Stream) -> None:
         self._call("record")

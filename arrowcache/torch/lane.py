@@ -129,7 +129,8 @@ class Lane:
 
     def is_quiet(self) -> bool:
         """Whether it may die as it is. Calls no device."""
-        return len(self._streams) <= 1 and not any(slot.sources for slot in [*self._slots, *self._moving])
+        is_read = not any(slot.sources for slot in [*self._slots, *self._moving])
+        return self.pid == os.getpid() and is_read and len(self._streams) <= 1
 
     def collect(self) -> None:
         """At the beginning of each call: see what was let go since the last one."""

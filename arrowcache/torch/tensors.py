@@ -120,7 +120,7 @@ def _can_be_late(kind: Hashable) -> bool:
 
 @functools.cache
 def _is_plain(dtype: torch.dtype) -> bool:
-    """Whether torch copies and lends a dtype as the bytes it is: not if it is quantized, or less than a byte."""
+    """Whether torch copies and lends it as bytes: not what is quantized, or less than a byte."""
     try:
         tensor = torch.zeros(16, dtype=torch.uint8, device="cpu").view(dtype)
         from_dlpack(to_dlpack(tensor)).copy_(tensor)

@@ -564,16 +564,23 @@ def test_a_stream_of_epochs_gives_what_it_has_before_it_waits_for_rows(tmp_path)
     assert len(seen) == 11
 
 
-def test_in_a_forked_child_memory_of_the_parents_devices_is_left_alone(fake):
-    prefetcher = DevicePrefetcher(batches(10), "fake")
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("taken", [4, 11])
+def test_a_forked_child_frees_nothing_of_its_parents_devices(fake, taken, closes):
+    fake.order = "all"  # copies are over at once
+    made = ({"x": torch.full((300,), number), "y": fake.made(torch.arange(4))} for number in range(10))
+    prefetcher = DevicePrefetcher(made, "fake")
     iterator = iter(prefetcher)
-    next(iterator)
+    for _ in range(taken):
+        next(iterator, None)
     pid = os.fork()
     if pid == 0:
-        before = len(fake.calls)
+        before = len(fake.calls), len(fake.events), fake.memory_bytes
+        if closes:
+            prefetcher.close()
         del iterator, prefetcher
         gc.collect()
         deferred.tidy()
-        os._exit(len(fake.calls) != before)
+        os._exit((len(fake.calls), len(fake.events), fake.memory_bytes) != before)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     prefetcher.close()

@@ -86,7 +86,7 @@ class FakeDevice:
         self.on_pause: Callable[[], object] = lambda: None
         self.fails_in: int | None = None  # calls
         self.failure: Callable[[], BaseException] = lambda: RuntimeError("the device failed")
-        self.memory_bytes = 0
+        self.memory_bytes = self.places = 0  # places: how often `memory` gave some that is in use
         self.events: weakref.WeakSet[Event] = weakref.WeakSet()
         self._registered = Registered(self)
         self._copy_streams: list[Stream] = []
@@ -164,8 +164,9 @@ class FakeDevice:
             self._keep.append(raw)
             insort(self._own, (raw.ctypes.data, raw.ctypes.data + nbytes))
             self.memory_bytes += nbytes
+            self.places += 1
             self._enqueue(stream, ("do", lambda: raw.fill(GARBAGE)))
-        weakref.finalize(tensor.untyped_storage(), self._freed, raw, stream)
+        weakref.finalize(tensor.untyped_storage(), self._freed, raw, stream, places=1)
         return tensor
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
@@ -401,9 +402,10 @@ class FakeDevice:
         while any([self.step(stream) for stream in early]):  # noqa: C419
             pass
 
-    def _freed(self, raw: np.ndarray, stream: Stream) -> None:
+    def _freed(self, raw: np.ndarray, stream: Stream, places: int = 0) -> None:
         """Its stream has the memory from now on, and writes to it."""
         with self._lock:
+            self.places -= places
             for other in self._retained.pop(raw.ctypes.data, []):
                 recording = Recording(other)
                 other.todo.append(recording)
@@ -427,8 +429,6 @@ class Movable:
 
     def to(self, _device: torch.device, non_blocking: bool) -> torch.Tensor:
         assert non_blocking
-        here = self._device.current_stream()
-        memory = self._device.memory(self._tensor.nbytes, here).view(self._tensor.dtype)
-        moved = memory.view(self._tensor.shape)
-        self._device.copy([(moved, self._tensor)], here)
+        moved = self._device.made(torch.zeros_like(self._tensor))
+        self._device.copy([(moved, self._tensor)], self._device.current_stream())
         return moved

@@ -344,8 +344,7 @@ class Lane:
         """Have a place used again, whose tensors have died, after what its users were given until now."""
         place.users, place.since = {place.reader, self._here}, self._call
         place.loans = []  # last: an interrupted call is made again
-        most = self._depth + 2
-        if len(places) > most and sum(each.is_free for each in places) > most:
+        if sum(not each.loans for each in places) > self._depth + 2:
             self._give_up(places, place)
 
     def _give_up(self, places: list[Place], place: Place) -> None:

@@ -184,6 +184,16 @@ def test_what_is_kept_is_never_overwritten_and_comes_back_when_it_dies(fakes):
     assert device.memory_bytes == BATCH_BYTES
 
 
+def test_what_was_kept_leaves_no_more_memory_than_there_was_before(fakes):
+    with DevicePrefetcher(Source(40), "fake") as prefetcher:
+        iterator = iter(prefetcher)
+        kept = [next(iterator) for _ in range(20)]
+        kept.clear()
+        for _ in iterator:
+            pass
+        assert prefetcher.stats().device_bytes == 4 * BATCH_BYTES
+
+
 def test_no_more_than_depth_batches_are_ahead(fakes):
     source = Source(50)
     with DevicePrefetcher(source, "cpu", depth=3) as prefetcher:

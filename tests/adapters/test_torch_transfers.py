@@ -217,6 +217,35 @@ def test_a_prefetcher_that_dies_where_two_streams_read_leaves_them_their_memory(
     assert fake.memory_bytes == 0
 
 
+def test_a_prefetcher_that_dies_where_its_source_changed_the_stream_leaves_that_its_memory(fake):
+    fake.order = "none"
+    side = fake.compute_stream()
+
+    def source():
+        for batch in batches(2):
+            fake.set_stream(side)
+            yield batch
+
+    prefetcher = DevicePrefetcher(source(), "fake")
+    iterator = iter(prefetcher)
+    with fake.on(fake.default):
+        batch = next(iterator)  # its memory is the default stream's, and it is lent to the other one
+        fake.read(batch["x"], torch.zeros(300))
+        del batch
+    run_all_but(fake, side)
+    with fake.on(fake.default):
+        next(iterator)
+    run_all_but(fake, side)
+    assert next(iterator, None) is None  # it sees that all copies are over
+    del iterator, prefetcher
+    run_all_but(fake, side)  # the default stream has the memory now, unless it is kept
+    with DevicePrefetcher([], "fake") as other:
+        list(other)
+    fake.finish()
+    assert fake.errors == []
+    assert fake.memory_bytes == 0
+
+
 def test_closing_while_a_graph_is_captured_lets_go_later(fake):
     prefetcher = DevicePrefetcher(batches(10), "fake")
     next(iter(prefetcher))

@@ -8,8 +8,9 @@ as if others had used it before and did so again.
 
 It refuses what a real one refuses: any call while a graph is captured, in whatever thread (the capture is
 global); a wait for an event that nobody recorded; an event that is recorded on a second stream; memory
-beyond `most_bytes`. Registered memory must stay mapped. A call can be made to fail, and the device can be
-stuck: then nothing runs but by `step`, and `pause`, the only wait of a processor, moves the clock.
+beyond `most_bytes`. Registered memory must stay mapped, and registered until it was read. A call can be
+made to fail, and the device can be stuck: then nothing runs but by `step`, and `pause`, the only wait of a
+processor, moves the clock.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class FakeDevice:
         self.streams = [self.default]
         self.pinned_ranges: list[tuple[int, int]] = []  # that others have pinned
         self.registered_ranges: dict[int, int] = {}
+        self._being_read: list[tuple[int, int]] = []  # where sources of copies begin and end
         self.refuses_to_register = False
         self.asked_if_pinned = 0
         self.is_stuck = False
@@ -84,7 +86,8 @@ class FakeDevice:
         self.on_pause: Callable[[], object] = lambda: None
         self.fails_in: int | None = None  # calls
         self.failure: Callable[[], BaseException] = lambda: RuntimeError("the device failed")
-        self.memory_bytes = 0
+        self.memory_bytes = self.places = 0  # places: how often `memory` gave some that is in use
+        self.events: weakref.WeakSet[Event] = weakref.WeakSet()
         self._registered = Registered(self)
         self._copy_streams: list[Stream] = []
         self._capturing: int | None = None  # thread
@@ -114,7 +117,9 @@ class FakeDevice:
 
     def event(self) -> Event:
         self._call("event")
-        return Event()
+        event = Event()
+        self.events.add(event)
+        return event
 
     def record(self, event: Event, stream: Stream) -> None:
         self._call("record")
@@ -159,8 +164,9 @@ class FakeDevice:
             self._keep.append(raw)
             insort(self._own, (raw.ctypes.data, raw.ctypes.data + nbytes))
             self.memory_bytes += nbytes
+            self.places += 1
             self._enqueue(stream, ("do", lambda: raw.fill(GARBAGE)))
-        weakref.finalize(tensor.untyped_storage(), self._freed, raw, stream)
+        weakref.finalize(tensor.untyped_storage(), self._freed, raw, stream, places=1)
         return tensor
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
@@ -193,7 +199,9 @@ class FakeDevice:
 
     def unregister(self, address: int) -> None:
         self._call("unregister")
-        self.registered_ranges.pop(address, None)
+        end = address + self.registered_ranges.pop(address, 0)
+        if any(start < end and address < last for start, last in self._being_read):
+            self.errors.append("memory was unregistered before it was read")
 
     def holds(self, leaf: object) -> bool:
         is_plain = type(leaf) is torch.Tensor and leaf.layout == torch.strided
@@ -332,8 +340,10 @@ class FakeDevice:
         storage, nbytes = weakref.ref(source.untyped_storage()), source.nbytes
         target, start, base = into.data_ptr(), source.data_ptr(), into.untyped_storage().data_ptr()
         is_own = self._has(start)  # which is there, whoever has it by then
+        self._being_read.append((start, start + nbytes))
 
         def run() -> None:
+            self._being_read.remove((start, start + nbytes))
             if base in self._used_by_others:
                 self.errors.append("a copy into memory that was freed, and others use")
             if storage() is None and not is_own:
@@ -392,9 +402,10 @@ class FakeDevice:
         while any([self.step(stream) for stream in early]):  # noqa: C419
             pass
 
-    def _freed(self, raw: np.ndarray, stream: Stream) -> None:
+    def _freed(self, raw: np.ndarray, stream: Stream, places: int = 0) -> None:
         """Its stream has the memory from now on, and writes to it."""
         with self._lock:
+            self.places -= places
             for other in self._retained.pop(raw.ctypes.data, []):
                 recording = Recording(other)
                 other.todo.append(recording)
@@ -405,3 +416,19 @@ class FakeDevice:
     def _reuse(self, raw: np.ndarray) -> None:
         raw.fill(GARBAGE)
         self._used_by_others.add(raw.ctypes.data)
+
+
+class Movable:
+    """A leaf that moves itself to a fake: its memory is read when the current stream comes there."""
+
+    def __init__(self, device: FakeDevice, tensor: torch.Tensor) -> None:
+        self._device, self._tensor = device, tensor
+
+    def pin_memory(self) -> Movable:
+        return self
+
+    def to(self, _device: torch.device, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        moved = self._device.made(torch.zeros_like(self._tensor))
+        self._device.copy([(moved, self._tensor)], self._device.current_stream())
+        return moved

@@ -236,6 +236,8 @@ def backend_of(device: str | int | torch.device | None) -> Backend:
     """
     try:
         found = torch.device(device)  # type: ignore[arg-type]  # None is a TypeError of its own
+        if isinstance(device, bytes) or (found.type == "cpu" and found.index):
+            raise ValueError("torch takes this, and means another one by it")
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device={device!r} is no device: use one such as {_devices()}") from error
     if found.type == "cpu":

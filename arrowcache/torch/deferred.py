@@ -1,7 +1,7 @@
 """Deferred: the end of lanes that nobody uses any more; none dies before its device is done with it.
 
 Where objects die, and while a CUDA graph is captured, no device is called: what ends then is let go by the
-next `next` of any prefetcher. In a forked child it stays for ever, for its devices are the parent's.
+next `next` of any prefetcher. In a forked child it stays for ever, with all else of its parent's devices.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from arrowcache.torch import registered
 from arrowcache.torch.lane import Lane, Turn
 
 _deferred: dict[int, Lane] = {}
+_inherited: list[object] = []
 _turn = Turn()
 
 
 def defer(lane: Lane) -> None:
     """Have `tidy` close a lane. Calls no device."""
     _deferred[id(lane)] = lane
+
+
+def keep(*things: object) -> None:
+    """In a forked child: have what is on its parent's devices stay for ever. Nobody here may free it."""
+    _inherited.append(things)
 
 
 def let_go(lane: Lane, seconds: float) -> None:

@@ -83,8 +83,8 @@ class DevicePrefetcher:
     memory that nothing overwrites while a view of it lives: they are safe to keep, and what is kept
     makes the memory grow. Each is a tensor of its own, and no view; leaves under 1 MiB lie side by side in
     memory that is let go when the last of them is. Jagged nested tensors stay such. Tensors of another kind
-    (sparse, of a subclass, of autograd) and other objects with a `to` method are moved by that, when
-    they are handed over. Whatever else there is passes unchanged.
+    (sparse, quantized, of numbers of less than a byte, of a subclass, of autograd) and other objects with a
+    `to` method are moved by that, when they are handed over. Whatever else there is passes unchanged.
 
     Tensors are ready for the stream that is current when they are handed over, also those on the device that
     were ready for the one that was current when the source gave them; work on another one has to wait for
@@ -237,10 +237,9 @@ class DevicePrefetcher:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            for lane in self._lanes:
-                if not lane.is_quiet():
-                    defer(lane)
+        for lane in getattr(self, "_lanes", ()):
+            if not lane.is_quiet():
+                defer(lane)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

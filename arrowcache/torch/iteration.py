@@ -7,6 +7,7 @@ nothing: no batch, and no source that is not closed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from arrowcache.torch.deferred import keep
 from arrowcache.torch.lane import Course, Flight, Lane
 from arrowcache.torch.structure import split
 
@@ -168,6 +170,8 @@ class Iteration:
         raise StopIteration
 
     def _let_go(self, error: type[BaseException] | None) -> None:
+        if self._lanes[0].pid != os.getpid():
+            keep(self._fetched, [*self._flights])
         self._fetched = self._error = None
         self._flights.clear()
         self._source.close(error)

@@ -14,7 +14,8 @@ Invariants, which tests/stateful/test_device_machine.py holds against a device i
 2. A place is written after all that its readers' streams were given while somebody could see it. Where it is
    freed, the stream whose memory it is waits for its copies and its readers. What a source made on the device
    is freed after what the stream was given that it was handed to.
-3. Pinned memory and sources do not change, and are not given back to the system, before their copy is over.
+3. Pinned memory and sources do not change, and are not given back to the system, before their copy is over;
+   nor what is moved by a `to` of its own.
 4. An event is recorded on one stream, for ever, and before anybody waits for it. A slot's is recorded anew
    when its batch was lent; a stream's, whenever memory that it used comes free: a later wait waits for more.
 5. The processor waits for a device only with nothing in flight. That is device time, no stall, and has no
@@ -33,7 +34,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,8 +94,9 @@ class Place:
 class Slot:
     """The host's side of copies."""
 
+    stream: Stream  # on which they are
     memory: dict[int, Memory] = field(default_factory=dict)  # pinned, by the number of a column
-    sources: list[torch.Tensor] = field(default_factory=list)  # of copies not known to be over
+    sources: list[Any] = field(default_factory=list)  # of copies not known to be over
     copied: Event = None  # after them; None: a call failed in between, or there were none
 
 
@@ -109,6 +111,7 @@ class Lane:
         self._columns: dict[int, list[Place]] = {}
         self._room: dict[int, int] = {}  # bytes for a column
         self._slots: deque[Slot] = deque()  # used in turn: copies are over in the order in which they began
+        self._moving: list[Slot] = []  # of leaves that are moved by a `to` of their own: each is used once
         self._done: dict[Stream, Event] = {}  # what users of free places have been given
         self._here: Stream = None
         self._streams: set[Stream] = set()  # that may have read a batch
@@ -126,7 +129,8 @@ class Lane:
 
     def is_quiet(self) -> bool:
         """Whether it may die as it is. Calls no device."""
-        return len(self._streams) <= 1 and not any(slot.sources for slot in self._slots)
+        is_read = not any(slot.sources for slot in [*self._slots, *self._moving])
+        return self.pid == os.getpid() and is_read and len(self._streams) <= 1
 
     def collect(self) -> None:
         """At the beginning of each call: see what was let go since the last one."""
@@ -135,6 +139,7 @@ class Lane:
         self._streams.add(self._here)
         for slot in self._slots:
             self._is_read(slot)
+        self._moving = [slot for slot in self._moving if not self._is_read(slot)]
         dead = []
         for places in self._columns.values():
             for place in [place for place in places if place.loans]:
@@ -215,11 +220,7 @@ class Lane:
             self.backend.wait(here, flight.copied)
         for event in flight.arrivals:
             self.backend.wait(here, event)
-        leaves = {}
-        for number, leaf in flight.others.items():
-            if self.backend.holds(leaf):
-                self.backend.retain(leaf, here)  # its memory is that of the stream on which it was made
-            leaves[number] = self.backend.moved(leaf)
+        leaves = self._moved(flight.others, here) if flight.others else {}
         for column, place in zip(flight.plan.columns, flight.places, strict=True):
             lent = [_from_dlpack(to_dlpack(tensor)) for tensor in place.memory.tensors(column)[1:]]
             place.reader, place.since = here, self._call
@@ -248,8 +249,10 @@ class Lane:
             for places in self._columns.values()
             for place in places
         ]
-        call_all([*free, *(partial(self._end, slot, deadline) for slot in self._slots)])
-        return not self._slots
+        for slots in (self._slots, self._moving):
+            free += [partial(self._end, slots, slot, deadline) for slot in slots]
+        call_all(free)
+        return not (self._slots or self._moving)
 
     def _mark(self, stream: Stream) -> None:
         self._done[stream] = self._recorded(self._done.get(stream), stream)
@@ -263,16 +266,30 @@ class Lane:
 
     # Slots
 
+    def _moved(self, leaves: dict[int, Any], here: Stream) -> dict[int, Any]:
+        """Leaves on the device, by a `to` of their own, which may return before it has read them."""
+        moving, moved = Slot(here), {}
+        self._moving.append(moving)
+        for number, leaf in leaves.items():
+            if self.backend.holds(leaf):
+                self.backend.retain(leaf, here)  # its memory is that of the stream on which it was made
+            else:
+                moving.sources.append(leaf)
+            moved[number] = self.backend.moved(leaf)
+        if moving.sources:
+            moving.copied = self._recorded(None, here)
+        return moved
+
     def _free_slot(self) -> Slot | None:
         if len(self._slots) <= self._depth:
-            self._slots.appendleft(Slot())
+            self._slots.appendleft(Slot(self._stream))
         return self._slots[0] if self._is_read(self._slots[0]) else None
 
     def _is_read(self, slot: Slot) -> bool:
         """Whether the copies out of a slot are over. Then its sources are let go."""
         if slot.sources:
             if slot.copied is None:
-                slot.copied = self._recorded(None, self._stream)
+                slot.copied = self._recorded(None, slot.stream)
             if not self.backend.query(slot.copied):
                 return False
             slot.sources = []
@@ -285,11 +302,11 @@ class Lane:
             memory = slot.memory[column.number] = Memory(self.backend.pinned_memory(self._room_for(column)))
         return memory.tensors(column)
 
-    def _end(self, slot: Slot, deadline: float) -> None:
+    def _end(self, slots: MutableSequence[Slot], slot: Slot, deadline: float) -> None:
         while not self._is_read(slot) and time.monotonic() < deadline:
             self.backend.pause(_LONGEST_PAUSE_SECONDS)
         if not slot.sources:
-            self._slots.remove(slot)
+            slots.remove(slot)
 
     # Places
 
@@ -327,8 +344,7 @@ class Lane:
         """Have a place used again, whose tensors have died, after what its users were given until now."""
         place.users, place.since = {place.reader, self._here}, self._call
         place.loans = []  # last: an interrupted call is made again
-        most = self._depth + 2
-        if len(places) > most and sum(each.is_free for each in places) > most:
+        if sum(not each.loans for each in places) > self._depth + 2:
             self._give_up(places, place)
 
     def _give_up(self, places: list[Place], place: Place) -> None:

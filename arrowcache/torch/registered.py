@@ -3,6 +3,9 @@
 It is registered as it is, where a device's own pinned memory would be rounded up to a power of two: slots,
 also those of worker processes, when the first batch in them goes to the device.
 
+A part of a slot is read where it is only if all of the slot is registered. So where a slot has grown, that is
+seen before a copy out of it begins, and it can be registered anew.
+
 Guarantee: memory is never given back to the system while it is registered. It is kept here: when its last
 array dies no device may be called, for that may be amid the capture of a CUDA graph, and a finalizer may be
 cut short by Ctrl-C. `tidy` sees that nobody else knows it any more.
@@ -15,7 +18,7 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,26 +36,40 @@ class Registers(Protocol):
         """What is not registered is left alone."""
 
 
+class _Part(NamedTuple):
+    """Registered bytes, such as of a slot, which may have grown since."""
+
+    start: int
+    nbytes: int
+    sizes: Mapping[int, int]  # bytes of slots, by offset
+    offset: int
+
+    def is_whole(self) -> bool:
+        """Whether all of the slot is registered."""
+        return self.sizes.get(self.offset, 0) <= self.nbytes
+
+
 class Registered:
     """The memory that one device has registered. One thread at a time calls it, but for `allocate`."""
 
     def __init__(self, device: Registers) -> None:
         self._device = device
-        self._parts: dict[int, int] = {}  # bytes, by address
-        self._unseen: dict[int, weakref.ref[mmap.mmap]] = {}
+        self._parts: dict[int, _Part] = {}  # by address
+        self._unseen: dict[weakref.ref[mmap.mmap], int] = {}  # memory that may not be registered yet
         self._is_refused = False  # once: it will be again
         self.pid = os.getpid()
 
     @property
     def nbytes(self) -> int:
-        return sum(self._parts.copy().values())
+        return sum(part.nbytes for part in [*self._parts.values()])
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 that start at a page. Calls no device."""
         memory = mmap.mmap(
             -1, _pages(nbytes)
         )  # shared with forked children: no write moves it to other pages
-        self._unseen[address_of(memory)] = weakref.ref(memory)
+        self._own(0, 0)  # or what has died would gather
+        self._unseen[weakref.ref(memory)] = address_of(memory)
         return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
 
     def reads(self, source: torch.Tensor) -> bool:
@@ -61,22 +78,18 @@ class Registered:
         That is registered now, if it was not yet.
         """
         address, nbytes = source.data_ptr(), source.nbytes
-        if self._parts.get(address, 0) >= nbytes or _around(self._parts, address, nbytes) is not None:
-            return True
-        unseen = {start: len(memory) for start, it in [*self._unseen.items()] if (memory := it()) is not None}
-        if (start := _around(unseen, address, nbytes)) is not None:
-            own = self._unseen.pop(start)()
-            return own is not None and self._register(own, start, len(own))
+        part = self._parts.get(address) or self._around(address)
+        if part is not None and part.is_whole():
+            return address + nbytes <= part.start + part.nbytes
+        if (own := self._own(address, nbytes)) is not None:
+            return self._register(own, address_of(own), len(own))
         found = shared_part(address, nbytes)
         if found is None:
             return False
         memory, start, size = found
         if (other := self._that_registered(memory, start)) is not None:  # whoever did: it counts for all
-            return address + nbytes <= start + other._parts[start]
-        had = self._parts.get(start, 0)
-        if had >= size:
-            return True
-        if had:  # no copy out of it is on its way: its worker had it
+            return other._parts[start].is_whole()
+        if start in self._parts:  # it grew: no copy out of it is on its way, for its worker had it
             self._unregister(start)
             size = min(int(size * 1.25), size_class(size))
         return self._register(memory, start, _pages(size))
@@ -86,6 +99,23 @@ class Registered:
         address = address_of(memory)
         for start in [start for start in self._parts if 0 <= start - address < len(memory)]:
             self._unregister(start)
+
+    def _around(self, address: int) -> _Part | None:
+        """The part that an address lies in; parts are few."""
+        for part in self._parts.values():
+            if part.start <= address < part.start + part.nbytes:
+                return part
+        return None
+
+    def _own(self, address: int, nbytes: int) -> mmap.mmap | None:
+        """Memory of `allocate` that some bytes lie in. It is found once; what has died is forgotten."""
+        for known, start in [*self._unseen.items()]:
+            memory = known()
+            if memory is None or (start <= address and address + nbytes <= start + len(memory)):
+                self._unseen.pop(known, None)
+                if memory is not None:
+                    return memory
+        return None
 
     def _that_registered(self, memory: mmap.mmap, start: int) -> Registered | None:
         """Another one that has registered a part, and may still read it: such as of an earlier prefetcher."""
@@ -100,7 +130,7 @@ class Registered:
         kept = _kept.setdefault(id(memory), _Kept(memory))  # first: an interrupted call keeps too much
         if self not in kept.by:
             kept.by.append(self)
-        self._parts[start] = nbytes
+        self._parts[start] = _Part(start, nbytes, getattr(memory, "parts", {}), start - address_of(memory))
         if not self._device.register(start, nbytes):
             del self._parts[start]
             self._is_refused = True
@@ -140,14 +170,6 @@ def tidy() -> None:
         except Exception:  # noqa: BLE001  # whatever the device raises
             _lost.append(kept)
         del _kept[number]
-
-
-def _around(parts: Mapping[int, int], address: int, nbytes: int) -> int | None:
-    """Where the part begins that some bytes lie in; parts are few."""
-    for start, size in parts.items():
-        if start <= address and address + nbytes <= start + size:
-            return start
-    return None
 
 
 def _pages(nbytes: int) -> int:

@@ -164,7 +164,10 @@ def _of_mapping(node: Mapping[Any, Any]) -> Opened:
         new = dict(zip(keys, items, strict=True))
         if type(node) is dict or not isinstance(node, MutableMapping):
             return new
-        changed = copy.copy(node)
+        if isinstance(node, dict) or hasattr(node, "__copy__"):
+            changed = copy.copy(node)
+        else:  # a plain copy would share the dict inside, and what is written to it
+            changed = copy.deepcopy(node, {id(item): item for item in node.values()})
         changed.update(new)
         return changed
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
 
 from arrowcache.arrow.convert import is_masked
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
@@ -64,7 +65,7 @@ def source_of(leaf: Any) -> torch.Tensor | None:
     """
     # a subclass has more to it than its bytes
     if type(leaf) is torch.Tensor and leaf.is_cpu and leaf.layout is torch.strided:
-        return None if leaf.requires_grad or leaf.is_nested or leaf.is_quantized else leaf
+        return None if leaf.requires_grad or leaf.is_nested or not _is_plain(leaf.dtype) else leaf
     if isinstance(leaf, np.ndarray):
         try:
             return tensor_over(leaf)
@@ -115,6 +116,17 @@ def _can_be_late(kind: Hashable) -> bool:
     return "non_blocking" in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
+
+
+@functools.cache
+def _is_plain(dtype: torch.dtype) -> bool:
+    """Whether torch copies and lends it as bytes: not what is quantized, or less than a byte."""
+    try:
+        tensor = torch.zeros(16, dtype=torch.uint8, device="cpu").view(dtype)
+        from_dlpack(to_dlpack(tensor)).copy_(tensor)
+    except (RuntimeError, BufferError):
+        return False
+    return True
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -34,12 +34,12 @@ from arrowcache.reading.portion import Made
 from arrowcache.reading.stream import Stream as EpochStream
 from arrowcache.reading.window import Run, Step
 from arrowcache.torch.backend import Backend, Event, Stream
+from arrowcache.torch.deferred import keep
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.iteration import Iteration
 from arrowcache.torch.lane import Turn
 from arrowcache.units import format_bytes
 
-_inherited: list[object] = []  # memory of the process that forked this one: nobody here may free it
 _WORDS = (torch.int64, torch.int32, torch.int16)  # a row is selected in the widest that it is made of
 
 
@@ -110,7 +110,7 @@ class Ring:
         """Let go of its memory, for ever. Calls no device. Idempotent."""
         self._is_dropped = True
         if self._pid != os.getpid():
-            _inherited.append(self._columns)
+            keep(self._columns, self._events)
         self._columns = {}
 
     def __del__(self) -> None:

@@ -207,16 +207,26 @@ def _window_of(trial: Trial, cache: ac.Cache) -> int:
     return count
 
 
+def registered(target: Target) -> str:
+    """Slots of the loader, which the device reads by itself."""
+    return _read_in_place(target, 1, {})
+
+
 def workers(target: Target) -> str:
-    """Slots of worker processes, which the device reads by itself."""
+    """The same of worker processes."""
+    return _read_in_place(target, 2, {"workers": 1, "transform": doubled})
+
+
+def _read_in_place(target: Target, factor: int, options: dict[str, Any]) -> str:
+    """factor: that a transform multiplies `x` by."""
     with target.trial() as trial, cache_of_numbers() as cache:
-        options = {"device": trial.device, "workers": 1, "transform": doubled}
-        with Loader(cache, BATCH_ROWS, **options) as ours, Loader(cache, BATCH_ROWS) as plain:
+        ours = Loader(cache, BATCH_ROWS, device=trial.device, **options)
+        with ours, Loader(cache, BATCH_ROWS) as plain:
             for _ in range(3):
                 for batch, expected in zip(ours, plain, strict=True):
                     rows = expected["y"].clone()
                     trial.sleep(1e-3)
-                    trial.read(batch["x"], 2 * rows)
+                    trial.read(batch["x"], factor * rows)
                     trial.read(batch["y"], rows)
             large = batch["x"].nbytes
             del batch

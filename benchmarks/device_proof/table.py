@@ -24,6 +24,7 @@ def checks(trace: Path | None = None) -> list[Check]:
         ),
         Check("loader", "every order of a loader arrives, bit for bit the host's", correctness.loader, 60),
         Check("window", "rows that the device shuffles are the host's, bit for bit", correctness.window, 60),
+        Check("registered", "slots of a loader are read where they are", correctness.registered, 40),
         Check("workers", "slots of worker processes are read where they are", correctness.workers, 40),
         Check("autograd", "what only autograd keeps is kept", correctness.autograd, 30, CPU),
         Check(

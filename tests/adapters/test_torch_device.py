@@ -15,6 +15,7 @@ import threading
 import traceback
 import weakref
 from collections import OrderedDict, UserDict
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -183,6 +184,16 @@ def test_what_is_kept_is_never_overwritten_and_comes_back_when_it_dies(fakes):
     assert device.memory_bytes == BATCH_BYTES
 
 
+def test_what_was_kept_leaves_no_more_memory_than_there_was_before(fakes):
+    with DevicePrefetcher(Source(40), "fake") as prefetcher:
+        iterator = iter(prefetcher)
+        kept = [next(iterator) for _ in range(20)]
+        kept.clear()
+        for _ in iterator:
+            pass
+        assert prefetcher.stats().device_bytes == 4 * BATCH_BYTES
+
+
 def test_no_more_than_depth_batches_are_ahead(fakes):
     source = Source(50)
     with DevicePrefetcher(source, "cpu", depth=3) as prefetcher:
@@ -254,6 +265,41 @@ def test_any_structure_comes_back_in_its_form():
     assert found["moved"].where == "cpu"
 
 
+class Attached(MutableMapping):
+    """A mapping of its own kind, which says nothing of copies."""
+
+    def __init__(self, items, note):
+        self._items, self.note = dict(items), note
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __setitem__(self, key, item):
+        self._items[key] = item
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+def test_a_mapping_of_any_kind_comes_back_beside_that_of_the_source():
+    tensor, name = torch.arange(3.0), ["a"]
+    batch = Attached({"x": tensor, "name": name}, "from here")
+    with DevicePrefetcher([batch], "cpu") as prefetcher:
+        (found,) = prefetcher
+    assert type(found) is Attached
+    assert (found.note, found["name"]) == ("from here", name)
+    assert torch.equal(found["x"], tensor)
+    assert found["x"] is not tensor
+    assert found["name"] is name
+    assert batch["x"] is tensor
+
+
 def test_a_first_batch_without_rows_comes_as_all_others():
     batches = [{"boxes": torch.zeros(count, 4)} for count in (0, 3, 0)]
     with DevicePrefetcher(batches, "cpu") as prefetcher:
@@ -288,6 +334,26 @@ def test_every_dtype(fakes, dtype):
     for new, old in zip(found, source, strict=True):
         assert new.dtype == dtype
         assert torch.equal(new, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8, torch.float8_e5m2])
+def test_a_dtype_that_torch_does_not_copy_or_lend_moves_by_itself(fakes, dtype):
+    leaf = torch.arange(4, dtype=torch.uint8)
+    with DevicePrefetcher([{"x": leaf.view(dtype), "plain": torch.ones(4)}], "fake") as prefetcher:
+        (found,) = prefetcher
+    fakes["fake"].finish()
+    assert found["x"].dtype == dtype
+    assert torch.equal(found["x"].view(torch.uint8), leaf)
+    assert torch.equal(found["plain"], torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_a_quantized_tensor_moves_by_itself(fakes):
+    leaf = torch.quantize_per_tensor(torch.rand(3, 4), 0.1, 0, torch.quint8)
+    with DevicePrefetcher([leaf], "fake") as prefetcher:
+        (found,) = prefetcher
+    assert torch.equal(found.int_repr(), leaf.int_repr())
+    assert found.q_scale() == leaf.q_scale()
 
 
 def test_odd_tensors(fakes):
@@ -388,7 +454,9 @@ def test_what_cannot_be_split_is_an_error_that_says_so(batch):
     prefetcher.close()
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "xpu", "meta", "nonsense", "mps", 2**70, object()])
+@pytest.mark.parametrize(
+    "device", ["cuda:99", "xpu", "meta", "nonsense", "mps", "cpu:7", b"cpu", 2**70, object()]
+)
 def test_a_device_that_does_not_exist_fails_in_the_constructor(device):
     with pytest.raises(ValueError, match="'cpu'"):
         DevicePrefetcher([], device)

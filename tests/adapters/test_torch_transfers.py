@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 from fake_device import ORDERS, FakeDevice, Stream
+from fake_device import Movable as MovesItself
 
 import arrowcache as ac
 import arrowcache.torch.device
@@ -215,6 +217,35 @@ def test_a_prefetcher_that_dies_where_two_streams_read_leaves_them_their_memory(
     assert fake.memory_bytes == 0
 
 
+def test_a_prefetcher_that_dies_where_its_source_changed_the_stream_leaves_that_its_memory(fake):
+    fake.order = "none"
+    side = fake.compute_stream()
+
+    def source():
+        for batch in batches(2):
+            fake.set_stream(side)
+            yield batch
+
+    prefetcher = DevicePrefetcher(source(), "fake")
+    iterator = iter(prefetcher)
+    with fake.on(fake.default):
+        batch = next(iterator)  # its memory is the default stream's, and it is lent to the other one
+        fake.read(batch["x"], torch.zeros(300))
+        del batch
+    run_all_but(fake, side)
+    with fake.on(fake.default):
+        next(iterator)
+    run_all_but(fake, side)
+    assert next(iterator, None) is None  # it sees that all copies are over
+    del iterator, prefetcher
+    run_all_but(fake, side)  # the default stream has the memory now, unless it is kept
+    with DevicePrefetcher([], "fake") as other:
+        list(other)
+    fake.finish()
+    assert fake.errors == []
+    assert fake.memory_bytes == 0
+
+
 def test_closing_while_a_graph_is_captured_lets_go_later(fake):
     prefetcher = DevicePrefetcher(batches(10), "fake")
     next(iter(prefetcher))
@@ -367,6 +398,20 @@ def test_an_object_with_a_to_is_pinned_and_moved_without_a_wait(fake, monkeypatc
     assert found.history == ("pinned", "moved, non_blocking=True")
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_what_moves_by_itself_stays_until_the_device_has_read_it(fake, closes):
+    fake.order = "none"
+    prefetcher = DevicePrefetcher((MovesItself(fake, torch.full((9,), n)) for n in range(20)), "fake")
+    for number, moved in enumerate(prefetcher):
+        fake.read(moved, torch.full((9,), number))
+    del moved
+    if closes:
+        prefetcher.close()
+    del prefetcher
+    fake.finish()
+    assert fake.errors == []
+
+
 def test_one_device_that_fails_at_close_keeps_no_other_from_being_closed(fakes):
     source = [{"x": torch.arange(4)}] * 10
     prefetcher = DevicePrefetcher(source, devices=["a", "b", "c"])
@@ -451,6 +496,55 @@ def test_memory_of_which_several_registered_parts_stays_until_all_are_let_go():
         assert device.registered_ranges == {}
 
 
+def test_a_slot_that_grew_is_registered_anew_before_its_first_part_is_read(fake):
+    fake.order = "none"
+    memory, size = SharedMemory.create(), 2 * MIB
+
+    def grown(nbytes: int) -> torch.Tensor:
+        """As its worker says it, which had the slot."""
+        memory.parts[PAGE_BYTES] = nbytes
+        return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes, PAGE_BYTES))
+
+    def source():
+        yield grown(size).fill_(1)
+        fake.finish()
+        yield from grown(2 * size).fill_(2).split(size)
+
+    with DevicePrefetcher(source(), "fake") as prefetcher:
+        for batch, expected in zip(prefetcher, (1, 2, 2), strict=True):
+            fake.read(batch, torch.full((size,), expected, dtype=torch.uint8))
+        assert prefetcher.stats().pinned_bytes == 0, "all of it is read where it is"
+    fake.finish()
+    assert fake.errors == []
+    assert fake.asked_if_pinned == 0
+
+
+def test_a_slot_that_grew_is_not_read_by_another_device_until_all_of_it_is_registered():
+    first, second = FakeDevice(), FakeDevice()
+    memory = SharedMemory.create()
+    memory.parts[PAGE_BYTES] = MIB
+    slot = torch.from_numpy(np.frombuffer(memory, np.uint8, 2 * MIB, PAGE_BYTES))
+    assert first.can_read(slot[:MIB])
+    assert second.can_read(slot[:MIB])
+    memory.parts[PAGE_BYTES] = 2 * MIB
+    assert not second.can_read(slot[:10]), "the first one will register it anew"
+    assert first.can_read(slot[:10])
+    assert second.can_read(slot)
+
+
+def test_memory_that_has_died_is_forgotten():
+    fake = FakeDevice()
+
+    def dead_references() -> int:
+        return sum(type(each) is weakref.ref and each() is None for each in gc.get_objects())
+
+    before = dead_references()
+    memory = [fake.host_memory(PAGE_BYTES) for _ in range(50)]
+    del memory
+    fake.host_memory(PAGE_BYTES)
+    assert dead_references() < before + 10
+
+
 def test_where_a_device_refuses_to_register_batches_are_staged(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(plan, "SMALL_BYTES", 4096)
     fake.refuses_to_register = True
@@ -499,16 +593,23 @@ def test_a_stream_of_epochs_gives_what_it_has_before_it_waits_for_rows(tmp_path)
     assert len(seen) == 11
 
 
-def test_in_a_forked_child_memory_of_the_parents_devices_is_left_alone(fake):
-    prefetcher = DevicePrefetcher(batches(10), "fake")
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("taken", [4, 11])
+def test_a_forked_child_frees_nothing_of_its_parents_devices(fake, taken, closes):
+    fake.order = "all"  # copies are over at once
+    made = ({"x": torch.full((300,), number), "y": fake.made(torch.arange(4))} for number in range(10))
+    prefetcher = DevicePrefetcher(made, "fake")
     iterator = iter(prefetcher)
-    next(iterator)
+    for _ in range(taken):
+        next(iterator, None)
     pid = os.fork()
     if pid == 0:
-        before = len(fake.calls)
+        before = len(fake.calls), len(fake.events), fake.memory_bytes
+        if closes:
+            prefetcher.close()
         del iterator, prefetcher
         gc.collect()
         deferred.tidy()
-        os._exit(len(fake.calls) != before)
+        os._exit((len(fake.calls), len(fake.events), fake.memory_bytes) != before)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     prefetcher.close()

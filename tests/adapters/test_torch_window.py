@@ -293,6 +293,23 @@ def test_a_forked_child_begins_anew(cache):
     mine.close()
 
 
+def test_a_forked_child_frees_nothing_of_its_parents_devices(cache, fake):
+    mine, side = ours(cache, 8, "fake"), fake.compute_stream()
+    epoch = iter(mine)
+    for stream in (fake.default, side):
+        with fake.on(stream):
+            next(epoch)
+    pid = os.fork()
+    if pid == 0:
+        before = len(fake.calls), len(fake.events), fake.memory_bytes
+        mine.close()
+        del epoch, mine
+        gc.collect()
+        os._exit((len(fake.calls), len(fake.events), fake.memory_bytes) != before)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    mine.close()
+
+
 # The device
 
 

@@ -110,15 +110,16 @@ def failed(name: str, target: Fake | None = None) -> str:
     return outcome.said
 
 
-@pytest.mark.parametrize("name", ["loader", "window", "workers"])
+@pytest.mark.parametrize("name", ["loader", "window", "registered", "workers"])
 @pytest.mark.slow
 def test_a_loader_whose_slots_are_used_again_too_early(name):
     assert failed(name, Fake(["query"]))
 
 
-def test_slots_that_the_device_does_not_read(monkeypatch):
+@pytest.mark.parametrize("name", ["registered", "workers"])
+def test_slots_that_the_device_does_not_read(name, monkeypatch):
     monkeypatch.setattr(FakeDevice, "register", lambda self, address, nbytes: False)
-    assert "the device did not read from these" in failed("workers")
+    assert "the device did not read from these" in failed(name)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
-from fake_device import ORDERS, FakeDevice
+from fake_device import ORDERS, FakeDevice, Movable
 from helpers import InterruptAtLine, with_less
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -39,6 +39,7 @@ from arrowcache.torch import deferred, device, lane, plan
 from arrowcache.torch.device import DevicePrefetcher
 
 LARGE = 64  # bytes: a leaf of so many goes by itself here
+COLUMNS, COLUMNS_OF_A_BATCH = 3, 2  # images, labels while they are small, and labels of many rows
 TRACED = tuple(f"torch/{name}.py" for name in ("iteration", "lane", "deferred", "plan", "registered"))
 
 
@@ -53,14 +54,14 @@ class Source:
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
         self.number = 0
-        self.given: deque[tuple[int, int, bool]] = deque()  # number, rows, whether it has "made"
-        self.rows, self.pinned, self.made_on = 4, False, None
+        self.given: deque[tuple[int, int, list[str]]] = deque()  # number, rows, the names of other leaves
+        self.rows, self.pinned, self.made_on, self.moves = 4, False, None, False
         self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __iter__(self) -> Source:
         return self
 
-    def __next__(self) -> dict[str, torch.Tensor]:
+    def __next__(self) -> dict[str, Any]:
         self.number += 1
         rows = self.rows
         if self.pinned:
@@ -72,12 +73,14 @@ class Source:
             )
         image.fill_(self.number)
         label.fill_(self.number)
-        batch = {"image": image, "label": label}
+        batch: dict[str, Any] = {"image": image, "label": label}
         if self.made_on is not None:
             with self.device.on(self.made_on):
                 batch["made"] = self.device.made(torch.full((rows,), self.number))
             self.device.set_stream(self.made_on)
-        self.given.append((self.number, rows, self.made_on is not None))
+        if self.moves:
+            batch["moved"] = Movable(self.device, torch.full((rows,), self.number))
+        self.given.append((self.number, rows, [*batch][2:]))
         return batch
 
 
@@ -103,27 +106,35 @@ class DeviceMachine(RuleBasedStateMachine):
         self.source.given.clear()
         self.iterator = iter(self.prefetcher)
 
-    @rule(rows=st.sampled_from([4, 4, 2, 7]), pinned=st.booleans(), made=st.sampled_from([None, None, 1, 2]))
-    def change_the_source(self, rows: int, pinned: bool, made: int | None) -> None:
-        self.source.rows, self.source.pinned = rows, pinned
+    @rule(
+        rows=st.sampled_from([4, 4, 2, 7]),
+        pinned=st.booleans(),
+        made=st.sampled_from([None, None, 1, 2]),
+        moves=st.booleans(),
+    )
+    def change_the_source(self, rows: int, pinned: bool, made: int | None, moves: bool) -> None:
+        self.source.rows, self.source.pinned, self.source.moves = rows, pinned, moves
         self.source.made_on = None if made is None else self.computes[made]
 
     @rule(stream=st.integers(0, 2), repeat=st.integers(1, 3))
     def take(self, stream: int, repeat: int) -> None:
         for _ in range(repeat):
             self.take_one(self.computes[stream])
+        most = COLUMNS * (self.depth + 2) + COLUMNS_OF_A_BATCH * len(self.kept)
+        if self.device.places > most:  # such as in the traceback of an error
+            gc.collect()
+        assert self.device.places <= most
 
     def take_one(self, stream: object) -> None:
         with self.device.on(stream):
             batch = next(self.iterator)
             stream = self.device.current_stream()
-            number, rows, has_made = self.source.given.popleft()
+            number, rows, others = self.source.given.popleft()
             expected = {
                 "image": torch.full((rows, 32), float(number)),
                 "label": torch.full((rows,), number),
             }
-            if has_made:
-                expected["made"] = torch.full((rows,), number)
+            expected |= {name: torch.full((rows,), number) for name in others}
             assert batch.keys() == expected.keys()
             for name, tensor in batch.items():
                 assert not tensor._is_view()
@@ -147,7 +158,7 @@ class DeviceMachine(RuleBasedStateMachine):
             for tensor, expected, before in batch:
                 self.order(before, here)
                 self.device.read(tensor, expected)
-            if len(batch) == 3:  # what was made on the device goes back to its source's stream at once
+            if len(batch) > 2:  # what was made on the device goes back to its source's stream at once
                 self.order(here, before)
             batch = tensor = None
         self.take_one(here)
@@ -302,6 +313,7 @@ def storm(kind: type[DeviceMachine], seed: int, steps: int = 60) -> None:
             "rows": lambda: chance.choice([4, 4, 2, 7]),
             "pinned": flag,
             "made": lambda: chance.choice([None, 1, 2]),
+            "moves": flag,
         }),
         (4, "use", {"number": number}),
         (6, "go_on_elsewhere", {"first": stream, "then": stream}),
@@ -348,6 +360,10 @@ def test_no_read_sees_another_batch_in_storms(part):
         storm(DeviceMachine, seed)
 
 
+RECLAIMED = """\
+        place.users, place.since = {place.reader, self._here}, self._call
+        place.loans = []"""
+
 LEFT_OUT = {  # a part of lane.py or deferred.py, and what it is without a wait, or with less of one
     "the consumer waits for the copy": ("self.backend.wait(here, flight.copied)", "pass"),
     "the consumer waits for what was made on the device": ("self.backend.wait(here, event)", "pass"),
@@ -370,7 +386,13 @@ LEFT_OUT = {  # a part of lane.py or deferred.py, and what it is without a wait,
         "pass",
     ),
     "what a source made is freed after its reader": ("self.backend.retain(leaf, here)", "pass"),
+    "what moves by itself stays until then": ("moving.sources.append(leaf)", "pass"),
     "what flies is not free": (" and (self.course is None or self.course.has_ended)", ""),
+    "a place is free after it is known what it waits for": (
+        RECLAIMED,
+        "\n".join(reversed(RECLAIMED.split("\n"))),
+    ),
+    "what was kept is given up": ("> self._depth + 2:", "> 1000:"),
     "what died on its way waits": ("_deferred[id(lane)] = lane", "pass"),
     "a batch is for the stream that is current": (
         " here = self.backend.current_stream()",

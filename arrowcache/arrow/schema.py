@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from arrowcache.display import Card, Shown, Table
 from arrowcache.errors import SchemaError
-from arrowcache.html import card
-from arrowcache.units import as_int
+from arrowcache.units import as_int, format_bytes, format_count
 
 RESERVED_NAMES = ("_seq", "_row", "_age_seconds")
 METADATA_KEY = b"arrowcache"
@@ -209,7 +209,7 @@ def _list_of(value_type: pa.DataType) -> pa.DataType:
 _NAMES = ("x", "y", "z", "w")  # that are proposed for the first values of a sample without names
 
 
-class Schema(Mapping[str, FieldType]):
+class Schema(Shown, Mapping[str, FieldType]):
     """The fields of a sample, in the order given. Immutable, hashable, comparable.
 
     Args:
@@ -255,15 +255,18 @@ class Schema(Mapping[str, FieldType]):
     def __repr__(self) -> str:
         return f"Schema({self._fields!r})"
 
-    def __str__(self) -> str:
-        from arrowcache.arrow.description import as_text
+    def _card(self) -> Card:
+        return Card("Schema", "", [self.table])
 
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        from arrowcache.arrow.description import as_html
-
-        return card("Schema", "", as_html(self))
+    @property
+    def table(self) -> Table:
+        """The columns and what a row takes, to be shown."""
+        fixed = sum(kind.row_bytes for kind in self.fixed.values())
+        variable = format_count(len(self.variable), "column")
+        more = f", and what {variable} of any length hold" if self.variable else ""
+        total = f"{format_count(len(self), 'column')}, {format_bytes(fixed)} a row{more}"
+        rows = [(name, type(kind).__name__, *_shown(kind)) for name, kind in self.items()]
+        return Table(("column", "type", "dtype", "shape", "bytes a row"), rows, total, ("bytes a row",))
 
     @classmethod
     def infer(cls, sample: Mapping[str, Any]) -> Schema:
@@ -375,6 +378,17 @@ def _without_names(sample: object) -> str:
         f"{wanted}, and this is a {what} ({', '.join(kinds)}{more}): write "
         f"Schema.infer({{{example}{more}}}), and have samplers yield such dicts"
     )
+
+
+def _shown(kind: FieldType) -> tuple[str, str, str]:
+    """The dtype, the shape and the bytes of a row, as text."""
+    if isinstance(kind, Ragged):
+        shape = ", ".join(["any", *map(str, kind.inner_shape)])
+        return kind.dtype, f"({shape})", f"{format_bytes(kind.item_bytes)} each"
+    if isinstance(kind, String | Binary):
+        return "", "", "any"
+    dtype = kind.dtype if isinstance(kind, Tensor) else kind.numpy_dtype.name
+    return dtype, str(kind.shape), format_bytes(kind.row_bytes)
 
 
 def _describe(kind: FieldType) -> dict[str, Any]:

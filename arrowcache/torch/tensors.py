@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from arrowcache.arrow.convert import is_masked
+from arrowcache.arrow.dtype import bits_of
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.reading.values import Values
 
@@ -146,6 +147,6 @@ def _dense(array: np.ndarray[Any, Any], kind: FieldType | None) -> torch.Tensor:
     if isinstance(kind, Timestamp) and array.dtype.kind == "M":
         array = array.view(np.int64)
     tensor = tensor_over(array)
-    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16" and array.dtype == np.uint16:
-        return tensor.view(torch.bfloat16)
+    if isinstance(kind, Tensor | Ragged) and bits_of(kind.dtype) and array.dtype == kind.numpy_dtype:
+        return tensor.view(getattr(torch, kind.dtype))
     return tensor

@@ -12,7 +12,7 @@ General layout, from top to bottom; an import only points down:
     arrow/                   schema <-> columns, segment <-> file
     native/                  the engine: a library in C whose threads copy rows and read them from the disk
     linux.py                 the kernel's calls; errors.py, units.py: the exception tree; sizes in bytes
-    html.py, text.py         what displays are made of
+    display.py               how values show themselves, as text and as HTML
 
 sampling and reading meet in storage and nowhere else.
 

@@ -8,22 +8,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from arrowcache import html
-from arrowcache.arrow import description
 from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.display import Card, Shown, printable
 from arrowcache.errors import ArrowCacheError
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import explaining
 from arrowcache.storage import verification
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.overview import CacheStats, Looks, Overview
+from arrowcache.storage.overview import CacheStats, Looks, overview
 from arrowcache.storage.pace import Pace
 from arrowcache.storage.recovery import create_store, open_store
 from arrowcache.storage.sizing import require_pace, settings_of
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
 from arrowcache.storage.writer import Writer
-from arrowcache.text import printable
 from arrowcache.units import format_bytes, parse_bytes, require_function
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 2.0  # that a display waits for cache.lock
 
 
-class Cache:
+class Cache(Shown):
     """A rolling cache: a local folder of segments with a byte budget that drops its oldest.
 
     Made by `Cache.create` or `Cache.open`. Safe to use from several threads and processes;
@@ -221,28 +219,15 @@ class Cache:
         capacity = format_bytes(self._store.settings.capacity_bytes)
         return f"<Cache {printable(self.path)}: {len(self.schema)} columns, capacity {capacity}>"
 
-    def __str__(self) -> str:
-        """What it holds now, in a few lines; what is wrong, in a sentence."""
-        head = f"Cache {printable(self.path)}"
-        seen = self._overview()
-        if isinstance(seen, str):
-            return f"{head}: {seen}"
-        return f"{head}\n{seen.as_text()}\n\n{self.schema}"
-
-    def _repr_html_(self) -> str:
-        seen = self._overview()
-        if isinstance(seen, str):
-            return html.card("Cache", str(self.path), html.note(seen))
-        return html.card("Cache", str(self.path), seen.as_html(), description.as_html(self.schema))
-
-    def _overview(self) -> Overview | str:
+    def _card(self) -> Card:
         """What it holds now, or why that cannot be told: to look at a cache never raises, nor waits long."""
         try:
             store = self.store
             store.segments()  # files that were not seen before are looked at without cache.lock
             stats, segments, _ = store.survey(_LOOK_SECONDS)
-            return Overview.of(stats, segments, self._looks)
+            return Card("Cache", str(self.path), [*overview(stats, segments, self._looks), self.schema.table])
         except FileNotFoundError:
-            return "its folder was moved or removed while in use"
+            why = "its folder was moved or removed while in use"
         except (OSError, ArrowCacheError, ValueError) as error:
-            return str(error)
+            why = str(error)
+        return Card("Cache", f"{self.path}: {why}")

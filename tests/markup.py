@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-VOID = {"img", "meta", "rect"}
+VOID = {"img", "meta"}
 
 
 class Seen(HTMLParser):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.arrow.dtype import Bits, Dtype, bits_of, dtype_of
 from arrowcache.arrow.schema import (
     Binary,
     FieldType,
@@ -26,8 +27,6 @@ from arrowcache.arrow.schema import (
     VariableType,
 )
 from arrowcache.errors import SchemaError
-
-_BFLOAT16_EXACT = ("bool", "int8", "uint8")
 
 
 def infer_type(name: str, value: object) -> FieldType:
@@ -62,7 +61,7 @@ def fixed_rows(name: str, kind: FixedType, values: object, rows: int | None) -> 
     if isinstance(kind, Timestamp):
         array = _timestamps(name, values)
     else:
-        array = _exact(name, kind.dtype, kind.numpy_dtype, values)
+        array = _exact(name, dtype_of(kind.dtype), values)
     if array.shape != expected:
         hint = "" if rows is not None or array.shape[1:] != kind.shape else "; many samples: extend()"
         raise SchemaError(f"field {name!r}: expected shape {expected}, got {array.shape}{hint}")
@@ -89,7 +88,7 @@ def variable_row(name: str, kind: VariableType, value: object) -> tuple[memoryvi
         data = memoryview(value)
         data = data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
         return data, data.nbytes
-    array = _exact(name, kind.dtype, kind.numpy_dtype, value)
+    array = _exact(name, dtype_of(kind.dtype), value)
     if array.shape == (0,):  # an empty list has no inner shape of its own
         array = array.reshape(0, *kind.inner_shape)
     if array.ndim == 0 or array.shape[1:] != kind.inner_shape:
@@ -113,8 +112,9 @@ def exact_values(name: str, kind: Tensor | Ragged, array: NDArray[Any]) -> NDArr
     Returns: the same shape, in kind.numpy_dtype.
     Raises: SchemaError: one of them is not exactly of the column's dtype.
     """
-    if kind.dtype == "bfloat16":
-        return _bfloat16_bits(name, array, array.dtype.name, is_python=True)
+    dtype = dtype_of(kind.dtype)
+    if dtype.bits is not None:
+        return _bits(name, dtype, dtype.bits, array, array.dtype.name, is_python=True)
     if array.dtype == kind.numpy_dtype:
         return array
     cast = _cast_exactly(array, kind.numpy_dtype)
@@ -148,46 +148,47 @@ def is_masked(value: object) -> bool:
 
 
 def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
-    """Any array-like as ndarray, with its dtype's name; bfloat16 arrives as uint16 bits."""
-    if hasattr(value, "detach"):  # torch: NumPy cannot take bfloat16, gradients or device memory
+    """Any array-like as ndarray, with its dtype's name; of a dtype that NumPy lacks, its bits."""
+    if hasattr(value, "detach"):  # torch: NumPy cannot take all its dtypes, gradients or device memory
         value = value.detach().cpu()
-        if str(value.dtype) == "torch.bfloat16":
-            return _upper_half(value.float().numpy()), "bfloat16"
+        if (bits := bits_of(dtype := str(value.dtype).removeprefix("torch."))) is not None:
+            return bits.from_float(value.float().numpy()), dtype
     if is_masked(value):
         raise SchemaError(f"field {name!r}: columns have no missing values: fill the masked array first")
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
         raise SchemaError(f"field {name!r}: {_describe(value)} is not an array: {error}") from None
-    if array.dtype.name == "bfloat16":  # ml_dtypes, which TensorFlow and JAX use
-        return array.view(np.uint16), "bfloat16"
+    if bits_of(array.dtype.name) is not None:  # ml_dtypes, which TensorFlow and JAX use
+        return array.view(dtype_of(array.dtype.name).numpy), array.dtype.name
     if array.dtype.kind not in "biufcM":
         raise SchemaError(f"field {name!r}: expected numbers, got {_describe(value)}")
     return array, array.dtype.name
 
 
-def _exact(name: str, dtype: str, target: np.dtype[Any], value: object) -> NDArray[Any]:
+def _exact(name: str, dtype: Dtype, value: object) -> NDArray[Any]:
     """Convert to the column's dtype without any loss."""
     array, source = as_array(name, value)
     is_python = isinstance(value, bool | int | float | complex | Sequence)
-    if dtype == "bfloat16":
-        return _bfloat16_bits(name, array, source, is_python)
-    if source == dtype and not _lost_digits(value, array):
-        return array.astype(target, copy=False)  # a foreign byte order has the same name
-    if source != "bfloat16" and is_python:
-        if (array.dtype.kind != "c" or target.kind == "c") and not _lost_digits(value, array):
-            cast = _cast_exactly(array, target)
+    if dtype.bits is not None:
+        return _bits(name, dtype, dtype.bits, array, source, is_python)
+    if source == dtype.name and not _lost_digits(value, array):
+        return array.astype(dtype.numpy, copy=False)  # a foreign byte order has the same name
+    is_number = bits_of(source) is None
+    if is_number and is_python:
+        if (array.dtype.kind != "c" or dtype.kind == "c") and not _lost_digits(value, array):
+            cast = _cast_exactly(array, dtype.numpy)
             if cast is not None:
                 return cast
         raise SchemaError(
-            f"field {name!r}: expected {dtype}, and {_shorten(value)} is not exactly one: "
-            f"round it yourself with np.asarray(value).astype({dtype!r})"
+            f"field {name!r}: expected {dtype.name}, and {_shorten(value)} is not exactly one: "
+            f"round it yourself with np.asarray(value).astype({dtype.name!r})"
         )
-    if source != "bfloat16" and np.can_cast(array.dtype, target, "safe"):
-        return array.astype(target)
+    if is_number and np.can_cast(array.dtype, dtype.numpy, "safe"):
+        return array.astype(dtype.numpy)
     raise SchemaError(
-        f"field {name!r}: expected {dtype}, got {source}, which {dtype} cannot hold exactly: "
-        f"write .astype({dtype!r}) if that is meant"
+        f"field {name!r}: expected {dtype.name}, got {source}, which {dtype.name} cannot hold exactly: "
+        f"write .astype({dtype.name!r}) if that is meant"
     )
 
 
@@ -226,28 +227,22 @@ def _lost_digits(value: object, array: NDArray[Any]) -> bool:
     return bool(np.any((numbers != array) & (array == array)))  # but for NaN
 
 
-def _bfloat16_bits(name: str, array: NDArray[Any], source: str, is_python: bool) -> NDArray[Any]:
-    """bfloat16 as bits: the upper half of a float32."""
-    if source == "bfloat16" or (source == "uint16" and not is_python):
-        return array.astype(np.uint16, copy=False)
-    if (is_python and array.dtype.kind != "c") or source in _BFLOAT16_EXACT:
+def _bits(
+    name: str, dtype: Dtype, bits: Bits, array: NDArray[Any], source: str, is_python: bool
+) -> NDArray[Any]:
+    """The bits of a dtype that NumPy lacks."""
+    if source == dtype.name or (source == dtype.numpy.name and not is_python):
+        return array.astype(dtype.numpy, copy=False)
+    if (is_python and array.dtype.kind != "c") or source in bits.exact_from:
         with np.errstate(all="ignore"):
             single = array.astype(np.float32)
-        single = np.where(np.isnan(single), np.float32(np.nan), single)  # without a payload
-        bits = _upper_half(single)
-        if np.array_equal(single, array, equal_nan=array.dtype.kind == "f") and not np.any(
-            single.view(np.uint32) & 0xFFFF
-        ):
-            return bits
+        found = bits.from_float(np.where(np.isnan(single), np.float32(np.nan), single))  # without a payload
+        if np.array_equal(bits.to_float(found), array, equal_nan=array.dtype.kind == "f"):
+            return found
     raise SchemaError(
-        f"field {name!r}: expected bfloat16, got {source}, which bfloat16 cannot hold exactly: "
-        "give a torch or ml_dtypes bfloat16 array, or the bits as uint16"
+        f"field {name!r}: expected {dtype.name}, got {source}, which {dtype.name} cannot hold exactly: "
+        f"give a torch or ml_dtypes {dtype.name} array, or the bits as {dtype.numpy.name}"
     )
-
-
-def _upper_half(single: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """float32 to the bits of the bfloat16 it truncates to."""
-    return (np.asarray(single).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _timestamps(name: str, value: Any) -> NDArray[Any]:

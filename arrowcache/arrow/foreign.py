@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import exact_values
+from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import (
     METADATA_KEY,
@@ -32,8 +33,6 @@ from arrowcache.arrow.schema import (
     Timestamp,
 )
 from arrowcache.errors import SchemaError
-
-_DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # else the names are NumPy's
 
 
 def kind_of(field: pa.Field) -> FieldType:
@@ -98,7 +97,7 @@ def _tensor(value_type: pa.DataType, shape: tuple[int, ...]) -> Tensor | None:
     is_number = pa.types.is_integer(value_type) or pa.types.is_floating(value_type)
     if not (is_number or pa.types.is_boolean(value_type)) or 0 in shape:
         return None
-    return Tensor(_DTYPES.get(str(value_type), str(value_type)), shape)
+    return Tensor(value_type.to_pandas_dtype(), shape)
 
 
 def require_fields(fields: pa.Schema, schema: Schema) -> None:
@@ -174,8 +173,8 @@ def _elements(name: str, column: pa.Array, kind: Tensor) -> NDArray[Any]:
     if not (is_number or pa.types.is_boolean(values.type)) or len(values) != len(column) * kind.elements:
         raise _unfit(name, column, kind)
     array: NDArray[Any] = values.to_numpy(zero_copy_only=False)
-    if kind.dtype.startswith("complex"):
-        part = Tensor("float32" if kind.dtype == "complex64" else "float64")
+    if (dtype := dtype_of(kind.dtype)).kind == "c":
+        part = Tensor(dtype.stored.name)
         return np.ascontiguousarray(exact_values(name, part, array)).view(kind.numpy_dtype)
     return exact_values(name, kind, array)
 

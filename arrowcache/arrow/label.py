@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import FieldType, Schema, Tensor
 
 
 def labelled(batch: pa.RecordBatch, schema: Schema) -> pa.RecordBatch:
     """The columns of a segment in the schema's own order, tensors as `arrow.fixed_shape_tensor`.
 
-    bool stays uint8 and bfloat16 uint16; complex numbers are pairs in a trailing axis.
+    Numbers stay as they are stored; complex ones are pairs in a trailing axis.
     """
     columns = [_labelled_column(batch.column(name), kind) for name, kind in schema.items()]
     fields = [
@@ -22,7 +23,7 @@ def labelled(batch: pa.RecordBatch, schema: Schema) -> pa.RecordBatch:
 def _labelled_column(column: pa.Array, kind: FieldType) -> pa.Array:
     if not (isinstance(kind, Tensor) and kind.is_list):
         return column
-    pair = (2,) if kind.dtype.startswith("complex") else ()
+    pair = (2,) if dtype_of(kind.dtype).kind == "c" else ()
     storage = pa.FixedSizeListArray.from_arrays(column.values, kind.elements)
     tensor_type = pa.fixed_shape_tensor(column.type.value_type, (*kind.shape, *pair))
     return pa.ExtensionArray.from_storage(tensor_type, storage)

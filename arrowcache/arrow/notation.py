@@ -15,8 +15,8 @@ import json
 import re
 from typing import NoReturn
 
+from arrowcache.arrow.dtype import DTYPES
 from arrowcache.arrow.schema import (
-    DTYPES,
     Binary,
     FieldType,
     Ragged,

@@ -23,44 +23,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from arrowcache.arrow.dtype import DTYPES, dtype_name, dtype_of
+from arrowcache.display import Card, Shown, Table
 from arrowcache.errors import SchemaError
-from arrowcache.html import card
-from arrowcache.units import as_int
+from arrowcache.units import as_int, format_bytes, format_count
 
 RESERVED_NAMES = ("_seq", "_row", "_age_seconds")
 METADATA_KEY = b"arrowcache"
-
-_STORED_AS = {"bool": "uint8", "bfloat16": "uint16", "complex64": "float32", "complex128": "float64"}
-_READ_AS = {"bfloat16": "uint16"}
-_PLAIN = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
-DTYPES = ("bool", *_PLAIN, "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-
-
-def dtype_name(dtype: object) -> str:
-    """Name a dtype given as text, NumPy dtype, Python type or torch/TensorFlow dtype.
-
-    Raises: ValueError: a dtype that a column cannot hold.
-    """
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
-    if name not in DTYPES and dtype is not None:  # which NumPy takes for float64
-        try:
-            name = np.dtype(dtype).name  # type: ignore[call-overload]  # anything NumPy knows
-        except TypeError:
-            pass
-    if name not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} cannot be stored: use one of {', '.join(DTYPES)}")
-    return name
-
-
-@cache
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(_READ_AS.get(name, name))
 
 
 def _shape(shape: object, what: str) -> tuple[int, ...]:
@@ -89,7 +64,7 @@ class Tensor:
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The dtype that NumPy readers see."""
-        return _numpy_dtype(self.dtype)
+        return dtype_of(self.dtype).numpy
 
     @property
     def row_bytes(self) -> int:
@@ -99,16 +74,16 @@ class Tensor:
     @property
     def elements(self) -> int:
         """Stored elements of one row: a complex number is two."""
-        return self.row_bytes // np.dtype(_STORED_AS.get(self.dtype, self.dtype)).itemsize
+        return math.prod(self.shape) * dtype_of(self.dtype).elements
 
     @property
     def is_list(self) -> bool:
         """Whether a row is a list in Arrow, with an offset; else it is one value."""
-        return self.shape != () or self.dtype.startswith("complex")
+        return self.shape != () or self.elements > 1
 
     @property
     def arrow_type(self) -> pa.DataType:
-        value_type = _arrow_primitive(self.dtype)
+        value_type = dtype_of(self.dtype).arrow_type
         return _list_of(value_type) if self.is_list else value_type
 
 
@@ -126,7 +101,7 @@ class Ragged:
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The dtype that NumPy readers see."""
-        return _numpy_dtype(self.dtype)
+        return dtype_of(self.dtype).numpy
 
     @property
     def item_bytes(self) -> int:
@@ -136,11 +111,11 @@ class Ragged:
     @property
     def elements(self) -> int:
         """Stored elements of one entry along the ragged axis: a complex number is two."""
-        return self.item_bytes // np.dtype(_STORED_AS.get(self.dtype, self.dtype)).itemsize
+        return math.prod(self.inner_shape) * dtype_of(self.dtype).elements
 
     @property
     def arrow_type(self) -> pa.DataType:
-        return _list_of(_arrow_primitive(self.dtype))
+        return _list_of(dtype_of(self.dtype).arrow_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +173,6 @@ FieldType = FixedType | VariableType
 _TYPES = {kind.__name__.lower(): kind for kind in (Tensor, Ragged, String, Binary, Timestamp)}
 
 
-def _arrow_primitive(dtype: str) -> pa.DataType:
-    return pa.from_numpy_dtype(np.dtype(_STORED_AS.get(dtype, dtype)))
-
-
 def _list_of(value_type: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("item", value_type, nullable=False))
 
@@ -209,7 +180,7 @@ def _list_of(value_type: pa.DataType) -> pa.DataType:
 _NAMES = ("x", "y", "z", "w")  # that are proposed for the first values of a sample without names
 
 
-class Schema(Mapping[str, FieldType]):
+class Schema(Shown, Mapping[str, FieldType]):
     """The fields of a sample, in the order given. Immutable, hashable, comparable.
 
     Args:
@@ -255,15 +226,18 @@ class Schema(Mapping[str, FieldType]):
     def __repr__(self) -> str:
         return f"Schema({self._fields!r})"
 
-    def __str__(self) -> str:
-        from arrowcache.arrow.description import as_text
+    def _card(self) -> Card:
+        return Card("Schema", "", [self.table])
 
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        from arrowcache.arrow.description import as_html
-
-        return card("Schema", "", as_html(self))
+    @property
+    def table(self) -> Table:
+        """The columns and what a row takes, to be shown."""
+        fixed = sum(kind.row_bytes for kind in self.fixed.values())
+        variable = format_count(len(self.variable), "column")
+        more = f", and what {variable} of any length hold" if self.variable else ""
+        total = f"{format_count(len(self), 'column')}, {format_bytes(fixed)} a row{more}"
+        rows = [(name, type(kind).__name__, *_shown(kind)) for name, kind in self.items()]
+        return Table(("column", "type", "dtype", "shape", "bytes a row"), rows, total, ("bytes a row",))
 
     @classmethod
     def infer(cls, sample: Mapping[str, Any]) -> Schema:
@@ -320,7 +294,7 @@ class Schema(Mapping[str, FieldType]):
             for entry in described:  # type: ignore[attr-defined]  # any JSON: checked by the try
                 kind, name, arguments = entry["type"], entry["name"], dict(entry)
                 del arguments["type"], arguments["name"]
-                if name in fields or arguments.get("dtype", DTYPES[0]) not in DTYPES:
+                if name in fields or arguments.get("dtype", "bool") not in DTYPES:
                     raise ValueError(f"{name!r} is there twice, or of an unknown dtype")
                 fields[name] = _TYPES[kind](**arguments)
             return cls(fields)
@@ -375,6 +349,17 @@ def _without_names(sample: object) -> str:
         f"{wanted}, and this is a {what} ({', '.join(kinds)}{more}): write "
         f"Schema.infer({{{example}{more}}}), and have samplers yield such dicts"
     )
+
+
+def _shown(kind: FieldType) -> tuple[str, str, str]:
+    """The dtype, the shape and the bytes of a row, as text."""
+    if isinstance(kind, Ragged):
+        shape = ", ".join(["any", *map(str, kind.inner_shape)])
+        return kind.dtype, f"({shape})", f"{format_bytes(kind.item_bytes)} each"
+    if isinstance(kind, String | Binary):
+        return "", "", "any"
+    dtype = kind.dtype if isinstance(kind, Tensor) else kind.numpy_dtype.name
+    return dtype, str(kind.shape), format_bytes(kind.row_bytes)
 
 
 def _describe(kind: FieldType) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from arrowcache import __version__
 from arrowcache.cli.wording import of_shell
-from arrowcache.text import printable
+from arrowcache.display import printable
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from arrowcache.display import printable
 from arrowcache.explore.terminal import fits
-from arrowcache.text import printable
 
 _SHOWN_ELEMENTS = 6
 

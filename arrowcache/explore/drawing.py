@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from arrowcache import html
-from arrowcache.text import printable
+from arrowcache import display
+from arrowcache.display import printable
 
 GAP, NAN = 254, 255  # of the palette: nothing, and what is no finite number
 COLORS = 254
@@ -27,7 +27,7 @@ _VIRIDIS = bytes.fromhex(  # 33 of the 256 colors of matplotlib's viridis (CC0);
 )
 FLATTEST = 4  # no picture is more times as long as it is wide
 _LINE_HEIGHT = 0.3  # of a line's width
-_INK = (47, 127, 193)  # html.BLUE
+_INK = (47, 127, 193)  # display.BLUE
 _DOT = "m-1 0a1 1 0 1 0 2 0a1 1 0 1 0-2 0"  # a circle around where the pen is
 _SMOOTH = 3  # times larger is a line drawn, before it is made small
 
@@ -107,10 +107,10 @@ def palette() -> NDArray[np.uint8]:
     return colors
 
 
-def to_html(drawing: Drawing, summary: str, size: int) -> html.Markup:
+def to_html(drawing: Drawing, summary: str, size: int) -> display.Markup:
     """The drawing, `size` pixels long, which says its summary when pointed at."""
     if isinstance(drawing, Words):
-        return html.element("span", drawing.text, title=summary)
+        return display.element("span", drawing.text, title=summary)
     if isinstance(drawing, Line):
         return _svg(drawing, summary, size)
     width, height = drawing.box(size)
@@ -119,7 +119,7 @@ def to_html(drawing: Drawing, summary: str, size: int) -> html.Markup:
     style = (
         "image-rendering: pixelated; vertical-align: middle" if drawing.is_map else "vertical-align: middle"
     )
-    return html.empty_element("img", **attributes, width=width, height=height, style=style)
+    return display.empty_element("img", **attributes, width=width, height=height, style=style)
 
 
 def to_png(drawing: Drawing, size: int) -> bytes:
@@ -144,25 +144,25 @@ def to_png(drawing: Drawing, size: int) -> bytes:
     return _encode(image.resize((width, height), Image.Resampling.BOX))
 
 
-def _svg(line: Line, summary: str, size: int) -> html.Markup:
+def _svg(line: Line, summary: str, size: int) -> display.Markup:
     width, height = size, max(8, round(size * _LINE_HEIGHT))
     path = "".join(
         f"M{'L'.join(f'{x:.1f} {y:.1f}' for x, y in outline.tolist())}{_DOT if len(outline) == 1 else ''}"
         for outline in line.outlines(width, height)
     )
     is_band = not np.array_equal(line.low, line.high, equal_nan=True)
-    shape = html.element(
+    shape = display.element(
         "path",
         d=path,
-        fill=html.BLUE if is_band else "none",
-        stroke=html.BLUE,
+        fill=display.BLUE if is_band else "none",
+        stroke=display.BLUE,
         stroke_width=0.6 if is_band else 1.2,
         stroke_linejoin="round",
         stroke_linecap="round",
     )
-    return html.element(
+    return display.element(
         "svg",
-        html.element("title", summary),
+        display.element("title", summary),
         shape,
         width=width,
         height=height,

@@ -14,13 +14,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
+from arrowcache.display import shorten
 from arrowcache.errors import ArrowCacheError, sentence_of
 from arrowcache.explore.numbers import bfloat16_values
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import Column, Values
 from arrowcache.storage.recovery import store_of
-from arrowcache.text import shorten
 from arrowcache.units import parse_count
 
 _MOST_TEXT = 200

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache import html
+from arrowcache import display
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
+from arrowcache.display import printable, shorten
 from arrowcache.explore.drawing import Line, Words, label
 from arrowcache.explore.pictures import Picture, picture, plain
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import Values
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.text import printable, shorten
 from arrowcache.units import format_count, parse_count
 
 if TYPE_CHECKING:
@@ -73,21 +73,21 @@ class Gallery:
         return f"<Gallery of {format_count(tiles, 'picture')}: {printable(self.title)}>"
 
     def _repr_html_(self) -> str:
-        return html.card("Gallery", self.title, *map(self._shown, self.groups))
+        return display.Card("Gallery", self.title, [*map(self._shown, self.groups)]).as_html()
 
-    def _shown(self, group: Group) -> html.Markup:
+    def _shown(self, group: Group) -> display.Markup:
         tiles = [
-            html.element(
+            display.element(
                 "div",
-                html.Markup(tile.picture._repr_html_()),
-                html.element("div", tile.caption, style="font-size: 0.75em; opacity: 0.7"),
+                display.Markup(tile.picture._repr_html_()),
+                display.element("div", tile.caption, style="font-size: 0.75em; opacity: 0.7"),
                 style=f"min-width: {self._size}px; max-width: {2 * self._size}px; text-align: center; "
                 "overflow-wrap: anywhere; line-height: 1.3",
             )
             for tile in group.tiles
         ]
         style = "display: flex; flex-wrap: wrap; gap: 0.6em; align-items: end; margin: 0.3em 0 0.7em"
-        return html.join([html.note(self._name(group)), html.element("div", *tiles, style=style)])
+        return display.join([display.note(self._name(group)), display.element("div", *tiles, style=style)])
 
     def _name(self, group: Group) -> str:
         rows = format_count(group.rows, "row")
@@ -95,7 +95,7 @@ class Gallery:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as an HTML file that needs nothing else."""
-        Path(path).write_text(html.page(self.title, html.Markup(self._repr_html_())), encoding="utf-8")
+        Path(path).write_text(display.page(self.title, display.Markup(self._repr_html_())), encoding="utf-8")
 
     def figure(self) -> Figure:
         """The same as a matplotlib figure, for `figure.savefig("gallery.png")`."""
@@ -261,9 +261,11 @@ def _draw(axes: Axes, tile: Tile) -> None:
     elif isinstance(drawing, Line):
         for outline in drawing.outlines(1000, 300):
             if len(outline) > 1 and (outline[0] == outline[-1]).all():
-                axes.fill(*outline.T, color=html.BLUE, linewidth=0.5)
+                axes.fill(*outline.T, color=display.BLUE, linewidth=0.5)
             else:
-                axes.plot(*outline.T, color=html.BLUE, linewidth=0.8, marker="." if len(outline) == 1 else "")
+                axes.plot(
+                    *outline.T, color=display.BLUE, linewidth=0.8, marker="." if len(outline) == 1 else ""
+                )
         axes.set(xlim=(0, 1000), ylim=(300, 0))
     else:
         axes.imshow(drawing.rgba(), interpolation="nearest" if drawing.is_map else "antialiased")

@@ -31,10 +31,10 @@ from PIL import Image, UnidentifiedImageError
 
 from arrowcache.arrow.convert import as_array
 from arrowcache.arrow.schema import FieldType, Ragged
+from arrowcache.display import printable, shorten
 from arrowcache.explore import reduction
 from arrowcache.explore.drawing import Drawing, Line, Pixels, Words, to_html, to_png
 from arrowcache.explore.numbers import bfloat16_values
-from arrowcache.text import printable, shorten
 from arrowcache.units import format_bytes, parse_count
 
 _SIZE = 192  # pixels a side, alone; in a cell of a table half of that

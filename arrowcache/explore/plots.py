@@ -27,9 +27,9 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import LoaderStats
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.origin import sampler_of
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.store import Store
-from arrowcache.storage.timeline import sampler_of
 from arrowcache.units import parse_count
 
 Source = HasStore | str | os.PathLike[str]

@@ -26,10 +26,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from arrowcache import html
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
+from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native.library import address_of
 from arrowcache.native.rows import Rows
@@ -42,10 +42,10 @@ from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import Column
 from arrowcache.reading.view import Viewer, has_room
-from arrowcache.storage import timeline
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.mapping import FileMapping
+from arrowcache.storage.overview import timeline
 from arrowcache.storage.store import Leased, Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
@@ -58,7 +58,7 @@ _MAPPED_FIRST, _MAPPED_AT_ONCE = 2, 2048  # segments; two of a layout make it kn
 _MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
 
 
-class Snapshot:
+class Snapshot(Shown):
     """Rows of the segments that were published at one moment. A context manager.
 
     Made by `Cache.snapshot()` and by loaders. Safe to use from several threads; dead in a forked
@@ -483,32 +483,18 @@ class Snapshot:
         state = "closed" if self._closed else f"{len(self)} rows in {len(self._segments)} segments"
         return f"<Snapshot: {state}>"
 
-    def __str__(self) -> str:
+    def _card(self) -> Card:
         if self._closed:
-            return "Snapshot: closed"
-        lines = [f"{name:<8} {value}" for name, value in self._facts()]
-        return "\n".join(["Snapshot", *lines])
-
-    def _repr_html_(self) -> str:
-        if self._closed:
-            return html.card("Snapshot", "closed")
-        parts = [html.facts(self._facts())]
-        if self._segments:
-            parts.append(timeline.as_html(self._segments, time.time()))
-        return html.card("Snapshot", f"of {self._store.folder.path}", *parts)
-
-    def _facts(self) -> list[tuple[str, str]]:
-        segments, lease = self._segments, self._lease
-        contents = f"{format_count(len(self), 'row')} in {format_count(len(segments), 'segment')}"
-        if not segments:
-            return [("contents", contents)]
-        leased = [segment for segment in segments if lease is not None and lease.covers(segment.seq)]
+            return Card("Snapshot", "closed")
+        contents = f"{format_count(len(self), 'row')} in {format_count(len(self._segments), 'segment')}"
+        leased = [segment for segment in self._segments if self.covers(segment.seq)]
         nbytes = format_bytes(sum(segment.allocated_bytes for segment in leased))
-        return [
+        facts = [
             ("contents", f"{contents}, {format_bytes(self.nbytes)}"),
-            ("segments", timeline.span(segments, time.time())),
             ("leased", f"{format_count(len(leased), 'segment')}, {nbytes}, by this process"),
         ]
+        shown = timeline(self._segments, time.time())
+        return Card("Snapshot", f"of {self._store.folder.path}", [Facts(facts), *shown])
 
     def _begin_read(self, beside: _Reader | None) -> None:
         if self._pid != os.getpid():  # first: the lock may be held for ever

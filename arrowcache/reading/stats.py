@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arrowcache.reading import report
+from arrowcache.display import Bar, Card, Facts, Part, Shown
 from arrowcache.reading.memory import PAGE_BYTES
-from arrowcache.units import format_bytes, format_seconds
+from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
     from arrowcache.reading.portion import Made
@@ -47,7 +47,7 @@ _ADVICE = {
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderStats:
+class LoaderStats(Shown):
     """A loader since it was made, with what is in progress now.
 
     `bytes` are those of delivered batches, `copied_bytes` what of them was copied (zero-copy views
@@ -142,11 +142,45 @@ class LoaderStats:
             )
         return f"shuffle='window' reads it in order, shuffle='rows' at random{small}; or a faster disk, "
 
-    def __str__(self) -> str:
-        return report.as_text(self)
+    def _card(self) -> Card:
+        rate = ""
+        if self.seconds:
+            rate = f": {format_bytes(self.bytes / self.seconds)}/s, {self.rows / self.seconds:,.0f} rows/s"
+        delivered = (
+            f"{format_count(self.batches, 'batch', 'batches')}, {format_count(self.rows, 'row')}, "
+            f"{format_bytes(self.bytes)} in {format_count(self.epochs, 'epoch')}, {self.seconds:.1f} s{rate}"
+        )
+        share = format_share(self.stall_seconds, self.seconds)
+        stalled = f"the consumer stalled {share} of the time, in {format_count(self.stalls, 'step')}"
+        busy = max(0.0, self.seconds - self.stall_seconds)
+        stages = [(stage, getattr(self, f"{stage}_seconds")) for stage in STAGES]
+        spent: list[Part] = []
+        if any(seconds for _, seconds in stages):
+            spent = ["the waiting consumer, and workers, spent their time on", Bar(stages, format_seconds)]
+        return Card(
+            "LoaderStats",
+            "",
+            [
+                f"{delivered}; {stalled}",
+                Bar([("busy with batches", busy), ("stalled", self.stall_seconds)], format_seconds),
+                *spent,
+                Facts([("bottleneck", f"{self.bottleneck}: {self.advice}"), *self._facts()]),
+            ],
+        )
 
-    def _repr_html_(self) -> str:
-        return report.as_html(self)
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        if self.rows:
+            yield "age", f"{format_seconds(self.age_seconds)} since rows were published, on average"
+        slots = (
+            f"{format_bytes(self.slot_bytes)} for batches, grown {format_count(self.slot_growths, 'time')}"
+        )
+        private, mapped = format_bytes(self.private_bytes), format_bytes(self.file_bytes)
+        yield "memory", f"{slots}; of the process {private} private, {mapped} of mapped files"
+        if self.left_out_rows:
+            rows = format_count(self.left_out_rows, "row")
+            yield "left out", f"the oldest {rows} of the last epoch, to samplers"
+        if self.held_up_seconds:
+            yield "held up", f"samplers, for {format_seconds(self.held_up_seconds)}, by its lease"
 
 
 class Meter:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from arrowcache import html
+from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import LoaderTimeoutError, SamplerError, WorkerError
 from arrowcache.pickling import pickled
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, State, drop, shut_down
@@ -41,7 +41,7 @@ _SEEN_SECONDS = 1.0  # between two looks at how far samplers are
 
 
 @dataclass(frozen=True, slots=True)
-class PoolStats:
+class PoolStats(Shown):
     """A pool since it was started.
 
     `bytes` are of published segments' files, `seconds` since the start, `waiting_seconds` what its
@@ -59,13 +59,11 @@ class PoolStats:
     failures: int
     drawn_rows: int = 0
 
-    def __str__(self) -> str:
-        return "; ".join(f"{name} {value}" for name, value in self._facts())
+    def _card(self) -> Card:
+        return Card("PoolStats", "", [Facts(self.facts())])
 
-    def _repr_html_(self) -> str:
-        return html.card("PoolStats", "", html.facts(self._facts()))
-
-    def _facts(self) -> list[tuple[str, str]]:
+    def facts(self) -> list[tuple[str, str]]:
+        """What was published, first, and what that took, to be shown."""
         rate = ""
         if self.seconds:
             rate = f" ({format_bytes(self.bytes / self.seconds)}/s, {self.rows / self.seconds:,.1f} rows/s)"
@@ -276,7 +274,8 @@ class Pool:
                 raise failed from error  # rows did not come since samplers failed
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.stats()}>"
+        _, published = self.stats().facts()[0]
+        return f"<{type(self).__name__} published {published}>"
 
     def _shut_down(self) -> None:
         shut_down(self._state, self._thread)

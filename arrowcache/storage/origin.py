@@ -76,6 +76,16 @@ def kind_of_import(task: str) -> str:
     return match[1] if match else ""
 
 
+def sampler_of(task: str) -> str:
+    """Who published a segment of this task: a pool as "<name>.<seed>", an import, or a writer."""
+    if kind := kind_of_import(task):
+        return kind
+    sampler = task.rpartition(".")[0]
+    if sampler.startswith("tfrecord.") and sampler.count(".") == 2:
+        return sampler[: len("tfrecord.") + 8]  # all workers of one import
+    return sampler or task or "writer"
+
+
 class Coverage:
     """Which rows of which files a cache has.
 

@@ -7,26 +7,23 @@ after a restart of the machine they leap.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from arrowcache import html, text
-from arrowcache.storage import timeline
+from arrowcache.display import Bar, Card, Facts, Mark, Part, Shown, Timeline
+from arrowcache.storage.origin import sampler_of
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
     from arrowcache.storage.layout import SegmentInfo
 
 _WINDOWS = ((60.0, "last minute"), (3600.0, "last hour"), (86400.0, "last day"))
-_FILL = {"published": "█", "leased": "▓", "incoming": "▒", "quarantine and bookkeeping": "░", "free": " "}
-_REMEMBERED_SECONDS = 60.0
 _LEAST_SECONDS_APART = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class CacheStats:
+class CacheStats(Shown):
     """A cache at one moment. Bytes are allocated bytes, as `du` counts them.
 
     What was ever published, served and evicted counts from when the cache was made: `served_rows` are those
@@ -61,12 +58,44 @@ class CacheStats:
         """Share of the evicted rows that no epoch read, in [0, 1]."""
         return self.unread_rows / self.evicted_rows if self.evicted_rows else 0.0
 
-    def __str__(self) -> str:
-        return f"{contents(self)}\n{capacity_line(self)}\n{reuse(self)}"
+    def _card(self) -> Card:
+        return Card("CacheStats", "", self.parts())
 
-    def _repr_html_(self) -> str:
-        notes = [html.note(contents(self)), html.note(reuse(self))]
-        return html.card("CacheStats", "", capacity_bar(self), *notes)
+    def parts(self) -> list[Part]:
+        """What there is, what the capacity goes to, and how often what is here was served."""
+        other = self.allocated_bytes - self.published_bytes - self.incoming_bytes
+        capacity = [
+            ("published", self.published_bytes - self.leased_bytes),
+            ("leased", self.leased_bytes),
+            ("incoming", self.incoming_bytes),
+            ("quarantine and bookkeeping", other),
+        ]
+        return [self._contents(), Bar(capacity, format_bytes, self.capacity_bytes, "free"), self._reuse()]
+
+    def _contents(self) -> str:
+        words = [
+            f"{format_count(self.segments, 'segment')}, {format_count(self.rows, 'row')}",
+            (
+                f"{format_bytes(self.allocated_bytes)} of {format_bytes(self.capacity_bytes)} "
+                f"({format_share(self.allocated_bytes, self.capacity_bytes)})"
+            ),
+        ]
+        if self.segments and self.rows:
+            words.append(f"{format_bytes(self.published_bytes / self.rows)} a row on the disk")
+        if self.quarantined:
+            words.append(f"{format_count(self.quarantined, 'segment')} in quarantine")
+        if self.waiting_writers:
+            why = f"as {self.paced}" if self.paced else "for room"
+            words.append(f"{format_count(self.waiting_writers, 'writer')} waiting {why}")
+        return ", ".join(words)
+
+    def _reuse(self) -> str:
+        unread = f", {format_share(self.unread_rows, self.evicted_rows)} of them unread"
+        return (
+            f"{format_count(self.inserted_rows, 'row')} published, {format_count(self.served_rows, 'row')} "
+            f"served, what is here {self.times_served:.1f} times (at most {self.most_times_served}); "
+            f"{format_count(self.evicted_rows, 'row')} evicted{unread if self.evicted_rows else ''}"
+        )
 
 
 class Survey(NamedTuple):
@@ -93,91 +122,57 @@ class Rate(NamedTuple):
 
 
 class Looks:
-    """How many segments were evicted by when: what an object remembers of earlier looks at a cache.
-
-    Of the last minute, and the one before; single operations, which no thread can tear.
+    """The last looks at a cache, (seconds of a clock that only goes on, segments evicted so far): two tell a
+    rate, if they are a second apart.
     """
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, int]] = deque()
+        self._before: tuple[float, int] | None = None
+        self._last: tuple[float, int] | None = None
 
     def add(self, now: float, evicted: int) -> tuple[float, int] | None:
-        """Remember this look; returns the seconds since an earlier one and what was evicted since.
-
-        Args:
-            now: seconds of a clock that only goes on.
-            evicted: how many segments ever.
-        """
-        looks = self._looks
-        while len(looks) > 1 and looks[1][0] <= now - _REMEMBERED_SECONDS:
-            looks.popleft()
-        earlier = [look for look in list(looks) if look[0] <= now - _LEAST_SECONDS_APART]
-        if not looks or looks[-1][0] <= now - _LEAST_SECONDS_APART:
-            looks.append((now, evicted))
-        return (now - earlier[0][0], evicted - earlier[0][1]) if earlier else None
+        """Remember this look; returns the seconds since an earlier one and what was evicted since."""
+        if self._last is None or now - self._last[0] >= _LEAST_SECONDS_APART:
+            self._before, self._last = self._last, (now, evicted)
+        before = self._before
+        return before and (now - before[0], evicted - before[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """What a cache holds, and how that changes.
+def overview(
+    stats: CacheStats, segments: Sequence[SegmentInfo], looks: Looks, now: float | None = None
+) -> list[Part]:
+    """A cache now, which `looks` remembers: its contents, its segments, and how fast they come and go."""
+    now = time.time() if now is None else now
+    rates = Facts([("ingest", _ingest(segments, now)), ("eviction", _eviction(stats, looks))])
+    return [*stats.parts(), *timeline(segments, now), rates]
 
-    `ingest` is None while too few segments tell it, `eviction` at the first look.
-    """
 
-    stats: CacheStats
-    segments: Sequence[SegmentInfo]
-    now: float
-    ingest: Rate | None
-    eviction: Rate | None
+def timeline(segments: Sequence[SegmentInfo], now: float) -> list[Timeline]:
+    """Segments side by side; nothing where there are none."""
+    marks = [Mark(s.seq, s.rows, s.nbytes, now - s.published, s.task, sampler_of(s.task)) for s in segments]
+    return [Timeline(marks)] if marks else []
 
-    @classmethod
-    def of(cls, stats: CacheStats, segments: Sequence[SegmentInfo], looks: Looks) -> Overview:
-        """Take a look now, which `looks` remembers."""
-        now = time.time()
-        since = looks.add(time.monotonic(), stats.evicted_segments)
-        eviction = None
-        if since is not None:
-            seconds, count = since
-            mean = max(1, len(segments))
-            eviction = Rate(
-                count / seconds,
-                count * stats.rows / mean / seconds,
-                count * stats.published_bytes / mean / seconds,
-                f"last {format_seconds(seconds)}",
-            )
-        return cls(stats, segments, now, ingest_rate(segments, now), eviction)
 
-    def as_text(self) -> str:
-        """Few lines: the capacity, the segments, the rates."""
-        lines = [contents(self.stats), capacity_line(self.stats)]
-        if self.segments:
-            lines += [timeline.span(self.segments, self.now), timeline.as_text(self.segments)]
-        lines += [f"{name:<9} {value}" for name, value in self._rates()]
-        return "\n".join(lines)
+def _ingest(segments: Sequence[SegmentInfo], now: float) -> str:
+    if rate := ingest_rate(segments, now):
+        return str(rate)
+    if not segments:
+        return "nothing to tell it by"
+    age = now - max(segment.published for segment in segments)
+    return f"no rate yet, the newest segment came {format_seconds(max(0.0, age))} ago"
 
-    def as_html(self) -> html.Markup:
-        """Bars, the timeline and the rates."""
-        parts = [capacity_bar(self.stats), html.note(contents(self.stats))]
-        if self.segments:
-            parts += [
-                timeline.as_html(self.segments, self.now),
-                html.note(timeline.span(self.segments, self.now)),
-            ]
-        return html.join([*parts, html.facts(self._rates())])
 
-    def _rates(self) -> list[tuple[str, str]]:
-        comes = "nothing to tell it by" if self.ingest is None else str(self.ingest)
-        if self.ingest is None and self.segments:
-            age = self.now - max(segment.published for segment in self.segments)
-            comes = f"no rate yet, the newest segment came {format_seconds(max(0.0, age))} ago"
-        goes = f"{format_count(self.stats.evicted_segments, 'segment')} so far"
-        if self.eviction is not None and self.eviction.segments:
-            goes += f"; about {self.eviction}"  # as large as those that are here
-        elif self.eviction is not None:
-            goes += f"; none in the {self.eviction.when}"
-        elif self.stats.evicted_segments:
-            goes += "; the next look tells the rate"
-        return [("ingest", comes), ("eviction", goes)]
+def _eviction(stats: CacheStats, looks: Looks) -> str:
+    since = looks.add(time.monotonic(), stats.evicted_segments)
+    goes = f"{format_count(stats.evicted_segments, 'segment')} so far"
+    if since is None:
+        return f"{goes}; the next look tells the rate" if stats.evicted_segments else goes
+    seconds, count = since
+    when = f"last {format_seconds(seconds)}"
+    if not count:
+        return f"{goes}; none in the {when}"
+    rate, mean = count / seconds, max(1, stats.segments)  # as large as those that are here
+    return f"{goes}; about {Rate(rate, rate * stats.rows / mean, rate * stats.published_bytes / mean, when)}"
 
 
 def ingest_rate(segments: Sequence[SegmentInfo], now: float) -> Rate | None:
@@ -198,60 +193,6 @@ def ingest_rate(segments: Sequence[SegmentInfo], now: float) -> Rate | None:
             rows, nbytes = sum(s.rows for s in recent), sum(s.allocated_bytes for s in recent)
             return Rate(len(recent) / seconds, rows / seconds, nbytes / seconds, when)
     return None
-
-
-def contents(stats: CacheStats) -> str:
-    """One sentence of what there is."""
-    words = [
-        f"{format_count(stats.segments, 'segment')}, {format_count(stats.rows, 'row')}",
-        (
-            f"{format_bytes(stats.allocated_bytes)} of {format_bytes(stats.capacity_bytes)} "
-            f"({format_share(stats.allocated_bytes, stats.capacity_bytes)})"
-        ),
-    ]
-    if stats.segments and stats.rows:
-        words.append(f"{format_bytes(stats.published_bytes / stats.rows)} a row on the disk")
-    if stats.quarantined:
-        words.append(f"{format_count(stats.quarantined, 'segment')} in quarantine")
-    if stats.waiting_writers:
-        why = f"as {stats.paced}" if stats.paced else "for room"
-        words.append(f"{format_count(stats.waiting_writers, 'writer')} waiting {why}")
-    return ", ".join(words)
-
-
-def reuse(stats: CacheStats) -> str:
-    """One sentence of how often what is here was served, and what left unread."""
-    unread = f", {format_share(stats.unread_rows, stats.evicted_rows)} of them unread"
-    return (
-        f"{format_count(stats.inserted_rows, 'row')} published, {format_count(stats.served_rows, 'row')} "
-        f"served, what is here {stats.times_served:.1f} times (at most {stats.most_times_served}); "
-        f"{format_count(stats.evicted_rows, 'row')} evicted{unread if stats.evicted_rows else ''}"
-    )
-
-
-def capacity_parts(stats: CacheStats) -> list[tuple[str, float, str, str]]:
-    """What the capacity goes to: (name, bytes, as text, color); what is nothing is left out."""
-    unleased = stats.published_bytes - stats.leased_bytes
-    other = stats.allocated_bytes - stats.published_bytes - stats.incoming_bytes
-    parts = (
-        ("published", unleased, html.BLUE),
-        ("leased", stats.leased_bytes, html.ORANGE),
-        ("incoming", stats.incoming_bytes, html.PURPLE),
-        ("quarantine and bookkeeping", other, html.GREY),
-        ("free", stats.capacity_bytes - stats.allocated_bytes, "transparent"),
-    )
-    return [(name, nbytes, format_bytes(nbytes), color) for name, nbytes, color in parts if nbytes > 0]
-
-
-def capacity_bar(stats: CacheStats) -> html.Markup:
-    return html.bar(capacity_parts(stats), stats.capacity_bytes)
-
-
-def capacity_line(stats: CacheStats) -> str:
-    """The bar of a terminal, and what its parts are."""
-    parts = capacity_parts(stats)
-    drawn = text.stacked([(nbytes, _FILL[name]) for name, nbytes, _, _ in parts], stats.capacity_bytes, 40)
-    return f"[{drawn}] " + ", ".join(f"{_FILL[name]} {name} {size}".lstrip() for name, _, size, _ in parts)
 
 
 def _number(value: float) -> str:

@@ -21,13 +21,13 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import exact_values
+from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
 from arrowcache.errors import SchemaError
 from arrowcache.reading.values import Column, Values
 from arrowcache.tensorflow.columns import columns_of
 
-_INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")  # int64 has them all
-_WIRE = {"uint32": tf.int32, "uint64": tf.int64, "bfloat16": tf.uint16}  # which decode_raw lacks
+_LACKED = {tf.uint32: tf.int32, tf.uint64: tf.int64}  # by decode_raw, which reads others in their place
 
 
 def encode_rows(schema: Schema, columns: Mapping[str, Column], rows: int) -> Iterator[bytes]:
@@ -85,7 +85,7 @@ def example_parser(
 def _is_integer(kind: FieldType) -> bool:
     """Whether it is written as an int64_list."""
     if isinstance(kind, Tensor):
-        return kind.shape == () and kind.dtype in _INTEGERS
+        return kind.shape == () and dtype_of(kind.dtype).kind in "biu" and kind.dtype != "uint64"
     return isinstance(kind, Timestamp)
 
 
@@ -118,8 +118,9 @@ def _tensor(kind: FieldType, value: Any) -> Any:
     dtype = tf.as_dtype(kind.dtype)
     if _is_integer(kind):
         return tf.cast(value, dtype)
-    flat = tf.io.decode_raw(value, _WIRE.get(kind.dtype, dtype))
-    if kind.dtype in _WIRE:
+    read = tf.as_dtype(kind.numpy_dtype)
+    flat = tf.io.decode_raw(value, _LACKED.get(read, read))
+    if flat.dtype != dtype:
         flat = tf.bitcast(flat, dtype)
     return tf.reshape(flat, (-1, *kind.inner_shape) if isinstance(kind, Ragged) else kind.shape)
 
@@ -141,7 +142,7 @@ def _value(name: str, kind: FieldType, feature: Any) -> Any:
         array: NDArray[Any] = np.array(values, np.int64)
     else:
         array = np.array(values, np.float32)
-        if isinstance(kind, Timestamp) or kind.dtype.startswith(("bool", "int", "uint")):
+        if isinstance(kind, Timestamp) or dtype_of(kind.dtype).kind in "biu":
             raise SchemaError(
                 f"field {name!r}: expected {kind!r}, got a float_list, and floats do not become integers: "
                 "write an int64_list, or declare a float"

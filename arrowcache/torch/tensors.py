@@ -16,6 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
 
 from arrowcache.arrow.convert import is_masked
+from arrowcache.arrow.dtype import bits_of
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.reading.values import Values
 
@@ -158,6 +159,6 @@ def _dense(array: np.ndarray[Any, Any], kind: FieldType | None) -> torch.Tensor:
     if isinstance(kind, Timestamp) and array.dtype.kind == "M":
         array = array.view(np.int64)
     tensor = tensor_over(array)
-    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16" and array.dtype == np.uint16:
-        return tensor.view(torch.bfloat16)
+    if isinstance(kind, Tensor | Ragged) and bits_of(kind.dtype) and array.dtype == kind.numpy_dtype:
+        return tensor.view(getattr(torch, kind.dtype))
     return tensor

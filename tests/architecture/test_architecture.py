@@ -26,10 +26,10 @@ LAYERS = {  # an import may only point to a lower number
     "storage": 2,
     "arrow": 1,
     "pickling": 0.5, "process": 0.5, "shortage": 0.5,
-    "cgroup": 0, "errors": 0, "html": 0, "linux": 0, "native": 0, "units": 0,
-    "text": -1,
+    "cgroup": 0, "display": 0, "errors": 0, "linux": 0, "native": 0,
+    "units": -1,
 }  # fmt: skip
-STANDARD_LIBRARY_ONLY = ("cgroup", "errors", "html", "linux", "text", "units")
+STANDARD_LIBRARY_ONLY = ("cgroup", "display", "errors", "linux", "units")
 FRAMEWORKS = {
     "torch": ("torch", "demo"),
     "tensorflow": ("tensorflow",),

@@ -319,7 +319,8 @@ READERS_THAT_ARE_KILLED = """
             os.write(writes, b"-")
             signal.pause()
         os.read(reads, 1)
-        before, path = free_bytes(), cache.path / "segments" / sorted(os.listdir(cache.path / "segments"))[0]
+        before, newest = free_bytes(), max(os.listdir(cache.path / "segments"))
+        path = cache.path / "segments" / newest  # what was mapped first is freed first: it would show nothing
         size = path.stat().st_blocks * 512
         evictor = LockFile(cache.path / "lease.lock")
         assert not evictor.try_range(oldest, 1, exclusive=True)

@@ -452,9 +452,9 @@ def test_a_snapshot_shows_what_it_reads_and_leases(tmp_path):
     for words in ("64 rows in 4 segments", "seq 0 to 3, published", "3 segments, ", "by this process"):
         assert words in text
         assert words in shown.text
-    assert len(text.splitlines()) == 4
+    assert len(text.splitlines()) == 5
     assert shown.tags.count("rect") == 4
-    assert str(snapshot) == "Snapshot: closed"
+    assert str(snapshot) == "Snapshot closed"
     assert "closed" in seen(snapshot._repr_html_()).text
 
 

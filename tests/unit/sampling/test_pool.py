@@ -1328,12 +1328,13 @@ def test_pools_of_several_processes_share_their_numbers(cache):
 
 
 @pytest.mark.slow
-def test_statistics_are_shown_in_a_line_and_in_a_notebook(cache):
+def test_statistics_are_shown_in_a_terminal_and_in_a_notebook(cache):
     stats = ac.PoolStats(3, 48, 3 << 20, 2.0, 90.0, 1, 0)
-    assert str(stats) == (
-        "published 3 segments, 48 rows, 3.0 MiB in 2.0 s (1.5 MiB/s, 24.0 rows/s); "
-        "waited to publish 1.5 min, all workers together; tasks 1 retry, 0 tasks given up"
-    )
+    assert str(stats).splitlines() == [
+        "published          3 segments, 48 rows, 3.0 MiB in 2.0 s (1.5 MiB/s, 24.0 rows/s)",
+        "waited to publish  1.5 min, all workers together",
+        "tasks              1 retry, 0 tasks given up",
+    ]
     shown = seen(stats._repr_html_())
     assert "3 segments, 48 rows, 3.0 MiB in 2.0 s (1.5 MiB/s, 24.0 rows/s)" in shown.text
     assert "1 retry, 0 tasks given up" in shown.text

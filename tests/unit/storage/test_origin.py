@@ -17,6 +17,7 @@ from arrowcache.storage.origin import (
     has_place,
     kind_of_import,
     origins_of,
+    sampler_of,
     task_of,
 )
 
@@ -137,3 +138,20 @@ def test_files_of_one_length_and_one_footer_are_two(tmp_path):
         footers.append(data[-8 - length :])
     assert footers[0] == footers[1]
     assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("task", "sampler"),
+    [
+        ("", "writer"),
+        ("default.0.17", "default.0"),
+        ("a.b.c.3.17", "a.b.c.3"),
+        ("mine", "mine"),
+        ("tfrecord.0123456789abcdef.3.17", "tfrecord.01234567"),
+        ("tfrecord.3.17", "tfrecord.3"),
+        ("tfrecord.0123456789abcdef-0-16", "tfrecord"),
+        ("parquet.0123456789abcdef-16-4e.fedcba9876543210-0-12", "parquet"),
+    ],
+)
+def test_a_task_tells_the_sampler(task, sampler):
+    assert sampler_of(task) == sampler

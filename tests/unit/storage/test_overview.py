@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markup import seen
 
+from arrowcache.display import Bar, Card
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.overview import CacheStats, Looks, Overview, Rate, capacity_parts, ingest_rate
+from arrowcache.storage.overview import CacheStats, Looks, ingest_rate, overview
 
 MIB = 1 << 20
 NOW = 1_000_000.0
@@ -36,12 +38,9 @@ def test_the_parts_of_the_capacity_add_up(unleased, leased, incoming, other):
         STATS, capacity_bytes=400, published_bytes=published, leased_bytes=leased, incoming_bytes=incoming,
         allocated_bytes=published + incoming + other,
     )  # fmt: skip
-    parts = {name: nbytes for name, nbytes, _, _ in capacity_parts(stats)}
-    assert sum(parts.values()) == 400
-    assert parts.get("published", 0) == unleased
-    assert parts.get("leased", 0) == leased
-    assert parts.get("incoming", 0) == incoming
-    assert 0 not in parts.values()
+    (bar,) = (part for part in stats.parts() if isinstance(part, Bar))
+    assert [amount for _, amount in bar.parts] == [unleased, leased, incoming, other]
+    assert (bar.whole, bar.rest) == (400, "free")
 
 
 def test_the_ingest_rate_is_that_of_the_last_minute():
@@ -81,41 +80,43 @@ def test_the_first_look_tells_no_rate_and_the_next_one_does():
     assert looks.add(104.0, 11) == (4.0, 8)
 
 
-def test_looks_reach_back_a_minute_and_no_further_than_needed():
+def test_a_rate_is_of_the_time_since_the_look_before():
     looks = Looks()
-    for second in range(1000):
-        since = looks.add(float(second), 2 * second)
-    assert since == (60.0, 120)
-    assert len(looks._looks) <= 62
-    assert looks.add(5000.0, 3000) == (4001.0, 1002)  # nobody looked for long: since the last time
+    looks.add(100.0, 3)
+    assert looks.add(104.0, 11) == (4.0, 8)
+    assert looks.add(104.5, 12) == (4.5, 9), "one that follows at once is no other look"
+    assert looks.add(5000.0, 3000) == (4896.0, 2989)
 
 
-def overview(stats=STATS, listed=(), **fields):
-    return Overview(**{
-        "stats": stats, "segments": listed, "now": NOW, "ingest": ingest_rate(listed, NOW),
-        "eviction": None,
-    } | fields)  # fmt: skip
+def card(listed=(), *, stats=STATS, evicted_before=None, seconds=30.0):
+    """A cache as it shows itself, half a minute after another look."""
+    looks = Looks()
+    if evicted_before is not None:
+        looks.add(time.monotonic() - seconds, evicted_before)
+    return Card("Cache", "here", overview(stats, listed, looks, NOW))
 
 
 def test_the_text_is_a_few_lines():
-    text = overview(listed=segments(11, newest=0.0), eviction=Rate(2.0, 32.0, 8192.0, "last 30 s")).as_text()
+    text = card(segments(11, newest=0.0), evicted_before=1, seconds=3.0).as_text()
     assert text.splitlines() == [
+        "Cache here",
         "10 segments, 160 rows, 50.0 MiB of 100.0 MiB (50 %), 256.0 KiB a row on the disk",
         (
             "[████████████▓▓▓▓▒▒░░                    ] █ published 30.0 MiB, ▓ leased 10.0 MiB, "
             "▒ incoming 6.0 MiB, ░ quarantine and bookkeeping 4.0 MiB, free 50.0 MiB"
         ),
+        ("0 rows published, 0 rows served, what is here 0.0 times (at most 0); 0 rows evicted"),
         "seq 7 to 17, published 10 s to 0 s ago",
-        "by p.0",
+        "by p.0 100 %",
         "ingest    4.0 KiB/s, 16 rows/s, 1 segments/s (last 10 s)",
-        "eviction  7 segments so far; about 8.0 KiB/s, 32 rows/s, 2 segments/s (last 30 s)",
+        "eviction  7 segments so far; about 8.0 MiB/s, 32 rows/s, 2 segments/s (last 3.0 s)",
     ]
 
 
 def test_a_notebook_shows_the_same_words():
-    seen_overview = overview(listed=segments(11, newest=0.0), eviction=Rate(2.0, 32.0, 8192.0, "last 30 s"))
-    shown = seen(seen_overview.as_html())
-    for line in seen_overview.as_text().splitlines()[2:]:
+    shown_card = card(segments(11, newest=0.0), evicted_before=1)
+    shown = seen(shown_card.as_html())
+    for line in shown_card.as_text().splitlines()[3:]:
         for word in line.removeprefix("by ").split("  "):
             assert word.strip() in shown.text
     assert shown.tags.count("rect") == 11
@@ -127,7 +128,7 @@ def test_a_notebook_shows_the_same_words():
     [
         ({"stats": replace(STATS, evicted_segments=0)}, "eviction  0 segments so far"),
         ({}, "eviction  7 segments so far; the next look tells the rate"),
-        ({"eviction": Rate(0.0, 0.0, 0.0, "last 5 s")}, "7 segments so far; none in the last 5 s"),
+        ({"evicted_before": 7, "seconds": 5.0}, "7 segments so far; none in the last 5.0 s"),
         ({"listed": []}, "ingest    nothing to tell it by"),
         ({"listed": segments(1, newest=90.0)}, "ingest    no rate yet, the newest segment came 1.5 min ago"),
         ({"stats": replace(STATS, quarantined=2)}, "on the disk, 2 segments in quarantine"),
@@ -136,7 +137,7 @@ def test_a_notebook_shows_the_same_words():
     ],
 )  # fmt: skip
 def test_what_is_not_known_or_not_well_is_said(changes, words):
-    assert words in overview(**changes).as_text()
+    assert words in card(**changes).as_text()
 
 
 def test_statistics_print_their_bar():
@@ -148,10 +149,7 @@ def test_statistics_print_their_bar():
 def test_a_number_that_leapt_is_no_count_of_evictions():
     """After a restart of the machine a cache seemed to have lost a million segments."""
     leapt = replace(STATS, oldest_seq=1_000_007, next_seq=1_000_017)
-    seen_then, looks = Overview.of(STATS, [], Looks()), Looks()
-    assert "7 segments so far" in seen_then.as_text()
-    looks.add(0.0, STATS.evicted_segments)
-    seen_now = Overview.of(leapt, [], looks)
-    assert "7 segments so far; none in the last" in seen_now.as_text()
-    emptied = Overview.of(replace(leapt, oldest_seq=None, segments=0, rows=0), [], Looks())
-    assert "7 segments so far" in emptied.as_text()
+    assert "7 segments so far" in card().as_text()
+    assert "7 segments so far; none in the last" in card(stats=leapt, evicted_before=7).as_text()
+    emptied = replace(leapt, oldest_seq=None, segments=0, rows=0)
+    assert "7 segments so far" in card(stats=emptied).as_text()

@@ -61,7 +61,7 @@ def test_rows_that_are_drawn_and_not_published_are_seen_with_any_executor(cache,
     assert before < seen.last_row < time.monotonic()
     assert (seen.pid == os.getpid()) == isinstance(executor, ThreadPoolExecutor)
     wait_until(lambda: pool.stats().drawn_rows == 5, "the pool to say so")
-    assert "drawn, not published 5 rows" in str(pool.stats())
+    assert "drawn, not published  5 rows" in str(pool.stats())
     assert pool.stats().rows == 0
     gate.touch()
     pool.wait(timeout=DEADLINE_SECONDS)

@@ -1,0 +1,374 @@
+"""Display: how values show themselves, as text in a terminal and as HTML in a notebook.
+
+A class says once what it shows: a `Card` of sentences, facts, tables, bars and timelines. `Shown` makes its
+`__str__` and its `_repr_html_` of that. Nobody else lays out text or writes HTML.
+
+A name of a user's, or of a file, shows as itself and moves nothing. The HTML has no script, nothing from
+elsewhere, and its style is inline, so that it meets no other output's. Text takes the notebook's own color,
+lines JupyterLab's variables, with colors that are seen on white and on black where those are not.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from arrowcache.units import format_bytes, format_count, format_seconds, format_share
+
+#: Of Okabe and Ito (2008): told apart by the color-blind, too; seen on white and on black.
+BLUE, ORANGE, PURPLE, GREEN, SKY, RED = COLORS = (
+    "#2f7fc1", "#e69f00", "#b66dbd", "#009e73", "#56b4e9", "#d55e00",
+)  # fmt: skip
+GREY = "#8c8c8c"
+_FILLS = "█▓▒░▚▞"  # a terminal's for COLORS
+_LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.35))"
+_WIDTH = "max-width: 46em"
+_TEXT_WIDTH = 40  # characters of a bar
+_MOST_CELLS, _CELL_HEIGHT = 100, 40
+_MOST_NAME = 40
+_MOST_OPEN = 20  # rows of a table; of more, a notebook shows the total first
+
+
+# Text
+
+
+def printable(value: object) -> str:
+    """Text with all that is not to be seen, or would move the rest, as escapes: line ends, controls."""
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shorten(text: str, most: int) -> str:
+    """At most so many characters, the last of them "…" if some are left out."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _columns(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> str:
+    """Rows in columns, two blanks between them; those in `right` are aligned to the right."""
+    lines = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+
+    def padded(at: int, cell: str) -> str:
+        blank = " " * (widths[at] - _width(cell))
+        return blank + cell if at in right else cell + blank
+
+    return "\n".join("  ".join(padded(*entry) for entry in enumerate(line)).rstrip() for line in lines)
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal."""
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
+    )
+
+
+# HTML
+
+
+class Markup(str):
+    """Text that is HTML already; all other is escaped where it becomes part of one."""
+
+    __slots__ = ()
+
+
+def escape(value: object) -> Markup:
+    """Any text, such as a user's or a file's name, so that it shows as itself."""
+    return value if isinstance(value, Markup) else Markup(html.escape(printable(value)))
+
+
+def join(parts: Iterable[object]) -> Markup:
+    """Parts one after another, each escaped unless it is Markup."""
+    return Markup("".join(map(escape, parts)))
+
+
+def element(tag: str, *content: object, **attributes: object) -> Markup:
+    """An element; `_` in an attribute's name is `-`, and one of None is left out."""
+    return Markup(f"{empty_element(tag, **attributes)}{join(content)}</{tag}>")
+
+
+def empty_element(tag: str, **attributes: object) -> Markup:
+    """One without an end, such as an image."""
+    shown = "".join(
+        f' {name.replace("_", "-")}="{html.escape(printable(value))}"'
+        for name, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{tag}{shown}>")
+
+
+def note(*content: object) -> Markup:
+    """A line in small print."""
+    return element("div", *content, style="font-size: 0.87em; opacity: 0.85; margin: 0.15em 0")
+
+
+def page(title: str, body: Markup) -> str:
+    """A document of its own, in the reader's choice of light or dark."""
+    head = element("title", title) + Markup('<meta charset="utf-8">')
+    style = "color-scheme: light dark; background: Canvas; color: CanvasText; font-family: sans-serif"
+    return f"<!DOCTYPE html>\n<html><head>{head}</head>{element('body', body, style=style)}</html>\n"
+
+
+def _rows(rows: Iterable[Sequence[object]], styles: Sequence[str], tag: str = "td") -> Markup:
+    return join(
+        element(
+            "tr",
+            *(element(tag, cell, style=style) for cell, style in zip(row, styles, strict=True)),
+            style="background: none",
+        )
+        for row in rows
+    )
+
+
+def _legend(names: Iterable[tuple[str, str]]) -> Markup:
+    """What colors stand for: (name, color)."""
+    square = f"display: inline-block; width: 0.7em; height: 0.7em; margin-right: 0.35em; border: {_LINE}"
+    entries = (
+        element(
+            "span",
+            element("span", style=f"{square}; background: {color}"),
+            name,
+            style="margin-right: 1.2em; white-space: nowrap",
+        )
+        for name, color in names
+    )
+    return note(*entries)
+
+
+# What is shown, in both forms
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values, a line each."""
+
+    rows: Sequence[tuple[str, object]]
+
+    def as_text(self) -> str:
+        return _columns(self.rows)
+
+    def as_html(self) -> Markup:
+        cell = "text-align: left; padding: 0.05em 0.9em 0.05em 0; border: 0; vertical-align: top"
+        styles = (f"{cell}; opacity: 0.75; white-space: nowrap", cell)
+        return element("table", _rows(self.rows, styles), style="border-collapse: collapse; margin: 0.3em 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under a head; `total` is a sentence on all of them, `right` heads of columns of numbers."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    total: str
+    right: Sequence[str] = ()
+
+    def as_text(self) -> str:
+        right = [at for at, name in enumerate(self.head) if name in self.right]
+        return f"{_columns((self.head, *self.rows), right)}\n{printable(self.total)}"
+
+    def as_html(self) -> Markup:
+        cell = f"padding: 0.15em 0.9em 0.15em 0; border: 0; border-bottom: {_LINE}"
+        styles = [f"text-align: {'right' if name in self.right else 'left'}; {cell}" for name in self.head]
+        lines = _rows([self.head], styles, "th"), _rows(self.rows, styles)
+        table = element(
+            "table", *lines, style="border-collapse: collapse; margin: 0.4em 0; font-size: 0.93em"
+        )
+        is_open = "" if len(self.rows) <= _MOST_OPEN else None
+        summary = element("summary", self.total, style="cursor: pointer")
+        return element("details", summary, table, open=is_open, style="margin: 0.4em 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar of parts, and what they are.
+
+    Args:
+        parts: (name, amount), as many as COLORS at most; what is nothing is left out.
+        format_amount: an amount as text.
+        whole: the amount of the bar's whole length; 0: all parts together.
+        rest: the name of what is left of it.
+    """
+
+    parts: Sequence[tuple[str, float]]
+    format_amount: Callable[[float], str]
+    whole: float = 0
+    rest: str = ""
+
+    def _shown(self) -> list[tuple[float, str, str, str]]:
+        """(share of the length, name with amount, color, character) of each part that is something."""
+        whole = max(self.whole, sum(amount for _, amount in self.parts)) or 1
+        shown = [
+            (amount / whole, f"{name} {self.format_amount(amount)}", color, fill)
+            for (name, amount), color, fill in zip(self.parts, COLORS, _FILLS, strict=False)
+            if amount > 0
+        ]
+        left = whole - sum(amount for _, amount in self.parts)
+        if self.rest and left > 0:
+            shown.append((left / whole, f"{self.rest} {self.format_amount(left)}", "transparent", " "))
+        return shown
+
+    def as_text(self) -> str:
+        drawn, upto, shown = "", 0.0, self._shown()
+        for share, _, _, fill in shown:
+            upto += share
+            drawn += fill * (round(_TEXT_WIDTH * upto) - len(drawn))
+        names = ", ".join(f"{fill} {name}".lstrip() for _, name, _, fill in shown)
+        return f"[{drawn.ljust(_TEXT_WIDTH)}] {printable(names)}"
+
+    def as_html(self) -> Markup:
+        shown = self._shown()
+        pieces = (
+            element(
+                "div", title=name, style=f"width: {100 * share:.3f}%; min-width: 2px; background: {color}"
+            )
+            for share, name, color, _ in shown
+        )
+        frame = f"display: flex; height: 0.9em; margin: 0.3em 0 0.1em; border: {_LINE}; {_WIDTH}"
+        names = _legend((name, color) for _, name, color, _ in shown)
+        return join([element("div", *pieces, style=frame), names])
+
+
+class Mark(NamedTuple):
+    """A segment on a timeline."""
+
+    seq: int
+    rows: int
+    nbytes: int
+    age_seconds: float
+    task: str
+    sampler: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Segments side by side, oldest first, at least one: how old, how many rows, by which sampler.
+
+    Neighbours share a cell where there are more than can be drawn.
+    """
+
+    marks: Sequence[Mark]
+
+    def cells(self) -> list[Sequence[Mark]]:
+        """Of equally many marks each, but for one more."""
+        count = min(len(self.marks), _MOST_CELLS)
+        ends = [len(self.marks) * cell // count for cell in range(count + 1)]
+        return [self.marks[start:stop] for start, stop in itertools.pairwise(ends)]
+
+    def samplers(self) -> list[tuple[str, str]]:
+        """Each sampler, most rows first, and its share of them; those without a color of their own as one."""
+        ranked = sorted(_rows_of(self.marks).items(), key=lambda entry: (-entry[1], entry[0]))
+        if len(ranked) > len(COLORS):
+            others = ranked[len(COLORS) :]
+            ranked[len(COLORS) :] = [(f"{len(others)} others", sum(rows for _, rows in others))]
+        rows = sum(rows for _, rows in ranked)
+        return [(name, format_share(count, rows)) for name, count in ranked]
+
+    def span(self) -> str:
+        """Numbers and ages of the first and the last."""
+        first, last = self.marks[0], self.marks[-1]
+        if first is last:
+            return f"seq {first.seq}, published {_age(first)} ago"
+        return f"seq {first.seq} to {last.seq}, published {_age(first)} to {_age(last)} ago"
+
+    def as_text(self) -> str:
+        by = ", ".join(f"{shorten(name, _MOST_NAME)} {share}" for name, share in self.samplers())
+        return f"{self.span()}\nby {printable(by)}"
+
+    def as_html(self) -> Markup:
+        cells, samplers = self.cells(), self.samplers()
+        colors = dict(zip((name for name, _ in samplers), (*COLORS, GREY), strict=False))
+        highest = max(sum(mark.rows for mark in cell) / len(cell) for cell in cells)
+        picture = element(
+            "svg",
+            *(_drawn(at, cell, highest, colors) for at, cell in enumerate(cells)),
+            viewBox=f"0 0 {len(cells)} {_CELL_HEIGHT}",
+            preserveAspectRatio="none",
+            role="img",
+            aria_label="segments, oldest first",
+            style=f"display: block; width: {min(100, 4 * len(cells))}%; height: {_CELL_HEIGHT}px; "
+            f"border-bottom: {_LINE}; margin-top: 0.5em",
+        )
+        names = _legend((f"{shorten(name, _MOST_NAME)} {share}", colors[name]) for name, share in samplers)
+        return join([picture, names, note(self.span())])
+
+
+def _rows_of(marks: Iterable[Mark]) -> Counter[str]:
+    """Rows by sampler."""
+    rows: Counter[str] = Counter()
+    for mark in marks:
+        rows[mark.sampler] += mark.rows
+    return rows
+
+
+def _age(mark: Mark) -> str:
+    return format_seconds(max(0.0, mark.age_seconds))  # below zero where a clock was set back
+
+
+def _drawn(at: int, cell: Sequence[Mark], highest: float, colors: dict[str, str]) -> Markup:
+    first, last, rows_of = cell[0], cell[-1], _rows_of(cell)
+    bottom, parts = float(_CELL_HEIGHT), []
+    for sampler, rows in sorted(rows_of.items()):
+        height = _CELL_HEIGHT * rows / len(cell) / highest
+        bottom -= height
+        color = colors.get(sampler, GREY)
+        place = {"x": at + 0.05, "y": f"{bottom:.2f}", "width": 0.9, "height": f"{height:.2f}"}
+        parts.append(element("rect", **place, fill=color))
+    nbytes = format_bytes(sum(mark.nbytes for mark in cell))
+    size = f"{format_count(rows_of.total(), 'row')}, {nbytes}, {_age(last)} old"
+    if first is last:
+        title = f"segment {first.seq}: {size}, task {shorten(first.task, 100) or 'of a writer'}"
+    else:
+        names = ", ".join(
+            f"{shorten(name, _MOST_NAME)} {format_share(rows, rows_of.total())}"
+            for name, rows in rows_of.items()
+        )
+        title = f"{len(cell)} segments, {first.seq} to {last.seq}: {size}, by {names}"
+    return element("g", element("title", title), *parts)
+
+
+Part = str | Facts | Table | Bar | Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What an object shows: what it is, which one if that is told, and its parts below each other."""
+
+    title: str
+    subtitle: str
+    parts: Sequence[Part] = ()
+
+    def as_text(self) -> str:
+        head = [f"{self.title} {printable(self.subtitle)}"] if self.subtitle else []
+        parts = (printable(part) if isinstance(part, str) else part.as_text() for part in self.parts)
+        return "\n".join([*head, *parts])
+
+    def as_html(self) -> Markup:
+        subtitle = "opacity: 0.75; font-family: monospace; overflow-wrap: anywhere"
+        head = element("b", self.title), " ", element("span", self.subtitle, style=subtitle)
+        parts = (
+            part if isinstance(part, Markup) else note(part) if isinstance(part, str) else part.as_html()
+            for part in self.parts
+        )
+        style = f"{_WIDTH}; line-height: 1.45; font-size: var(--jp-content-font-size1, 14px)"
+        return element("div", element("div", *head), *parts, style=style)
+
+
+class Shown:
+    """A class whose objects show themselves, by a card, where they are printed and in a notebook."""
+
+    __slots__ = ()
+
+    def _card(self) -> Card:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self._card().as_text()
+
+    def _repr_html_(self) -> str:
+        return self._card().as_html()

@@ -1,0 +1,218 @@
+"""How values show themselves: text in columns, pieces of HTML, and cards in both forms."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markup import seen
+
+from arrowcache import display
+from arrowcache.display import Bar, Card, Facts, Mark, Table, Timeline, printable, shorten
+
+EVIL = "</td><script>alert('x')</script>\"&\n"
+PIECES = [
+    lambda text: display.element("b", text),
+    lambda text: display.element("b", title=text, data_x=text),
+    lambda text: display.empty_element("img", alt=text),
+    lambda text: display.note(text),
+    lambda text: display.page(text, display.escape(text)),
+    lambda text: Card(text, text, [text]).as_html(),
+    lambda text: Table([text], [[text]], text, [text]).as_html(),
+    lambda text: Facts([(text, text)]).as_html(),
+    lambda text: Bar([(text, 1.0)], str, 2.0, text).as_html(),
+    lambda text: Timeline([Mark(0, 1, 1, 1.0, text, text), Mark(1, 1, 1, 1.0, "", "b")]).as_html(),
+]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize(
+    "text", [EVIL, "\udcff", "\x00\x1b[31m", "\u202eabc", "<b>", "'\"><img src=x onerror=y>"]
+)
+def test_any_text_shows_as_itself_and_is_no_markup(piece, text):
+    shown, plain = seen(piece(text)), seen(piece("plain"))
+    assert shown.tags == plain.tags
+    assert [name for name, _ in shown.attributes] == [name for name, _ in plain.attributes]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        EVIL,
+        Facts([(EVIL, EVIL)]),
+        Table([EVIL], [[EVIL]], EVIL),
+        Bar([(EVIL, 1)], str),
+        Timeline([Mark(0, 1, 1, 1.0, EVIL, EVIL)]),
+    ],
+)
+def test_any_text_moves_nothing_in_a_terminal(part):
+    lines = Card("title", EVIL, [part]).as_text().splitlines()
+    assert lines[0] == rf"title {EVIL[:-1]}\n"
+    assert all(map(str.isprintable, lines))
+
+
+@given(st.text())
+def test_a_browser_reads_what_was_written_with_escapes_for_what_cannot_be_seen(text):
+    assert seen(display.element("b", text)).text.strip() == printable(text).strip()
+    assert display.element("b", title=text).isprintable()
+
+
+def test_markup_is_not_escaped_twice():
+    inner = display.element("i", "a & b")
+    assert display.element("b", inner, " <") == "<b><i>a &amp; b</i> &lt;</b>"
+    assert inner in Card("", "", [inner]).as_html()
+
+
+def test_an_attribute_of_none_is_left_out():
+    assert display.element("a", "x", title=None, stroke_width=2) == '<a stroke-width="2">x</a>'
+
+
+def test_a_page_is_a_document_of_its_own():
+    page = display.page("a title", display.note("hello"))
+    assert page.startswith("<!DOCTYPE html>")
+    assert 'charset="utf-8"' in page
+    assert "hello" in seen(page).text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("plain ü 漢", "plain ü 漢"),
+        ("a\nb\tc", r"a\nb\tc"),
+        ("\x1b[31m", r"\x1b[31m"),
+        ("\udcff", r"\udcff"),
+        ("\u202eabc", r"\u202eabc"),
+        (7, "7"),
+    ],
+)
+def test_what_would_move_the_rest_is_escaped(value, text):
+    assert printable(value) == text
+
+
+@given(st.text(), st.integers(1, 20))
+def test_a_shortened_text_says_so_and_is_short(text, most):
+    short = shorten(text, most)
+    assert len(short) <= most
+    assert short == text or (short[-1] == "…" and text.startswith(short[:-1]))
+
+
+# a card and its parts
+
+
+def test_a_card_says_what_it_is_where_it_is_one_of_several():
+    assert Card("Cache", "/here", ["a line"]).as_text() == "Cache /here\na line"
+    assert Card("CacheStats", "", ["a line"]).as_text() == "a line"
+    assert "CacheStats" in seen(Card("CacheStats", "").as_html()).text
+
+
+def test_facts_are_aligned():
+    assert Facts([("a", 1), ("longer", "b")]).as_text() == "a       1\nlonger  b"
+
+
+def test_columns_of_a_table_are_aligned():
+    table = Table(["name", "bytes"], [["a", "1"], ["longer", "1000"]], "a total", ["bytes"])
+    assert table.as_text().splitlines() == [
+        "name    bytes",
+        "a           1",
+        "longer   1000",
+        "a total",
+    ]
+    shown = seen(table.as_html())
+    assert (shown.tags.count("th"), shown.tags.count("td")) == (2, 4)
+    aligned = [style.partition(":")[2][:6] for style in shown.values("style") if "text-align" in style]
+    assert aligned == [" left;", " right"] * 3
+    assert "a total" in shown.text
+
+
+def test_wide_and_combining_characters_do_not_move_the_next_column():
+    lines = Facts([("name", "x"), ("漢字", "1"), ("e\u0301", "2"), ("a\nb", "3")]).as_text().splitlines()
+    columns = [
+        sum(2 if unicodedata.east_asian_width(c) == "W" else not unicodedata.combining(c) for c in line)
+        for line in lines
+    ]
+    assert columns == [7, 7, 7, 7]
+
+
+def widths(bar: Bar) -> list[str]:
+    styles = seen(bar.as_html()).values("style")
+    return [style.split(";")[0] for style in styles if style.startswith("width: ")]
+
+
+def test_the_parts_of_a_bar_are_as_long_as_their_share():
+    bar = Bar([("a", 1), ("none", 0), ("b", 2)], str, 4)
+    assert widths(bar) == ["width: 25.000%", "width: 50.000%"]
+    assert seen(bar.as_html()).text.split() == ["a", "1", "b", "2"]
+    assert bar.as_text() == f"[{'█' * 10}{'▒' * 20}{' ' * 10}] █ a 1, ▒ b 2"
+
+
+def test_the_rest_of_a_bar_has_a_name_where_it_is_asked_for():
+    assert Bar([("a", 1)], str, 4, "free").as_text() == f"[{'█' * 10}{' ' * 30}] █ a 1, free 3"
+    assert Bar([("a", 4)], str, 4, "free").as_text() == f"[{'█' * 40}] █ a 4"
+
+
+def test_a_bar_never_is_longer_than_it_may_nor_divides_by_nothing():
+    assert widths(Bar([("a", 3), ("b", 3)], str, 2)) == ["width: 50.000%"] * 2
+    assert Bar([("a", 0)], str).as_text() == f"[{' ' * 40}] "
+    assert widths(Bar([("a", 0)], str)) == []
+
+
+@given(st.lists(st.floats(0, 100), max_size=5))
+def test_a_bar_of_a_terminal_ends_where_the_amounts_do(amounts):
+    bar = Bar([("x", amount) for amount in amounts], str, 500.0)
+    drawn = bar.as_text()[1 : bar.as_text().index("]")]
+    assert len(drawn) == 40
+    assert len(drawn.rstrip()) == round(40 * sum(amount / 500.0 for amount in amounts))
+
+
+# a timeline
+
+
+def marks(count, sampler="default.0", rows=16):
+    """One every second; the newest is one second old."""
+    return [Mark(seq, rows, 1024, float(count - seq), f"{sampler}.{seq}", sampler) for seq in range(count)]
+
+
+@given(st.integers(1, 300))
+def test_cells_hold_every_segment_once_in_order_and_are_no_more_than_fit(count):
+    cells = Timeline(marks(count)).cells()
+    assert len(cells) == min(count, 100)
+    assert [mark.seq for cell in cells for mark in cell] == list(range(count))
+    assert all(len(cell) - len(cells[0]) in (-1, 0, 1) for cell in cells)
+
+
+def test_of_many_samplers_those_without_a_color_are_one():
+    timeline = Timeline([mark for n in range(9) for mark in marks(9 - n, f"p{n}.0")])
+    assert timeline.samplers()[-2:] == [("p5.0", "9 %"), ("3 others", "13 %")]
+    assert "3 others 13 %" in seen(timeline.as_html()).text
+    assert "3 others 13 %" in timeline.as_text()
+
+
+def test_names_that_begin_alike_and_are_shortened_do_not_hide_each_other():
+    timeline = Timeline([*marks(1, "x" * 50 + "a"), *marks(1, "x" * 50 + "b")])
+    assert len(timeline.samplers()) == 2
+    assert seen(timeline.as_html()).tags.count("rect") == 2
+
+
+def test_the_text_gives_numbers_and_ages_and_says_who_published_what():
+    assert Timeline(marks(3)).as_text() == "seq 0 to 2, published 3.0 s to 1.0 s ago\nby default.0 100 %"
+    assert Timeline(marks(1)).span() == "seq 0, published 1.0 s ago"
+    ahead = Mark(0, 1, 1, -99.0, "", "writer")
+    assert Timeline([ahead]).span() == "seq 0, published 0 s ago", "a clock that was set back"
+    both = Timeline([*marks(3), Mark(3, 16, 1, 0.0, "", "writer")])
+    assert both.as_text().endswith("\nby default.0 75 %, writer 25 %")
+
+
+def test_sixteen_thousand_segments_are_a_hundred_cells():
+    shown = seen(Timeline(marks(16_000)).as_html())
+    assert shown.tags.count("rect") == 100
+    assert shown.tags.count("title") == 100
+    assert "160 segments, 0 to 159: 2,560 rows, 160.0 KiB, 4.4 h old, by default.0 100 %" in shown.text
+
+
+def test_a_cell_is_as_high_as_its_rows_and_says_its_task():
+    shown = seen(Timeline([*marks(1), Mark(1, 4, 1024, 1.0, "", "writer")]).as_html())
+    assert [float(height) for height in shown.values("height")] == [40.0, 10.0]
+    assert "segment 0: 16 rows, 1.0 KiB, 1.0 s old, task default.0.0" in shown.text
+    assert "task of a writer" in shown.text

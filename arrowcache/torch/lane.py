@@ -28,12 +28,11 @@ Invariants, which tests/stateful/test_device_machine.py holds against a device i
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +42,7 @@ import torch
 from torch._C import _from_dlpack  # what torch.utils.dlpack calls for a capsule, after half as long
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented there
 
+from arrowcache.lifetimes import Origin, call_all
 from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.plan import Column, Leaves, Memory, Plan, Planner
 from arrowcache.torch.structure import Build, take_apart
@@ -114,7 +114,7 @@ class Lane:
         self._streams: set[Stream] = set()  # that may have read a batch
         self._call = 0
         self.allocations = self.lent_bytes = 0
-        self.pid = os.getpid()
+        self.origin = Origin()
 
     @property
     def device_bytes(self) -> int:
@@ -343,21 +343,6 @@ class Lane:
         if place.reader != place.stream:
             self.backend.retain(place.memory.whole, place.reader)
         places.remove(place)
-
-
-def call_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls, and then raise what the last one did that failed."""
-    error: Exception | None = None  # an ExitStack would keep its frames, and so memory, in a cycle
-    for call in calls:
-        try:
-            call()
-        except Exception as failed:  # noqa: BLE001  # it is raised below
-            error = failed
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its traceback has this frame
 
 
 class Turn:

@@ -11,7 +11,6 @@ cut short by Ctrl-C. `tidy` sees that nobody else knows it any more.
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 import weakref
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from arrowcache.lifetimes import Origin
 from arrowcache.reading.memory import PAGE_BYTES, address_of, shared_part, size_class
 
 
@@ -41,7 +41,7 @@ class Registered:
         self._parts: dict[int, int] = {}  # bytes, by address
         self._unseen: dict[int, weakref.ref[mmap.mmap]] = {}
         self._is_refused = False  # once: it will be again
-        self.pid = os.getpid()
+        self.origin = Origin()
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +91,7 @@ class Registered:
         """Another one that has registered a part, and may still read it: such as of an earlier prefetcher."""
         others = () if (kept := _kept.get(id(memory))) is None else kept.by
         return next(
-            (it for it in others if it is not self and it.pid == self.pid and start in it._parts), None
+            (it for it in others if it is not self and it.origin.is_here and start in it._parts), None
         )
 
     def _register(self, memory: mmap.mmap, start: int, nbytes: int) -> bool:
@@ -132,7 +132,7 @@ _ALONE = _Kept(object()).references()  # where nobody else knows it
 def tidy() -> None:
     """Give back memory that has died; in a forked child none of its parent's. One thread at a time."""
     for number, kept in [*_kept.items()]:
-        if any(each.pid != os.getpid() for each in kept.by) or kept.references() > _ALONE:
+        if any(not each.origin.is_here for each in kept.by) or kept.references() > _ALONE:
             continue
         try:
             for each in kept.by:

@@ -25,7 +25,7 @@ from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.fetching import FETCHED_BYTES, Fetching
 from arrowcache.reading.gather import Gather
 from arrowcache.reading.memory import page_aligned
-from arrowcache.reading.options import BatchOptions, EpochOptions
+from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.portion import Elsewhere, Made, Portion
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
@@ -51,16 +51,16 @@ class Assembly:
 
     Args:
         store: of the cache.
-        options, making: which batches there are, and how they are made.
+        options: which batches there are, and how they are made.
         meter: told what their making takes.
     """
 
-    def __init__(self, store: Store, options: EpochOptions, making: BatchOptions, meter: Meter) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         schema, self.names, self.meter = store.settings.schema, options.names, meter
-        self._making, self._batch_size = making, options.batch_size
+        self._options, self._batch_size = options, options.batch_size
         self._fixed = tuple(name for name in self.names if name in schema.fixed)
         viewer = Viewer(schema, self.names)
-        self._viewer = viewer if making.views and viewer.names else None
+        self._viewer = viewer if options.views and viewer.names else None
         self._views_required = False
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
         self._batch_bytes = max(1, self._row_bytes * self._batch_size)  # of the last one that was made
@@ -70,7 +70,7 @@ class Assembly:
         self.gather_into(page_aligned)
 
     def _new_crew(self) -> Crew | None:
-        return None if self._making.transform is None else Crew(max(1, self._making.workers))
+        return None if self._options.transform is None else Crew(max(1, self._options.workers))
 
     def gather_into(
         self, allocate: Callable[[int], NDArray[np.uint8]], portion_bytes: int = _PORTION_BYTES
@@ -96,7 +96,7 @@ class Assembly:
 
     def wanted(self) -> int:
         """The number of batches that are to be under way or ready."""
-        workers, prefetch = self._making.workers, self._making.prefetch
+        workers, prefetch = self._options.workers, self._options.prefetch
         if prefetch is not None:
             return prefetch + workers
         if self.temperature.is_cold:
@@ -164,9 +164,9 @@ class Assembly:
 
     def _transformed(self, rows: BatchRows) -> list[Made]:
         (made,) = self.made(rows)
-        assert self._making.transform is not None
+        assert self._options.transform is not None
         with self.meter.stage("transform"):
-            return [made._replace(batch=self._making.transform(made.batch))]
+            return [made._replace(batch=self._options.transform(made.batch))]
 
     def made(self, rows: BatchRows) -> Iterator[Made]:
         """Batches without a transform, made by this thread; those before one that fails come first."""
@@ -245,7 +245,7 @@ class Assembly:
             nbytes, copied_bytes = nbytes + more, copied_bytes + more
             batch = {name: columns[name] if name in columns else values[name] for name in self.names}
         self._batch_bytes = max(1, nbytes)
-        if self._making.with_ids:
+        if self._options.with_ids:
             batch |= epoch.snapshot.locate(ids)
         return Made(batch, len(ids), nbytes, copied_bytes, published, epoch)
 

@@ -26,7 +26,7 @@ from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.fetching import FETCHED_BYTES
 from arrowcache.reading.filling import Filling
 from arrowcache.reading.gather import Gather
-from arrowcache.reading.options import BatchOptions, EpochOptions
+from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.portion import Made, Portion
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
@@ -60,12 +60,12 @@ class WindowAssembly(Assembly):
     The ring has two windows: one in use, and room for what comes next.
     """
 
-    def __init__(self, store: Store, options: EpochOptions, making: BatchOptions, meter: Meter) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         settings = store.settings
-        window_bytes = min(options.window_bytes, settings.capacity_bytes)
+        window_bytes = min(options.window_nbytes, settings.capacity_bytes)
         self.ring_rows = max(1, 2 * window_bytes // row_bytes(settings.schema))
         self._numbers: Iterator[int] = itertools.count()
-        super().__init__(store, options, making, meter)
+        super().__init__(store, options, meter)
         self._others = tuple(name for name in self.names if name not in self._fixed)
 
     def gather_into(
@@ -79,7 +79,7 @@ class WindowAssembly(Assembly):
 
     def wanted(self) -> int:
         """The number of runs and steps that are to be under way or ready."""
-        return self._making.prefetch or _UNDER_WAY
+        return self._options.prefetch or _UNDER_WAY
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
         """An epoch's runs and steps, in order; each `next` begins one.
@@ -119,7 +119,7 @@ class WindowAssembly(Assembly):
         nbytes = sum(map(column_bytes, columns.values()))
         if places is not None:
             nbytes += count * self._row_bytes
-        if self._making.with_ids:
+        if self._options.with_ids:
             columns |= rows.epoch.snapshot.locate(rows.ids)
         made = Step(next(self._numbers), places, columns)
         return Made(made, count, nbytes, nbytes, rows.published, rows.epoch)

@@ -20,7 +20,8 @@ from typing import Any
 from arrowcache import linux
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
-from arrowcache.sampling.task import Done, Task, digest_of, run
+from arrowcache.sampling.options import PoolOptions
+from arrowcache.sampling.task import Done, Task, run
 from arrowcache.shortage import explaining
 from arrowcache.storage.layout import alive_byte, part_byte, tasks_listed
 from arrowcache.storage.locks import LockFile
@@ -35,27 +36,12 @@ class ExecutorEngine:
     """The `Engine` of one host.
 
     Args:
-        workers: tasks at work at a time.
-        pool: "<name>.<seed>", the file in pools/.
         executor: somebody else's; None: processes of its own (loky), started anew when one is killed.
-        ramp: early tasks fill small segments.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        sampler: bytes,
-        workers: int,
-        seed: int,
-        pool: str,
-        executor: Executor | None,
-        *,
-        ramp: bool = True,
-    ) -> None:
-        self._store, self._workers, self._pool = store, workers, pool
-        self._sampler, self._seed, self._ramp = sampler, seed, ramp
-        self._digest = digest_of(sampler)
-        self._to_be_sent = workers  # tasks that bring the sampler unasked: one for each worker that begins
+    def __init__(self, store: Store, options: PoolOptions, executor: Executor | None) -> None:
+        self._store, self._options, self._pool = store, options, options.pool
+        self._to_be_sent = options.workers  # tasks that bring the sampler unasked: one for each worker
         self._foreign = executor
         self._executor: Executor | None = executor
         self._running: dict[Future[Done], tuple[Task, Executor]] = {}
@@ -75,7 +61,7 @@ class ExecutorEngine:
         return watch, first
 
     def idle(self) -> int:
-        return self._workers - len(self._running)
+        return self._options.workers - len(self._running)
 
     def claim(self, count: int) -> list[Task]:
         """One task: a number that is claimed is soon begun, or a pool that ends leaves gaps."""
@@ -90,19 +76,7 @@ class ExecutorEngine:
                 numbers = range(first, first + 1)
         if self._store.settings.durable:
             folder.sync_tasks(self._pool)  # before the task begins: it is never done a second time
-        return [
-            Task(
-                cache=str(folder.path),
-                sampler=b"",
-                pool=self._pool,
-                seed=self._seed,
-                number=number,
-                token=self._token,
-                ramp=self._ramp,
-                digest=self._digest,
-            )
-            for number in numbers[:count]
-        ]
+        return [self._options.task(number, str(folder.path), self._token) for number in numbers[:count]]
 
     def _returned(self) -> int | None:
         """A task that an earlier pool published a part of, and that is to be drawn again."""
@@ -114,7 +88,7 @@ class ExecutorEngine:
     def begin(self, task: Task) -> None:
         if self._to_be_sent:
             self._to_be_sent -= 1
-            self._submit(task, replace(task, sampler=self._sampler))
+            self._submit(task, replace(task, sampler=self._options.sampler))
         else:
             self._submit(task, task)
 
@@ -122,7 +96,7 @@ class ExecutorEngine:
         """Have a task run, which is sent with the sampler, or without it."""
         try:
             if self._executor is None:
-                self._executor = _own_processes(self._workers)
+                self._executor = _own_processes(self._options.workers)
             self._running[self._executor.submit(run, sent)] = task, self._executor
         except BrokenExecutor as error:
             assert self._executor is not None
@@ -155,7 +129,7 @@ class ExecutorEngine:
         for future in done:  # none of them where `_lose` raises: `end` counts them then
             del self._running[future]
         for task in lacking:
-            self._submit(task, replace(task, sampler=self._sampler))
+            self._submit(task, replace(task, sampler=self._options.sampler))
         return ended
 
     def _lose(self, task: Task, executor: Executor, error: BrokenExecutor) -> tuple[Task, Done]:

@@ -2,7 +2,7 @@
 
 No sample's bytes pass between processes where there is no transform: a worker answers with row ids,
 and the process that receives them gathers (descriptor.py). With a transform a worker maps the cache
-itself, gathers, transforms, and its tensors travel in shared memory without a name (envelope.py).
+itself, gathers, transforms, and its tensors travel in shared memory without a name (transport.py).
 
 The dataset reads what an EpochBatchSampler has drawn, and nothing else: it has no rows of its own,
 since those of a rolling cache are others in each epoch. It pickles as its settings.
@@ -23,11 +23,11 @@ from arrowcache.pickling import pickled, unpickled
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
-from arrowcache.torch.descriptor import Descriptor, Made, Rows, made
-from arrowcache.torch.envelope import failure
-from arrowcache.torch.orphans import EndsWithItsParent
+from arrowcache.torch.descriptor import Descriptor, Rows
+from arrowcache.torch.parent_watch import ParentWatch
 from arrowcache.torch.sampler import EpochBatchSampler
 from arrowcache.torch.tensors import to_tensor
+from arrowcache.torch.transport import Result, failure, made
 from arrowcache.units import parse_count, require_function
 
 Transform = Callable[[dict[str, Any]], Any]
@@ -84,13 +84,13 @@ class CacheDataset(Dataset[dict[str, Any]]):
         rows = self._checked(indices)
         worker = get_worker_info()
         if worker is None:
-            return made(rows, self._make(rows))
+            return made(self._make(rows), rows.arrival)
         if self._transform is None:
             return Descriptor(rows, self._names, self._store)
         try:
-            return made(rows, self._make(rows))
+            return made(self._make(rows), rows.arrival)
         except Exception:  # noqa: BLE001  # travels as torch's own do, and counts as delivered
-            return Made(rows, failure(f"in DataLoader worker process {worker.id}"))
+            return Result(failure(f"in DataLoader worker process {worker.id}"), rows.arrival)
 
     def __getitem__(self, index: Sequence[int]) -> Any:
         """A batch, for a DataLoader of `sampler=EpochBatchSampler(...), batch_size=None`.
@@ -205,7 +205,7 @@ def dataloader(
     )
     options.setdefault("persistent_workers", num_workers > 0)
     if num_workers:
-        options["worker_init_fn"] = EndsWithItsParent(options.get("worker_init_fn"))
+        options["worker_init_fn"] = ParentWatch(options.get("worker_init_fn"))
     dataset = CacheDataset(cache, columns, transform)
     return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
 

@@ -5,15 +5,13 @@
 
 `Rows` name a snapshot and the rows of one batch. A worker without a transform answers with a
 `Descriptor`: unpickling it, in the process that receives it, is the gather. A worker with one
-answers with `Batch`, or `Made` where the transform returned no dict: what it returned, of which tensors
-travel through shared memory, and which tells on its arrival that the batch was delivered. Without
-workers a batch is made at once.
+answers with what it returned (transport.py), which tells on its arrival that the batch was delivered.
+Without workers a batch is made at once.
 
 Guarantees: no sample's bytes pass a pipe; unpickling never raises an Exception, which would kill
 torch's pin-memory thread, but returns its ExceptionWrapper, which torch raises in the consumer;
-torch's default_collate and default_convert take all as they are; to a collate function of the user's
-a `Batch` is a dict, and a `Descriptor` is like one: it gathers when it is looked into, and travels as
-tensors then.
+torch's default_collate and default_convert take it as it is; to a collate function of the user's it is like
+a dict: it gathers when it is looked into, and travels as tensors then.
 """
 
 from __future__ import annotations
@@ -23,15 +21,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch._utils import ExceptionWrapper
-from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.storage.store import Store
 from arrowcache.torch import snapshots
-from arrowcache.torch.envelope import failure, open_sealed, seal
 from arrowcache.torch.snapshots import SnapshotName
 from arrowcache.torch.tensors import to_tensor
+from arrowcache.torch.transport import Arrival, Batch, collate, failure
 
 
 class Rows(list[int]):
@@ -65,9 +61,14 @@ class Rows(list[int]):
         """The rows, copied into NumPy arrays, wherever this is; `store` is of their cache."""
         return snapshots.read(self.snapshot, store, self.oldest, self.ids, columns, self.step, self.left)
 
+    @property
+    def arrival(self) -> Arrival:
+        """What arrives with a batch of these rows."""
+        return self.snapshot.key, self.step
+
     def delivered(self) -> None:
         """The batch has arrived in the process that drew it; elsewhere this does nothing."""
-        snapshots.delivered(self.snapshot.key, self.step)
+        snapshots.delivered(*self.arrival)
 
 
 class Descriptor:
@@ -119,50 +120,8 @@ class Descriptor:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._batch is not None:
-            return Batch(self._rows, self._batch).__reduce__()
+            return Batch(self._batch, self._rows.arrival).__reduce__()
         return _gathered, (self._rows, self._columns)
-
-
-class Batch(dict[str, Any]):
-    """A batch that was made already; unpickled as a plain dict."""
-
-    def __init__(self, rows: Rows, batch: dict[str, Any]) -> None:
-        super().__init__(batch)
-        self._rows = rows
-
-    def __missing__(self, name: object) -> Batch:
-        if name == 0:
-            return self
-        raise KeyError(name)
-
-    def __copy__(self) -> Batch:
-        return Batch(self._rows, self)  # by default_convert, which fills it anew
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _received, (self._rows.snapshot.key, self._rows.step, seal(dict(self)))
-
-
-class Made:
-    """What a transform made that is no dict; unpickled as just that."""
-
-    def __init__(self, rows: Rows, result: object) -> None:
-        self.rows, self.result = rows, result
-
-    def __getitem__(self, index: int) -> Made:
-        if index == 0:
-            return self
-        raise TypeError(
-            "a collate_fn of your own gets batches that are dicts, and this transform returned none: "
-            "have it return a dict, or do that function's work"
-        )
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _received, (self.rows.snapshot.key, self.rows.step, seal(self.result))
-
-
-def made(rows: Rows, result: Any) -> Batch | Made:
-    """A batch that was made here, for a collate function."""
-    return Batch(rows, result) if type(result) is dict else Made(rows, result)
 
 
 def _gathered(rows: Rows, columns: tuple[str, ...]) -> Any:
@@ -172,21 +131,4 @@ def _gathered(rows: Rows, columns: tuple[str, ...]) -> Any:
         return failure("while a batch was gathered from its descriptor")
 
 
-def _received(key: str, step: int, sealed: bytes | ExceptionWrapper) -> Any:
-    try:
-        snapshots.delivered(key, step)
-        return open_sealed(sealed)
-    except Exception:  # noqa: BLE001
-        return failure("while a batch was received")
-
-
-def _collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG001
-    """In a worker pickling does the rest; without one it is the consumer's."""
-    if get_worker_info() is not None:
-        return batch
-    return batch.result if isinstance(batch, Made) else dict(batch)
-
-
-default_collate_fn_map[Descriptor] = _collate
-default_collate_fn_map[Batch] = _collate
-default_collate_fn_map[Made] = _collate
+default_collate_fn_map[Descriptor] = collate

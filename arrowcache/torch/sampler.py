@@ -11,23 +11,25 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.options import EpochOptions
+from arrowcache.reading.options import EpochArguments, LoaderOptions, spelled_out
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
-from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.descriptor import Rows
-from arrowcache.torch.distributed import Ranks
+from arrowcache.torch.distributed import is_told, membership_now
 from arrowcache.torch.snapshots import Sending
 from arrowcache.units import parse_count
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 class EpochBatchSampler(Sampler[list[int]]):
@@ -49,6 +51,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         ValueError: of `iter`, in a DataLoader that Accelerate prepared for several processes.
     """
 
+    @spelled_out(EpochArguments)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
@@ -56,16 +59,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         shuffle: str | None = "rows",
         seed: int = 0,
         drop_last: bool = True,
-        *,
-        where: Callable[[SegmentInfo], bool] | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        run_id: str | None = None,
-        epoch_rows: int | None = None,
-        wait_rows: int = 1,
-        timeout: float | None = 60.0,
-        window_bytes: int | str | None = None,
-        paced: bool = True,
+        **options: Unpack[EpochArguments],
     ) -> None:
         if isinstance(cache, Sampler):  # what Lightning does, in `predict` for one
             raise TypeError(
@@ -73,24 +67,12 @@ class EpochBatchSampler(Sampler[list[int]]):
                 "arrowcache.torch.Loader, which it leaves as it is"
             )
         self._store = store_of(cache)
-        self._options = EpochOptions.checked(
-            self._store.settings,
-            None,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            epoch_rows=epoch_rows,
-            wait_rows=wait_rows,
-            window_bytes=window_bytes,
-            paced=paced,
-            where=where,
-            timeout=timeout,
+        self._options = LoaderOptions(
+            self._store.settings, batch_size, shuffle, seed, drop_last=drop_last, **options
         )
-        self._ranks = Ranks(rank, world_size, run_id)
-        if self._ranks.are_given:
-            self._ranks.membership(self._options)
-        self._made: tuple[Ranks, Epochs] | None = None
+        self._made = Epochs(self._store, self._options, Meter())
+        if is_told(self._options):
+            self._made.join(self._options.membership)
         self._slots: dict[tuple[str, ...], Slots] = {}
         self._iterators = 0
         self._current: weakref.ref[EpochRows] | None = None  # the epoch that began last
@@ -157,13 +139,8 @@ class EpochBatchSampler(Sampler[list[int]]):
     @property
     def _epochs(self) -> Epochs:
         """Those of this process' rank: torch.distributed may be initialized after the sampler."""
-        found = self._ranks.now()
-        if self._made is None or self._made[0] != found:
-            ranks = found.membership(self._options)
-            epochs = Epochs(self._store, self._options, ranks, Meter())
-            epochs.next = 0 if self._made is None else self._made[1].next
-            self._made = found, epochs
-        return self._made[1]
+        self._made.join(membership_now(self._options))
+        return self._made
 
 
 class EpochRows(Iterator[list[int]]):

@@ -904,7 +904,7 @@ def test_a_cache_that_is_none_fails_in_the_constructor(tmp_path):
 def test_the_largest_counts_work(cache, shuffle):
     options = {"prefetch": 2**16, "epoch_rows": 2**62, "seed": 2**200, "workers": 256}
     with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
-        assert loader._making.prefetch == 2**16
+        assert loader._options.prefetch == 2**16
     options |= {"prefetch": 1, "workers": 0}
     with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
         check(next(iter(loader)))

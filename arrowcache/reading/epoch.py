@@ -1,8 +1,9 @@
 """Epoch: one pass over a snapshot, and how the next one begins.
 
 An `Epoch` owns all that it takes: the lease on its segments, its part in the ranks' agreement, what the cache
-counted for it. Whoever has one ends it by `end`, at any point, in any thread, or by `with`. `Epochs` decides when there is
-enough to begin, takes the snapshot (alone, or with the other ranks), and goes on where a loaded state says.
+counted for it. Whoever has one ends it by `end`, or by `with`: at any point, in any thread. `Epochs` decides
+when there is enough to begin, takes the snapshot (alone, or with the other ranks), and goes on where a loaded
+state says.
 Guarantees: epochs are numbered 0, 1, 2, ...; none is empty but the rest of one that was resumed; nothing is
 leased while it waits for rows.
 """

@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from arrowcache.arrow.builder import Form
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
-from arrowcache.ray.drawing import draw_segment
+from arrowcache.ray.draw import draw_segment
 from arrowcache.ray.ingest import GROUPS, Ingest, Opened
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
 from arrowcache.sampling.options import PoolOptions

@@ -21,7 +21,7 @@ from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.counters import CounterPage
 from arrowcache.storage.layout import SegmentInfo
@@ -147,7 +147,7 @@ class Loader:
         self._assembly = self._kind_of_assembly()(self._store, options, self._meter)
         self._pid = os.getpid()
         self._parking: Parking | None = None  # while it is in use
-        self._stream: Stream | None = None  # of the iterator that began last
+        self._stream: BatchStream | None = None  # of the iterator that began last
         self._closed = False
 
     def __iter__(self) -> Batches:
@@ -310,7 +310,7 @@ class Loader:
         """The last touch, in the consumer's thread; loaders for a framework convert here."""
         return batch
 
-    def _hand_out(self, stream: Stream) -> Batches:
+    def _hand_out(self, stream: BatchStream) -> Batches:
         """The iterator that the consumer gets; loaders for a device have one of their own."""
         return EpochIterator(stream, self._options.timeout, self._finish)
 
@@ -334,7 +334,7 @@ class Loader:
                 parking = self._parking = Parking(self._epochs.settle, self._assembly.drop)
             parking.begin()
             self._assembly.prepare()
-            stream = Stream(self._epochs, self._assembly, parking, self._meter, endless=endless)
+            stream = BatchStream(self._epochs, self._assembly, parking, self._meter, endless=endless)
             try:
                 if not stream.begin(lambda: self._closed) or self._closed:
                     raise ValueError(_CLOSED)

@@ -23,9 +23,9 @@ from arrowcache.pickling import pickled, unpickled
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
-from arrowcache.torch.descriptor import Descriptor, Rows
+from arrowcache.torch.batch_sampler import EpochBatchSampler
+from arrowcache.torch.descriptor import Descriptor, DrawnRows
 from arrowcache.torch.parent_watch import ParentWatch
-from arrowcache.torch.sampler import EpochBatchSampler
 from arrowcache.torch.tensors import to_tensor
 from arrowcache.torch.transport import Result, failure, made
 from arrowcache.units import parse_count, require_function
@@ -77,7 +77,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
         """What a batch is made of, for the DataLoader's collate function.
 
         Args:
-            indices: the `Rows` that an EpochBatchSampler yielded.
+            indices: the `DrawnRows` that an EpochBatchSampler yielded.
         Returns: the batch, or in a worker what becomes it on its arrival; torch's default_collate knows it.
         Raises: TypeError: other indices.
         """
@@ -119,8 +119,8 @@ class CacheDataset(Dataset[dict[str, Any]]):
     def __repr__(self) -> str:
         return f"<CacheDataset of {self._store.folder.path}: columns {list(self._names)}>"
 
-    def _checked(self, indices: object) -> Rows:
-        if isinstance(indices, Rows):
+    def _checked(self, indices: object) -> DrawnRows:
+        if isinstance(indices, DrawnRows):
             if indices.snapshot.path == str(self._store.folder.path):
                 return indices
             raise ValueError(
@@ -129,7 +129,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
             )
         raise TypeError(f"a CacheDataset was asked for {_short(indices)}: {_WAY_OUT}")
 
-    def _make(self, rows: Rows) -> Any:
+    def _make(self, rows: DrawnRows) -> Any:
         if self._transform is None:
             return Descriptor(rows, self._names, self._store).make()
         try:

@@ -1,9 +1,9 @@
 """Descriptors: what crosses the processes of a DataLoader in place of samples.
 
     main process                     worker                              main process
-    EpochBatchSampler  -- Rows -->   CacheDataset.__getitems__ -- ... -->   the batch
+    EpochBatchSampler  -- DrawnRows -->   CacheDataset.__getitems__ -- ... -->   the batch
 
-`Rows` name a snapshot and the rows of one batch. A worker without a transform answers with a
+`DrawnRows` name a snapshot and the rows of one batch. A worker without a transform answers with a
 `Descriptor`: unpickling it, in the process that receives it, is the gather. A worker with one
 answers with what it returned (transport.py), which tells on its arrival that the batch was delivered.
 Without workers a batch is made at once.
@@ -30,7 +30,7 @@ from arrowcache.torch.tensors import to_tensor
 from arrowcache.torch.transport import Arrival, Batch, collate, failure
 
 
-class Rows(list[int]):
+class DrawnRows(list[int]):
     """The rows of one batch, and the snapshot that they are of: what EpochBatchSampler yields.
 
     A list of row ids in that snapshot's numbering, which only CacheDataset can read.
@@ -51,11 +51,11 @@ class Rows(list[int]):
         super().__init__(ids.tolist())
         self.snapshot, self.step, self.ids, self.oldest, self.left = snapshot, step, ids, oldest, left
 
-    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., Rows], tuple[Any, ...]]:
-        return Rows, (self.snapshot, self.step, self.ids, self.oldest, self.left)
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., DrawnRows], tuple[Any, ...]]:
+        return DrawnRows, (self.snapshot, self.step, self.ids, self.oldest, self.left)
 
     def __repr__(self) -> str:
-        return f"<Rows: {len(self)} of step {self.step}>"
+        return f"<DrawnRows: {len(self)} of step {self.step}>"
 
     def read(self, columns: tuple[str, ...], store: Store) -> dict[str, Any]:
         """The rows, copied into NumPy arrays, wherever this is; `store` is of their cache."""
@@ -80,7 +80,7 @@ class Descriptor:
         store: of the cache, where this is; stays here when it is pickled.
     """
 
-    def __init__(self, rows: Rows, columns: tuple[str, ...], store: Store) -> None:
+    def __init__(self, rows: DrawnRows, columns: tuple[str, ...], store: Store) -> None:
         self._rows, self._columns, self._store = rows, columns, store
         self._batch: dict[str, Any] | None = None
 
@@ -124,7 +124,7 @@ class Descriptor:
         return _gathered, (self._rows, self._columns)
 
 
-def _gathered(rows: Rows, columns: tuple[str, ...]) -> Any:
+def _gathered(rows: DrawnRows, columns: tuple[str, ...]) -> Any:
     try:
         return Descriptor(rows, columns, snapshots.store_of_name(rows.snapshot)).make()
     except Exception:  # noqa: BLE001

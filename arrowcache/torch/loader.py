@@ -12,7 +12,7 @@ from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.options import LoaderArguments, spelled_out
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.window import WindowAssembly
 from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.delivery import Delivery
@@ -121,7 +121,7 @@ class Loader(NumpyLoader):
     def _join(self) -> None:
         self._epochs.join(membership_now(self._options))  # Lightning initializes torch.distributed in `fit`
 
-    def _hand_out(self, stream: Stream) -> Batches:
+    def _hand_out(self, stream: BatchStream) -> Batches:
         if self._prefetcher is None:
             return super()._hand_out(stream)
         if self._prefetcher.is_inherited():  # its devices are those of the process that forked this one

@@ -1,11 +1,11 @@
 """Snapshots by name: how a process reads rows that another process chose.
 
 The process that begins an epoch (EpochBatchSampler, in the main process) holds its snapshot here
-as a `Sending`: leased until every batch was delivered, or the epoch was given up. What travels to
+as a `OwnedSnapshot`: leased until every batch was delivered, or the epoch was given up. What travels to
 workers and back is the snapshot's `SnapshotName`: the cache's path, the segments, and a key that
 no other epoch has. A process that gets rows of a name reads them
 
-- through the Sending itself, in the process that has it;
+- through the OwnedSnapshot itself, in the process that has it;
 - else through a lease of its own on just those segments, which it can have while the main process
   still has its own. A worker keeps one snapshot mapped, and lets go after its last batch of the
   epoch, or when nothing was asked of it for a second: a worker that waits holds no lease for long.
@@ -69,7 +69,7 @@ class SnapshotName:
         return cls(uuid.uuid4().hex, path, runs_of(seqs, rows))
 
 
-class Sending:
+class OwnedSnapshot:
     """Batches of an epoch, which it owns until the last has arrived.
 
     `sent` and `complete` are called by whoever draws the batches, `read` and `delivered` by any
@@ -99,7 +99,7 @@ class Sending:
         self._complete = False
         self._oldest = 0
         self.is_closed = False
-        _sending[self.name.key] = self
+        _owned[self.name.key] = self
 
     def sent(self, step: int, ids: NDArray[np.int64], oldest: int) -> None:
         """A batch is on its way; no later one reads a segment before number `oldest`."""
@@ -162,7 +162,7 @@ class Sending:
             return  # a forked child has no part in it
         if is_stale:
             _stale.append(self.name.key)
-        if _sending.pop(self.name.key, None) is None:
+        if _owned.pop(self.name.key, None) is None:
             return
         self.is_closed = True
         self._begun.clear()
@@ -179,19 +179,19 @@ class _Begun(NamedTuple):
 
 
 # Single operations, without a lock that a fork could find held.
-_sending: dict[str, Sending] = {}
+_owned: dict[str, OwnedSnapshot] = {}
 _stale: deque[str] = deque(maxlen=_REMEMBERED)
 
 
-def sending_of(name: SnapshotName) -> Sending | None:
+def owned_of(name: SnapshotName) -> OwnedSnapshot | None:
     """The epoch of that name, if this very process sends its batches."""
-    found = _sending.get(name.key)
+    found = _owned.get(name.key)
     return found if found is not None and found.pid == os.getpid() else None
 
 
 def delivered(key: str, step: int) -> None:
     """A batch that a worker made has arrived."""
-    found = _sending.get(key)
+    found = _owned.get(key)
     if found is not None and found.pid == os.getpid():
         found.delivered(step)
 
@@ -205,7 +205,7 @@ def read(
     step: int,
     left: int,
 ) -> Columns:
-    """Rows of a snapshot, in whatever process: copies, in NumPy arrays.
+    """DrawnRows of a snapshot, in whatever process: copies, in NumPy arrays.
 
     Args:
         store: of the snapshot's cache, in this process.
@@ -215,7 +215,7 @@ def read(
     Raises: MissingSegmentsError: the epoch has ended and segments are gone. ArrowCacheError: it was
         given up for a newer one. CorruptSegmentError: a damaged segment.
     """
-    own = sending_of(name)
+    own = owned_of(name)
     if own is not None:
         return own.read(step, ids, columns)
     if name.key in _stale:
@@ -227,17 +227,17 @@ def read(
         finally:
             if left < worker.num_workers:
                 _reader.close()  # that was this one's last
-    with closing(_Retaken(name, store, oldest)) as taken:
+    with closing(_ReopenedSnapshot(name, store, oldest)) as taken:
         return taken.read(ids, columns)
 
 
 def store_of_name(name: SnapshotName) -> Store:
     """The cache of a snapshot; opened, unless this very process sends its batches."""
-    own = sending_of(name)
+    own = owned_of(name)
     return store_of(name.path) if own is None else own.store
 
 
-class _Retaken:
+class _ReopenedSnapshot:
     """A snapshot leased by its name: from segment `oldest` on."""
 
     def __init__(self, name: SnapshotName, store: Store, oldest: int) -> None:
@@ -271,7 +271,7 @@ class _Reader:
         self._condition = threading.Condition(self._lock)
         self._pid = os.getpid()
         self._key = ""
-        self._taken: _Retaken | None = None
+        self._taken: _ReopenedSnapshot | None = None
         self._used = 0.0
         self._watcher: threading.Thread | None = None
 
@@ -286,7 +286,7 @@ class _Reader:
         with self._lock:
             if self._taken is None or self._key != name.key:
                 self.close()
-                self._taken, self._key = _Retaken(name, store, oldest), name.key
+                self._taken, self._key = _ReopenedSnapshot(name, store, oldest), name.key
             self._taken.release_oldest(oldest)
             try:
                 return self._taken.read(ids, columns)
@@ -324,7 +324,7 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    for each in list(_sending.values()):
+    for each in list(_owned.values()):
         each.close()
     _reader.close()
 

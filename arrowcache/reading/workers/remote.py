@@ -25,7 +25,7 @@ from arrowcache.pickling import pickled
 from arrowcache.reading.assembly import Assembly, mean_published
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.options import LoaderOptions
-from arrowcache.reading.portion import Elsewhere, Made, Portion
+from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.handle import Finished
 from arrowcache.reading.workers.pool import DEPTH, Pool
@@ -163,7 +163,7 @@ class RemoteAssembly:
 
     def _finish(
         self, epoch: Epoch, rows: int, batches: int, published: float, finished: Finished
-    ) -> Iterator[Made]:
+    ) -> Iterator[ReadyBatch]:
         self._meter.leave({"start": self._pool.take_start_seconds()})
         self._meter.leave(finished.seconds)
         for number in range(batches):
@@ -171,5 +171,5 @@ class RemoteAssembly:
             count = of_batch.stop - of_batch.start
             nbytes = finished.nbytes * count // rows
             batch = finished.batch(of_batch if batches > 1 else None)
-            yield Made(batch, count, nbytes, nbytes, published, epoch)
+            yield ReadyBatch(batch, count, nbytes, nbytes, published, epoch)
             del batch

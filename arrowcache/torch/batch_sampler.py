@@ -2,7 +2,7 @@
 
 It runs in the main process, and takes an epoch's snapshot when the first batch of an iterator is
 asked for (torch makes an iterator too many in the first epoch, and drops it). What it yields are
-`Rows`: they name the snapshot, so no worker, however long it lives, can read another one. The
+`DrawnRows`: they name the snapshot, so no worker, however long it lives, can read another one. The
 snapshot stays leased until the last batch has arrived, or the iterator is dropped.
 """
 
@@ -23,9 +23,9 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.torch.descriptor import Rows
+from arrowcache.torch.descriptor import DrawnRows
 from arrowcache.torch.distributed import is_told, membership_now
-from arrowcache.torch.snapshots import Sending
+from arrowcache.torch.snapshots import OwnedSnapshot
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ class EpochRows(Iterator[list[int]]):
     def __init__(self, sampler: EpochBatchSampler, number: int) -> None:
         self._sampler, self._number = sampler, number
         self._epoch: Epoch | None = None
-        self._sending: Sending | None = None
-        self._rows: Iterator[Rows] = iter(())
+        self._owned: OwnedSnapshot | None = None
+        self._rows: Iterator[DrawnRows] = iter(())
         self._yielded = 0
         self._has_stopped = False
         self._told_before: dict[str, Any] = {}  # the state before the epoch began
@@ -162,29 +162,29 @@ class EpochRows(Iterator[list[int]]):
     @property
     def steps(self) -> int | None:
         """Batches of this epoch, while some are to come or on their way."""
-        if self._epoch is None or self._sending is None or self._sending.is_closed:
+        if self._epoch is None or self._owned is None or self._owned.is_closed:
             return None
         return self._epoch.order.steps
 
     def __iter__(self) -> EpochRows:
         return self
 
-    def __next__(self) -> Rows:
+    def __next__(self) -> DrawnRows:
         if self._has_stopped:
             raise StopIteration
-        if self._sending is None:
+        if self._owned is None:
             self._begin()
-        sending = self._sending
-        assert sending is not None
+        owned = self._owned
+        assert owned is not None
         rows = next(self._rows, None)
         if rows is None:
             self._has_stopped = True
-            sending.complete()
+            owned.complete()
             raise StopIteration
-        sending.sent(rows.step, rows.ids, rows.oldest)
+        owned.sent(rows.step, rows.ids, rows.oldest)
         self._yielded += 1
         if not rows.left:
-            sending.complete()
+            owned.complete()
         return rows
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,8 +214,8 @@ class EpochRows(Iterator[list[int]]):
     def close(self) -> None:
         """End the epoch. Idempotent."""
         self._has_stopped = True
-        if self._sending is not None:
-            self._sending.close(is_stale=self._sampler._iterators > self._number)
+        if self._owned is not None:
+            self._owned.close(is_stale=self._sampler._iterators > self._number)
 
     def __del__(self) -> None:
         self.close()
@@ -225,11 +225,11 @@ class EpochRows(Iterator[list[int]]):
         epoch = sampler._epochs.begin()
         assert epoch is not None  # nobody cancels it
         try:
-            self._sending = Sending(store, epoch, sampler.batch_size, sampler._slots)
+            self._owned = OwnedSnapshot(store, epoch, sampler.batch_size, sampler._slots)
         except BaseException:
             epoch.end()
             raise
-        self._epoch, self._rows = epoch, _rows_of(self._sending, epoch)
+        self._epoch, self._rows = epoch, _rows_of(self._owned, epoch)
         self._told_before.update(epoch.plan.to_state())
         sampler._current = weakref.ref(self)
 
@@ -248,8 +248,8 @@ def _refuse_shard(caller: FrameType) -> None:
         )
 
 
-def _rows_of(sending: Sending, epoch: Epoch) -> Iterator[Rows]:
+def _rows_of(owned: OwnedSnapshot, epoch: Epoch) -> Iterator[DrawnRows]:
     order, in_order = epoch.order, epoch.plan.is_in_order
     for step in range(order.steps):
         oldest = order.segments_span(step).start if in_order else 0
-        yield Rows(sending.name, step, order.batches(step, step + 1), oldest, order.steps - step - 1)
+        yield DrawnRows(owned.name, step, order.batches(step, step + 1), oldest, order.steps - step - 1)

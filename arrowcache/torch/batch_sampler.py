@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
-from arrowcache.reading.epoch import Epoch, Epochs
+from arrowcache.reading.epoch import Epochs
 from arrowcache.reading.options import EpochArguments, LoaderOptions, spelled_out
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.torch.descriptor import DrawnRows
 from arrowcache.torch.distributed import is_told, membership_now
-from arrowcache.torch.snapshots import OwnedSnapshot
+from arrowcache.torch.snapshots import DrawnRows, OwnedEpoch
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -152,40 +151,25 @@ class EpochRows(Iterator[list[int]]):
 
     def __init__(self, sampler: EpochBatchSampler, number: int) -> None:
         self._sampler, self._number = sampler, number
-        self._epoch: Epoch | None = None
-        self._owned: OwnedSnapshot | None = None
-        self._rows: Iterator[DrawnRows] = iter(())
-        self._yielded = 0
+        self._owned: OwnedEpoch | None = None  # once it has begun
         self._has_stopped = False
         self._told_before: dict[str, Any] = {}  # the state before the epoch began
 
     @property
     def steps(self) -> int | None:
         """Batches of this epoch, while some are to come or on their way."""
-        if self._epoch is None or self._owned is None or self._owned.is_closed:
-            return None
-        return self._epoch.order.steps
+        return None if self._owned is None else self._owned.steps
 
     def __iter__(self) -> EpochRows:
         return self
 
     def __next__(self) -> DrawnRows:
-        if self._has_stopped:
-            raise StopIteration
-        if self._owned is None:
-            self._begin()
-        owned = self._owned
-        assert owned is not None
-        rows = next(self._rows, None)
-        if rows is None:
+        if not self._has_stopped:
+            rows = (self._owned or self._begin()).draw()
+            if rows is not None:
+                return rows
             self._has_stopped = True
-            owned.complete()
-            raise StopIteration
-        owned.sent(rows.step, rows.ids, rows.oldest)
-        self._yielded += 1
-        if not rows.left:
-            owned.complete()
-        return rows
+        raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
         """What of this epoch was not yielded yet, as of `arrowcache.Loader.state_dict`.
@@ -193,18 +177,17 @@ class EpochRows(Iterator[list[int]]):
         One that was asked for before the epoch began is completed when it begins: StatefulDataLoader counts
         from that one until it asks again, after `snapshot_every_n_steps`, and those are steps of this epoch.
         """
-        if self._epoch is None:
-            self._told_before.update(self._sampler._epochs.planned().to_state())
-            return self._told_before
-        epoch = self._epoch
-        return epoch.plan.at(epoch.order.position_after(self._yielded)).to_state()
+        if self._owned is not None:
+            return self._owned.rest().to_state()
+        self._told_before.update(self._sampler._epochs.planned().to_state())
+        return self._told_before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state says; rows whose segments left the cache are skipped, with a warning.
 
         Raises: ValueError: no such state, or this epoch has begun.
         """
-        if self._epoch is not None:
+        if self._owned is not None:
             raise ValueError("this epoch has begun: load the state into a new iterator")
         plan = Plan.from_state(state, self._sampler._store.settings.full_rows)
         self._has_stopped = self._sampler._epochs.pass_over(plan)
@@ -220,18 +203,18 @@ class EpochRows(Iterator[list[int]]):
     def __del__(self) -> None:
         self.close()
 
-    def _begin(self) -> None:
+    def _begin(self) -> OwnedEpoch:
         sampler, store = self._sampler, self._sampler._store
         epoch = sampler._epochs.begin()
         assert epoch is not None  # nobody cancels it
         try:
-            self._owned = OwnedSnapshot(store, epoch, sampler.batch_size, sampler._slots)
+            self._owned = OwnedEpoch(store, epoch, sampler.batch_size, sampler._slots)
         except BaseException:
             epoch.end()
             raise
-        self._epoch, self._rows = epoch, _rows_of(self._owned, epoch)
         self._told_before.update(epoch.plan.to_state())
         sampler._current = weakref.ref(self)
+        return self._owned
 
 
 def _refuse_shard(caller: FrameType) -> None:
@@ -246,10 +229,3 @@ def _refuse_shard(caller: FrameType) -> None:
             "already: leave the DataLoader out of prepare(), and move its batches with "
             "DevicePrefetcher(loader, accelerator.device)"
         )
-
-
-def _rows_of(owned: OwnedSnapshot, epoch: Epoch) -> Iterator[DrawnRows]:
-    order, in_order = epoch.order, epoch.plan.is_in_order
-    for step in range(order.steps):
-        oldest = order.segments_span(step).start if in_order else 0
-        yield DrawnRows(owned.name, step, order.batches(step, step + 1), oldest, order.steps - step - 1)

@@ -23,9 +23,11 @@ from arrowcache.pickling import pickled, unpickled
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
+from arrowcache.torch import snapshots
 from arrowcache.torch.batch_sampler import EpochBatchSampler
-from arrowcache.torch.descriptor import Descriptor, DrawnRows
+from arrowcache.torch.descriptor import Descriptor
 from arrowcache.torch.parent_watch import ParentWatch
+from arrowcache.torch.snapshots import DrawnRows
 from arrowcache.torch.tensors import to_tensor
 from arrowcache.torch.transport import Result, failure, made
 from arrowcache.units import parse_count, require_function
@@ -138,7 +140,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
         except StopIteration as error:
             raise RuntimeError("the transform raised StopIteration, which would end the epoch") from error
         finally:
-            rows.delivered()  # which a worker cannot say
+            snapshots.delivered(*rows.arrival)  # which a worker cannot say
 
 
 def dataloader(

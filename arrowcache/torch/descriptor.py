@@ -19,56 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.storage.store import Store
 from arrowcache.torch import snapshots
-from arrowcache.torch.snapshots import SnapshotName
+from arrowcache.torch.snapshots import DrawnRows
 from arrowcache.torch.tensors import to_tensor
-from arrowcache.torch.transport import Arrival, Batch, collate, failure
-
-
-class DrawnRows(list[int]):
-    """The rows of one batch, and the snapshot that they are of: what EpochBatchSampler yields.
-
-    A list of row ids in that snapshot's numbering, which only CacheDataset can read.
-
-    Args:
-        snapshot: which one.
-        step: number of the batch in its epoch.
-        ids: (rows,) int64.
-        oldest: number of the oldest segment that this batch or a later one needs.
-        left: batches of the epoch after this one.
-    """
-
-    __slots__ = ("ids", "left", "oldest", "snapshot", "step")
-
-    def __init__(
-        self, snapshot: SnapshotName, step: int, ids: NDArray[np.int64], oldest: int, left: int
-    ) -> None:
-        super().__init__(ids.tolist())
-        self.snapshot, self.step, self.ids, self.oldest, self.left = snapshot, step, ids, oldest, left
-
-    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., DrawnRows], tuple[Any, ...]]:
-        return DrawnRows, (self.snapshot, self.step, self.ids, self.oldest, self.left)
-
-    def __repr__(self) -> str:
-        return f"<DrawnRows: {len(self)} of step {self.step}>"
-
-    def read(self, columns: tuple[str, ...], store: Store) -> dict[str, Any]:
-        """The rows, copied into NumPy arrays, wherever this is; `store` is of their cache."""
-        return snapshots.read(self.snapshot, store, self.oldest, self.ids, columns, self.step, self.left)
-
-    @property
-    def arrival(self) -> Arrival:
-        """What arrives with a batch of these rows."""
-        return self.snapshot.key, self.step
-
-    def delivered(self) -> None:
-        """The batch has arrived in the process that drew it; elsewhere this does nothing."""
-        snapshots.delivered(*self.arrival)
+from arrowcache.torch.transport import Batch, collate, failure
 
 
 class Descriptor:
@@ -92,7 +49,7 @@ class Descriptor:
                 batch = self._rows.read(self._columns, self._store)
                 self._batch = {name: to_tensor(values, schema[name]) for name, values in batch.items()}
             finally:
-                self._rows.delivered()
+                snapshots.delivered(*self._rows.arrival)
         return self._batch
 
     def __getitem__(self, name: str | int) -> Any:
@@ -126,7 +83,7 @@ class Descriptor:
 
 def _gathered(rows: DrawnRows, columns: tuple[str, ...]) -> Any:
     try:
-        return Descriptor(rows, columns, snapshots.store_of_name(rows.snapshot)).make()
+        return Descriptor(rows, columns, rows.store()).make()
     except Exception:  # noqa: BLE001
         return failure("while a batch was gathered from its descriptor")
 

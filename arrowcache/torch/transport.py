@@ -29,15 +29,14 @@ from torch.utils.data._utils.collate import default_collate, default_collate_fn_
 from arrowcache import linux
 from arrowcache.errors import WorkerError
 from arrowcache.torch import snapshots
-
-Arrival = tuple[str, int]  # of whose step the sender is told when it arrives: a snapshot's key, and a step
+from arrowcache.torch.snapshots import Arrival
 
 
 class Batch(dict[str, Any]):
     """A batch; unpickled as a plain dict.
 
     Args:
-        arrival: what arrives with it; None: nobody is told.
+        arrival: of its rows; None: nobody is told when it arrives.
     """
 
     def __init__(self, batch: dict[str, Any], arrival: Arrival | None = None) -> None:

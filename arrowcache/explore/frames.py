@@ -19,7 +19,7 @@ from arrowcache.errors import ArrowCacheError, sentence_of
 from arrowcache.explore.numbers import bfloat16_values
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.values import Column, Values
+from arrowcache.reading.values import ColumnData, Values
 from arrowcache.storage.recovery import store_of
 from arrowcache.units import parse_count
 
@@ -116,7 +116,7 @@ def to_polars(
 
 def _oldest(
     cache: AnyCache, columns: Sequence[str] | None, limit: int | None
-) -> tuple[Schema, tuple[str, ...], dict[str, Column], int]:
+) -> tuple[Schema, tuple[str, ...], dict[str, ColumnData], int]:
     store = store_of(cache)
     schema = store.settings.schema
     names = schema.select(columns, least=1)
@@ -126,14 +126,14 @@ def _oldest(
         return schema, names, snapshot.gather(np.arange(rows), names), rows
 
 
-def _frame(schema: Schema, values: Mapping[str, Column], rows: int) -> Rows:
+def _frame(schema: Schema, values: Mapping[str, ColumnData], rows: int) -> Rows:
     series = {name: _series(kind, values[name]) for name, kind in schema.items()}
     frame = Rows(series, index=pd.RangeIndex(rows), columns=list(schema), copy=False)
     frame.kinds = dict(schema)
     return frame
 
 
-def _series(kind: FieldType, values: Column) -> Any:
+def _series(kind: FieldType, values: ColumnData) -> Any:
     """What pandas makes one column of."""
     if isinstance(kind, Timestamp):
         return pd.Series(values).dt.tz_localize("UTC")
@@ -159,7 +159,7 @@ def _objects(items: list[Any]) -> NDArray[np.object_]:
     return objects
 
 
-def _plain(kind: FieldType, values: Column) -> pa.Array:
+def _plain(kind: FieldType, values: ColumnData) -> pa.Array:
     """A gathered column as Arrow array of plain types: nested lists, no extension."""
     if isinstance(kind, Timestamp):
         return pa.array(values, pa.timestamp("us", "UTC"))
@@ -180,7 +180,7 @@ def _plain(kind: FieldType, values: Column) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(values.offsets), array)
 
 
-def _map(function: Callable[[NDArray[Any]], NDArray[Any]], values: Column) -> Column:
+def _map(function: Callable[[NDArray[Any]], NDArray[Any]], values: ColumnData) -> ColumnData:
     if isinstance(values, Values):
         return Values(function(values.data), values.offsets)
     return function(np.asarray(values))

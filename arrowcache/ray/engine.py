@@ -34,10 +34,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from arrowcache.arrow.builder import Form
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
-from arrowcache.ray.drawing import draw_segment
+from arrowcache.ray.draw import draw_segment
 from arrowcache.ray.ingest import GROUPS, Ingest, Opened
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
-from arrowcache.sampling.task import Done, Task, digest_of
+from arrowcache.sampling.options import PoolOptions
+from arrowcache.sampling.task import Done, Task
 from arrowcache.units import format_bytes
 
 _log = logging.getLogger("arrowcache")
@@ -79,12 +80,11 @@ class RayEngine:
     """The `Engine` of a cluster. The constructor starts an actor on each node and opens its cache.
 
     Args:
-        workers: tasks being drawn at a time.
+        options: of the pool. `retries` is also how often Ray repeats a task whose worker or node was lost,
+            and starts an actor anew.
         replicate: every node gets every segment; else each gets its own.
-        retries: how often Ray repeats a task whose worker or node was lost, and starts an actor anew.
         in_flight_bytes: see the module; None: half of the smallest object store of a node.
-        options: Ray's options of a drawing task, such as `num_cpus`, `resources`, `runtime_env`.
-        ramp: early tasks fill small segments.
+        ray_options: Ray's of a drawing task, such as `num_cpus`, `resources`, `runtime_env`.
     Raises: ValueError, SchemaError, CacheFormatError: caches that cannot be had, or that differ.
         TimeoutError: an actor did not start.
     """
@@ -92,22 +92,14 @@ class RayEngine:
     def __init__(
         self,
         caches: NodeCaches,
-        sampler: bytes,
-        workers: int,
-        seed: int,
-        pool: str,
+        options: PoolOptions,
         *,
         replicate: bool,
-        retries: int,
         in_flight_bytes: int | None,
-        options: Mapping[str, Any],
-        ramp: bool = True,
+        ray_options: Mapping[str, Any],
     ) -> None:
-        self._ramp = ramp
-        self._sampler: Any = ray.put(sampler)  # once, and from there to each node that draws
-        self._digest = digest_of(sampler)
-        self._seed, self._pool = seed, pool
-        self._workers, self._replicate = workers, replicate
+        self._options, self._pool, self._replicate = options, options.pool, replicate
+        self._sampler: Any = ray.put(options.sampler)  # once, and from there to each node that draws
         self._drawing: dict[Future[Done], tuple[Task, Any, Any]] = {}  # -> task, its reference, its file's
         self._publishing: dict[Future[Done], tuple[_Drawn, str]] = {}  # -> segment, node
         self._again: list[int] | None = None  # to be drawn again; None: nobody was asked yet
@@ -116,9 +108,9 @@ class RayEngine:
         self._least: int | None = None  # the next task's number; None: nobody was asked yet
         self._job = ray.get_runtime_context().get_job_id()
         self._ended = False
-        options = {"scheduling_strategy": "SPREAD", "max_retries": retries, **options, "num_returns": 2}
-        self._draw: Any = ray.remote(draw_segment).options(**options)
-        self.nodes = {node: Node(_actor(caches, node, retries)) for node in caches.node_ids()}
+        retried = {"scheduling_strategy": "SPREAD", "max_retries": options.retries}
+        self._draw: Any = ray.remote(draw_segment).options(**(retried | {**ray_options, "num_returns": 2}))
+        self.nodes = {node: Node(_actor(caches, node, options.retries)) for node in caches.node_ids()}
         try:
             if not self.nodes:
                 raise SamplerError("no node of the cluster is alive: start one, or wait for it")
@@ -127,7 +119,7 @@ class RayEngine:
             self.end()
             raise
         bound = in_flight_bytes or int(_smallest_store_bytes() * _STORE_SHARE)
-        ahead = workers + _AHEAD * len(self.nodes)
+        ahead = options.workers + _AHEAD * len(self.nodes)
         self._most = max(len(self.nodes), min(ahead, bound // self._form.segment_bytes))
 
     def _is_connected(self) -> bool:
@@ -174,13 +166,10 @@ class RayEngine:
     def idle(self) -> int:
         published_soon = {drawn.task.number for drawn, _ in self._publishing.values()}
         in_flight = len(self._drawing) + len(published_soon)
-        return max(0, min(self._workers - len(self._drawing), self._most - in_flight))
+        return max(0, min(self._options.workers - len(self._drawing), self._most - in_flight))
 
     def claim(self, count: int) -> list[Task]:
-        return [
-            Task("", b"", self._pool, self._seed, number, 0, ramp=self._ramp, digest=self._digest)
-            for number in self._returned(count) or self._numbers(count)
-        ]
+        return [self._options.task(number) for number in self._returned(count) or self._numbers(count)]
 
     def _returned(self, count: int) -> list[int]:
         """Tasks that an earlier pool published parts of, and that are to be drawn again."""
@@ -348,7 +337,10 @@ class RayEngine:
             published = self._published_meanwhile()
             unfinished -= {done.number for done in published if not done.is_part}
             if unfinished:
-                wait([self._ask(self._living()[0], "give_back", self._pool, [*unfinished])], _FORCE_SECONDS)
+                wait(
+                    [self._ask(self._living()[0], "give_back", self._pool, [*unfinished])],
+                    _FORCE_SECONDS,
+                )
         except (RayError, SamplerError) as error:  # the cluster is gone: those numbers are not drawn again
             _log.debug("a pool's cluster ended before it: %s", error)
         return published + self._end(deadline)

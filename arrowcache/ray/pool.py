@@ -10,7 +10,8 @@ import ray
 
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.ray.engine import RayEngine
-from arrowcache.sampling.pool import Plan, Pool, PoolStats
+from arrowcache.sampling.options import PoolOptions
+from arrowcache.sampling.pool import Pool, PoolStats
 from arrowcache.sampling.task import Sampler
 from arrowcache.units import parse_bytes
 
@@ -62,23 +63,18 @@ class SamplerPool(Pool):
             raise TypeError(f"caches must be arrowcache.ray.NodeCaches, not {caches!r}")
         if share not in _SHARES:
             raise ValueError(f"share={share!r} is unknown: use {' or '.join(map(repr, _SHARES))}")
-        plan = Plan.of(sample, workers, seed, name, segments, retries)
+        drawn = PoolOptions.of(sample, workers, seed, name, segments, retries, progress)
         in_flight_bytes = None if in_flight is None else parse_bytes(in_flight, "in_flight")
         if not ray.is_initialized():
             raise RuntimeError("Ray is not running: call ray.init() first, in a cluster with its address")
         self._engine = RayEngine(
             caches,
-            plan.sampler,
-            plan.workers,
-            plan.seed,
-            plan.pool,
+            drawn,
             replicate=share == "replicate",
-            retries=plan.retries,
             in_flight_bytes=in_flight_bytes,
-            options=options or {},
-            ramp=plan.ramp,
+            ray_options=options or {},
         )
-        super().__init__(self._engine, name, plan.segments, plan.retries, progress)
+        super().__init__(self._engine, drawn)
 
     def stats(self) -> PoolStats:
         """What was published so far, and at which cost; a segment on several nodes counts once."""

@@ -2,8 +2,8 @@
 
 It cuts an epoch into portions, in step order; stream.py decides when they are begun. A batch that is one run
 of rows of one segment is a zero-copy view, where the order has such runs. Every other batch is gathered into
-a slot by the engine's threads; small batches of a portion share one. Where there is a transform, threads of a
-crew gather and transform.
+a slot by the engine's threads; small batches of a portion share one. Where there is a transform, worker
+threads gather and transform.
 
 Rows that may be on the disk are asked for before they are needed: some hundred rows ahead where they come in
 any order, some megabytes ahead where they come in order.
@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.reading.crew import Crew
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.fetching import FETCHED_BYTES, Fetching
 from arrowcache.reading.gather import Gather
 from arrowcache.reading.memory import page_aligned
-from arrowcache.reading.options import BatchOptions, EpochOptions
-from arrowcache.reading.portion import Elsewhere, Made, Portion
+from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.temperature import Temperature, batches_ahead
-from arrowcache.reading.values import Column, Values, column_bytes
+from arrowcache.reading.values import ColumnData, Values, column_bytes
 from arrowcache.reading.view import Viewer
+from arrowcache.reading.worker_threads import WorkerThreads
 from arrowcache.storage.store import Store
 
 Batch = dict[str, Any]
@@ -51,26 +51,26 @@ class Assembly:
 
     Args:
         store: of the cache.
-        options, making: which batches there are, and how they are made.
+        options: which batches there are, and how they are made.
         meter: told what their making takes.
     """
 
-    def __init__(self, store: Store, options: EpochOptions, making: BatchOptions, meter: Meter) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         schema, self.names, self.meter = store.settings.schema, options.names, meter
-        self._making, self._batch_size = making, options.batch_size
+        self._options, self._batch_size = options, options.batch_size
         self._fixed = tuple(name for name in self.names if name in schema.fixed)
         viewer = Viewer(schema, self.names)
-        self._viewer = viewer if making.views and viewer.names else None
+        self._viewer = viewer if options.views and viewer.names else None
         self._views_required = False
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
         self._batch_bytes = max(1, self._row_bytes * self._batch_size)  # of the last one that was made
-        self._crew = self._new_crew()
+        self._threads = self._new_threads()
         self.temperature = Temperature()
         self._columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
         self.gather_into(page_aligned)
 
-    def _new_crew(self) -> Crew | None:
-        return None if self._making.transform is None else Crew(max(1, self._making.workers))
+    def _new_threads(self) -> WorkerThreads | None:
+        return None if self._options.transform is None else WorkerThreads(max(1, self._options.workers))
 
     def gather_into(
         self, allocate: Callable[[int], NDArray[np.uint8]], portion_bytes: int = _PORTION_BYTES
@@ -82,9 +82,9 @@ class Assembly:
             portion_bytes: of batches that lie side by side.
         """
         most = 1
-        if self._crew is None and self._viewer is not None:
+        if self._threads is None and self._viewer is not None:
             most = min(_VIEWS, FETCHED_BYTES // self._batch_bytes)
-        elif self._crew is None and len(self._fixed) == len(self.names):
+        elif self._threads is None and len(self._fixed) == len(self.names):
             most = min(_MOST_BATCHES, portion_bytes // self._batch_bytes)
         self._most_batches = max(1, most)  # of a portion; those that are copied lie side by side
         rows = self._batch_size * (self._most_batches if self._viewer is None else 1)
@@ -96,7 +96,7 @@ class Assembly:
 
     def wanted(self) -> int:
         """The number of batches that are to be under way or ready."""
-        workers, prefetch = self._making.workers, self._making.prefetch
+        workers, prefetch = self._options.workers, self._options.prefetch
         if prefetch is not None:
             return prefetch + workers
         if self.temperature.is_cold:
@@ -109,7 +109,7 @@ class Assembly:
 
     def after_fork(self) -> None:
         """In a child: another thread may have been at the slots, and will never be done."""
-        self.slots, self._crew = self._new_slots(), self._new_crew()
+        self.slots, self._threads = self._new_slots(), self._new_threads()
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
         """An epoch's batches, cut into portions; each `next` begins one.
@@ -139,8 +139,8 @@ class Assembly:
 
     def close(self) -> None:
         """End the threads of a transform."""
-        if self._crew is not None:
-            self._crew.close()
+        if self._threads is not None:
+            self._threads.close()
 
     def require_views(self) -> None:
         """Have a batch that cannot be a view raise ValueError."""
@@ -155,20 +155,20 @@ class Assembly:
         return []
 
     def _begin(self, rows: BatchRows, batches: int, fetched: Sequence[Gather]) -> Portion:
-        if self._crew is not None:
-            made = self._crew.submit(partial(self._transformed, rows))
+        if self._threads is not None:
+            made = self._threads.submit(partial(self._transformed, rows))
             return Elsewhere(rows.epoch, batches, made, iter, fetched)
         if self._viewer is not None:
             return _Viewed(self, rows, batches, fetched)
         return Gathered(self, rows, batches, fetched, self.names, self.slots.lend(len(rows.ids)))
 
-    def _transformed(self, rows: BatchRows) -> list[Made]:
+    def _transformed(self, rows: BatchRows) -> list[ReadyBatch]:
         (made,) = self.made(rows)
-        assert self._making.transform is not None
+        assert self._options.transform is not None
         with self.meter.stage("transform"):
-            return [made._replace(batch=self._making.transform(made.batch))]
+            return [made._replace(batch=self._options.transform(made.batch))]
 
-    def made(self, rows: BatchRows) -> Iterator[Made]:
+    def made(self, rows: BatchRows) -> Iterator[ReadyBatch]:
         """Batches without a transform, made by this thread; those before one that fails come first."""
         if self._viewer is None:
             yield self._copied(rows)
@@ -180,7 +180,7 @@ class Assembly:
             else:
                 yield self._copied(part)
 
-    def _copied(self, rows: BatchRows) -> Made:
+    def _copied(self, rows: BatchRows) -> ReadyBatch:
         if self._views_required:
             raise ValueError(
                 "assert_zero_copy() was called, and this batch needs a copy: its rows lie in several "
@@ -204,7 +204,7 @@ class Assembly:
             yield ids[first:stop], is_run
             first = stop
 
-    def _viewed(self, viewer: Viewer, rows: BatchRows) -> Iterator[Made]:
+    def _viewed(self, viewer: Viewer, rows: BatchRows) -> Iterator[ReadyBatch]:
         """Batches of one run of rows: views of them, as far as they are of one segment, else copies."""
         ids, size = rows.ids, self._batch_size
         with self.meter.reading(self.temperature):
@@ -218,7 +218,7 @@ class Assembly:
         else:
             yield self._copied(rows)
 
-    def cut(self, rows: BatchRows, whole: dict[str, Any], *, is_copied: bool) -> Iterator[Made]:
+    def cut(self, rows: BatchRows, whole: dict[str, Any], *, is_copied: bool) -> Iterator[ReadyBatch]:
         """Batches that lie side by side."""
         size, count = self._batch_size, len(rows.ids)
         if count <= size:
@@ -229,7 +229,7 @@ class Assembly:
             columns = {name: _rows_of(column, of_batch) for name, column in whole.items()}
             yield self._complete(rows._replace(ids=rows.ids[of_batch]), columns, is_copied=is_copied)
 
-    def _complete(self, rows: BatchRows, columns: dict[str, Any], *, is_copied: bool) -> Made:
+    def _complete(self, rows: BatchRows, columns: dict[str, Any], *, is_copied: bool) -> ReadyBatch:
         """Add the columns that cannot be views, and where rows come from."""
         epoch, ids, published = rows
         batch: Batch = columns
@@ -245,13 +245,13 @@ class Assembly:
             nbytes, copied_bytes = nbytes + more, copied_bytes + more
             batch = {name: columns[name] if name in columns else values[name] for name in self.names}
         self._batch_bytes = max(1, nbytes)
-        if self._making.with_ids:
+        if self._options.with_ids:
             batch |= epoch.snapshot.locate(ids)
-        return Made(batch, len(ids), nbytes, copied_bytes, published, epoch)
+        return ReadyBatch(batch, len(ids), nbytes, copied_bytes, published, epoch)
 
 
 class BatchRows(NamedTuple):
-    """Rows of some batches of an epoch; `published` as of `Made`."""
+    """Rows of some batches of an epoch; `published` as of `ReadyBatch`."""
 
     epoch: Epoch
     ids: NDArray[np.int64]
@@ -268,7 +268,7 @@ class _Viewed(Portion):
     def take(self, seconds: float) -> bool:
         return all(fetch.take(seconds) for fetch in self._fetched)
 
-    def made(self) -> Iterable[Made]:
+    def made(self) -> Iterable[ReadyBatch]:
         return self._assembly.made(self._rows)
 
     def cancel(self, seconds: float | None = None) -> bool:
@@ -325,7 +325,7 @@ class Gathered(_Viewed):
             columns = {name: found[name] for name in self._names}
         return columns
 
-    def made(self) -> Iterable[Made]:
+    def made(self) -> Iterable[ReadyBatch]:
         return self._assembly.cut(self._rows, self.columns(), is_copied=True)
 
     def cancel(self, seconds: float | None = None) -> bool:
@@ -349,7 +349,7 @@ def mean_published(epoch: Epoch, ids: NDArray[np.int64]) -> float:
     return epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
 
 
-def _rows_of(column: Column, rows: slice) -> Column:
+def _rows_of(column: ColumnData, rows: slice) -> ColumnData:
     """Some rows of a view, as a view."""
     if not isinstance(column, Values):
         return column[rows]

@@ -1,8 +1,9 @@
 """Epoch: one pass over a snapshot, and how the next one begins.
 
 An `Epoch` owns all that it takes: the lease on its segments, its part in the ranks' agreement, what the cache
-counted for it. Whoever has one ends it by `end`, at any point, in any thread. `Epochs` decides when there is
-enough to begin, takes the snapshot (alone, or with the other ranks), and goes on where a loaded state says.
+counted for it. Whoever has one ends it by `end`, or by `with`: at any point, in any thread. `Epochs` decides
+when there is enough to begin, takes the snapshot (alone, or with the other ranks), and goes on where a loaded
+state says.
 Guarantees: epochs are numbered 0, 1, 2, ...; none is empty but the rest of one that was resumed; nothing is
 leased while it waits for rows.
 """
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import EpochOptions
-from arrowcache.reading.order import EpochOrder, Order, Shard, Survivors, order_of
+from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.order import EpochOrder, Order, ResumedOrder, Shard, order_of
 from arrowcache.reading.patience import Patience, Wait
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.ranks import Agreement
@@ -30,6 +32,9 @@ from arrowcache.reading.stats import Meter
 from arrowcache.reading.supply import EpochUsage, Supply
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _ALL = slice(None)  # steps of an epoch
 
@@ -98,6 +103,12 @@ class Epoch:
                 self._agreement.release(self.plan.epoch)
             self._is_let_go = True  # last: what Ctrl-C cut short is done by the next call
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def end(self) -> None:
         """No more of its batches are delivered: let go of all that it has. Idempotent; never fails."""
         self.let_go()
@@ -110,23 +121,15 @@ class Epochs:
     Args:
         store: of the cache.
         options: of every epoch.
-        membership: this rank among those of its job; None: it is alone.
         meter: told what the waiting took.
-        shard: which part of each step is this one's, where it isn't the membership that says so.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        options: EpochOptions,
-        membership: Membership | None,
-        meter: Meter,
-        shard: Shard | None = None,
-    ) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         self._store, self._options, self._meter = store, options, meter
+        self._membership: Membership | None = None
         self._agreement: Agreement | None = None
+        self._shard, self._has_joined = Shard(), False
         self.supply = Supply(store, options)
-        self.join(membership, shard)
         self._resumed: Plan | None = None
         self._missing = "skip"
         self._lost_ahead: int | None = None  # an epoch of the ranks that this one cannot read
@@ -134,13 +137,24 @@ class Epochs:
         self.progress: Epoch | None = None  # the one of which batches are delivered, or were last
 
     def join(self, membership: Membership | None, shard: Shard | None = None) -> None:
-        """Be this rank, as of the constructor, from the next epoch on; none is in progress."""
+        """Be this rank of this job from the next epoch on; None: what it was, at first alone.
+
+        No epoch is in progress.
+
+        Args:
+            shard: the part of each step that is this one's, where the membership does not say it.
+        Raises: ValueError: the options do not fit so many ranks.
+        """
+        if self._has_joined and membership in (None, self._membership):
+            return
+        if shard is None:
+            shard = Shard(membership.rank, membership.world_size) if membership else Shard()
+        self._options.require_fit(self._store, shard.world_size)
         self.close()
+        self._membership, self._shard, self._has_joined = membership, shard, True
         self._agreement = None if membership is None else Agreement(self._store, membership)
         if membership is not None and membership.rank % membership.local_world_size:
             self.supply.warns = False  # the first rank of this node does
-        alone = Shard(membership.rank, membership.world_size) if membership else Shard()
-        self._shard = shard or alone
 
     def require(self, plan: Plan) -> None:
         """Make sure that all is there of what remains of a planned epoch.
@@ -156,7 +170,7 @@ class Epochs:
 
         Args:
             missing: rows whose segments have left the cache: "skip" them, with a warning; "raise"; or "keep"
-                them in the order, for who sees to them step by step.
+                the steps that they were in, as of `ResumedSteps`.
         """
         self.next = plan.epoch
         self._resumed = plan if len(plan.seqs) else None
@@ -306,7 +320,7 @@ class Epochs:
         options, seqs, rows, window_rows = self._options, np.empty(0, np.int64), np.empty(0, np.int64), 1
         if snapshot is not None:
             seqs, rows = snapshot.seqs, snapshot.segment_rows
-            window_rows = max(1, options.window_bytes * len(snapshot) // max(1, snapshot.nbytes))
+            window_rows = max(1, options.window_nbytes * len(snapshot) // max(1, snapshot.nbytes))
         return Plan(
             epoch=number,
             seed=options.seed,
@@ -323,10 +337,11 @@ class Epochs:
 
         Raises: MissingSegmentsError: not all is, and that is not accepted; nothing has changed.
         """
-        if missing == "keep":
-            return self._whole_order(plan)
-        order = order_of(plan, present, self._options.batch_size, self._shard, self._options.drop_last)
-        if isinstance(order, Survivors) and order.missing:
+        options = self._options
+        order = order_of(
+            plan, present, options.batch_size, self._shard, options.drop_last, keeps_steps=missing == "keep"
+        )
+        if isinstance(order, ResumedOrder) and order.missing:
             gone = len(plan.seqs) - len(present)
             fact = (
                 f"{order.missing} rows of epoch {plan.epoch} are lost to it: {gone} of its {len(plan.seqs)} "

@@ -20,8 +20,8 @@ from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
 from arrowcache.native.rows import Rows
-from arrowcache.reading.output import aligned
-from arrowcache.reading.values import Column, Values, to_column
+from arrowcache.reading.memory import aligned
+from arrowcache.reading.values import ColumnData, Values, to_column
 from arrowcache.shortage import explained
 from arrowcache.storage.verification import unfit
 
@@ -252,7 +252,7 @@ class Gather:
             except BaseException:  # noqa: BLE001  # nobody would get it, and its parts end by themselves
                 pass
 
-    def values(self) -> dict[str, Column]:
+    def values(self) -> dict[str, ColumnData]:
         """Columns of variable length, once it has ended. Raises: CorruptSegmentError: text is not UTF-8."""
         return {part.name: part.column() for part in self._parts if isinstance(part, ValuesGather)}
 
@@ -316,7 +316,7 @@ class ValuesGather:
     def failure(self) -> engine.Failure | None:
         return self._found.failure or (None if self._copy is None else self._copy.failure)
 
-    def column(self) -> Column:
+    def column(self) -> ColumnData:
         kind, ends = self._kind, self._found.offsets
         if not isinstance(kind, Ragged):
             return to_column(kind, Values(self._data, ends))

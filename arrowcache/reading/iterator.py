@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from arrowcache.reading.assembly import Batch
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.stream import BatchStream
 
 
 class Batches(Protocol):
@@ -32,7 +32,7 @@ class EpochIterator:
     """
 
     def __init__(
-        self, stream: Stream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
+        self, stream: BatchStream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
     ) -> None:
         self._stream, self._timeout_seconds, self._finish = stream, timeout_seconds, finish
         self._turn = threading.RLock()
@@ -51,7 +51,7 @@ class EpochIterator:
         with self._turn:
             return self._next(self._stream)
 
-    def _next(self, stream: Stream) -> Batch:
+    def _next(self, stream: BatchStream) -> Batch:
         try:
             with stream.waiting():
                 made = stream.take(self._timeout_seconds)

@@ -18,12 +18,11 @@ from arrowcache.lifetimes import Origin
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
-from arrowcache.reading.membership import membership
-from arrowcache.reading.options import BatchOptions, EpochOptions
+from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.counters import CounterPage
 from arrowcache.storage.layout import SegmentInfo
@@ -118,40 +117,38 @@ class Loader:
         paced: bool = True,
     ) -> None:
         self._store = store_of(cache)
-        self._options = options = EpochOptions.checked(
+        self._options = options = LoaderOptions(
             self._store.settings,
-            columns,
             batch_size,
             shuffle=shuffle,
             seed=seed,
+            columns=columns,
             drop_last=drop_last,
-            epoch_rows=epoch_rows,
-            wait_rows=wait_rows,
-            window_bytes=window_bytes,
-            paced=paced,
-            where=where,
-            timeout=timeout,
-        )
-        if options.timeout_seconds == 0:
-            raise ValueError("timeout=0 leaves no time for any batch: give seconds > 0, or None")
-        self._making = making = BatchOptions(
             transform=transform,
-            with_ids=with_ids,
-            views=self._may_yield_views and shuffle in ("blocks", None),
             workers=workers,
             worker_type=worker_type,
             prefetch=prefetch,
+            where=where,
+            with_ids=with_ids,
+            rank=rank,
+            world_size=world_size,
+            run_id=run_id,
+            epoch_rows=epoch_rows,
+            wait_rows=wait_rows,
+            timeout=timeout,
+            window_bytes=window_bytes,
+            paced=paced,
+            may_view=self._may_yield_views,
         )
-        self._given, self._run_id = (rank, world_size), run_id
-        self._rank = self._find_rank()
-        ranks = membership(*self._rank, run_id)
-        options.require_fit(self._store, ranks)
-        self._meter = Meter(making.workers, shuffle)
-        self._epochs = Epochs(self._store, options, ranks, self._meter)
-        self._assembly = self._kind_of_assembly()(self._store, options, making, self._meter)
+        if options.timeout == 0:
+            raise ValueError("timeout=0 leaves no time for any batch: give seconds > 0, or None")
+        self._meter = Meter(options.workers, shuffle)
+        self._epochs = Epochs(self._store, options, self._meter)
+        self._join()
+        self._assembly = self._kind_of_assembly()(self._store, options, self._meter)
         self._origin = Origin()
         self._parking: Parking | None = None  # while it is in use
-        self._stream: Stream | None = None  # of the iterator that began last
+        self._stream: BatchStream | None = None  # of the iterator that began last
         self._closed = False
 
     def __iter__(self) -> Batches:
@@ -304,7 +301,7 @@ class Loader:
 
     def _kind_of_assembly(self) -> type[Assembly | RemoteAssembly]:
         """What makes batches; loaders for a device may have them made there."""
-        if not self._making.workers or self._making.worker_type != "process":
+        if not self._options.workers or self._options.worker_type != "process":
             return Assembly
         from arrowcache.reading.workers import remote  # brings much that others do without
 
@@ -314,22 +311,13 @@ class Loader:
         """The last touch, in the consumer's thread; loaders for a framework convert here."""
         return batch
 
-    def _hand_out(self, stream: Stream) -> Batches:
+    def _hand_out(self, stream: BatchStream) -> Batches:
         """The iterator that the consumer gets; loaders for a device have one of their own."""
-        return EpochIterator(stream, self._options.timeout_seconds, self._finish)
-
-    def _find_rank(self) -> tuple[int | None, int | None]:
-        """Rank and world size; loaders for a framework may find others before each epoch."""
-        return self._given
+        return EpochIterator(stream, self._options.timeout, self._finish)
 
     def _join(self) -> None:
-        """Be the rank that is found now, from the epoch on that begins."""
-        found = self._find_rank()
-        if found not in (self._rank, (None, None)):
-            ranks = membership(*found, self._run_id)
-            self._options.require_fit(self._store, ranks)
-            self._epochs.join(ranks)
-            self._rank = found
+        """Be the rank that is found now; loaders for a framework may find another before each epoch."""
+        self._epochs.join(self._options.membership)
 
     def _begin(self, *, endless: bool) -> Batches:
         if self._closed:
@@ -342,12 +330,12 @@ class Loader:
         try:
             parking = self._parking
             if parking is None:
-                page = CounterPage.open(self._store.folder.path, self._making.workers, self._options.shuffle)
+                page = CounterPage.open(self._store.folder.path, self._options.workers, self._options.shuffle)
                 self._meter.show_on(page, self._assembly.in_progress)
                 parking = self._parking = Parking(self._epochs.settle, self._assembly.drop)
             parking.begin()
             self._assembly.prepare()
-            stream = Stream(self._epochs, self._assembly, parking, self._meter, endless=endless)
+            stream = BatchStream(self._epochs, self._assembly, parking, self._meter, endless=endless)
             try:
                 if not stream.begin(lambda: self._closed) or self._closed:
                     raise ValueError(_CLOSED)

@@ -1,19 +1,33 @@
-"""Options: the user's arguments, checked, as they travel: those of epochs, and those of their batches."""
+"""Options: the arguments of a loader, checked, as one frozen value.
+
+`Loader` says what each means, and spells them out for readers and editors. All other faces pass on keyword
+arguments of the types below; `spelled_out` has `help()` and completion show them one by one. Nothing behind
+a face takes an option by itself: it takes the value.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import InitVar, dataclass, field
+from inspect import Parameter
+from typing import Any, TypedDict, TypeVar
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cgroup import memory_bytes
-from arrowcache.reading.membership import Membership
+from arrowcache.reading.membership import Membership, membership
 from arrowcache.reading.plan import SHUFFLES
 from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
-from arrowcache.units import format_bytes, parse_bytes, parse_count, parse_seconds, require_function
+from arrowcache.units import (
+    MOST_COUNTED,
+    format_bytes,
+    parse_bytes,
+    parse_count,
+    parse_seconds,
+    require_function,
+)
 
 WORKER_TYPES = ("process", "thread")
 _MOST_BATCH_ROWS = (1 << 31) - 1
@@ -21,69 +35,117 @@ _MOST_WORKERS = 256
 _MOST_PREFETCHED = 1 << 16
 _TERMS = ("batch_size", "shuffle", "seed", "epoch_rows", "drop_last", "window_bytes")
 
+Face = TypeVar("Face", bound=Callable[..., Any])
 
-@dataclass(frozen=True, slots=True)
-class EpochOptions:
-    """What decides which rows an epoch has, as of `Loader`; the same on all ranks. `names`: of columns."""
 
-    batch_size: int
+class EpochArguments(TypedDict, total=False):
+    """Keyword arguments of all that make epochs, as of `Loader`."""
+
+    where: Callable[[SegmentInfo], bool] | None
+    rank: int | None
+    world_size: int | None
+    run_id: str | None
+    epoch_rows: int | None
+    wait_rows: int
+    timeout: float | None
+    window_bytes: int | str | None
+    paced: bool
+
+
+class LoaderArguments(EpochArguments, total=False):
+    """All keyword arguments of `Loader`."""
+
     shuffle: str | None
     seed: int
-    epoch_rows: int | None
+    columns: Sequence[str] | None
     drop_last: bool
-    window_bytes: int
-    wait_rows: int
-    paced: bool
+    transform: Callable[[dict[str, Any]], dict[str, Any]] | None
+    workers: int
+    worker_type: str
+    prefetch: int | None
+    with_ids: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderOptions:
+    """The arguments of `Loader`, with its defaults; and what follows from them for a cache.
+
+    Args:
+        settings: of the cache.
+        may_view: batches may be views of the cache's files.
+    Raises: ValueError, TypeError: an argument that does not fit.
+    """
+
+    settings: InitVar[Settings]
+    batch_size: int = 64
+    shuffle: str | None = "rows"
+    seed: int = 0
+    columns: Sequence[str] | None = None
+    drop_last: bool = True
+    transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    workers: int = 0
+    worker_type: str = "process"
+    prefetch: int | None = None
     where: Callable[[SegmentInfo], bool] | None = None
-    timeout_seconds: float | None = None
-    names: tuple[str, ...] = ()
+    with_ids: bool = False
+    rank: int | None = None
+    world_size: int | None = None
+    run_id: str | None = None
+    epoch_rows: int | None = None
+    wait_rows: int = 1
+    timeout: float | None = 60.0
+    window_bytes: int | str | None = None
+    paced: bool = True
+    may_view: bool = True
+    names: tuple[str, ...] = field(init=False)  # of the columns
+    window_nbytes: int = field(init=False)  # of a window
 
-    @classmethod
-    def checked(
-        cls,
-        settings: Settings,
-        columns: Sequence[str] | None,
-        batch_size: int,
-        *,
-        shuffle: str | None,
-        seed: int,
-        drop_last: bool,
-        epoch_rows: int | None,
-        wait_rows: int,
-        window_bytes: int | str | None,
-        paced: bool,
-        where: Callable[[SegmentInfo], bool] | None,
-        timeout: float | None,
-    ) -> EpochOptions:
-        """Check arguments.
-
-        Raises: ValueError, TypeError: an argument that does not fit.
-        """
-        names = settings.schema.select(columns, least=1)
-        require_function(where, "where")
-        if shuffle not in SHUFFLES:
-            raise ValueError(f"shuffle={shuffle!r} is unknown: use one of {SHUFFLES}")
-        if window_bytes is not None and shuffle != "window":
-            raise ValueError(f"window_bytes belongs to shuffle='window', not {shuffle!r}: leave it out")
+    def __post_init__(self, settings: Settings) -> None:
+        names = settings.schema.select(self.columns, least=1)
+        require_function(self.where, "where")
+        require_function(self.transform, "transform")
+        if self.shuffle not in SHUFFLES:
+            raise ValueError(f"shuffle={self.shuffle!r} is unknown: use one of {SHUFFLES}")
+        if self.worker_type not in WORKER_TYPES:
+            raise ValueError(f"worker_type={self.worker_type!r} is unknown: use one of {WORKER_TYPES}")
+        if self.window_bytes is not None and self.shuffle != "window":
+            raise ValueError(f"window_bytes belongs to shuffle='window', not {self.shuffle!r}: leave it out")
+        for flag in ("drop_last", "with_ids", "paced"):
+            parse_flag(getattr(self, flag), flag)
+        window_bytes = self.window_bytes
         if window_bytes is None:
             window_bytes = min(memory_bytes(), settings.capacity_bytes) // 4
-        return cls(
-            batch_size=_batch_rows(batch_size, settings.schema, names),
-            shuffle=shuffle,
-            seed=parse_count(seed, "seed", least=0, most=None),
-            epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
-            drop_last=parse_flag(drop_last, "drop_last"),
-            window_bytes=parse_bytes(window_bytes, "window_bytes"),
-            wait_rows=parse_count(wait_rows, "wait_rows"),
-            paced=parse_flag(paced, "paced"),
-            where=where,
-            timeout_seconds=parse_seconds(timeout, "timeout"),
-            names=names,
-        )
+        parsed = {
+            "batch_size": _batch_rows(self.batch_size, settings.schema, names),
+            "seed": parse_count(self.seed, "seed", least=0, most=None),
+            "workers": parse_count(self.workers, "workers", least=0, most=_MOST_WORKERS),
+            "wait_rows": parse_count(self.wait_rows, "wait_rows"),
+            "timeout": parse_seconds(self.timeout, "timeout"),
+            "names": names,
+            "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
+        }
+        for name, most in (("epoch_rows", MOST_COUNTED), ("prefetch", _MOST_PREFETCHED)):
+            if (value := getattr(self, name)) is not None:
+                parsed[name] = parse_count(value, name, most=most)
+        for name, value in parsed.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def views(self) -> bool:
+        """Whether batches that are one run of rows are views."""
+        return self.may_view and self.shuffle in ("blocks", None)
+
+    @property
+    def membership(self) -> Membership | None:
+        """Which rank of which job the arguments say; None: it is alone.
+
+        Raises: ValueError, TypeError: what does not fit, or is missing.
+        """
+        return membership(self.rank, self.world_size, self.run_id)
 
     def terms(self) -> dict[str, Term]:
         """Those that decide an epoch's order: ranks agree on them."""
-        return {name: getattr(self, name) for name in _TERMS}
+        return {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
 
     def step_rows(self, world_size: int) -> int:
         """Rows of one step of all ranks."""
@@ -93,12 +155,11 @@ class EpochOptions:
         """Rows that an epoch waits for."""
         return max(self.wait_rows, self.step_rows(world_size) if self.drop_last else 1)
 
-    def require_step(self, ranks: Membership | None) -> None:
+    def require_step(self, world_size: int) -> None:
         """Make sure that an epoch of given rows has a step of all ranks.
 
         Raises: ValueError: it has none.
         """
-        world_size = ranks.world_size if ranks else 1
         step_rows = self.step_rows(world_size)
         if self.epoch_rows is not None and self.drop_last and self.epoch_rows < step_rows:
             raise ValueError(
@@ -106,13 +167,13 @@ class EpochOptions:
                 "raise it, or pass drop_last=False"
             )
 
-    def require_fit(self, store: Store, ranks: Membership | None) -> None:
+    def require_fit(self, store: Store, world_size: int) -> None:
         """`require_step`, and the capacity, as it is now, may hold the rows that an epoch waits for.
 
         Raises: ValueError: it cannot. A cache that is to be resized later must be so before.
         """
-        self.require_step(ranks)
-        rows = self.needed_rows(ranks.world_size if ranks else 1)
+        self.require_step(world_size)
+        rows = self.needed_rows(world_size)
         least = rows * row_bytes(store.settings.schema)  # variable-length data not counted
         if least <= store.settings.capacity_bytes:
             return
@@ -128,30 +189,19 @@ class EpochOptions:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class BatchOptions:
-    """How batches are made, as of `Loader`. `views`: they may be zero-copy views.
+def spelled_out(arguments: type[EpochArguments]) -> Callable[[Face], Face]:
+    """Decorates a face that passes on such keyword arguments: its signature shows each, with its default."""
 
-    Raises: ValueError, TypeError: an argument that does not fit.
-    """
+    def spell_out(face: Face) -> Face:
+        own = [*inspect.signature(face).parameters.values()]
+        known, names = inspect.signature(LoaderOptions).parameters, arguments.__annotations__
+        passed = [known[name].replace(kind=Parameter.KEYWORD_ONLY) for name in known if name in names]
+        positional = [each for each in own if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        others = [each for each in own if each.kind is Parameter.KEYWORD_ONLY]
+        face.__signature__ = inspect.Signature([*positional, *passed, *others])  # type: ignore[attr-defined]
+        return face
 
-    transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    with_ids: bool = False
-    views: bool = False
-    workers: int = 0
-    worker_type: str = "thread"
-    prefetch: int | None = None
-
-    def __post_init__(self) -> None:
-        require_function(self.transform, "transform")
-        parse_flag(self.with_ids, "with_ids")
-        if self.worker_type not in WORKER_TYPES:
-            raise ValueError(f"worker_type={self.worker_type!r} is unknown: use one of {WORKER_TYPES}")
-        workers, prefetch = parse_count(self.workers, "workers", least=0, most=_MOST_WORKERS), self.prefetch
-        if prefetch is not None:
-            prefetch = parse_count(prefetch, "prefetch", most=_MOST_PREFETCHED)
-        object.__setattr__(self, "workers", workers)
-        object.__setattr__(self, "prefetch", prefetch)
+    return spell_out
 
 
 def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:

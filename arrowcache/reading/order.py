@@ -202,7 +202,7 @@ class Present:
         return (ids + self._shift[segments])[is_there], is_there
 
 
-class Survivors(Order):
+class ResumedOrder(Order):
     """The order of a plan over those of its segments that are still there.
 
     Rows of segments that are gone are passed over, and what remains is cut into full steps anew, so that all
@@ -293,10 +293,66 @@ class Survivors(Order):
         return range(before + int(starts[span.start]), before + int(starts[span.stop]))
 
 
+class ResumedSteps(EpochOrder):
+    """As `ResumedOrder`, but each step keeps its number, whatever is gone.
+
+    So workers that resume an epoch need not know of each other how far each had come: none takes a row that
+    another one has delivered. Of a step of which rows are gone, the others are dealt out among the ranks
+    anew, evenly; a step that has fewer rows than there are ranks is left out by all, and has none. So ranks
+    have equally many steps, if they agree on what is there.
+    """
+
+    def __init__(
+        self, plan: Plan, present: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
+    ) -> None:
+        super().__init__(plan, batch_size, shard, drop_last)
+        self._of_all_ranks = EpochOrder(plan, batch_size * shard.world_size, Shard(), drop_last)
+        self._present = Present(plan, present)
+
+    def batches(self, first: int, last: int) -> NDArray[np.int64]:
+        steps = [self._step(step) for step in range(first, min(last, self.steps))]
+        return np.concatenate(steps) if steps else np.empty(0, np.int64)
+
+    def _step(self, step: int) -> NDArray[np.int64]:
+        ids, _ = self._present.renumber(self._of_all_ranks.batches(step, step + 1))
+        size, rank, world_size = self.batch_size, self._shard.rank, self._shard.world_size
+        if len(ids) < world_size:
+            return ids[:0]
+        if len(ids) == self.step_rows:
+            return ids[rank * size : (rank + 1) * size]
+        return np.array_split(ids, world_size)[rank]
+
+    def segments_span(self, step: int) -> range:
+        planned, before = super().segments_span(step), self._present.segments_before
+        return range(int(before[planned.start]), int(before[planned.stop]))
+
+    def lost_rows(self, steps: range) -> int:
+        """Rows of this rank's part of these steps whose segments are gone. Walks the order."""
+        size, lost = self.batch_size, 0
+        at_once = max(1, _CHUNK_ROWS // size)
+        for first in range(steps.start, steps.stop, at_once):
+            ids = super().batches(first, min(first + at_once, steps.stop))
+            step = first + np.arange(len(ids)) // size
+            mine = (step - steps.start) % steps.step == 0
+            lost += int((mine & ~self._present.renumber(ids)[1]).sum())
+        return lost
+
+
 def order_of(
-    plan: Plan, present: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
+    plan: Plan,
+    present: Sequence[SegmentInfo],
+    batch_size: int,
+    shard: Shard,
+    drop_last: bool,
+    *,
+    keeps_steps: bool = False,
 ) -> Order:
-    """The order of a plan over the segments that are still there, in the numbering of a snapshot of these."""
+    """The order of a plan over the segments that are still there, in the numbering of a snapshot of these.
+
+    Args:
+        keeps_steps: each step keeps its number, whatever is gone.
+    """
     if len(present) == len(plan.seqs):
         return EpochOrder(plan, batch_size, shard, drop_last)
-    return Survivors(plan, present, batch_size, shard, drop_last)
+    kind = ResumedSteps if keeps_steps else ResumedOrder
+    return kind(plan, present, batch_size, shard, drop_last)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from arrowcache.errors import LoaderTimeoutError
-from arrowcache.reading.options import EpochOptions
+from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.supply import Supply
@@ -50,7 +50,7 @@ class Patience:
     def __init__(
         self,
         supply: Supply,
-        options: EpochOptions,
+        options: LoaderOptions,
         world_size: int,
         meter: Meter,
         *,
@@ -58,7 +58,7 @@ class Patience:
     ) -> None:
         self._supply, self._store, self._meter = supply, supply.store, meter
         self._options, self._world_size = options, world_size
-        self._timeout_seconds = options.timeout_seconds
+        self._timeout_seconds = options.timeout
         folder = self._store.folder
         self._watched = [folder.segments, folder.usage, folder.path / CACHE_JSON]
         if with_ranks:

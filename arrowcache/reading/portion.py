@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from arrowcache.reading.epoch import Epoch
 
 
-class Made(NamedTuple):
+class ReadyBatch(NamedTuple):
     """A batch ready for delivery, and what is counted then.
 
     `batch` is a dict of columns, what a transform made of one, or a run or step of window.py. `published` is
@@ -50,7 +50,7 @@ class Portion:
     def go_on(self) -> None:
         """Begin its second part, if the first has ended; returns at once."""
 
-    def made(self) -> Iterable[Made]:
+    def made(self) -> Iterable[ReadyBatch]:
         """The batches, once it has ended. Raises: the error of their making, after the batches before it."""
         return ()
 
@@ -72,7 +72,7 @@ class Elsewhere(Portion):
         epoch: Epoch,
         batches: int,
         future: Future[Any],
-        finish: Callable[[Any], Iterable[Made]],
+        finish: Callable[[Any], Iterable[ReadyBatch]],
         keep: object = None,
     ) -> None:
         super().__init__(epoch, batches)
@@ -81,7 +81,7 @@ class Elsewhere(Portion):
     def take(self, seconds: float) -> bool:
         return self.future.wait(seconds)
 
-    def made(self) -> Iterable[Made]:
+    def made(self) -> Iterable[ReadyBatch]:
         future, self.future = self.future, _NOTHING  # an error's traceback has this frame: a cycle
         try:
             return self._finish(future.result())

@@ -36,11 +36,11 @@ from arrowcache.native.library import address_of
 from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable
 from arrowcache.reading.mapped import Claim, MappedSegments
-from arrowcache.reading.output import output_arrays
+from arrowcache.reading.memory import output_arrays
 from arrowcache.reading.segment_arrays import SegmentArrays
 from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
-from arrowcache.reading.values import Column
+from arrowcache.reading.values import ColumnData
 from arrowcache.reading.view import Viewer, has_room
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
@@ -165,7 +165,7 @@ class Snapshot(Shown):
         row_ids: ArrayLike,
         columns: Sequence[str] | None = None,
         out: Mapping[str, NDArray[Any]] | None = None,
-    ) -> dict[str, Column]:
+    ) -> dict[str, ColumnData]:
         """Copy rows into one array a column; never a view of the cache.
 
         Args:
@@ -201,7 +201,7 @@ class Snapshot(Shown):
 
     def gather_into(
         self, ids: NDArray[np.int64], names: Sequence[str], arrays: Mapping[str, NDArray[Any]]
-    ) -> dict[str, Column]:
+    ) -> dict[str, ColumnData]:
         """`gather` for callers that checked everything: loaders. `arrays` has the fixed columns.
 
         Raises: OutsideError: a row is outside the snapshot.
@@ -224,9 +224,9 @@ class Snapshot(Shown):
         out: Mapping[str, int],
         arrays: Mapping[str, NDArray[Any]],
         reader: _Reader,
-    ) -> dict[str, Column]:
+    ) -> dict[str, ColumnData]:
         """`gather_into`, but rows of a segment that is not known yet raise OutsideError, too."""
-        values: dict[str, Column] = {}
+        values: dict[str, ColumnData] = {}
         is_simple = len(out) == len(names) and not self.temperature.is_cold
         missed = self._gatherer.copy(ids, out) if is_simple else None
         if missed is None:
@@ -340,7 +340,7 @@ class Snapshot(Shown):
 
     def view(
         self, first: int, count: int, viewer: Viewer, *, is_fetched: bool = False
-    ) -> dict[str, Column] | None:
+    ) -> dict[str, ColumnData] | None:
         """Rows first..first+count-1 as arrays over a mapping of their own, without a copy; see view.py.
 
         Args:
@@ -371,7 +371,7 @@ class Snapshot(Shown):
 
     def views(
         self, batch_rows: int | None = None, columns: Sequence[str] | None = None
-    ) -> Iterator[dict[str, Column]]:
+    ) -> Iterator[dict[str, ColumnData]]:
         """All rows, oldest first, as zero-copy views: arrays over mappings of their own.
 
         What is written into a view is seen nowhere else. A view keeps its segment mapped and
@@ -395,7 +395,7 @@ class Snapshot(Shown):
         _Reader(self).end()  # says so if it is closed
         return self._views(size, viewer)
 
-    def _views(self, batch_rows: int | None, viewer: Viewer) -> Iterator[dict[str, Column]]:
+    def _views(self, batch_rows: int | None, viewer: Viewer) -> Iterator[dict[str, ColumnData]]:
         starts = self._starts if batch_rows is None else np.arange(0, len(self), batch_rows)
         for start, stop in itertools.pairwise([*starts.tolist(), len(self)]):
             if start == stop:

@@ -26,7 +26,7 @@ from arrowcache.reading.memory import PAGE_BYTES
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
-    from arrowcache.reading.portion import Made
+    from arrowcache.reading.portion import ReadyBatch
     from arrowcache.reading.temperature import Temperature
     from arrowcache.storage.counters import CounterPage
 
@@ -290,7 +290,7 @@ class Meter:
         """The consumer waits inside: for an `iter`, or in a step, whatever that gives."""
         return Waiting(self)
 
-    def deliver(self, made: Made) -> None:
+    def deliver(self, made: ReadyBatch) -> None:
         """A batch went to the consumer."""
         with self._lock:
             self.batches += 1

@@ -1,7 +1,7 @@
-"""Stream: the loop: batches of an epoch, or of one epoch after another, driven by who consumes them.
+"""BatchStream: the loop: batches of an epoch, or of one epoch after another, driven by who consumes them.
 
-`take` begins portions until enough batches are under way, and waits for the oldest; native threads, a crew of
-Python threads or worker processes make them meanwhile. Nothing here has a thread. A stream owns the epochs
+`take` begins portions until enough batches are under way, and waits for the oldest; native threads, Python
+threads or worker processes make them meanwhile. Nothing here has a thread. A stream owns the epochs
 that are under way, and their snapshots, until all their batches are made or it ends. The next epoch begins
 when the last batch of one is under way, so that there is no seam; where it reads many segments, that is done
 in slices, one a step.
@@ -34,7 +34,7 @@ from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.gather import abandon
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.patience import Wait
-from arrowcache.reading.portion import Made, Portion
+from arrowcache.reading.portion import Portion, ReadyBatch
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 
@@ -47,7 +47,7 @@ _GRACE_SECONDS = 0.25  # for a portion that itself waits so long, and then says 
 _LOOK_SECONDS = 0.05  # between two looks for the end, and two figures of a wait
 
 
-class Stream:
+class BatchStream:
     """Thread-safe: one thread at a time takes batches, any may end it, also while its consumer waits.
 
     Args:
@@ -80,7 +80,7 @@ class Stream:
         self._looks: Iterator[None] = iter(())
         self.begun: deque[Portion] = deque()
         self.under_way = 0  # batches of those
-        self.ready: deque[Made] = deque()
+        self.ready: deque[ReadyBatch] = deque()
         self.exhausted = False
         self._has_to_wait = False  # the next epoch, until there is enough for it
         self._may_wait = True  # for the next epoch; not if it is only asked whether it is ready
@@ -119,7 +119,7 @@ class Stream:
         """Raises: ValueError: this process was forked from the one that makes the batches."""
         self._origin.require("this epoch", "iterate anew here")
 
-    def take(self, timeout_seconds: float | None) -> Made | None:
+    def take(self, timeout_seconds: float | None) -> ReadyBatch | None:
         """The next batch, which is not delivered yet, on any thread; None: there is none.
 
         Raises: LoaderTimeoutError: none came in time. Whatever its making raised. As `require_own`.
@@ -185,7 +185,7 @@ class Stream:
         if is_over:
             self._cancel()
 
-    def deliver(self, made: Made | None) -> None:
+    def deliver(self, made: ReadyBatch | None) -> None:
         """Count a batch that the consumer gets now; None: it has come to the end.
 
         Raises: StopIteration: the end, also of what was taken since it ended. RuntimeError: a newer epoch

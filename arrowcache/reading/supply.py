@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, warn
 from arrowcache.lifetimes import Origin
-from arrowcache.reading.options import EpochOptions
+from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import explaining
 from arrowcache.storage.layout import SegmentInfo
@@ -39,7 +39,7 @@ _GIVE_BACK_SECONDS = 1.0  # that the end of an epoch waits for cache.lock
 class Supply:
     """What one loader finds in its cache, and leaves to writers."""
 
-    def __init__(self, store: Store, options: EpochOptions) -> None:
+    def __init__(self, store: Store, options: LoaderOptions) -> None:
         self.store, self._where = store, options.where
         self._epoch_rows, self.is_paced = options.epoch_rows, options.paced
         #: Segments of this number and higher ones came after this loader's last snapshot; inf: it took none.

@@ -27,10 +27,10 @@ class Values(NamedTuple):
 
 
 #: One column of a batch.
-Column = NDArray[Any] | list[Any] | Values
+ColumnData = NDArray[Any] | list[Any] | Values
 
 
-def column_bytes(values: Column) -> int:
+def column_bytes(values: ColumnData) -> int:
     """Bytes of one column of a batch."""
     if isinstance(values, Values):
         return values.data.nbytes
@@ -45,7 +45,7 @@ def bytes_of(values: Values) -> list[bytes]:
     return [data[start:stop] for start, stop in itertools.pairwise(ends)]
 
 
-def to_column(kind: object, values: Values) -> Column:
+def to_column(kind: object, values: Values) -> ColumnData:
     """A column of this type as users get it: text as str, binary as bytes, ragged as it is.
 
     Raises: CorruptSegmentError: a text is no UTF-8.

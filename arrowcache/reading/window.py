@@ -26,8 +26,8 @@ from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.fetching import FETCHED_BYTES
 from arrowcache.reading.filling import Filling
 from arrowcache.reading.gather import Gather
-from arrowcache.reading.options import BatchOptions, EpochOptions
-from arrowcache.reading.portion import Made, Portion
+from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.portion import Portion, ReadyBatch
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import column_bytes
@@ -55,17 +55,17 @@ class Step(NamedTuple):
 
 
 class WindowAssembly(Assembly):
-    """Makes portions of epochs: runs, whose `Made` has no rows, and steps.
+    """Makes portions of epochs: runs, whose `ReadyBatch` has no rows, and steps.
 
     The ring has two windows: one in use, and room for what comes next.
     """
 
-    def __init__(self, store: Store, options: EpochOptions, making: BatchOptions, meter: Meter) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         settings = store.settings
-        window_bytes = min(options.window_bytes, settings.capacity_bytes)
+        window_bytes = min(options.window_nbytes, settings.capacity_bytes)
         self.ring_rows = max(1, 2 * window_bytes // row_bytes(settings.schema))
         self._numbers: Iterator[int] = itertools.count()
-        super().__init__(store, options, making, meter)
+        super().__init__(store, options, meter)
         self._others = tuple(name for name in self.names if name not in self._fixed)
 
     def gather_into(
@@ -79,7 +79,7 @@ class WindowAssembly(Assembly):
 
     def wanted(self) -> int:
         """The number of runs and steps that are to be under way or ready."""
-        return self._making.prefetch or _UNDER_WAY
+        return self._options.prefetch or _UNDER_WAY
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
         """An epoch's runs and steps, in order; each `next` begins one.
@@ -109,20 +109,20 @@ class WindowAssembly(Assembly):
             else:
                 yield self._step(epoch, line % pass_rows, line % self.ring_rows)
 
-    def run(self, columns: Batch, place: int, epoch: Epoch) -> Made:
+    def run(self, columns: Batch, place: int, epoch: Epoch) -> ReadyBatch:
         """Rows that were gathered, for the ring."""
-        return Made(Run(next(self._numbers), columns, place), 0, 0, 0, 0.0, epoch)
+        return ReadyBatch(Run(next(self._numbers), columns, place), 0, 0, 0, 0.0, epoch)
 
-    def step(self, rows: BatchRows, places: NDArray[np.int64] | None, columns: Batch) -> Made:
+    def step(self, rows: BatchRows, places: NDArray[np.int64] | None, columns: Batch) -> ReadyBatch:
         """A batch: what of it was gathered here, and where the rest is."""
         count = len(rows.ids)
         nbytes = sum(map(column_bytes, columns.values()))
         if places is not None:
             nbytes += count * self._row_bytes
-        if self._making.with_ids:
+        if self._options.with_ids:
             columns |= rows.epoch.snapshot.locate(rows.ids)
         made = Step(next(self._numbers), places, columns)
-        return Made(made, count, nbytes, nbytes, rows.published, rows.epoch)
+        return ReadyBatch(made, count, nbytes, nbytes, rows.published, rows.epoch)
 
     def _step(self, epoch: Epoch, ids: NDArray[np.int64], places: NDArray[np.int64] | None) -> Portion:
         rows = BatchRows(epoch, ids, mean_published(epoch, ids))
@@ -147,7 +147,7 @@ class _Run(Gathered):
         super().__init__(window, rows, 1, fetches, window.fixed, window.slots.lend(len(rows.ids)))
         self._window, self._place = window, place
 
-    def made(self) -> Iterable[Made]:
+    def made(self) -> Iterable[ReadyBatch]:
         return [self._window.run(self.columns(), self._place, self.epoch)]
 
 
@@ -165,7 +165,7 @@ class _Gathered(Gathered):
         super().__init__(window, rows, 1, (), names, slot)
         self._window, self._places = window, places
 
-    def made(self) -> Iterable[Made]:
+    def made(self) -> Iterable[ReadyBatch]:
         return [self._window.step(self._rows, self._places, self.columns())]
 
 
@@ -176,5 +176,5 @@ class _Placed(Portion):
         super().__init__(rows.epoch, 1)
         self._window, self._rows, self._places = window, rows, places
 
-    def made(self) -> Iterable[Made]:
+    def made(self) -> Iterable[ReadyBatch]:
         return [self._window.step(self._rows, self._places, {})]

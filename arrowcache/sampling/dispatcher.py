@@ -19,6 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from arrowcache.lifetimes import Origin, before_threads_are_joined
+from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, failure
 from arrowcache.shortage import explained
 from arrowcache.storage.store import once_unlocked
@@ -104,28 +105,20 @@ class State:
 class Dispatcher:
     """What a pool's thread does: `run`."""
 
-    def __init__(
-        self,
-        state: State,
-        engine: Engine,
-        name: str,
-        segments: int | None,
-        retries: int,
-        progress: bool | None,
-    ) -> None:
-        self._state, self._engine, self._retries = state, engine, retries
-        self._left = segments  # tasks still to be claimed; None: no end
+    def __init__(self, state: State, engine: Engine, options: PoolOptions) -> None:
+        self._state, self._engine, self._retries = state, engine, options.retries
+        self._left = options.segments  # tasks still to be claimed; None: no end
         self._at_work = 0
         self._waiting: list[tuple[float, int, Task]] = []  # heap: when to try again, number, task
         self._failed_in_a_row = 0
-        self._most_in_a_row = max(retries, engine.idle())
+        self._most_in_a_row = max(options.retries, engine.idle())
         import tqdm  # 20 ms that `import arrowcache` need not take
 
         self._bar = tqdm.tqdm(
-            desc=f"sampling {name}",
+            desc=f"sampling {options.name}",
             unit="seg",
-            total=segments,
-            disable=None if progress is None else not progress,
+            total=options.segments,
+            disable=None if options.progress is None else not options.progress,
         )
 
     def run(self) -> None:

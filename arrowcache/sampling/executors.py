@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
-from arrowcache.sampling.task import Done, Task, digest_of, run
+from arrowcache.sampling.options import PoolOptions
+from arrowcache.sampling.task import Done, Task, run
 from arrowcache.shortage import explaining
 from arrowcache.storage.layout import alive_byte, part_byte, tasks_listed
 from arrowcache.storage.locks import LockFile
@@ -31,29 +32,14 @@ class ExecutorEngine:
     """The `Engine` of one host.
 
     Args:
-        workers: tasks at work at a time.
-        pool: "<name>.<seed>", the file in pools/.
         executor: somebody else's; None: processes of its own.
-        ramp: early tasks fill small segments.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        sampler: bytes,
-        workers: int,
-        seed: int,
-        pool: str,
-        executor: Executor | None,
-        *,
-        ramp: bool = True,
-    ) -> None:
-        self._store, self._workers, self._pool = store, workers, pool
-        self._sampler, self._seed, self._ramp = sampler, seed, ramp
-        self._digest = digest_of(sampler)
-        self._to_be_sent = workers  # tasks that bring the sampler unasked: one for each worker that begins
+    def __init__(self, store: Store, options: PoolOptions, executor: Executor | None) -> None:
+        self._store, self._options, self._pool = store, options, options.pool
+        self._to_be_sent = options.workers  # tasks that bring the sampler unasked: one for each worker
         self._foreign = executor
-        self._executor = _own(workers) if executor is None else executor
+        self._executor = _own(options.workers) if executor is None else executor
         self._running: dict[Future[Done], Task] = {}
         with explaining(store.folder.path):
             self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
@@ -70,7 +56,7 @@ class ExecutorEngine:
         return watch, first
 
     def idle(self) -> int:
-        return self._workers - len(self._running)
+        return self._options.workers - len(self._running)
 
     def claim(self, count: int) -> list[Task]:
         """One task: a number that is claimed is soon begun, or a pool that ends leaves gaps."""
@@ -85,19 +71,7 @@ class ExecutorEngine:
                 numbers = range(first, first + 1)
         if self._store.settings.durable:
             folder.sync_tasks(self._pool)  # before the task begins: it is never done a second time
-        return [
-            Task(
-                cache=str(folder.path),
-                sampler=b"",
-                pool=self._pool,
-                seed=self._seed,
-                number=number,
-                token=self._token,
-                ramp=self._ramp,
-                digest=self._digest,
-            )
-            for number in numbers[:count]
-        ]
+        return [self._options.task(number, str(folder.path), self._token) for number in numbers[:count]]
 
     def _returned(self) -> int | None:
         """A task that an earlier pool published a part of, and that is to be drawn again."""
@@ -109,7 +83,7 @@ class ExecutorEngine:
     def begin(self, task: Task) -> None:
         if self._to_be_sent:
             self._to_be_sent -= 1
-            self._submit(task, replace(task, sampler=self._sampler))
+            self._submit(task, replace(task, sampler=self._options.sampler))
         else:
             self._submit(task, task)
 
@@ -147,7 +121,7 @@ class ExecutorEngine:
         for future in done:  # none of them where the executor broke: `end` counts them then
             del self._running[future]
         for task in lacking:
-            self._submit(task, replace(task, sampler=self._sampler))
+            self._submit(task, replace(task, sampler=self._options.sampler))
         return ended
 
     def _broken(self, error: BrokenExecutor) -> SamplerError:

@@ -22,19 +22,17 @@ from typing import TYPE_CHECKING
 
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import LoaderTimeoutError, SamplerError, WorkerError
-from arrowcache.pickling import pickled
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, State, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
+from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Sampler
 from arrowcache.shortage import start
-from arrowcache.storage.layout import TASK_NAME
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.units import format_bytes, format_count, format_seconds, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from typing import Self
 
-_MOST_SEED_BITS = 128
 #: Set by torchrun, Accelerate and Lightning; by srun; by mpirun of Open MPI; by that of Intel MPI and MPICH.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _SEEN_SECONDS = 1.0  # between two looks at how far samplers are
@@ -87,48 +85,6 @@ class PoolStats(Shown):
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to draw, checked: the arguments that all kinds of pools share."""
-
-    sampler: bytes
-    workers: int
-    seed: int
-    pool: str  # "<name>.<seed>", the file in pools/
-    segments: int | None
-    retries: int
-    ramp: bool  # early tasks fill small segments
-
-    @classmethod
-    def of(
-        cls, sample: Sampler, workers: int, seed: int, name: str, segments: int | None, retries: int
-    ) -> Plan:
-        """Check the arguments.
-
-        Raises: ValueError, TypeError: one that does not fit, a sampler that cannot be pickled.
-        """
-        if not callable(sample):
-            raise TypeError(f"sample must be a function of a random generator, not {sample!r}")
-        workers = parse_count(workers, "workers")
-        seed = parse_count(seed, "seed", least=0, most=None)
-        if seed.bit_length() > _MOST_SEED_BITS:
-            raise ValueError(
-                f"seed={seed} must be below 2**{_MOST_SEED_BITS}: segments carry it in their names"
-            )
-        if not isinstance(name, str) or not TASK_NAME.fullmatch(name):
-            raise ValueError(f"name={name!r} must be letters, digits, '_', '.' or '-', at most 100")
-        segments = None if segments is None else parse_count(segments, "segments")
-        retries = parse_count(retries, "retries", least=0)
-        ramp = getattr(sample, "ramp", True)
-        if not isinstance(ramp, bool):
-            raise TypeError(
-                f"the sampler's ramp must be True or False, not {ramp!r}: False has it fill full segments "
-                "from the start"
-            )
-        packed = pickled(sample, "the sampler {!r}")
-        return cls(packed, workers, seed, f"{name}.{seed}", segments, retries, ramp)
-
-
 class Pool:
     """Samplers at work, from construction until `stop()`. A context manager.
 
@@ -136,16 +92,14 @@ class Pool:
         engine: where tasks run; the pool ends it.
     """
 
-    def __init__(
-        self, engine: Engine, name: str, segments: int | None, retries: int, progress: bool | None
-    ) -> None:
+    def __init__(self, engine: Engine, options: PoolOptions) -> None:
         self._state = State()
         self._started = time.monotonic()
-        self._segments = segments
+        self._segments = options.segments
         self._engine_drawn_rows = engine.drawn_rows
         self._seen_rows, self._seen_at = 0, 0.0
         self._reported = 0  # failures that were raised already
-        dispatcher = Dispatcher(self._state, engine, name, segments, retries, progress)
+        dispatcher = Dispatcher(self._state, engine, options)
         self._thread = threading.Thread(target=dispatcher.run, name="arrowcache-pool", daemon=True)
         weakref.finalize(self, drop, self._state, self._thread)
         try:
@@ -342,11 +296,8 @@ class SamplerPool(Pool):
         store = store_of(cache)
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
-        plan = Plan.of(sample, workers, seed, name, segments, retries)
-        engine = ExecutorEngine(
-            store, plan.sampler, plan.workers, plan.seed, plan.pool, executor, ramp=plan.ramp
-        )
-        super().__init__(engine, name, plan.segments, plan.retries, progress)
+        options = PoolOptions.of(sample, workers, seed, name, segments, retries, progress)
+        super().__init__(ExecutorEngine(store, options, executor), options)
 
 
 def _require_first_rank(workers: int) -> None:

@@ -14,7 +14,6 @@ another byte still, the task publishes what it has, as a part: without its name,
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -110,11 +109,6 @@ class Done:
     refused: bool = False
     is_part: bool = False
     lacks_sampler: bool = False
-
-
-def digest_of(sampler: bytes) -> bytes:
-    """What tells pickled samplers apart."""
-    return hashlib.blake2b(sampler, digest_size=16).digest()
 
 
 _samplers: OrderedDict[bytes, bytes] = OrderedDict()  # pickled, by digest; of the process

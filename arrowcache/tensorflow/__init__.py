@@ -3,8 +3,8 @@
 try:
     from arrowcache.tensorflow.dataset import dataset
     from arrowcache.tensorflow.examples import example_parser
-    from arrowcache.tensorflow.sampler import TFRecordFiles
     from arrowcache.tensorflow.tfrecord import from_tfrecords, to_tfrecords
+    from arrowcache.tensorflow.tfrecord_source import TFRecordFiles
 except ModuleNotFoundError as error:
     raise ImportError(
         f"arrowcache.tensorflow needs {error.name}, which is not installed: "

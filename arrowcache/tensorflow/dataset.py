@@ -8,15 +8,15 @@ and what is made of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.loader import Loader
-from arrowcache.storage.layout import SegmentInfo
+from arrowcache.reading.options import EpochArguments, spelled_out
 from arrowcache.storage.recovery import HasStore
 from arrowcache.tensorflow.arrow import arrow_dataset, find_reader
 from arrowcache.tensorflow.columns import columns_of
@@ -24,11 +24,15 @@ from arrowcache.tensorflow.frames import Rooms
 from arrowcache.tensorflow.native import native_dataset
 from arrowcache.units import parse_count
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
 _BACKENDS = ("auto", "arrow", "native")
 _MOST_PREFETCH = 1 << 16
 _FRAME_BYTES = 32 << 20  # of the arrow backend: TensorFlow takes a millisecond for each frame
 
 
+@spelled_out(EpochArguments)
 def dataset(
     cache: HasStore | str | os.PathLike[str],
     batch_size: int = 64,
@@ -37,18 +41,10 @@ def dataset(
     shuffle: str | None = "rows",
     seed: int = 0,
     drop_remainder: bool = True,
-    rank: int | None = None,
-    world_size: int | None = None,
-    run_id: str | None = None,
     backend: str = "auto",
-    timeout: float | None = 60.0,
-    where: Callable[[SegmentInfo], bool] | None = None,
     with_ids: bool = False,
-    epoch_rows: int | None = None,
-    wait_rows: int = 1,
-    window_bytes: int | str | None = None,
-    paced: bool = True,
     prefetch: int = 2,
+    **options: Unpack[EpochArguments],
 ) -> Any:
     """Batches of a cache as dicts of tensors, for `model.fit(dataset, epochs=N)` or a loop of your own.
 
@@ -92,16 +88,8 @@ def dataset(
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_remainder,
-        rank=rank,
-        world_size=world_size,
-        run_id=run_id,
-        timeout=timeout,
-        where=where,
         with_ids=with_ids,
-        epoch_rows=epoch_rows,
-        wait_rows=wait_rows,
-        window_bytes=window_bytes,
-        paced=paced,
+        **options,
     )
     rows = batch_size if drop_remainder else None
     found = columns_of(loader.schema, loader.schema.select(columns), rows, with_ids=with_ids)
@@ -111,9 +99,9 @@ def dataset(
         rooms = Rooms()
         loader.gather_into(rooms)
         batches = arrow_dataset(loader, found, [*loader.schema.fixed], rooms, read)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    batches = batches.prefetch(prefetch).with_options(options)
+    unsharded = tf.data.Options()
+    unsharded.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    batches = batches.prefetch(prefetch).with_options(unsharded)
     # not in the options, as dataset_name: almost every transformation would log an error
     batches.backend = "native" if read is None else "arrow"
     return batches

@@ -24,13 +24,13 @@ from arrowcache.arrow.convert import exact_values
 from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
 from arrowcache.errors import SchemaError
-from arrowcache.reading.values import Column, Values
+from arrowcache.reading.values import ColumnData, Values
 from arrowcache.tensorflow.columns import columns_of
 
 _LACKED = {tf.uint32: tf.int32, tf.uint64: tf.int64}  # by decode_raw, which reads others in their place
 
 
-def encode_rows(schema: Schema, columns: Mapping[str, Column], rows: int) -> Iterator[bytes]:
+def encode_rows(schema: Schema, columns: Mapping[str, ColumnData], rows: int) -> Iterator[bytes]:
     """Serialized Examples of a batch's rows."""
     makers = {name: _maker(schema[name], column) for name, column in columns.items()}
     for row in range(rows):
@@ -89,7 +89,7 @@ def _is_integer(kind: FieldType) -> bool:
     return isinstance(kind, Timestamp)
 
 
-def _maker(kind: FieldType, column: Column) -> Callable[[int], Any]:
+def _maker(kind: FieldType, column: ColumnData) -> Callable[[int], Any]:
     """What makes the feature of a row."""
     if isinstance(column, list):
         return lambda row: _of_bytes(column[row].encode() if isinstance(column[row], str) else column[row])

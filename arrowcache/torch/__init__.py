@@ -1,11 +1,11 @@
 """PyTorch: the same loaders, yielding tensors. Importing this package imports torch."""
 
 try:
+    from arrowcache.torch.batch_sampler import EpochBatchSampler
     from arrowcache.torch.dataset import CacheDataset, dataloader
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
     from arrowcache.torch.iterable import CacheIterableDataset
     from arrowcache.torch.loader import Loader
-    from arrowcache.torch.sampler import EpochBatchSampler
 except ModuleNotFoundError as error:
     raise ImportError(
         f"arrowcache.torch needs {error.name}, which is not installed: pip install 'arrowcache[torch]'"

@@ -2,7 +2,7 @@
 
 No sample's bytes pass between processes where there is no transform: a worker answers with row ids,
 and the process that receives them gathers (descriptor.py). With a transform a worker maps the cache
-itself, gathers, transforms, and its tensors travel in shared memory without a name (envelope.py).
+itself, gathers, transforms, and its tensors travel in shared memory without a name (transport.py).
 
 The dataset reads what an EpochBatchSampler has drawn, and nothing else: it has no rows of its own,
 since those of a rolling cache are others in each epoch. It pickles as its settings.
@@ -23,11 +23,13 @@ from arrowcache.pickling import pickled, unpickled
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
-from arrowcache.torch.descriptor import Descriptor, Made, Rows, made
-from arrowcache.torch.envelope import failure
-from arrowcache.torch.orphans import EndsWithItsParent
-from arrowcache.torch.sampler import EpochBatchSampler
+from arrowcache.torch import snapshots
+from arrowcache.torch.batch_sampler import EpochBatchSampler
+from arrowcache.torch.descriptor import Descriptor
+from arrowcache.torch.parent_watch import ParentWatch
+from arrowcache.torch.snapshots import DrawnRows
 from arrowcache.torch.tensors import to_tensor
+from arrowcache.torch.transport import Result, failure, made
 from arrowcache.units import parse_count, require_function
 
 Transform = Callable[[dict[str, Any]], Any]
@@ -77,20 +79,20 @@ class CacheDataset(Dataset[dict[str, Any]]):
         """What a batch is made of, for the DataLoader's collate function.
 
         Args:
-            indices: the `Rows` that an EpochBatchSampler yielded.
+            indices: the `DrawnRows` that an EpochBatchSampler yielded.
         Returns: the batch, or in a worker what becomes it on its arrival; torch's default_collate knows it.
         Raises: TypeError: other indices.
         """
         rows = self._checked(indices)
         worker = get_worker_info()
         if worker is None:
-            return made(rows, self._make(rows))
+            return made(self._make(rows), rows.arrival)
         if self._transform is None:
             return Descriptor(rows, self._names, self._store)
         try:
-            return made(rows, self._make(rows))
+            return made(self._make(rows), rows.arrival)
         except Exception:  # noqa: BLE001  # travels as torch's own do, and counts as delivered
-            return Made(rows, failure(f"in DataLoader worker process {worker.id}"))
+            return Result(failure(f"in DataLoader worker process {worker.id}"), rows.arrival)
 
     def __getitem__(self, index: Sequence[int]) -> Any:
         """A batch, for a DataLoader of `sampler=EpochBatchSampler(...), batch_size=None`.
@@ -119,8 +121,8 @@ class CacheDataset(Dataset[dict[str, Any]]):
     def __repr__(self) -> str:
         return f"<CacheDataset of {self._store.folder.path}: columns {list(self._names)}>"
 
-    def _checked(self, indices: object) -> Rows:
-        if isinstance(indices, Rows):
+    def _checked(self, indices: object) -> DrawnRows:
+        if isinstance(indices, DrawnRows):
             if indices.snapshot.path == str(self._store.folder.path):
                 return indices
             raise ValueError(
@@ -129,7 +131,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
             )
         raise TypeError(f"a CacheDataset was asked for {_short(indices)}: {_WAY_OUT}")
 
-    def _make(self, rows: Rows) -> Any:
+    def _make(self, rows: DrawnRows) -> Any:
         if self._transform is None:
             return Descriptor(rows, self._names, self._store).make()
         try:
@@ -138,7 +140,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
         except StopIteration as error:
             raise RuntimeError("the transform raised StopIteration, which would end the epoch") from error
         finally:
-            rows.delivered()  # which a worker cannot say
+            snapshots.delivered(*rows.arrival)  # which a worker cannot say
 
 
 def dataloader(
@@ -205,7 +207,7 @@ def dataloader(
     )
     options.setdefault("persistent_workers", num_workers > 0)
     if num_workers:
-        options["worker_init_fn"] = EndsWithItsParent(options.get("worker_init_fn"))
+        options["worker_init_fn"] = ParentWatch(options.get("worker_init_fn"))
     dataset = CacheDataset(cache, columns, transform)
     return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
 

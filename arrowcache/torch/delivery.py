@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from arrowcache.reading.portion import Made
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.portion import ReadyBatch
+from arrowcache.reading.stream import BatchStream
 
 
 class Delivery:
@@ -22,10 +22,12 @@ class Delivery:
         finish: of the loader, which so lives as long as this: makes tensors of a batch.
     """
 
-    def __init__(self, epoch: Stream, timeout_seconds: float | None, finish: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, epoch: BatchStream, timeout_seconds: float | None, finish: Callable[[Any], Any]
+    ) -> None:
         self._epoch, self._timeout_seconds, self._finish = epoch, timeout_seconds, finish
 
-    def next(self) -> tuple[Any, Made]:
+    def next(self) -> tuple[Any, ReadyBatch]:
         """Raises: LoaderTimeoutError. What a transform raised."""
         with self._epoch.waiting():
             made: Any = self._epoch.take(self._timeout_seconds)
@@ -36,7 +38,7 @@ class Delivery:
     def is_ready(self) -> bool:
         return self._epoch.is_ready()
 
-    def deliver(self, receipt: Made | None) -> None:
+    def deliver(self, receipt: ReadyBatch | None) -> None:
         self._epoch.deliver(receipt)
 
     def close(self, error: type[BaseException] | None) -> None:

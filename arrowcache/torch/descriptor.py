@@ -1,19 +1,17 @@
 """Descriptors: what crosses the processes of a DataLoader in place of samples.
 
     main process                     worker                              main process
-    EpochBatchSampler  -- Rows -->   CacheDataset.__getitems__ -- ... -->   the batch
+    EpochBatchSampler  -- DrawnRows -->   CacheDataset.__getitems__ -- ... -->   the batch
 
-`Rows` name a snapshot and the rows of one batch. A worker without a transform answers with a
+`DrawnRows` name a snapshot and the rows of one batch. A worker without a transform answers with a
 `Descriptor`: unpickling it, in the process that receives it, is the gather. A worker with one
-answers with `Batch`, or `Made` where the transform returned no dict: what it returned, of which tensors
-travel through shared memory, and which tells on its arrival that the batch was delivered. Without
-workers a batch is made at once.
+answers with what it returned (transport.py), which tells on its arrival that the batch was delivered.
+Without workers a batch is made at once.
 
 Guarantees: no sample's bytes pass a pipe; unpickling never raises an Exception, which would kill
 torch's pin-memory thread, but returns its ExceptionWrapper, which torch raises in the consumer;
-torch's default_collate and default_convert take all as they are; to a collate function of the user's
-a `Batch` is a dict, and a `Descriptor` is like one: it gathers when it is looked into, and travels as
-tensors then.
+torch's default_collate and default_convert take it as it is; to a collate function of the user's it is like
+a dict: it gathers when it is looked into, and travels as tensors then.
 """
 
 from __future__ import annotations
@@ -21,53 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from torch._utils import ExceptionWrapper
-from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache.storage.store import Store
 from arrowcache.torch import snapshots
-from arrowcache.torch.envelope import failure, open_sealed, seal
-from arrowcache.torch.snapshots import SnapshotName
+from arrowcache.torch.snapshots import DrawnRows
 from arrowcache.torch.tensors import to_tensor
-
-
-class Rows(list[int]):
-    """The rows of one batch, and the snapshot that they are of: what EpochBatchSampler yields.
-
-    A list of row ids in that snapshot's numbering, which only CacheDataset can read.
-
-    Args:
-        snapshot: which one.
-        step: number of the batch in its epoch.
-        ids: (rows,) int64.
-        oldest: number of the oldest segment that this batch or a later one needs.
-        left: batches of the epoch after this one.
-    """
-
-    __slots__ = ("ids", "left", "oldest", "snapshot", "step")
-
-    def __init__(
-        self, snapshot: SnapshotName, step: int, ids: NDArray[np.int64], oldest: int, left: int
-    ) -> None:
-        super().__init__(ids.tolist())
-        self.snapshot, self.step, self.ids, self.oldest, self.left = snapshot, step, ids, oldest, left
-
-    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., Rows], tuple[Any, ...]]:
-        return Rows, (self.snapshot, self.step, self.ids, self.oldest, self.left)
-
-    def __repr__(self) -> str:
-        return f"<Rows: {len(self)} of step {self.step}>"
-
-    def read(self, columns: tuple[str, ...], store: Store) -> dict[str, Any]:
-        """The rows, copied into NumPy arrays, wherever this is; `store` is of their cache."""
-        return snapshots.read(self.snapshot, store, self.oldest, self.ids, columns, self.step, self.left)
-
-    def delivered(self) -> None:
-        """The batch has arrived in the process that drew it; elsewhere this does nothing."""
-        snapshots.delivered(self.snapshot.key, self.step)
+from arrowcache.torch.transport import Batch, collate, failure
 
 
 class Descriptor:
@@ -79,7 +37,7 @@ class Descriptor:
         store: of the cache, where this is; stays here when it is pickled.
     """
 
-    def __init__(self, rows: Rows, columns: tuple[str, ...], store: Store) -> None:
+    def __init__(self, rows: DrawnRows, columns: tuple[str, ...], store: Store) -> None:
         self._rows, self._columns, self._store = rows, columns, store
         self._batch: dict[str, Any] | None = None
 
@@ -91,7 +49,7 @@ class Descriptor:
                 batch = self._rows.read(self._columns, self._store)
                 self._batch = {name: to_tensor(values, schema[name]) for name, values in batch.items()}
             finally:
-                self._rows.delivered()
+                snapshots.delivered(*self._rows.arrival)
         return self._batch
 
     def __getitem__(self, name: str | int) -> Any:
@@ -119,74 +77,15 @@ class Descriptor:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._batch is not None:
-            return Batch(self._rows, self._batch).__reduce__()
+            return Batch(self._batch, self._rows.arrival).__reduce__()
         return _gathered, (self._rows, self._columns)
 
 
-class Batch(dict[str, Any]):
-    """A batch that was made already; unpickled as a plain dict."""
-
-    def __init__(self, rows: Rows, batch: dict[str, Any]) -> None:
-        super().__init__(batch)
-        self._rows = rows
-
-    def __missing__(self, name: object) -> Batch:
-        if name == 0:
-            return self
-        raise KeyError(name)
-
-    def __copy__(self) -> Batch:
-        return Batch(self._rows, self)  # by default_convert, which fills it anew
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _received, (self._rows.snapshot.key, self._rows.step, seal(dict(self)))
-
-
-class Made:
-    """What a transform made that is no dict; unpickled as just that."""
-
-    def __init__(self, rows: Rows, result: object) -> None:
-        self.rows, self.result = rows, result
-
-    def __getitem__(self, index: int) -> Made:
-        if index == 0:
-            return self
-        raise TypeError(
-            "a collate_fn of your own gets batches that are dicts, and this transform returned none: "
-            "have it return a dict, or do that function's work"
-        )
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _received, (self.rows.snapshot.key, self.rows.step, seal(self.result))
-
-
-def made(rows: Rows, result: Any) -> Batch | Made:
-    """A batch that was made here, for a collate function."""
-    return Batch(rows, result) if type(result) is dict else Made(rows, result)
-
-
-def _gathered(rows: Rows, columns: tuple[str, ...]) -> Any:
+def _gathered(rows: DrawnRows, columns: tuple[str, ...]) -> Any:
     try:
-        return Descriptor(rows, columns, snapshots.store_of_name(rows.snapshot)).make()
+        return Descriptor(rows, columns, rows.store()).make()
     except Exception:  # noqa: BLE001
         return failure("while a batch was gathered from its descriptor")
 
 
-def _received(key: str, step: int, sealed: bytes | ExceptionWrapper) -> Any:
-    try:
-        snapshots.delivered(key, step)
-        return open_sealed(sealed)
-    except Exception:  # noqa: BLE001
-        return failure("while a batch was received")
-
-
-def _collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG001
-    """In a worker pickling does the rest; without one it is the consumer's."""
-    if get_worker_info() is not None:
-        return batch
-    return batch.result if isinstance(batch, Made) else dict(batch)
-
-
-default_collate_fn_map[Descriptor] = _collate
-default_collate_fn_map[Batch] = _collate
-default_collate_fn_map[Made] = _collate
+default_collate_fn_map[Descriptor] = collate

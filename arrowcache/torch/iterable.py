@@ -19,75 +19,37 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.lifetimes import Origin
 from arrowcache.pickling import unpickled
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import EpochOptions
-from arrowcache.reading.order import Shard
+from arrowcache.reading.options import EpochArguments, LoaderOptions, spelled_out
+from arrowcache.reading.order import ResumedSteps, Shard
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
-from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch.dataset import Transform, packed, tensors_of
-from arrowcache.torch.distributed import Ranks
-from arrowcache.torch.envelope import open_sealed, seal, sendable
-from arrowcache.torch.numbers import EpochNumbers, Turn
-from arrowcache.torch.remainder import Remainder
-from arrowcache.units import parse_count, require_function
+from arrowcache.torch.distributed import is_told, membership_now
+from arrowcache.torch.epoch_counter import EpochCounter, Turn
+from arrowcache.torch.transport import Batch, made, sendable
+from arrowcache.units import parse_count
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 _FORMAT = "arrowcache.iterable"
 _POLL_SECONDS = 0.005
 
-_made: Counter[str] = Counter()  # datasets, by the path of their cache
-
-
-class _Batch(dict[str, Any]):
-    """A batch that a DataLoader's default batch_size=1 leaves as it is; unpickled as a plain dict."""
-
-    def __copy__(self) -> dict[str, Any]:
-        return dict(self) if get_worker_info() is None else _Batch(self)  # default_convert fills it anew
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return open_sealed, (seal(dict(self)),)
-
-
-class _Made:
-    """What a transform made that is no dict, on its way out of a worker; unpickled as just that."""
-
-    def __init__(self, result: object) -> None:
-        self.result = result
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return open_sealed, (seal(self.result),)
-
-
-def _collate_made(results: Sequence[_Made], *, collate_fn_map: object = None) -> _Made:  # noqa: ARG001
-    return _Made(default_collate([each.result for each in results]))  # type: ignore[no-untyped-call]
-
-
-def _collate(batches: Sequence[_Batch], *, collate_fn_map: object = None) -> dict[str, Any]:  # noqa: ARG001
-    if len(batches) == 1:
-        return copy(batches[0])
-    raise ValueError(
-        f"a CacheIterableDataset yields batches already, and the DataLoader was to put {len(batches)} of "
-        "them into one: give the batch size to the dataset, and batch_size=None to the DataLoader"
-    )
-
-
-default_collate_fn_map[_Batch] = _collate
-default_collate_fn_map[_Made] = _collate_made
+_datasets: Counter[str] = Counter()  # how many, by the path of their cache
 
 
 class _Place(NamedTuple):
@@ -152,6 +114,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         more than 992 workers.
     """
 
+    @spelled_out(EpochArguments)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
@@ -162,47 +125,24 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         *,
         columns: Sequence[str] | None = None,
         transform: Transform | None = None,
-        where: Callable[[SegmentInfo], bool] | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        run_id: str | None = None,
-        epoch_rows: int | None = None,
-        wait_rows: int = 1,
-        timeout: float | None = 60.0,
-        window_bytes: int | str | None = None,
-        paced: bool = True,
+        **options: Unpack[EpochArguments],
     ) -> None:
         self._store = store_of(cache)
-        require_function(transform, "transform")
-        self._options = EpochOptions.checked(
-            self._store.settings,
-            columns,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            epoch_rows=epoch_rows,
-            wait_rows=wait_rows,
-            window_bytes=window_bytes,
-            paced=paced,
-            where=where,
-            timeout=timeout,
+        self._options = LoaderOptions(
+            self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
         )
-        self._transform = transform
-        self._ranks = Ranks(rank, world_size, run_id)
-        if self._ranks.are_given:
-            self._ranks.membership(self._options)
+        self._rank = self._options.membership if is_told(self._options) else None  # this process' rank
+        self._options.require_step(self._rank.world_size if self._rank else 1)
         path = str(self._store.folder.path)
-        self._ordinal = _made[path]  # tells datasets of one job apart, alike on all ranks
-        _made[path] += 1
+        self._ordinal = _datasets[path]  # tells datasets of one job apart, alike on all ranks
+        _datasets[path] += 1
         self._name = uuid.uuid4().hex
-        self._numbers = EpochNumbers()
+        self._counter = EpochCounter()
         self._iterations = 0
         self._place: _Place | None = None
         self._resumed: _Place | None = None
         self._pass: weakref.ref[_Pass] | None = None  # the last one
         self._epochs: Epochs | None = None  # of this process
-        self._shard = Shard()  # of each step, as its rank
         self._epochs_key, self._epochs_origin = (0, 0), Origin()
 
     def set_epoch(self, epoch: int) -> None:
@@ -210,7 +150,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 
         Not needed: epochs count by themselves.
         """
-        self._numbers.set(parse_count(epoch, "epoch", least=0))
+        self._counter.set(parse_count(epoch, "epoch", least=0))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """This worker's batches of the next epoch, or of the one that a loaded state is of."""
@@ -232,10 +172,10 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             )
         with self._store.locked():
             if resumed is None:
-                place = _Place(epochs.unplanned(self._numbers.take(turn)), 0, turn.workers)
+                place = _Place(epochs.unplanned(self._counter.take(turn)), 0, turn.workers)
             else:
                 place = resumed
-                self._numbers.raise_to(place.plan.epoch + 1)
+                self._counter.raise_to(place.plan.epoch + 1)
         self._place = place
         batches = _Pass(self._batches(epochs, turn, place))
         self._pass = weakref.ref(batches)
@@ -280,11 +220,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 
     def __reduce__(self) -> tuple[Callable[..., CacheIterableDataset], tuple[Any, ...]]:
         attributes = dict(self.__dict__)
-        del attributes["_store"], attributes["_numbers"]
+        del attributes["_store"], attributes["_counter"]
         attributes |= {"_epochs": None, "_place": None, "_pass": None}
-        attributes["_ranks"] = self._ranks.now()
+        attributes["_rank"] = self._found_rank()
         store = self._store
-        return _opened, (str(store.folder.path), store.check, packed(attributes), self._numbers.table)
+        return _opened, (str(store.folder.path), store.check, packed(attributes), self._counter.table)
 
     def __repr__(self) -> str:
         return f"<CacheIterableDataset of {self._store.folder.path}: batch_size={self._options.batch_size}>"
@@ -299,12 +239,16 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         """Epochs of this process, as one worker of several."""
         key = turn.worker, turn.workers
         if self._epochs is None or not self._epochs_origin.is_here or self._epochs_key != key:
-            ranks = self._ranks.now().membership(self._options)
-            self._shard = Shard(ranks.rank, ranks.world_size) if ranks else Shard()
-            member = self._member(ranks, turn)
-            self._epochs = Epochs(self._store, self._options, member, Meter(), self._shard)
+            ranks = self._found_rank()
             self._epochs_key, self._epochs_origin = key, Origin()
+            self._epochs = Epochs(self._store, self._options, Meter())
+            shard = Shard(ranks.rank, ranks.world_size) if ranks else Shard()
+            self._epochs.join(self._member(ranks, turn), shard)
         return self._epochs
+
+    def _found_rank(self) -> Membership | None:
+        """Found before the dataset is sent to a worker, where torch.distributed is not initialized."""
+        return self._rank or membership_now(self._options)
 
     def _member(self, ranks: Membership | None, turn: Turn) -> Membership | None:
         """This worker among all of its job: ranks and workers are one to the agreement on snapshots."""
@@ -322,55 +266,49 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     def _batches(self, epochs: Epochs, turn: Turn, place: _Place) -> Iterator[dict[str, Any]]:
         epochs.resume(place.plan, "keep")
         mine = slice(turn.worker + place.made * turn.workers, None, turn.workers)
-        self._numbers.recall(epochs.supply)
+        self._counter.recall(epochs.supply)
         may_warn = epochs.supply.warns
         epoch = epochs.begin(made=mine)
         assert epoch is not None  # nobody cancels it
-        self._numbers.remember(epochs.supply, warned=may_warn and not epochs.supply.warns)
-        try:
+        self._counter.remember(epochs.supply, warned=may_warn and not epochs.supply.warns)
+        with epoch:
             self._place = place = place._replace(plan=epoch.plan)
-            in_order = epoch.plan.is_in_order
-            size, drop_last = self._options.batch_size, self._options.drop_last
-            rest = Remainder(epoch.plan, epoch.snapshot.segments, size, self._shard, drop_last)
-            steps = range(epoch.order.steps)[mine]
-            self._report(rest, steps, epoch.plan, turn)
+            order, steps = epoch.order, range(epoch.order.steps)[mine]
+            self._warn_of_lost_rows(epoch, steps, turn)
             yield {}
             for step in steps:
-                if in_order:
-                    epoch.release_oldest(rest.first_segment(step))
-                rows = rest.rows_of(step)
+                if epoch.plan.is_in_order:
+                    epoch.release_oldest(order.segments_span(step).start)
+                rows = order.batches(step, step + 1)
                 batch = self._make(epoch, rows) if len(rows) else None
                 self._place = place = place._replace(made=place.made + 1)
                 if batch is not None:
                     epoch.delivered += 1
                     yield batch
-        finally:
-            epoch.end()
         self._wait_for_others(epochs, epoch, turn)
 
-    def _report(self, rest: Remainder, steps: range, plan: Plan, turn: Turn) -> None:
-        """Warn of rows that this worker has lost."""
-        lost = rest.lost_rows(steps)
-        if lost:
+    def _warn_of_lost_rows(self, epoch: Epoch, steps: range, turn: Turn) -> None:
+        plan, order = epoch.plan, epoch.order
+        if isinstance(order, ResumedSteps) and (lost := order.lost_rows(steps)):
             who = "" if turn.workers == 1 else f" and to worker {turn.worker} of {turn.workers}"
+            gone = len(plan.seqs) - len(epoch.snapshot.seqs)
             warnings.warn(
-                f"{lost} rows of epoch {plan.epoch} are lost to it{who}: {rest.gone} of its {len(plan.seqs)} "
+                f"{lost} rows of epoch {plan.epoch} are lost to it{who}: {gone} of its {len(plan.seqs)} "
                 "segments have left the cache since the state was saved; the others are delivered",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def _make(self, epoch: Epoch, rows: NDArray[np.int64]) -> Any:
-        columns: Any = epoch.snapshot.gather(rows, self._options.names)
-        made = columns if self._transform is None else self._transform(columns)
-        made = tensors_of(made, self._store.settings.schema)
-        if type(made) is dict:
-            return _Batch(made)
-        return made if get_worker_info() is None else _Made(made)
+        result: Any = epoch.snapshot.gather(rows, self._options.names)
+        if self._options.transform is not None:
+            result = self._options.transform(result)
+        result = made(tensors_of(result, self._store.settings.schema))
+        return result if isinstance(result, Batch) or get_worker_info() else result.result
 
     def _wait_for_others(self, epochs: Epochs, epoch: Epoch, turn: Turn) -> None:
         """Wait until all workers have begun this epoch: one that is slow to start finds its snapshot so."""
-        started, timeout_seconds = time.monotonic(), self._options.timeout_seconds
+        started, timeout_seconds = time.monotonic(), self._options.timeout
         for _ in itertools.count():
             if not epochs.settle():
                 return
@@ -387,5 +325,5 @@ def _opened(path: str, check: str, settings: bytes, table: torch.Tensor) -> Cach
     dataset = CacheIterableDataset.__new__(CacheIterableDataset)
     dataset._store = open_store(Path(path), check=check)
     dataset.__dict__.update(unpickled(settings))
-    dataset._numbers = EpochNumbers(table)
+    dataset._counter = EpochCounter(table)
     return dataset

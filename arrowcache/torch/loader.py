@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,17 +11,19 @@ from arrowcache.arrow.schema import Ragged
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.options import LoaderArguments, spelled_out
+from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.window import WindowAssembly
-from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
-from arrowcache.torch.distributed import Ranks
+from arrowcache.torch.distributed import membership_now
 from arrowcache.torch.tensors import import_nested, to_tensor
 from arrowcache.torch.window import Ring, WindowDelivery, WindowEpoch
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from arrowcache.reading.workers.remote import RemoteAssembly
 
 
@@ -54,58 +56,19 @@ class Loader(NumpyLoader):
 
     _prefetcher: DevicePrefetcher | None = None  # also where the constructor fails
     _ring: Ring | None = None  # where the device shuffles
-    _may_shuffle = False
 
+    @spelled_out(LoaderArguments)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
         batch_size: int = 64,
         *,
-        shuffle: str | None = "rows",
-        seed: int = 0,
-        columns: Sequence[str] | None = None,
-        drop_last: bool = True,
-        transform: Callable[[Batch], Batch] | None = None,
-        workers: int = 0,
-        worker_type: str = "process",
-        prefetch: int | None = None,
-        where: Callable[[SegmentInfo], bool] | None = None,
-        with_ids: bool = False,
-        rank: int | None = None,
-        world_size: int | None = None,
-        run_id: str | None = None,
-        epoch_rows: int | None = None,
-        wait_rows: int = 1,
-        timeout: float | None = 60.0,
-        window_bytes: int | str | None = None,
-        paced: bool = True,
         device: Device | None = None,
+        **options: Unpack[LoaderArguments],
     ) -> None:
         if device is not None:
             self._prefetcher = DevicePrefetcher((), device)
-            self._may_shuffle = shuffle == "window" and window_bytes is not None
-        super().__init__(
-            cache,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            columns=columns,
-            drop_last=drop_last,
-            transform=transform,
-            workers=workers,
-            worker_type=worker_type,
-            prefetch=prefetch,
-            where=where,
-            with_ids=with_ids,
-            rank=rank,
-            world_size=world_size,
-            run_id=run_id,
-            epoch_rows=epoch_rows,
-            wait_rows=wait_rows,
-            timeout=timeout,
-            window_bytes=window_bytes,
-            paced=paced,
-        )
+        super().__init__(cache, batch_size, **options)
         if self._prefetcher is not None:
             self._assembly.gather_into(self._prefetcher.host_memory)
             self._make_ring(self._prefetcher)
@@ -144,9 +107,10 @@ class Loader(NumpyLoader):
                 self._prefetcher.close()
 
     def _kind_of_assembly(self) -> type[Assembly | RemoteAssembly]:
-        making, fixed = self._making, self._store.settings.schema.fixed.keys()
-        is_plain = making.transform is None and not making.workers
-        if self._may_shuffle and is_plain and fixed & {*self._options.names}:
+        options, fixed = self._options, self._store.settings.schema.fixed.keys()
+        is_plain = options.transform is None and not options.workers
+        may_shuffle = self._prefetcher is not None and options.window_bytes is not None
+        if may_shuffle and is_plain and fixed & {*options.names}:
             return WindowAssembly
         return super()._kind_of_assembly()
 
@@ -154,17 +118,16 @@ class Loader(NumpyLoader):
         if isinstance(self._assembly, WindowAssembly):
             self._ring = Ring(prefetcher.backend, self._assembly.ring_rows)
 
-    def _find_rank(self) -> tuple[int | None, int | None]:
-        now = Ranks(*self._given, self._run_id).now()  # Lightning initializes torch.distributed in `fit`
-        return now.rank, now.world_size
+    def _join(self) -> None:
+        self._epochs.join(membership_now(self._options))  # Lightning initializes torch.distributed in `fit`
 
-    def _hand_out(self, stream: Stream) -> Batches:
+    def _hand_out(self, stream: BatchStream) -> Batches:
         if self._prefetcher is None:
             return super()._hand_out(stream)
         if self._prefetcher.is_inherited():  # its devices are those of the process that forked this one
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
             self._make_ring(self._prefetcher)
-        seconds, ring = self._options.timeout_seconds, self._ring
+        seconds, ring = self._options.timeout, self._ring
         if ring is None:
             return self._prefetcher.over(Delivery(stream, seconds, self._finish))
         delivery = WindowDelivery(stream, seconds, self._finish)

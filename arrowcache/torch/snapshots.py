@@ -1,11 +1,11 @@
-"""Snapshots by name: how a process reads rows that another process chose.
+"""Snapshots by name: how a process reads rows that another process drew.
 
-The process that begins an epoch (EpochBatchSampler, in the main process) holds its snapshot here
-as a `Sending`: leased until every batch was delivered, or the epoch was given up. What travels to
-workers and back is the snapshot's `SnapshotName`: the cache's path, the segments, and a key that
-no other epoch has. A process that gets rows of a name reads them
+The process that begins an epoch (EpochBatchSampler, in the main process) owns it here, as an `OwnedEpoch`:
+its snapshot is leased until every batch was delivered, or the epoch was given up. What travels to workers
+and back are `DrawnRows` of its `SnapshotName`: the cache's path, the segments, and a key that no other epoch
+has. A process that gets such rows reads them
 
-- through the Sending itself, in the process that has it;
+- through the epoch itself, in the process that owns it;
 - else through a lease of its own on just those segments, which it can have while the main process
   still has its own. A worker keeps one snapshot mapped, and lets go after its last batch of the
   epoch, or when nothing was asked of it for a second: a worker that waits holds no lease for long.
@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
 from arrowcache.lifetimes import Origin, at_exit, forgets_in_child
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
-from arrowcache.reading.plan import runs_of, segments_of
+from arrowcache.reading.plan import Plan, runs_of, segments_of
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.temperature import batches_ahead
@@ -46,6 +46,7 @@ from arrowcache.storage.store import Store
 _IDLE_SECONDS = 1.0
 _REMEMBERED = 64  # epochs that were given up, whose batches may still arrive
 
+Arrival = tuple[str, int]  # a snapshot's key, and a step
 Columns = dict[str, Any]
 
 
@@ -68,11 +69,71 @@ class SnapshotName:
         return cls(uuid.uuid4().hex, path, runs_of(seqs, rows))
 
 
-class Sending:
-    """Batches of an epoch, which it owns until the last has arrived.
+class DrawnRows(list[int]):
+    """The rows of one batch, and the snapshot that they are of: what EpochBatchSampler yields.
 
-    `sent` and `complete` are called by whoever draws the batches, `read` and `delivered` by any
-    thread that receives them, `close` by any.
+    A list of row ids in that snapshot's numbering, which only CacheDataset can read.
+
+    Args:
+        snapshot: which one.
+        step: number of the batch in its epoch.
+        ids: (rows,) int64.
+        oldest: number of the oldest segment that this batch or a later one needs.
+        left: batches of the epoch after this one.
+    """
+
+    __slots__ = ("ids", "left", "oldest", "snapshot", "step")
+
+    def __init__(
+        self, snapshot: SnapshotName, step: int, ids: NDArray[np.int64], oldest: int, left: int
+    ) -> None:
+        super().__init__(ids.tolist())
+        self.snapshot, self.step, self.ids, self.oldest, self.left = snapshot, step, ids, oldest, left
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., DrawnRows], tuple[Any, ...]]:
+        return DrawnRows, (self.snapshot, self.step, self.ids, self.oldest, self.left)
+
+    def __repr__(self) -> str:
+        return f"<DrawnRows: {len(self)} of step {self.step}>"
+
+    @property
+    def arrival(self) -> Arrival:
+        """What the process that drew them is told when their batch arrives there."""
+        return self.snapshot.key, self.step
+
+    def read(self, columns: tuple[str, ...], store: Store) -> Columns:
+        """The rows, copied into NumPy arrays, in whatever process.
+
+        Args:
+            store: of the snapshot's cache, in this process.
+        Raises: MissingSegmentsError: the epoch has ended and segments are gone. ArrowCacheError: it was
+            given up for a newer one. CorruptSegmentError: a damaged segment.
+        """
+        own = _owned_by(self.snapshot.key)
+        if own is not None:
+            return own.read(self.step, self.ids, columns)
+        if self.snapshot.key in _stale:
+            raise ArrowCacheError("this batch is of an epoch that was left for a newer one: drop it")
+        worker = get_worker_info()
+        if worker is not None:
+            try:
+                return _reader.read(self, store, columns)
+            finally:
+                if self.left < worker.num_workers:  # which take turns
+                    _reader.close()  # that was this one's last
+        with closing(_ReopenedSnapshot(self, store)) as snapshot:
+            return snapshot.read(self.ids, columns)
+
+    def store(self) -> Store:
+        """Of their cache; opened, unless this very process drew them."""
+        own = _owned_by(self.snapshot.key)
+        return store_of(self.snapshot.path) if own is None else own.store
+
+
+class OwnedEpoch:
+    """An epoch whose batches are drawn here and read anywhere. It ends when the last has arrived.
+
+    One thread draws; any thread that receives batches calls `read` and `delivered`; any calls `close`.
 
     Args:
         store, epoch: what is read; the epoch is ended by this.
@@ -95,21 +156,30 @@ class Sending:
         self._drawn: dict[int, NDArray[np.int64]] = {}  # step -> rows that are to be read here, perhaps
         self._begun: dict[int, _Begun] = {}  # by step: of those that come next
         self._sent = 0
-        self._complete = False
         self._oldest = 0
-        self.is_closed = False
-        _sending[self.name.key] = self
+        self._is_closed = False
+        _owned[self.name.key] = self
 
-    def sent(self, step: int, ids: NDArray[np.int64], oldest: int) -> None:
-        """A batch is on its way; no later one reads a segment before number `oldest`."""
-        self._pending[step], self._drawn[step] = oldest, ids
-        self._sent += 1
+    @property
+    def steps(self) -> int | None:
+        """Batches of the epoch, while some are to come or on their way."""
+        return None if self._is_closed else self._epoch.order.steps
 
-    def complete(self) -> None:
-        """That was the last batch."""
-        self._complete = True
-        if not self._pending:
+    def rest(self) -> Plan:
+        """The part of the epoch that was not drawn yet."""
+        return self._epoch.plan.at(self._epoch.order.position_after(self._sent))
+
+    def draw(self) -> DrawnRows | None:
+        """The next batch, which is on its way from now on; None: that was the last."""
+        order, step, rows = self._epoch.order, self._sent, None
+        if step < order.steps:
+            oldest = order.segments_span(step).start if self._epoch.plan.is_in_order else 0
+            rows = DrawnRows(self.name, step, order.batches(step, step + 1), oldest, order.steps - step - 1)
+            self._pending[step], self._drawn[step] = oldest, rows.ids
+            self._sent += 1
+        elif not self._pending:
             self.close()
+        return rows
 
     def read(self, step: int, ids: NDArray[np.int64], names: tuple[str, ...]) -> Columns:
         """Gather rows into a slot: name -> array, which returns its memory when it dies.
@@ -147,7 +217,7 @@ class Sending:
         """A batch has arrived, whatever came of it: let go of what no other one needs."""
         oldest = self._pending.pop(step, 0)
         self._drawn.pop(step, None)
-        if self._complete and not self._pending:
+        if self._sent == self._epoch.order.steps and not self._pending:
             self.close()
             return
         oldest = min(list(self._pending.values()), default=oldest)
@@ -161,9 +231,9 @@ class Sending:
             return  # a forked child has no part in it
         if is_stale:
             _stale.append(self.name.key)
-        if _sending.pop(self.name.key, None) is None:
+        if _owned.pop(self.name.key, None) is None:
             return
-        self.is_closed = True
+        self._is_closed = True
         self._begun.clear()
         self._epoch.delivered = self._sent - len(self._pending)
         self._epoch.end()
@@ -178,71 +248,30 @@ class _Begun(NamedTuple):
 
 
 # Single operations, without a lock that a fork could find held.
-_sending: dict[str, Sending] = {}
+_owned: dict[str, OwnedEpoch] = {}
 _stale: deque[str] = deque(maxlen=_REMEMBERED)
 
 
-def sending_of(name: SnapshotName) -> Sending | None:
-    """The epoch of that name, if this very process sends its batches."""
-    found = _sending.get(name.key)
+def _owned_by(key: str) -> OwnedEpoch | None:
+    """The epoch of that key, if this very process draws its batches."""
+    found = _owned.get(key)
     return found if found is not None and found.origin.is_here else None
 
 
 def delivered(key: str, step: int) -> None:
-    """A batch that a worker made has arrived."""
-    found = _sending.get(key)
-    if found is not None and found.origin.is_here:
+    """A batch has arrived, perhaps in the process that drew it."""
+    if (found := _owned_by(key)) is not None:
         found.delivered(step)
 
 
-def read(
-    name: SnapshotName,
-    store: Store,
-    oldest: int,
-    ids: NDArray[np.int64],
-    columns: tuple[str, ...],
-    step: int,
-    left: int,
-) -> Columns:
-    """Rows of a snapshot, in whatever process: copies, in NumPy arrays.
+class _ReopenedSnapshot:
+    """The snapshot of some rows, leased by its name: the segments that they and later ones need."""
 
-    Args:
-        store: of the snapshot's cache, in this process.
-        oldest: no segment before this number is needed now or later.
-        step: of the epoch.
-        left: batches of the epoch after this one: the workers take turns.
-    Raises: MissingSegmentsError: the epoch has ended and segments are gone. ArrowCacheError: it was
-        given up for a newer one. CorruptSegmentError: a damaged segment.
-    """
-    own = sending_of(name)
-    if own is not None:
-        return own.read(step, ids, columns)
-    if name.key in _stale:
-        raise ArrowCacheError("this batch is of an epoch that was left for a newer one: drop it")
-    worker = get_worker_info()
-    if worker is not None:
-        try:
-            return _reader.read(name, store, oldest, ids, columns)
-        finally:
-            if left < worker.num_workers:
-                _reader.close()  # that was this one's last
-    with closing(_Retaken(name, store, oldest)) as taken:
-        return taken.read(ids, columns)
-
-
-def store_of_name(name: SnapshotName) -> Store:
-    """The cache of a snapshot; opened, unless this very process sends its batches."""
-    own = sending_of(name)
-    return store_of(name.path) if own is None else own.store
-
-
-class _Retaken:
-    """A snapshot leased by its name: from segment `oldest` on."""
-
-    def __init__(self, name: SnapshotName, store: Store, oldest: int) -> None:
-        seqs, rows = segments_of(name.runs)
-        wanted = set(seqs[oldest:].tolist())
-        self._rows_before, self._oldest = int(rows[:oldest].sum()), oldest
+    def __init__(self, rows: DrawnRows, store: Store) -> None:
+        name, self._oldest = rows.snapshot, rows.oldest
+        seqs, segment_rows = segments_of(name.runs)
+        wanted = set(seqs[self._oldest :].tolist())
+        self._rows_before = int(segment_rows[: self._oldest].sum())
         self._snapshot = Snapshot.take(store, lambda s: s.seq in wanted)
         missing = len(wanted) - len(self._snapshot.segments)
         if missing:
@@ -269,7 +298,7 @@ class _Reader:
         self._lock = threading.RLock()  # taken by `with`: Ctrl-C can leave a condition's own locked
         self._condition = threading.Condition(self._lock)
         self._key = ""
-        self._taken: _Retaken | None = None
+        self._snapshot: _ReopenedSnapshot | None = None
         self._used = 0.0
         self._watcher: threading.Thread | None = None
         forgets_in_child(self)
@@ -278,21 +307,14 @@ class _Reader:
         """Begin anew: the lock may be held by a thread that stayed behind."""
         self.__init__()  # type: ignore[misc]
 
-    def read(
-        self,
-        name: SnapshotName,
-        store: Store,
-        oldest: int,
-        ids: NDArray[np.int64],
-        columns: tuple[str, ...],
-    ) -> Columns:
+    def read(self, rows: DrawnRows, store: Store, columns: tuple[str, ...]) -> Columns:
         with self._lock:
-            if self._taken is None or self._key != name.key:
+            if self._snapshot is None or self._key != rows.snapshot.key:
                 self.close()
-                self._taken, self._key = _Retaken(name, store, oldest), name.key
-            self._taken.release_oldest(oldest)
+                self._snapshot, self._key = _ReopenedSnapshot(rows, store), rows.snapshot.key
+            self._snapshot.release_oldest(rows.oldest)
             try:
-                return self._taken.read(ids, columns)
+                return self._snapshot.read(rows.ids, columns)
             finally:
                 self._used = time.monotonic()
                 if self._watcher is None:
@@ -303,13 +325,13 @@ class _Reader:
 
     def close(self) -> None:
         with self._lock:
-            taken, self._taken = self._taken, None
-            if taken is not None:
-                taken.close()
+            snapshot, self._snapshot = self._snapshot, None
+            if snapshot is not None:
+                snapshot.close()
 
     def _watch(self) -> None:
         with self._lock:
-            while self._taken is not None:
+            while self._snapshot is not None:
                 left = self._used + _IDLE_SECONDS - time.monotonic()
                 if left > 0:
                     self._condition.wait(left)
@@ -322,7 +344,7 @@ _reader = _Reader()
 
 
 def _at_exit() -> None:
-    for each in list(_sending.values()):
+    for each in list(_owned.values()):
         each.close()
     _reader.close()
 

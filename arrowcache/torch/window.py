@@ -30,8 +30,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from arrowcache.lifetimes import Origin
 from arrowcache.reading.assembly import Batch
-from arrowcache.reading.portion import Made
-from arrowcache.reading.stream import Stream as EpochStream
+from arrowcache.reading.portion import ReadyBatch
+from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.window import Run, Step
 from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.deferred import keep
@@ -159,14 +159,14 @@ class Ring:
 class WindowDelivery(Delivery):
     """A source of runs and steps. A step counts as delivered by `count`, once it is selected."""
 
-    _receipt: Made | None = None  # of what was lent last
+    _receipt: ReadyBatch | None = None  # of what was lent last
 
     def __init__(
-        self, epoch: EpochStream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
+        self, epoch: BatchStream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
     ) -> None:
         super().__init__(epoch, timeout_seconds, partial(_finished, finish))
 
-    def deliver(self, receipt: Made | None) -> None:
+    def deliver(self, receipt: ReadyBatch | None) -> None:
         self._receipt = receipt
         if receipt is None:
             super().deliver(None)

@@ -83,7 +83,7 @@ backend = sys.argv[2]
 def test_a_process_that_exits_while_a_batch_is_made_ends(cache, backend):
     """TensorFlow is inside a call of Python then, and no thread is left that would make the batch."""
     code = """
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.stream import BatchStream
 
 apart = {"asked": threading.Event()}  # a function of this module would keep the iterator for ever
 exec('''
@@ -94,7 +94,7 @@ def take_nothing(self, seconds):
 ''', apart)
 iterator = iter(dataset(cache, 16, epoch_rows=64, backend=backend, prefetch=2).repeat().prefetch(2))
 next(iterator)
-Stream._take_oldest = apart["take_nothing"]
+BatchStream._take_oldest = apart["take_nothing"]
 while not apart["asked"].wait(0.5):  # by then TensorFlow has two batches ready
     next(iterator)
 print("asked", flush=True)
@@ -198,7 +198,7 @@ def test_a_forked_child_neither_ends_nor_prolongs_an_epoch(cache, backend):
 @every_backend
 def test_its_loader_is_seen_from_another_process_with_its_stall_while_it_lasts(cache, backend):
     code = """
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.stream import BatchStream
 
 batches = dataset(cache, 16, shuffle="window", backend=backend, prefetch=0).repeat()
 iterator = iter(batches)
@@ -207,13 +207,13 @@ for _ in range(150):
 print("read", flush=True)
 sys.stdin.readline()
 
-at_once = Stream._take_oldest
+at_once = BatchStream._take_oldest
 go_on = threading.Event()
 
 def late(self, seconds):
     return go_on.wait(seconds) and at_once(self, seconds)
 
-Stream._take_oldest = late  # batches are late from now on
+BatchStream._take_oldest = late  # batches are late from now on
 threading.Thread(target=lambda: (sys.stdin.readline(), go_on.set()), daemon=True).start()
 for _ in range(1000):
     next(iterator)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import arrowcache as ac
 from arrowcache.torch import CacheIterableDataset, Loader
-from arrowcache.torch.numbers import MOST_WORKERS, EpochNumbers, Turn
+from arrowcache.torch.epoch_counter import MOST_WORKERS, EpochCounter, Turn
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 WORKERS = [
@@ -468,7 +468,7 @@ def test_what_was_delivered_before_the_first_state_of_all_workers_is_of_the_resu
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [62, 63, 64, 200, MOST_WORKERS])
 def test_any_number_of_workers_get_one_number_a_pass_in_any_order(workers):
-    numbers, rng, before = EpochNumbers(), random.Random(workers), 56
+    numbers, rng, before = EpochCounter(), random.Random(workers), 56
     for passes in range(before):  # soon the table is full, and the oldest pass gives its place to a new one
         assert numbers.take(Turn(0, 1, 3, passes)) == passes
     for passes in range(8):
@@ -482,11 +482,11 @@ def test_any_number_of_workers_get_one_number_a_pass_in_any_order(workers):
 
 def test_more_workers_than_can_be_told_apart_are_an_error():
     with pytest.raises(ValueError, match="lower num_workers"):
-        EpochNumbers().take(Turn(0, MOST_WORKERS + 1, 1, 0))
+        EpochCounter().take(Turn(0, MOST_WORKERS + 1, 1, 0))
 
 
 def test_workers_of_a_pass_get_one_number_and_passes_different_ones():
-    numbers = EpochNumbers()
+    numbers = EpochCounter()
     for _ in range(2):  # the same seeds once more
         taken = []
         for seed, passes in itertools.product((1, 2), (0, 1)):

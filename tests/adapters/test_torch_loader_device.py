@@ -235,7 +235,8 @@ def test_a_batch_that_does_not_come_is_a_timeout(cache):
         with pytest.raises(ac.LoaderTimeoutError, match=r"no batch came in 0\.05 s"):
             next(iter(loader))
         go.set()
-        loader._options = replace(loader._options, timeout_seconds=60.0)  # a busy machine is no finding
+        settings = cache.store.settings  # a busy machine is no finding:
+        loader._options = replace(loader._options, settings=settings, timeout=60.0)
         assert len(ids_of(loader)) == 160
 
 

@@ -687,7 +687,8 @@ def test_workers_that_cannot_start_are_an_error(cache, monkeypatch):
 def test_a_stopped_worker_ends_in_a_timeout_and_close_ends_it(cache):
     with loader_of(cache, workers=1, transform=by_value(twice)) as loader:
         list(loader)
-        loader._options = replace(loader._options, timeout_seconds=0.5)  # not while processes start
+        settings = cache.store.settings  # not while processes start:
+        loader._options = replace(loader._options, settings=settings, timeout=0.5)
         (pid,) = worker_pids()
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(ac.LoaderTimeoutError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,8 +24,8 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.pickling import pickled
 from arrowcache.reading.assembly import Assembly, mean_published
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.options import BatchOptions, EpochOptions
-from arrowcache.reading.portion import Elsewhere, Made, Portion
+from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.handle import Finished
 from arrowcache.reading.workers.pool import DEPTH, Pool
@@ -43,20 +44,20 @@ class RemoteAssembly:
     Raises: TypeError: the transform cannot be pickled.
     """
 
-    def __init__(self, store: Store, options: EpochOptions, making: BatchOptions, meter: Meter) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         schema: Schema = store.settings.schema
-        names, transform = options.names, making.transform
+        names, transform = options.names, options.transform
         self._batch_size = options.batch_size
         self._meter = meter
-        prefetch = _PREFETCHED if making.prefetch is None else making.prefetch
-        in_flight = DEPTH * making.workers
+        prefetch = _PREFETCHED if options.prefetch is None else options.prefetch
+        in_flight = DEPTH * options.workers
         self._usual = in_flight + prefetch + 3  # slots that are in use at a time
         self._settings = {
             "cache": os.path.abspath(store.folder.path),
             "names": list(names),
-            "in_flight": -(-self._usual // making.workers),
-            "with_ids": making.with_ids,
-            "views": making.views,
+            "in_flight": -(-self._usual // options.workers),
+            "with_ids": options.with_ids,
+            "views": options.views,
             "keeps": False,
         }
         packed = b""
@@ -67,8 +68,9 @@ class RemoteAssembly:
         batch_bytes = max(1, row_bytes * self._batch_size)
         self._most_batches = max(1, _PORTION_BYTES // batch_bytes) if are_together else 1  # of a portion
         self._wanted = prefetch + in_flight * self._most_batches
-        self._new_here = partial(Assembly, store, options, BatchOptions(with_ids=making.with_ids), meter)
-        self._new_pool = partial(Pool, making.workers, self._settings, packed)
+        here = replace(options, settings=store.settings, workers=0, prefetch=None, may_view=False)
+        self._new_here = partial(Assembly, store, here, meter)
+        self._new_pool = partial(Pool, options.workers, self._settings, packed)
         self._has_transform = transform is not None
         self._epoch: tuple[Epoch, int] | None = None  # and its number for the pool
         self.after_fork()
@@ -161,7 +163,7 @@ class RemoteAssembly:
 
     def _finish(
         self, epoch: Epoch, rows: int, batches: int, published: float, finished: Finished
-    ) -> Iterator[Made]:
+    ) -> Iterator[ReadyBatch]:
         self._meter.leave({"start": self._pool.take_start_seconds()})
         self._meter.leave(finished.seconds)
         for number in range(batches):
@@ -169,5 +171,5 @@ class RemoteAssembly:
             count = of_batch.stop - of_batch.start
             nbytes = finished.nbytes * count // rows
             batch = finished.batch(of_batch if batches > 1 else None)
-            yield Made(batch, count, nbytes, nbytes, published, epoch)
+            yield ReadyBatch(batch, count, nbytes, nbytes, published, epoch)
             del batch

@@ -21,7 +21,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError
-from arrowcache.sampling.sources.store import Store
+from arrowcache.sampling.sources.object_store import ObjectStore
 
 _HDF5 = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
 _FILE = re.compile(r"(.*\.(?:h5|hdf5|hdf|he5|nc|zarr))#(.+)")
@@ -60,7 +60,7 @@ def split_uri(uri: str) -> Address:
     return Address(match[1], match[2]) if match else Address(uri, "")
 
 
-def open_array(store: Store, address: Address) -> Array:
+def open_array(store: ObjectStore, address: Address) -> Array:
     """Open an array, which reads its metadata.
 
     Raises: FileNotFoundError, PermissionError, OSError: the store. SamplerError: not an array of that
@@ -103,7 +103,7 @@ class NpyArray:
     array in C order, else up to the whole file.
     """
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: ObjectStore, path: str) -> None:
         self._store, self._path = store, path
         self._file = store.run(lambda: store.open(path), path)
         try:

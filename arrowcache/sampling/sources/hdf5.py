@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError
-from arrowcache.sampling.sources.store import Store
+from arrowcache.sampling.sources.object_store import ObjectStore
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Hdf5Array:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def __init__(self, store: Store, path: str, inner: str, name: str) -> None:
+    def __init__(self, store: ObjectStore, path: str, inner: str, name: str) -> None:
         self._name = name
         self._remote: _StoreFile | None = None
         if not store.is_local:
@@ -81,7 +81,7 @@ class Hdf5Array:
 class _StoreFile(io.RawIOBase):
     """A store's file as h5py reads it. `error` is what the store ended with: HDF5 does not tell."""
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: ObjectStore, path: str) -> None:
         self.error: OSError | None = None
         self._store, self._path = store, path
         self._file = store.run(lambda: store.open(path), path)

@@ -24,10 +24,10 @@ from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.choice import Choice
-from arrowcache.sampling.sources.kept import Kept
+from arrowcache.sampling.sources.handles import Handles
+from arrowcache.sampling.sources.object_store import URI, File, ObjectStore, at_once, locate
 from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source
-from arrowcache.sampling.sources.store import URI, File, Store, at_once, locate
 from arrowcache.units import parse_count
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
@@ -97,7 +97,7 @@ class ParquetRows(Source):
         self.ramp = rows_per_group is not None
         self._filter = filter
         self._fill = dict(fill or {})
-        self._kept: Kept[_Open] = Kept(_MOST_OPEN)
+        self._kept: Handles[_Open] = Handles(_MOST_OPEN)
         self._store, paths = locate(uri, filesystem, retries)
         self._files = [file for path in paths for file in self._store.find(path, _SUFFIXES)]
         footers = at_once(self._footer, self._files)
@@ -234,7 +234,7 @@ class _Footer(NamedTuple):
     groups: list[tuple[int, int]]
 
 
-def _footer(store: Store, file: File, condition: pc.Expression | None) -> _Footer:
+def _footer(store: ObjectStore, file: File, condition: pc.Expression | None) -> _Footer:
     fragment = pads.ParquetFileFormat().make_fragment(file.path, store.filesystem, file_size=file.nbytes)
     fragment.ensure_complete_metadata()
     fields = fragment.physical_schema
@@ -256,7 +256,9 @@ class _Open:
     where no other may: they would still hold a file of a file system in Python as the process ends.
     """
 
-    def __init__(self, store: Store, file: File, names: list[str], condition: pc.Expression | None) -> None:
+    def __init__(
+        self, store: ObjectStore, file: File, names: list[str], condition: pc.Expression | None
+    ) -> None:
         self._names, self._condition = names, condition
         self._in_threads = not store.is_in_python
         self._file = store.open(file.path)

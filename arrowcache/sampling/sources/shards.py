@@ -20,9 +20,9 @@ from arrowcache.arrow.convert import require_value
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.sources.choice import Choice
+from arrowcache.sampling.sources.object_store import URI, File, ObjectStore, locate
 from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source, shuffled
-from arrowcache.sampling.sources.store import URI, File, Store, locate
 from arrowcache.units import parse_count
 
 Decode = Callable[[str, bytes], Any]
@@ -207,7 +207,7 @@ def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
 class _Stream(io.RawIOBase):
     """A store's file from its beginning on, in large pieces; each is tried again."""
 
-    def __init__(self, store: Store, shard: File) -> None:
+    def __init__(self, store: ObjectStore, shard: File) -> None:
         self._store, self._path, self._nbytes = store, shard.path, shard.nbytes
         self._file = store.run(lambda: store.open(shard.path), shard.path)
         self._at = 0

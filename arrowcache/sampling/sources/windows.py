@@ -14,10 +14,10 @@ from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.errors import SchemaError
 from arrowcache.sampling.sources.arrays import Address, Array, open_array, split_uri
 from arrowcache.sampling.sources.choice import Choice, parse_weights
-from arrowcache.sampling.sources.kept import Kept
+from arrowcache.sampling.sources.handles import Handles
+from arrowcache.sampling.sources.object_store import URI, at_once, locate
 from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source
-from arrowcache.sampling.sources.store import URI, at_once, locate
 from arrowcache.units import parse_count
 
 Arrays = URI | Mapping[str, URI]
@@ -91,7 +91,7 @@ class ArrayWindows(Source):
         if with_position and (taken := set(POSITION_FIELDS) & set(self._windows)):
             raise ValueError(f"with_position adds {', '.join(taken)}, which an array has as its name")
         self._with_position = with_position
-        self._kept: Kept[Array] = Kept(_MOST_OPEN)
+        self._kept: Handles[Array] = Handles(_MOST_OPEN)
         split = [split_uri(os.fspath(uri)) for fields in sets for uri in fields.values()]
         self._store, paths = locate([address.path for address in split], filesystem, retries)
         addresses = [Address(path, address.inner) for path, address in zip(paths, split, strict=True)]

@@ -23,7 +23,7 @@ from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from arrowcache.errors import SamplerError
-from arrowcache.sampling.sources.store import Store
+from arrowcache.sampling.sources.object_store import ObjectStore
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class ZarrArray:
     Raises: FileNotFoundError: no array of Zarr v3 there. SamplerError: its metadata make no sense.
     """
 
-    def __init__(self, store: Store, path: str, name: str) -> None:
+    def __init__(self, store: ObjectStore, path: str, name: str) -> None:
         described = f"{path}/zarr.json"
         if not store.run(lambda: store.filesystem.get_file_info(described), described).is_file:
             raise FileNotFoundError(errno.ENOENT, "no array of Zarr v3, which would have a zarr.json", name)
@@ -68,7 +68,7 @@ class ZarrArray:
 class _Reader(ZarrStore):
     """A folder of a store, read only."""
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: ObjectStore, path: str) -> None:
         super().__init__(read_only=True)
         self._files, self._path = store, path
         self._threads = ThreadPoolExecutor(_CHUNKS_AT_ONCE, thread_name_prefix="arrowcache-zarr")

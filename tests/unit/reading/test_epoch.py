@@ -7,14 +7,9 @@ from helpers import make_cache, publish
 
 from arrowcache.reading.epoch import Epochs
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import EpochOptions
+from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
-
-OPTIONS = EpochOptions(
-    batch_size=8, shuffle="rows", seed=0, epoch_rows=None, drop_last=True, window_bytes=1, wait_rows=1,
-    paced=True, timeout_seconds=1.0,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -26,7 +21,8 @@ def cache(tmp_path):
 
 @pytest.fixture(params=[None, Membership(0, 2, "job", 1)], ids=["alone", "of two ranks"])
 def epochs(cache, request):
-    epochs = Epochs(cache.store, OPTIONS, request.param, Meter())
+    epochs = Epochs(cache.store, LoaderOptions(cache.store.settings, 8, timeout=1.0), Meter())
+    epochs.join(request.param)
     yield epochs
     epochs.close()
 

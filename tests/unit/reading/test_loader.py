@@ -34,11 +34,11 @@ from processes import Script
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.lifetimes import Mutex
-from arrowcache.reading.crew import Crew
 from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.snapshot import _Reader
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.stream import BatchStream
+from arrowcache.reading.worker_threads import WorkerThreads
 from arrowcache.storage.lease import Lease
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
@@ -318,15 +318,15 @@ def test_a_batch_on_its_way_when_another_thread_ends_its_epoch_changes_no_progre
     with Loader(cache, 16) as loader:
         older = iter(loader)
         state = loader.state_dict()
-        take = Stream.take
+        take = BatchStream.take
 
         def take_and_be_late(*args):
             made = take(*args)
-            monkeypatch.setattr(Stream, "take", take)
+            monkeypatch.setattr(BatchStream, "take", take)
             iter(loader) if how == "iter" else loader.load_state_dict(state)
             return made
 
-        monkeypatch.setattr(Stream, "take", take_and_be_late)
+        monkeypatch.setattr(BatchStream, "take", take_and_be_late)
         with pytest.raises(RuntimeError, match="iterate anew"):
             next(older)
         assert loader.state_dict()["epoch"] == (1 if how == "iter" else 0)
@@ -714,13 +714,13 @@ def test_a_signal_handler_may_ask_for_stats_and_close_while_its_thread_is_counti
 
 def test_a_signal_handler_may_close_the_loader_as_its_thread_comes_to_the_oldest_batch(cache, monkeypatch):
     """It was an IndexError."""
-    take_oldest = Stream._take_oldest
+    take_oldest = BatchStream._take_oldest
 
     def after_close(stream, seconds):
         loader.close()
         return take_oldest(stream, seconds)
 
-    monkeypatch.setattr(Stream, "_take_oldest", after_close)
+    monkeypatch.setattr(BatchStream, "_take_oldest", after_close)
     loader = Loader(cache, 16)
     assert list(loader) == []
     assert cache.stats().leased_bytes == 0
@@ -905,7 +905,7 @@ def test_a_cache_that_is_none_fails_in_the_constructor(tmp_path):
 def test_the_largest_counts_work(cache, shuffle):
     options = {"prefetch": 2**16, "epoch_rows": 2**62, "seed": 2**200, "workers": 256}
     with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
-        assert loader._making.prefetch == 2**16
+        assert loader._options.prefetch == 2**16
     options |= {"prefetch": 1, "workers": 0}
     with Loader(cache, 16, shuffle=shuffle, worker_type="thread", **options) as loader:
         check(next(iter(loader)))
@@ -990,8 +990,8 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
         (Lease, "_unlock_oldest"),
         (Snapshot, "_let_go"),
         (Parking, "drop"),
-        (Stream, "close"),
-        (Crew, "close"),
+        (BatchStream, "close"),
+        (WorkerThreads, "close"),
     ],
 )
 def test_ctrl_c_anywhere_in_close_is_made_good_by_the_next(cache, monkeypatch, owner, name, shuffle):

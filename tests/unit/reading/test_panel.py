@@ -15,7 +15,7 @@ from processes import Child
 
 from arrowcache import Loader
 from arrowcache.reading import stats as stats_module
-from arrowcache.reading.portion import Made
+from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stats import STAGES, Meter
 from arrowcache.storage import counters as counters_module
 from arrowcache.storage.counters import COUNTERS_LINK, TIMED, CounterPage, parse_counters, read_counters
@@ -165,7 +165,7 @@ def test_each_batch_is_shown_at_once_and_times_some_times_a_second_or_after_long
             clock.now += wait_seconds
             if wait_seconds:
                 meter.show()
-        meter.deliver(Made({}, 16, 1000, 0, 0.0, None))
+        meter.deliver(ReadyBatch({}, 16, 1000, 0, 0.0, None))
         assert shown_by(panel).batches == meter.batches, "a burst before a pause would stay unseen"
         clock.now += train_seconds
 

@@ -29,9 +29,9 @@ from helpers import (
 import arrowcache as ac
 from arrowcache import Loader, Snapshot, lifetimes
 from arrowcache.reading import parking
-from arrowcache.reading.crew import Crew
 from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
+from arrowcache.reading.worker_threads import WorkerThreads
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_reading_changes_no_page_of_the_files(cache):
     assert [path.read_bytes() for path in segment_files(cache)] == before
 
 
-@pytest.mark.parametrize("of", ["parking", "crew"])
+@pytest.mark.parametrize("of", ["parking", "threads"])
 def test_a_thread_that_begins_late_after_ctrl_c_is_not_started_twice(of, monkeypatch):
     """Joining one that was failed now and then, and left another one."""
     may_begin, begin = threading.Event(), threading.Thread._bootstrap_inner
@@ -327,7 +327,7 @@ def test_a_thread_that_begins_late_after_ctrl_c_is_not_started_twice(of, monkeyp
 
     monkeypatch.setattr(threading.Thread, "_bootstrap_inner", late)
     before = len(os.listdir("/proc/self/task"))
-    owner = Parking(lambda: False, lambda: None) if of == "parking" else Crew(1)
+    owner = Parking(lambda: False, lambda: None) if of == "parking" else WorkerThreads(1)
     call = owner.begin if isinstance(owner, Parking) else partial(owner.submit, list)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrowcache.reading.order import EpochOrder, Shard, Survivors, order_of
+from arrowcache.reading.order import EpochOrder, ResumedOrder, Shard, order_of
 from arrowcache.reading.plan import Plan
 from arrowcache.storage.layout import SegmentInfo
 
@@ -229,7 +229,7 @@ def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once
     assert found[: len(expected)] == expected
     assert len(found) - len(expected) < size * world
     if len(present) < len(made.seqs):
-        assert isinstance(orders[0], Survivors)
+        assert isinstance(orders[0], ResumedOrder)
         assert orders[0].missing == planned.steps - position - len(expected)
 
 
@@ -286,8 +286,8 @@ def test_what_is_left_of_an_epoch_of_very_many_passes_is_counted_without_walking
         order_of(replace(made, epoch_rows=rows), segments(made, [0, 2]), 8, Shard(), True)
         for rows in (30 * 2**50, 30 * 20)
     )
-    assert isinstance(order, Survivors)
-    assert isinstance(short, Survivors)
+    assert isinstance(order, ResumedOrder)
+    assert isinstance(short, ResumedOrder)
     assert order.rows - short.rows == 20 * (2**50 - 20)
     assert order.batches(0, 20).tolist() == short.batches(0, 20).tolist()
     gone = order_of(replace(made, epoch_rows=2**60), [], 8, Shard(), True)
@@ -299,7 +299,7 @@ def test_a_window_over_what_is_left_gives_up_segments_as_it_goes():
     made = plan([16] * 40, shuffle="window", position=16 * 6)
     present = list(range(2, 40))
     order = order_of(made, segments(made, present), 8, Shard(), True)
-    assert isinstance(order, Survivors)
+    assert isinstance(order, ResumedOrder)
     spans = []
     while len(spans) < order.steps:
         order.batches(len(spans), len(spans) + 1)

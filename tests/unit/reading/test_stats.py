@@ -19,7 +19,7 @@ import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.reading import stats as stats_module
 from arrowcache.reading.gather import Gather
-from arrowcache.reading.portion import Made
+from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
 from arrowcache.reading.temperature import Temperature
@@ -53,8 +53,8 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def made(rows: int = 10, nbytes: int = 1000, copied: int = 600, published: float = 990.0) -> Made:
-    return Made({}, rows, nbytes, copied, published, None)
+def made(rows: int = 10, nbytes: int = 1000, copied: int = 600, published: float = 990.0) -> ReadyBatch:
+    return ReadyBatch({}, rows, nbytes, copied, published, None)
 
 
 def wait(meter: Meter, clock: Clock, seconds: float) -> None:

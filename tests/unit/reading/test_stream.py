@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arrowcache.errors import LoaderTimeoutError
-from arrowcache.reading.crew import Crew
 from arrowcache.reading.future import Future
-from arrowcache.reading.portion import Elsewhere, Made, Portion
+from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.stream import Stream
+from arrowcache.reading.stream import BatchStream
+from arrowcache.reading.worker_threads import WorkerThreads
 
 
 class Batch(dict):
@@ -103,8 +103,8 @@ class Parking:
         self.drops += 1
 
 
-def made(number: int, epoch: Any = None) -> Made:
-    return Made(Batch(number=number), 1, 1, 1, 0.0, epoch)
+def made(number: int, epoch: Any = None) -> ReadyBatch:
+    return ReadyBatch(Batch(number=number), 1, 1, 1, 0.0, epoch)
 
 
 class Manual(Portion):
@@ -138,7 +138,7 @@ class Manual(Portion):
     def go_on(self) -> None:
         self.calls.append("go_on")
 
-    def made(self) -> Iterator[Made]:
+    def made(self) -> Iterator[ReadyBatch]:
         return iter([made(self.step + number, self.epoch) for number in range(self.batches)])
 
     def cancel(self, seconds: float | None = None) -> bool:
@@ -153,28 +153,28 @@ def stream_of(
     *,
     let_go: Callable[[], object] = lambda: None,
     while_waiting: Callable[[], object] | None = None,
-) -> Stream:
+) -> BatchStream:
     """A stream of one epoch, which has begun."""
     meter = Meter()
     if while_waiting is not None:
         meter.show = while_waiting
     how_many = wanted if callable(wanted) else lambda: wanted
     epochs = Epochs(Epoch(0, let_go), lambda *_: None)
-    stream = Stream(epochs, Assembly(lambda _: portions(), how_many), Parking(), meter, endless=False)
+    stream = BatchStream(epochs, Assembly(lambda _: portions(), how_many), Parking(), meter, endless=False)
     assert stream.begin(lambda: False)
     return stream
 
 
 def endless_of(
     steps: int, after: Callable[[Any, Any], Any], wanted: int = 3, portion: Callable[..., Portion] = Manual
-) -> Stream:
+) -> BatchStream:
     """A stream of epochs of so many steps, of which the next one is as `after` says."""
 
     def portions(epoch: Any) -> Iterator[Portion]:
         for step in range(steps):
             yield portion(10 * epoch.number + step, epoch=epoch)
 
-    stream = Stream(
+    stream = BatchStream(
         Epochs(Epoch(), after), Assembly(portions, lambda: wanted), Parking(), Meter(), endless=True
     )
     assert stream.begin(lambda: False)
@@ -195,13 +195,13 @@ def counting(count: int, batches: int = 1) -> Callable[[], Iterator[Portion]]:
     return lambda: (Manual(first, min(batches, count - first)) for first in range(0, count, batches))
 
 
-def taken(stream: Stream) -> int:
+def taken(stream: BatchStream) -> int:
     batch = stream.take(DEADLINE_SECONDS)
     assert batch is not None
     return batch.batch["number"]
 
 
-def numbers(stream: Stream) -> list[int]:
+def numbers(stream: BatchStream) -> list[int]:
     found = []
     while (batch := stream.take(DEADLINE_SECONDS)) is not None:
         found.append(batch.batch["number"])
@@ -221,10 +221,10 @@ def wanted(request):
 
 
 @pytest.fixture
-def crew():
-    crew = Crew(3)
-    yield crew
-    crew.close()
+def threads():
+    threads = WorkerThreads(3)
+    yield threads
+    threads.close()
 
 
 # order
@@ -257,17 +257,17 @@ def test_any_jobs_give_all_their_batches_in_order(plan, wanted):
     assert (stream.under_way, len(stream.begun)) == (0, 0)
 
 
-def test_jobs_of_a_crew_run_side_by_side_and_arrive_in_step_order(crew):
+def test_jobs_of_several_threads_run_side_by_side_and_arrive_in_step_order(threads):
     together, order = threading.Barrier(3), []
 
-    def make(step: int) -> Made:
+    def make(step: int) -> ReadyBatch:
         together.wait(DEADLINE_SECONDS)  # ends only if three run at a time
         order.append(step)
         return made(step)
 
     def portions() -> Iterator[Portion]:
         for step in range(9):
-            yield Elsewhere(None, 1, crew.submit(lambda step=step: make(step)), lambda one: (one,))
+            yield Elsewhere(None, 1, threads.submit(lambda step=step: make(step)), lambda one: (one,))
 
     assert numbers(stream_of(portions)) == list(range(9))
     assert sorted(order) == list(range(9))
@@ -511,7 +511,7 @@ def test_an_epoch_of_which_nobody_asked_for_a_batch_is_taken_back():
 
 
 def test_a_beginning_that_is_cancelled_begins_nothing():
-    stream = Stream(Epochs(Epoch(), None), None, Parking(), Meter(), endless=False)
+    stream = BatchStream(Epochs(Epoch(), None), None, Parking(), Meter(), endless=False)
     assert not stream.begin(lambda: True)
     stream.close()
     assert stream._epochs.first.calls == []
@@ -544,7 +544,7 @@ class FailingMade(Manual):
         super().__init__(step, 2)
         self._kind = kind
 
-    def made(self) -> Iterator[Made]:
+    def made(self) -> Iterator[ReadyBatch]:
         yield made(self.step)
         fail(self._kind)
 
@@ -796,7 +796,7 @@ def test_what_was_begun_is_cancelled_before_anything_is_let_go():
     assert [each.cancelled for each in pending] == [1, 1, 1]
 
 
-def test_a_stream_ends_at_once_although_a_job_of_it_does_not(crew):
+def test_a_stream_ends_at_once_although_a_job_of_it_does_not(threads):
     started, go_on = threading.Semaphore(0), threading.Event()
     futures = []
 
@@ -806,7 +806,7 @@ def test_a_stream_ends_at_once_although_a_job_of_it_does_not(crew):
 
     def portions() -> Iterator[Portion]:
         for _ in range(100):
-            futures.append(crew.submit(wait))
+            futures.append(threads.submit(wait))
             yield Elsewhere(None, 1, futures[-1], lambda one: (one,))
 
     stream = stream_of(portions, 5)
@@ -866,7 +866,7 @@ def test_ctrl_c_anywhere_leaves_a_stream_that_can_be_ended(where):
             if where == "go_on" and is_pressed:
                 fail(KeyboardInterrupt)
 
-        def made(self) -> Iterator[Made]:
+        def made(self) -> Iterator[ReadyBatch]:
             return fail(KeyboardInterrupt) if where == "made" else super().made()
 
     pending, let_go = [Pressed(0), Manual(1)], []
@@ -908,18 +908,18 @@ def test_a_child_does_not_take_the_batches_of_who_forked_it():
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
-def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(wanted, crew, is_finished):
+def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(wanted, threads, is_finished):
     alive: list[weakref.ref[Any]] = []
 
     def portions() -> Iterator[Portion]:
         for step in range(4):
 
-            def make(step: int = step) -> Made:
+            def make(step: int = step) -> ReadyBatch:
                 one = made(step)
                 alive.append(weakref.ref(one.batch))
                 return one
 
-            yield Elsewhere(None, 1, crew.submit(make), lambda one: (one,))
+            yield Elsewhere(None, 1, threads.submit(make), lambda one: (one,))
             del make
 
     gc.collect()

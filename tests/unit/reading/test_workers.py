@@ -16,7 +16,7 @@ from processes import Script
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading import crew
+from arrowcache.reading import worker_threads
 from arrowcache.torch import Loader as TorchLoader
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
@@ -194,7 +194,7 @@ def test_a_break_lets_go_and_the_next_epoch_is_whole(cache):
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_close_while_a_transform_blocks_is_bounded_and_lets_go_when_it_returns(cache, monkeypatch, workers):
-    monkeypatch.setattr(crew, "_JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(worker_threads, "_JOIN_SECONDS", 0.1)
     before = len(threads())
     inside, go_on = threading.Event(), threading.Event()
 

@@ -36,12 +36,18 @@ from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache import SamplerPool, process
+from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.pool import Pool
 from arrowcache.sampling.task import Done, Task
 from arrowcache.storage.progress import seen_samplers
 
 QUICK = {"progress": False, "workers": 2}
 STOP_SECONDS = 10.0  # the pool's own bounds are shorter; a busy machine gets some grace
+
+
+def of_tasks(segments: int | None) -> PoolOptions:
+    """Of so many tasks, none of which is tried again."""
+    return PoolOptions.of(row, 2, 0, "default", segments, 0, progress=False)
 
 
 @pytest.fixture
@@ -1015,7 +1021,7 @@ def test_ctrl_c_at_any_step_of_a_pool_leaves_one_that_stops():
         engine, interrupt, pool = Engine(), CtrlC(number), None
         try:
             with interrupt:
-                pool = Pool(engine, "default", None, 0, False)
+                pool = Pool(engine, of_tasks(None))
                 with pool:
                     pool.wait(segments=2, timeout=DEADLINE_SECONDS)
                     pool.stats()
@@ -1049,7 +1055,7 @@ def test_a_stop_that_ctrl_c_cut_short_is_done_by_the_next_one():
         os.kill(os.getpid(), signal.SIGINT)
 
     engine = Slow()
-    pool = Pool(engine, "default", None, 0, False)
+    pool = Pool(engine, of_tasks(None))
     pool.wait(segments=1, timeout=DEADLINE_SECONDS)
     pressing = threading.Thread(target=press)
     pressing.start()
@@ -1071,7 +1077,7 @@ def test_an_engine_that_fails_to_end_is_told_and_leaves_nobody_waiting():
         def end(self) -> list[Done]:
             raise OSError("no end")
 
-    pool = Pool(Failing(), "default", 3, 0, False)
+    pool = Pool(Failing(), of_tasks(3))
     with pytest.raises(OSError, match="no end"):
         pool.wait(timeout=10)
     pool.stop()
@@ -1088,7 +1094,7 @@ def test_a_pool_that_is_dropped_in_a_thread_with_the_caches_lock_has_it_go_on(ca
 
     engine = Asking()
     with cache.store.locked():
-        pool = Pool(engine, "default", None, 0, False)
+        pool = Pool(engine, of_tasks(None))
         assert asking.wait(DEADLINE_SECONDS)
         dropped = time.monotonic()
         del pool  # as the garbage collector may
@@ -1099,7 +1105,7 @@ def test_a_pool_that_is_dropped_in_a_thread_with_the_caches_lock_has_it_go_on(ca
 
 
 def test_a_forked_child_answers_though_its_parent_had_the_pools_lock():
-    with Pool(Engine(), "default", None, 0, False) as pool:
+    with Pool(Engine(), of_tasks(None)) as pool:
         pool.wait(segments=1, timeout=DEADLINE_SECONDS)
 
         def body() -> None:

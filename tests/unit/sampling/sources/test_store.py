@@ -10,9 +10,9 @@ from helpers import in_child
 from pyarrow import fs
 
 from arrowcache.sampling.sources.choice import Choice, parse_weights
-from arrowcache.sampling.sources.kept import Kept
+from arrowcache.sampling.sources.handles import Handles
+from arrowcache.sampling.sources.object_store import at_once, locate
 from arrowcache.sampling.sources.retries import Retries
-from arrowcache.sampling.sources.store import at_once, locate
 
 
 def failing(*errors: Exception):
@@ -128,7 +128,7 @@ class Thing:
 
 
 def test_what_was_not_used_for_longest_is_closed_first():
-    kept: Kept[Thing] = Kept(2)
+    kept: Handles[Thing] = Handles(2)
     first, second = kept.get(1, Thing), kept.get(2, Thing)
     assert kept.get(1, Thing) is first
     third = kept.get(3, Thing)

@@ -2,7 +2,7 @@
 
 It runs in the main process, and takes an epoch's snapshot when the first batch of an iterator is
 asked for (torch makes an iterator too many in the first epoch, and drops it). What it yields are
-`Rows`: they name the snapshot, so no worker, however long it lives, can read another one. The
+`DrawnRows`: they name the snapshot, so no worker, however long it lives, can read another one. The
 snapshot stays leased until the last batch has arrived, or the iterator is dropped.
 """
 
@@ -11,23 +11,24 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
-from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.options import EpochOptions
+from arrowcache.reading.epoch import Epochs
+from arrowcache.reading.options import EpochArguments, LoaderOptions, spelled_out
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
-from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.torch.descriptor import Rows
-from arrowcache.torch.distributed import Ranks
-from arrowcache.torch.snapshots import Sending
+from arrowcache.torch.distributed import is_told, membership_now
+from arrowcache.torch.snapshots import DrawnRows, OwnedEpoch
 from arrowcache.units import parse_count
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 class EpochBatchSampler(Sampler[list[int]]):
@@ -49,6 +50,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         ValueError: of `iter`, in a DataLoader that Accelerate prepared for several processes.
     """
 
+    @spelled_out(EpochArguments)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
@@ -56,16 +58,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         shuffle: str | None = "rows",
         seed: int = 0,
         drop_last: bool = True,
-        *,
-        where: Callable[[SegmentInfo], bool] | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        run_id: str | None = None,
-        epoch_rows: int | None = None,
-        wait_rows: int = 1,
-        timeout: float | None = 60.0,
-        window_bytes: int | str | None = None,
-        paced: bool = True,
+        **options: Unpack[EpochArguments],
     ) -> None:
         if isinstance(cache, Sampler):  # what Lightning does, in `predict` for one
             raise TypeError(
@@ -73,24 +66,12 @@ class EpochBatchSampler(Sampler[list[int]]):
                 "arrowcache.torch.Loader, which it leaves as it is"
             )
         self._store = store_of(cache)
-        self._options = EpochOptions.checked(
-            self._store.settings,
-            None,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            epoch_rows=epoch_rows,
-            wait_rows=wait_rows,
-            window_bytes=window_bytes,
-            paced=paced,
-            where=where,
-            timeout=timeout,
+        self._options = LoaderOptions(
+            self._store.settings, batch_size, shuffle, seed, drop_last=drop_last, **options
         )
-        self._ranks = Ranks(rank, world_size, run_id)
-        if self._ranks.are_given:
-            self._ranks.membership(self._options)
-        self._made: tuple[Ranks, Epochs] | None = None
+        self._made = Epochs(self._store, self._options, Meter())
+        if is_told(self._options):
+            self._made.join(self._options.membership)
         self._slots: dict[tuple[str, ...], Slots] = {}
         self._iterators = 0
         self._current: weakref.ref[EpochRows] | None = None  # the epoch that began last
@@ -157,13 +138,8 @@ class EpochBatchSampler(Sampler[list[int]]):
     @property
     def _epochs(self) -> Epochs:
         """Those of this process' rank: torch.distributed may be initialized after the sampler."""
-        found = self._ranks.now()
-        if self._made is None or self._made[0] != found:
-            ranks = found.membership(self._options)
-            epochs = Epochs(self._store, self._options, ranks, Meter())
-            epochs.next = 0 if self._made is None else self._made[1].next
-            self._made = found, epochs
-        return self._made[1]
+        self._made.join(membership_now(self._options))
+        return self._made
 
 
 class EpochRows(Iterator[list[int]]):
@@ -175,40 +151,25 @@ class EpochRows(Iterator[list[int]]):
 
     def __init__(self, sampler: EpochBatchSampler, number: int) -> None:
         self._sampler, self._number = sampler, number
-        self._epoch: Epoch | None = None
-        self._sending: Sending | None = None
-        self._rows: Iterator[Rows] = iter(())
-        self._yielded = 0
+        self._owned: OwnedEpoch | None = None  # once it has begun
         self._has_stopped = False
         self._told_before: dict[str, Any] = {}  # the state before the epoch began
 
     @property
     def steps(self) -> int | None:
         """Batches of this epoch, while some are to come or on their way."""
-        if self._epoch is None or self._sending is None or self._sending.is_closed:
-            return None
-        return self._epoch.order.steps
+        return None if self._owned is None else self._owned.steps
 
     def __iter__(self) -> EpochRows:
         return self
 
-    def __next__(self) -> Rows:
-        if self._has_stopped:
-            raise StopIteration
-        if self._sending is None:
-            self._begin()
-        sending = self._sending
-        assert sending is not None
-        rows = next(self._rows, None)
-        if rows is None:
+    def __next__(self) -> DrawnRows:
+        if not self._has_stopped:
+            rows = (self._owned or self._begin()).draw()
+            if rows is not None:
+                return rows
             self._has_stopped = True
-            sending.complete()
-            raise StopIteration
-        sending.sent(rows.step, rows.ids, rows.oldest)
-        self._yielded += 1
-        if not rows.left:
-            sending.complete()
-        return rows
+        raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
         """What of this epoch was not yielded yet, as of `arrowcache.Loader.state_dict`.
@@ -216,18 +177,17 @@ class EpochRows(Iterator[list[int]]):
         One that was asked for before the epoch began is completed when it begins: StatefulDataLoader counts
         from that one until it asks again, after `snapshot_every_n_steps`, and those are steps of this epoch.
         """
-        if self._epoch is None:
-            self._told_before.update(self._sampler._epochs.planned().to_state())
-            return self._told_before
-        epoch = self._epoch
-        return epoch.plan.at(epoch.order.position_after(self._yielded)).to_state()
+        if self._owned is not None:
+            return self._owned.rest().to_state()
+        self._told_before.update(self._sampler._epochs.planned().to_state())
+        return self._told_before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state says; rows whose segments left the cache are skipped, with a warning.
 
         Raises: ValueError: no such state, or this epoch has begun.
         """
-        if self._epoch is not None:
+        if self._owned is not None:
             raise ValueError("this epoch has begun: load the state into a new iterator")
         plan = Plan.from_state(state, self._sampler._store.settings.full_rows)
         self._has_stopped = self._sampler._epochs.pass_over(plan)
@@ -237,24 +197,24 @@ class EpochRows(Iterator[list[int]]):
     def close(self) -> None:
         """End the epoch. Idempotent."""
         self._has_stopped = True
-        if self._sending is not None:
-            self._sending.close(is_stale=self._sampler._iterators > self._number)
+        if self._owned is not None:
+            self._owned.close(is_stale=self._sampler._iterators > self._number)
 
     def __del__(self) -> None:
         self.close()
 
-    def _begin(self) -> None:
+    def _begin(self) -> OwnedEpoch:
         sampler, store = self._sampler, self._sampler._store
         epoch = sampler._epochs.begin()
         assert epoch is not None  # nobody cancels it
         try:
-            self._sending = Sending(store, epoch, sampler.batch_size, sampler._slots)
+            self._owned = OwnedEpoch(store, epoch, sampler.batch_size, sampler._slots)
         except BaseException:
             epoch.end()
             raise
-        self._epoch, self._rows = epoch, _rows_of(self._sending, epoch)
         self._told_before.update(epoch.plan.to_state())
         sampler._current = weakref.ref(self)
+        return self._owned
 
 
 def _refuse_shard(caller: FrameType) -> None:
@@ -269,10 +229,3 @@ def _refuse_shard(caller: FrameType) -> None:
             "already: leave the DataLoader out of prepare(), and move its batches with "
             "DevicePrefetcher(loader, accelerator.device)"
         )
-
-
-def _rows_of(sending: Sending, epoch: Epoch) -> Iterator[Rows]:
-    order, in_order = epoch.order, epoch.plan.is_in_order
-    for step in range(order.steps):
-        oldest = order.segments_span(step).start if in_order else 0
-        yield Rows(sending.name, step, order.batches(step, step + 1), oldest, order.steps - step - 1)

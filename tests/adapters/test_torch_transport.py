@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import arrowcache as ac  # noqa: E402
 from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler  # noqa: E402
-from arrowcache.torch.envelope import failure, open_sealed, seal  # noqa: E402
+from arrowcache.torch.transport import failure, pack, unpack  # noqa: E402
 
 
 class Stubborn:
@@ -48,10 +48,10 @@ UNSENDABLE = {
 @pytest.mark.parametrize("inside", [False, True])
 def test_what_cannot_be_pickled_is_sealed_as_the_exception_that_says_so(what, inside):
     make, words = UNSENDABLE[what]
-    sealed = seal({"x": torch.arange(3), "odd": make()} if inside else make())
+    sealed = pack({"x": torch.arange(3), "odd": make()} if inside else make())
     assert isinstance(sealed, ExceptionWrapper)
     arrived = ForkingPickler.loads(ForkingPickler.dumps(sealed))  # as the queue's thread does
-    opened = open_sealed(arrived)
+    opened = unpack(arrived)
     assert opened is arrived
     with pytest.raises(Exception, match=words) as caught:
         opened.reraise()
@@ -60,7 +60,7 @@ def test_what_cannot_be_pickled_is_sealed_as_the_exception_that_says_so(what, in
 
 @pytest.mark.parametrize("content", [3, None, {"x": [1, "a"]}, {"x": torch.arange(5), "y": torch.zeros(0)}])
 def test_what_can_be_pickled_arrives_as_it_was(content):
-    opened = open_sealed(seal(content))
+    opened = unpack(pack(content))
     assert type(opened) is type(content)
     if isinstance(content, dict) and "y" in content:
         assert all(torch.equal(opened[name], content[name]) for name in content)

@@ -1,4 +1,4 @@
-"""Epoch numbers that all processes of a DataLoader count alike.
+"""Epoch counter: numbers of epochs that all processes of a DataLoader count alike.
 
 An IterableDataset is copied to each worker, and the main process never learns that an epoch begins:
 workers that live for one epoch would all begin with number 0, for ever. So the count lies in memory
@@ -38,7 +38,7 @@ class Turn(NamedTuple):
         return (self.base_seed * 1_000_003 + self.passes) & _MASK
 
 
-class EpochNumbers:
+class EpochCounter:
     """The next epoch's number, and the numbers of the last passes.
 
     Args:

@@ -1,4 +1,4 @@
-"""Orphans: a DataLoader's worker ends with the process that it works for, however early that dies.
+"""Parent watch: a DataLoader's worker ends with the process that it works for, however early that dies.
 
 torch's own workers look every few seconds whether they still have the parent that they began with. One whose
 parent was killed before that first look takes whoever adopted it for its parent, and waits for ever for what
@@ -14,7 +14,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import wait
 
 
-class EndsWithItsParent:
+class ParentWatch:
     """A `worker_init_fn`: it has the worker end when its parent does, then calls another one.
 
     Args:

@@ -1,4 +1,4 @@
-"""Crew: daemon threads that run functions, in the order in which they are given: transforms.
+"""Worker threads: daemon threads that run functions, in the order in which they are given: transforms.
 
 Not a ThreadPoolExecutor: at its exit the interpreter waits for the functions that those run.
 """
@@ -19,7 +19,7 @@ from arrowcache.shortage import start
 _JOIN_SECONDS = 5.0
 
 
-class Crew:
+class WorkerThreads:
     """The threads, which begin with the first function.
 
     Args:

@@ -1,4 +1,4 @@
-"""Store: where a source's files are: any file system that pyarrow.fs has, or that fsspec does.
+"""ObjectStore: where a source's files are: any file system that pyarrow.fs has, or that fsspec does.
 
 A store is a plain value until it is used: it is pickled as its URI, and connects anew in each process, also
 in a forked one. Reads are tried again as `retries` says. Its names of files are for messages: no key or
@@ -33,7 +33,7 @@ class File(NamedTuple):
     nbytes: int
 
 
-class Store:
+class ObjectStore:
     """One file system.
 
     Args:
@@ -108,7 +108,9 @@ class Store:
         return files
 
 
-def locate(uris: URI | Iterable[URI], filesystem: Any, retries: int | Retries) -> tuple[Store, list[str]]:
+def locate(
+    uris: URI | Iterable[URI], filesystem: Any, retries: int | Retries
+) -> tuple[ObjectStore, list[str]]:
     """The store of some URIs, and the path of each on it.
 
     Raises: ValueError: no URI, one that no file system understands, or URIs of several stores.
@@ -119,7 +121,7 @@ def locate(uris: URI | Iterable[URI], filesystem: Any, retries: int | Retries) -
         raise ValueError("there is no URI: give at least one file or folder")
     if filesystem is None:
         given = [uri if "://" in uri else os.path.abspath(uri) for uri in given]
-    store = Store(given[0], filesystem, retries)
+    store = ObjectStore(given[0], filesystem, retries)
     if filesystem is not None:
         return store, given
     paths = []

@@ -1,4 +1,4 @@
-"""Kept: what a source has open between two reads, such as files: few, each process its own."""
+"""Handles: what a source has open between two reads, such as files: few, each process its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Closable(Protocol):
 T = TypeVar("T", bound=_Closable)
 
 
-class Kept(Generic[T]):
+class Handles(Generic[T]):
     """Open things by their keys; what was not used for longest is closed first.
 
     Pickled without what it holds. A forked child begins with nothing, and closes nothing of its parent's.
@@ -32,7 +32,7 @@ class Kept(Generic[T]):
         return type(self), (self._most,)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is kept under a key, made if it is not there."""
+        """What is open under a key, made if it is not there."""
         if not self._origin.is_here:
             self._inherited = self._things  # alive, or they would be closed here
             self._things, self._origin = OrderedDict(), Origin()

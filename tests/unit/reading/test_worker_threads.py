@@ -1,4 +1,4 @@
-"""The crew: functions run in order and side by side; whoever waits gets what they gave or raised."""
+"""Worker threads: functions run in order and side by side; whoever waits gets what they gave or raised."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from helpers import DEADLINE_SECONDS, wait_until
 
 from arrowcache.errors import WorkerError
-from arrowcache.reading import crew as crew_module
-from arrowcache.reading.crew import Crew
+from arrowcache.reading import worker_threads as module
 from arrowcache.reading.future import CancelledError
+from arrowcache.reading.worker_threads import WorkerThreads
 
 
 class Kept:
@@ -21,28 +21,28 @@ class Kept:
 
 
 @pytest.fixture(params=[1, 3], ids=lambda size: f"size={size}")
-def crew(request):
-    crew = Crew(request.param)
-    yield crew
-    crew.close()
+def threads(request):
+    threads = WorkerThreads(request.param)
+    yield threads
+    threads.close()
 
 
 @pytest.fixture
 def alone():
     """One thread."""
-    crew = Crew(1)
-    yield crew
-    crew.close()
+    threads = WorkerThreads(1)
+    yield threads
+    threads.close()
 
 
 @pytest.fixture
 def three():
-    crew = Crew(3)
-    yield crew
-    crew.close()
+    threads = WorkerThreads(3)
+    yield threads
+    threads.close()
 
 
-def blocked(crew, count=1):
+def blocked(threads, count=1):
     """Have each thread be busy. Returns: what lets them go on, and their futures."""
     started, go_on = threading.Semaphore(0), threading.Event()
 
@@ -50,14 +50,14 @@ def blocked(crew, count=1):
         started.release()
         assert go_on.wait(DEADLINE_SECONDS)
 
-    futures = [crew.submit(wait) for _ in range(count)]
+    futures = [threads.submit(wait) for _ in range(count)]
     for _ in range(count):
         assert started.acquire(timeout=DEADLINE_SECONDS)
     return go_on, futures
 
 
-def test_what_a_function_gives_comes_through_its_future(crew):
-    futures = [crew.submit(lambda number=number: number * number) for number in range(50)]
+def test_what_a_function_gives_comes_through_its_future(threads):
+    futures = [threads.submit(lambda number=number: number * number) for number in range(50)]
     assert [future.result(DEADLINE_SECONDS) for future in futures] == [n * n for n in range(50)]
 
 
@@ -85,25 +85,25 @@ def test_functions_run_side_by_side(three):
 
 def test_there_is_no_thread_before_the_first_function(monkeypatch):
     started = []
-    monkeypatch.setattr(crew_module, "start", lambda thread: (started.append(thread), thread.start()))
-    crew = Crew(2)
+    monkeypatch.setattr(module, "start", lambda thread: (started.append(thread), thread.start()))
+    threads = WorkerThreads(2)
     assert started == []
     for _ in range(5):
-        crew.submit(lambda: None).result(DEADLINE_SECONDS)
+        threads.submit(lambda: None).result(DEADLINE_SECONDS)
     assert len(started) == 2
-    crew.close()
+    threads.close()
 
 
 @pytest.mark.parametrize("kind", [LookupError, SystemExit, KeyboardInterrupt])
-def test_what_a_function_raises_comes_through_its_future_and_its_thread_goes_on(crew, kind):
+def test_what_a_function_raises_comes_through_its_future_and_its_thread_goes_on(threads, kind):
     def fail():
         raise kind("nothing there")
 
-    future = crew.submit(fail)
+    future = threads.submit(fail)
     with pytest.raises(kind, match="nothing there") as caught:
         future.result(DEADLINE_SECONDS)
     assert "fail" in [entry.name for entry in caught.traceback]
-    futures = [crew.submit(lambda number=number: number) for number in range(6)]
+    futures = [threads.submit(lambda number=number: number) for number in range(6)]
     assert [future.result(DEADLINE_SECONDS) for future in futures] == list(range(6))
 
 
@@ -161,7 +161,7 @@ def test_close_waits_for_the_current_functions_and_ends_the_threads(three):
 def test_close_waits_no_longer_than_it_may(alone, monkeypatch):
     go_on, (busy,) = blocked(alone)
     (thread,) = alone._threads
-    monkeypatch.setattr(crew_module, "_JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_JOIN_SECONDS", 0.0)
     alone.close()
     assert not busy.done()
     assert thread.is_alive()
@@ -170,19 +170,19 @@ def test_close_waits_no_longer_than_it_may(alone, monkeypatch):
     assert not thread.is_alive(), "it ends after its current function"
 
 
-def test_close_from_the_crews_own_thread_does_not_wait_for_itself(alone):
+def test_close_from_its_own_thread_does_not_wait_for_itself(alone):
     future = alone.submit(alone.close)
     threads = list(alone._threads)
-    future.result(crew_module._JOIN_SECONDS / 2)
+    future.result(module._JOIN_SECONDS / 2)
     for thread in threads:
         thread.join(DEADLINE_SECONDS)
         assert not thread.is_alive()
 
 
 def test_close_before_the_first_function_is_harmless():
-    crew = Crew(2)
-    crew.close()
-    crew.close()
+    threads = WorkerThreads(2)
+    threads.close()
+    threads.close()
 
 
 def test_what_was_given_before_close_is_run(alone):
@@ -199,8 +199,8 @@ def test_its_threads_do_not_keep_the_interpreter_from_its_end(three):
     assert three.submit(lambda: threading.current_thread().daemon).result(DEADLINE_SECONDS)
 
 
-def test_its_threads_do_not_take_the_processor_of_who_wakes_them(crew):
-    futures = [crew.submit(lambda: os.sched_getscheduler(0)) for _ in range(5)]
+def test_its_threads_do_not_take_the_processor_of_who_wakes_them(threads):
+    futures = [threads.submit(lambda: os.sched_getscheduler(0)) for _ in range(5)]
     assert {future.result(DEADLINE_SECONDS) for future in futures} == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
@@ -227,14 +227,14 @@ def test_a_thread_that_cannot_be_started_is_tried_again_by_the_next(monkeypatch)
 
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    crew, ran = Crew(3), []
+    threads, ran = WorkerThreads(3), []
     for _ in range(2):
         with pytest.raises(WorkerError, match="no thread can be started: this process has"):
-            crew.submit(lambda: ran.append(1))
+            threads.submit(lambda: ran.append(1))
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert crew.submit(lambda: 7).result(DEADLINE_SECONDS) == 7
-    assert len(crew._threads) == 3
+    assert threads.submit(lambda: 7).result(DEADLINE_SECONDS) == 7
+    assert len(threads._threads) == 3
     assert ran == [], "what was refused is not run later"
-    threads = list(crew._threads)
-    crew.close()
-    assert not any(thread.is_alive() for thread in threads)
+    started = list(threads._threads)
+    threads.close()
+    assert not any(thread.is_alive() for thread in started)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("torch", reason="PyTorch is not installed")
-
-from arrowcache.reading.order import EpochOrder, Shard
+from arrowcache.reading.order import EpochOrder, ResumedSteps, Shard
 from arrowcache.reading.plan import SHUFFLES, Plan
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.torch.remainder import Remainder
 
 
 @given(
@@ -35,12 +31,12 @@ def test_every_row_that_is_there_comes_once_and_ranks_have_equally_many_steps(
     planned = [number for index in kept for number in range(starts[index], starts[index + 1])]
     first_of = np.cumsum([0, *(rows[index] for index in kept)])  # in the numbering of what is there
 
-    ranks = [Remainder(plan, present, batch_size, Shard(rank, world), drop_last) for rank in range(world)]
+    ranks = [ResumedSteps(plan, present, batch_size, Shard(rank, world), drop_last) for rank in range(world)]
     whole = EpochOrder(plan, batch_size * world, Shard(), drop_last)
     padded = world > 1 and not drop_last and len(kept) == len(rows)
     for step in range(whole.steps):
         there = set(whole.batches(step, step + 1).tolist()) & set(planned)
-        parts = [rank.rows_of(step) for rank in ranks]
+        parts = [rank.batches(step, step + 1) for rank in ranks]
         found = [planned[number] for part in parts for number in part.tolist()]
         assert len({len(part) > 0 for part in parts}) == 1, "a step is left out by all or by none"
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -48,12 +44,12 @@ def test_every_row_that_is_there_comes_once_and_ranks_have_equally_many_steps(
             assert sorted(found) == sorted(there)
         elif not found:
             assert len(there) < world
-        assert ranks[0].first_segment(step) <= min(
+        assert ranks[0].segments_span(step).start <= min(
             (int(first_of.searchsorted(n, side="right")) - 1 for part in parts for n in part.tolist()),
             default=len(kept),
         )
     if world == 1:
         lost = sum(ranks[0].lost_rows(range(whole.steps)[worker::workers]) for worker in range(workers))
         assert lost == len(whole.batches(0, whole.steps)) - sum(
-            len(ranks[0].rows_of(step)) for step in range(whole.steps)
+            len(ranks[0].batches(step, step + 1)) for step in range(whole.steps)
         )

@@ -1,0 +1,178 @@
+"""Transport: how batches that are made travel out of a DataLoader's worker.
+
+torch puts tensors into files of /dev/shm, in the thread that sends: where there is no room for them, or
+what was made cannot be pickled, that thread prints a traceback, and the consumer waits for ever. Here
+tensors travel in memory without a name, as a worker of ours sends them, and what cannot be sent becomes
+an exception, which torch raises in the consumer. So does an exception of a class that cannot be sent.
+
+What a worker made is a `Batch` (a dict) or a `Result` (anything else) until it is in the consumer's hands.
+Guarantees: torch's default_collate and default_convert leave both as they are; to a collate function of the
+user's a `Batch` is a dict; unpickling never raises an Exception, which would kill torch's pin-memory thread,
+but returns its ExceptionWrapper.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.multiprocessing import get_sharing_strategy
+from torch.multiprocessing.reductions import reduce_storage
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
+
+from arrowcache import linux
+from arrowcache.errors import WorkerError
+from arrowcache.torch import snapshots
+from arrowcache.torch.snapshots import Arrival
+
+
+class Batch(dict[str, Any]):
+    """A batch; unpickled as a plain dict.
+
+    Args:
+        arrival: of its rows; None: nobody is told when it arrives.
+    """
+
+    def __init__(self, batch: dict[str, Any], arrival: Arrival | None = None) -> None:
+        super().__init__(batch)
+        self._arrival = arrival
+
+    def __missing__(self, name: object) -> Batch:
+        if name == 0:
+            return self  # default_collate looks at its first element
+        raise KeyError(name)
+
+    def __copy__(self) -> dict[str, Any]:
+        """By default_convert, which fills it anew."""
+        return dict(self) if get_worker_info() is None else Batch(self, self._arrival)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _received, (self._arrival, pack(dict(self)))
+
+
+class Result:
+    """What a transform made that is no dict; unpickled as just that.
+
+    Args:
+        arrival: as of `Batch`.
+    """
+
+    def __init__(self, result: object, arrival: Arrival | None = None) -> None:
+        self.result, self._arrival = result, arrival
+
+    def __getitem__(self, index: int) -> Result:
+        if index == 0:
+            return self
+        raise TypeError(
+            "a collate_fn of your own gets batches that are dicts, and this transform returned none: "
+            "have it return a dict, or do that function's work"
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _received, (self._arrival, pack(self.result))
+
+
+def made(result: Any, arrival: Arrival | None = None) -> Batch | Result:
+    """What was made here, for a collate function."""
+    return Batch(result, arrival) if type(result) is dict else Result(result, arrival)
+
+
+def _received(arrival: Arrival | None, packed: bytes | ExceptionWrapper) -> Any:
+    try:
+        if arrival is not None:
+            snapshots.delivered(*arrival)
+        return unpack(packed)
+    except Exception:  # noqa: BLE001
+        return failure("while a batch was received")
+
+
+def collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG001
+    """For torch's default_collate: in a worker pickling does the rest; without one it is the consumer's."""
+    if isinstance(batch, list):  # of an IterableDataset: DataLoader's default batch_size is 1
+        if isinstance(batch[0], Result):
+            return Result(default_collate([each.result for each in batch]))  # type: ignore[no-untyped-call]
+        if len(batch) > 1:
+            raise ValueError(
+                f"a CacheIterableDataset yields batches already, and the DataLoader was to put {len(batch)} "
+                "of them into one: give the batch size to the dataset, and batch_size=None to the DataLoader"
+            )
+        (batch,) = batch
+    if get_worker_info() is not None:
+        return batch
+    return batch.result if isinstance(batch, Result) else dict(batch)
+
+
+default_collate_fn_map[Batch] = collate
+default_collate_fn_map[Result] = collate
+
+
+def pack(content: object) -> bytes | ExceptionWrapper:
+    """What `unpack` has in another process; or, where that cannot be, why."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(content)
+    except Exception:  # noqa: BLE001  # a transform may return anything
+        return failure("while a DataLoader's worker sent what a transform had made")
+    return file.getvalue()
+
+
+def unpack(packed: bytes | ExceptionWrapper) -> Any:
+    """The content, or the exception as torch takes it."""
+    return ForkingPickler.loads(packed) if isinstance(packed, bytes) else packed
+
+
+def failure(where: str) -> ExceptionWrapper:
+    """The exception that is being handled, as a value, which torch raises in the consumer."""
+    wrapper = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+    if not _can_be_sent(wrapper.exc_type):
+        wrapper.exc_type = WorkerError  # the text has it all
+    return wrapper
+
+
+def sendable(error: Exception) -> Exception:
+    """An exception for torch to send: itself, or one with its text, where its class cannot be pickled."""
+    if _can_be_sent(type(error)):
+        return error
+    return WorkerError(f"{type(error).__qualname__}: {error}")
+
+
+def _can_be_sent(kind: object) -> bool:
+    try:
+        ForkingPickler.dumps(kind)
+    except Exception:  # noqa: BLE001  # a metaclass may raise anything
+        return False
+    return True
+
+
+class _Pickler(ForkingPickler):
+    """torch's, but for where the memory of tensors comes from."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if (
+            type(thing) is not torch.UntypedStorage
+            or get_sharing_strategy() != "file_descriptor"  # type: ignore[no-untyped-call]
+            or thing.device.type != "cpu"
+            or not thing.nbytes()
+            or thing.is_shared()
+        ):
+            return NotImplemented
+        return reduce_storage(_shared(thing))  # type: ignore[no-untyped-call]
+
+
+def _shared(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A copy in memory that another process can map."""
+    fd = linux.anonymous_file()
+    try:
+        os.posix_fallocate(fd, 0, storage.nbytes())  # an error, where a page that cannot be had is SIGBUS
+        make = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]  # torch's own use it
+        copy: torch.UntypedStorage = make(fd, storage.nbytes())
+    finally:
+        os.close(fd)  # it has its own
+    copy.copy_(storage)
+    return copy

@@ -1,0 +1,47 @@
+"""Options: all faces take the arguments of `Loader`, with its defaults, and show them one by one."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+import arrowcache as ac
+from arrowcache.reading.options import EpochArguments, LoaderArguments, LoaderOptions
+from arrowcache.torch import CacheIterableDataset, EpochBatchSampler, Loader, dataloader
+
+SPELLED_OUT = inspect.signature(ac.Loader).parameters
+OWN = {"cache", "batch_size", "device", "num_workers", "options"}
+
+
+def test_the_options_are_the_arguments_of_the_loader_with_their_defaults():
+    arguments = {
+        name: each.default for name, each in SPELLED_OUT.items() if name not in ("cache", "batch_size")
+    }
+    defaults = {field.name: field.default for field in fields(LoaderOptions) if field.init}
+    assert defaults == arguments | {"batch_size": 64, "may_view": True}
+    assert {*LoaderArguments.__annotations__} == {*arguments}
+
+
+@pytest.mark.parametrize(
+    ("face", "arguments"),
+    [
+        (Loader, LoaderArguments),
+        (EpochBatchSampler, EpochArguments),
+        (CacheIterableDataset, EpochArguments),
+        (dataloader, EpochArguments),
+    ],
+)
+def test_a_face_shows_each_argument_with_the_default_of_the_loader(face, arguments):
+    shown = inspect.signature(face).parameters
+    assert {*arguments.__annotations__} <= {*shown}
+    for name in {*shown} - OWN:
+        assert shown[name].default == SPELLED_OUT[name].default
+
+
+@pytest.mark.parametrize("face", [ac.Loader, Loader, EpochBatchSampler, CacheIterableDataset])
+def test_a_face_refuses_an_argument_that_there_is_not(face, tmp_path):
+    cache = ac.Cache.create(tmp_path / "cache", {"id": ac.Tensor("int64")}, "8MiB", segment_bytes="1MiB")
+    with pytest.raises(TypeError, match="shufle"):
+        face(cache, 8, shufle="rows")

@@ -212,13 +212,6 @@ def test_a_sampler_may_ask_for_full_segments_from_the_start(cache):
     assert {number: ids[:1] for number, ids in tasks(cache).items()} == {n: expected(n) for n in range(3)}
 
 
-def test_a_ramp_that_is_no_flag_fails_in_the_constructor(cache):
-    sampler = draws()
-    sampler.ramp = 10
-    with pytest.raises(TypeError, match="ramp must be True or False, not 10"):
-        SamplerPool(cache, sampler, **QUICK)
-
-
 class Counting(ProcessPoolExecutor):
     """Counts the bytes of what it sends to its processes."""
 
@@ -408,34 +401,6 @@ def test_an_exception_in_the_with_block_passes_rather_than_the_pools_own(cache):
         work(pool)
 
 
-def test_a_sampler_that_cannot_be_pickled_fails_in_the_constructor(cache):
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        SamplerPool(cache, lambda rng: lock, progress=False)
-    assert not (cache.path / "pools" / "default.0").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"sample": 5}, TypeError, "sample"),
-        ({"workers": 0}, ValueError, "workers"),
-        ({"workers": True}, ValueError, "workers"),
-        ({"workers": 1.5}, TypeError, "workers"),
-        ({"seed": -1}, ValueError, "seed"),
-        ({"seed": 2**128}, ValueError, "seed"),
-        ({"name": "a/b"}, ValueError, "name"),
-        ({"name": ""}, ValueError, "name"),
-        ({"segments": 0}, ValueError, "segments"),
-        ({"retries": -1}, ValueError, "retries"),
-        ({"cache": 7}, TypeError, "Cache"),
-    ],
-)
-def test_a_wrong_argument_fails_in_the_constructor(cache, options, error, words):
-    with pytest.raises(error, match=words):
-        SamplerPool(**{"cache": cache, "sample": draws(), "progress": False, **options})
-
-
 # under torchrun
 
 
@@ -582,18 +547,6 @@ def test_wait_returns_once_so_many_segments_are_published(cache):
         pool.wait(segments=5, timeout=0)
         with pytest.raises(ValueError, match="no end"):
             pool.wait()
-
-
-@pytest.mark.parametrize("name", ["rows", "segments"])
-@pytest.mark.parametrize("count", [-5, 0, True, 1.5, "5"])
-def test_wait_says_which_count_does_not_fit_before_anything_else(cache, name, count):
-    error = ValueError if isinstance(count, int) else TypeError
-    with (
-        ThreadPoolExecutor(2) as executor,
-        SamplerPool(cache, draws(), executor=executor, **QUICK) as pool,
-        pytest.raises(error, match=rf"^{name}(=| ).*must be an int"),
-    ):
-        pool.wait(**{name: count}, timeout=DEADLINE_SECONDS)
 
 
 def test_wait_times_out_with_numbers(cache, tmp_path):

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
 import sys
 import threading
 import weakref
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,8 @@ from processes import Script
 
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
-from arrowcache.lifetimes import Mutex
-from arrowcache.reading.crew import Crew
-from arrowcache.reading.mapped import MappedSegments
-from arrowcache.reading.parking import Parking
 from arrowcache.reading.snapshot import _Reader
 from arrowcache.reading.stream import Stream
-from arrowcache.storage.lease import Lease
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
 
@@ -611,53 +605,6 @@ def test_a_signal_handler_may_close_the_loader_as_its_thread_comes_to_the_oldest
     assert cache.stats().leased_bytes == 0
 
 
-class AtCall:
-    """A signal handler at work as this thread enters its n-th function of some modules of arrowcache."""
-
-    def __init__(self, number, modules, handler):
-        self._left, self._modules, self._handler = number, modules, handler
-
-    def __enter__(self):
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _trace(self, frame, event, argument):
-        if not frame.f_code.co_filename.endswith(self._modules):
-            return
-        self._left -= 1
-        if self._left == 0:
-            sys.settrace(None)
-            self._handler()
-
-    @property
-    def has_come(self):
-        return self._left <= 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"workers": 2, "transform": dict}], ids=["plain", "processes"])
-def test_a_signal_handler_may_close_the_loader_anywhere_in_iter(cache, options):
-    """It was an AttributeError of what `close` had taken away; before that was made, its thread lived on."""
-    before, modules = (
-        {*threading.enumerate()},
-        ("reading/loader.py", "reading/parking.py", "reading/stream.py"),
-    )
-    for number in itertools.count(1):
-        loader, epoch = ac.Loader(cache, 16, **options), None
-        with AtCall(number, modules, loader.close) as at, suppress(ValueError):
-            epoch = iter(loader)
-        if not at.has_come:
-            break
-        assert epoch is None or list(epoch) == []
-        assert cache.stats().leased_bytes == 0
-        assert {*threading.enumerate()} <= before
-    loader.close()
-    assert number > 10
-
-
 @pytest.mark.parametrize("rows_come", [False, True])
 def test_close_while_another_thread_waits_in_iter_ends_that_and_leases_nothing(tmp_path, rows_come):
     cache = make_cache(tmp_path / "cache")
@@ -741,18 +688,6 @@ def test_numpy_integers_are_integers(cache):
         assert len(ids(loader)) == 160
 
 
-def test_an_interrupt_while_an_epoch_maps_its_segments_leaves_no_lease(cache, monkeypatch):
-    publish(cache, 2)
-
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Snapshot, "map_all", interrupted)
-    with ac.Loader(cache, 4) as loader, pytest.raises(KeyboardInterrupt):
-        iter(loader)
-    assert cache.stats().leased_bytes == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
 def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
@@ -770,71 +705,6 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
             wait_until(lambda: snapshot() is None, "the second epoch's snapshot to go")
         finally:
             gc.enable()
-
-
-def test_ctrl_c_while_an_epoch_is_planned_leaves_nothing_leased_and_no_warning(cache, monkeypatch):
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    loader = ac.Loader(cache, 8)
-    monkeypatch.setattr(Snapshot, "segment_rows", property(interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        iter(loader)
-    assert cache.stats().leased_bytes == 0
-    monkeypatch.undo()
-    assert sum(1 for _ in loader) > 0
-    loader.close()
-
-
-def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
-    def interrupted(*_):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    with Loader(cache, 16) as loader:
-        iterator = iter(loader)
-        check(next(iterator))
-        monkeypatch.setattr(Parking, "park", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            iterator.close()
-    assert cache.stats().leased_bytes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", ["rows", "window"])
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (MappedSegments, "_let_go"),
-        (MappedSegments, "_unused"),
-        (MappedSegments, "_unmap"),
-        (Mutex, "settle"),
-        (Lease, "_unlock_oldest"),
-        (Snapshot, "_let_go"),
-        (Parking, "drop"),
-        (Stream, "close"),
-        (Crew, "close"),
-    ],
-)
-def test_ctrl_c_anywhere_in_close_is_made_good_by_the_next(cache, monkeypatch, owner, name, shuffle):
-    original = getattr(owner, name)
-    main, interrupted = threading.get_ident(), []
-
-    def once(*arguments):
-        if threading.get_ident() == main and not interrupted:
-            interrupted.append(name)
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    loader = Loader(cache, 16, shuffle=shuffle, transform=lambda batch: batch)
-    iterator = iter(loader)
-    check(next(iterator))
-    monkeypatch.setattr(owner, name, once)
-    with suppress(KeyboardInterrupt):  # where the read-ahead has done it already, nothing is interrupted
-        loader.close()
-    loader.close()
-    assert cache.stats().leased_bytes == 0
-    wait_until(lambda: not loader_threads(), "the loader's thread to end")
 
 
 def test_a_forked_child_reads_on_whatever_its_parents_threads_were_doing(cache):

@@ -1038,48 +1038,6 @@ def test_a_snapshot_that_the_garbage_collector_frees_while_another_maps_does_not
     assert cache.stats().leased_bytes == 0
 
 
-@pytest.mark.slow
-def test_ctrl_c_while_a_snapshot_is_made_takes_nothing_from_another(tmp_path):
-    """As a notebook's user who interrupts a cell finds out."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 3)
-
-    def interrupt_at(line: int):
-        def trace(frame, event, argument):
-            if frame.f_code is not MappedSegments.acquire.__code__:
-                return None
-
-            first = []
-
-            def step(frame, event, argument):
-                nonlocal line
-                first.append(frame.f_lineno)
-                if frame.f_lineno == first[0]:  # `with`: an exception in a trace would skip its end
-                    return step
-                line -= 1
-                if line == 0:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-                return step
-
-            return step
-
-        return trace
-
-    with cache.snapshot() as good:
-        expected = good.gather(range(len(good)))["id"].tolist()
-        for line in range(1, 20):
-            sys.settrace(interrupt_at(line))
-            try:
-                cache.snapshot().close()
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
-            gc.collect()
-            assert good.gather(range(len(good)))["id"].tolist() == expected
-
-
 OPEN_AT_EXIT = """
     import sys
     import arrowcache as ac

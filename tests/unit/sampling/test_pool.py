@@ -16,7 +16,6 @@ import pytest
 from helpers import (
     DEADLINE_SECONDS,
     KIB,
-    CtrlC,
     disk_bytes,
     full,
     held_by_another_thread,
@@ -30,6 +29,7 @@ from helpers import (
     wait_until,
 )
 from helpers import sample as row
+from interruptions import interruptions
 from markup import seen
 from processes import Child, Script
 from quick import first_is_quick
@@ -964,19 +964,14 @@ def is_at_work() -> bool:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # it came in a destructor
 def test_ctrl_c_at_any_step_of_a_pool_leaves_one_that_stops():
-    for number in itertools.count():
-        engine, interrupt, pool = Engine(), CtrlC(number), None
-        try:
-            with interrupt:
-                pool = Pool(engine, "default", None, 0, False)
-                with pool:
-                    pool.wait(segments=2, timeout=DEADLINE_SECONDS)
-                    pool.stats()
-                    pool.stop()
-        except KeyboardInterrupt:
-            pass
-        if not interrupt.where:
-            break
+    for interrupt in interruptions(20, finalizers=True):
+        engine, pool = Engine(), None
+        with interrupt:
+            pool = Pool(engine, "default", None, 0, False)
+            with pool:
+                pool.wait(segments=2, timeout=DEADLINE_SECONDS)
+                pool.stats()
+                pool.stop()
         if pool is not None:
             pool.stop()
             assert not is_at_work(), interrupt.where
@@ -984,7 +979,6 @@ def test_ctrl_c_at_any_step_of_a_pool_leaves_one_that_stops():
         pool = None
         wait_until(lambda: not is_at_work(), f"the pool's end, after {interrupt.where}")
         assert engine.ends or not engine.tasks, interrupt.where
-    assert number > 20
 
 
 def test_a_stop_that_ctrl_c_cut_short_is_done_by_the_next_one():

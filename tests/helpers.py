@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -256,38 +255,6 @@ def in_child(body: Callable[[], None]) -> Iterator[int]:
     assert os.waitstatus_to_exitcode(status) == 0, "the child failed: see its traceback"
 
 
-class InterruptAtLine:
-    """A KeyboardInterrupt at this thread's n-th line of some modules; in finalizers Python would swallow it.
-
-    Args:
-        files: how the names of their files end.
-    """
-
-    def __init__(self, number: int, files: tuple[str, ...]) -> None:
-        self._left, self._files = number, files
-
-    def __enter__(self) -> None:
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self._files) or _is_in_a_finalizer(frame):
-            return None
-        if event == "line":
-            if self._left == 0:
-                raise KeyboardInterrupt
-            self._left -= 1
-        return self._trace
-
-
-def _is_in_a_finalizer(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
-
-
 def with_less(module: ModuleType, text: str, less: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module whose source has less in place of a text that it has once."""
     assert module.__file__ is not None
@@ -297,40 +264,6 @@ def with_less(module: ModuleType, text: str, less: str, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, made.__name__, made)
     exec(compile(source.replace(text, less), module.__file__, "exec"), made.__dict__)
     return made
-
-
-class CtrlC:
-    """A KeyboardInterrupt as this thread enters its n-th function of arrowcache or of threading's locks.
-
-    Args:
-        returns: or leaves it; both count.
-    """
-
-    def __init__(self, number: int, *, returns: bool = False) -> None:
-        self._left, self._returns = number, returns
-        self.where = ""
-
-    def __enter__(self) -> None:
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        function = frame.f_code
-        if self.where or not function.co_filename.endswith("threading.py"):
-            if self.where or "/arrowcache/" not in function.co_filename:
-                return None
-        elif function.co_name == "_acquire_restore":  # of a lock in C it is none; threads start with others
-            return None
-        if self._returns and function.co_flags & inspect.CO_GENERATOR:
-            return None  # where it goes on, an error of a trace passes over its `finally`
-        if event in ("call", "return"):
-            if self._left == 0:
-                self.where = f"{function.co_filename}: {function.co_name}"
-                raise KeyboardInterrupt
-            self._left -= 1
-        return self._trace if self._returns else None
 
 
 def nearly_full(path: Path, headroom: float = 0.1) -> ac.Cache:

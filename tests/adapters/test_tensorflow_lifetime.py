@@ -57,17 +57,6 @@ def test_leases_are_released_as_the_pass_moves_on(cache, backend, monkeypatch):
     wait_until_unleased(cache)
 
 
-@every_backend
-def test_a_kept_batch_keeps_no_lease_and_its_values(cache, backend):
-    iterator = iter(dataset(cache, 16, shuffle=None, backend=backend))
-    first = next(iterator)
-    del iterator
-    wait_until_unleased(cache)
-    cache.evict(nbytes="1MiB")
-    assert first["id"].numpy().tolist() == list(range(16))
-    assert (first["x"].numpy() == first["id"].numpy()[:, None]).all()
-
-
 BEGIN = """
 import os, sys, threading
 import tensorflow as tf

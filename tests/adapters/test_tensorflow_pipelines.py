@@ -71,29 +71,6 @@ def test_two_datasets_of_a_cache_side_by_side(cache, backend):
     wait_until_unleased(cache)
 
 
-@every_backend
-@pytest.mark.parametrize(
-    ("batch_size", "drop_remainder", "sizes"),
-    [
-        (1, True, [1] * 64),
-        (1, False, [1] * 64),
-        (10, True, [10] * 6),
-        (10, False, [*[10] * 6, 4]),
-        (100, False, [64]),
-    ],
-)
-def test_batches_have_the_size_asked_for(cache, backend, batch_size, drop_remainder, sizes):
-    batches = dataset(cache, batch_size, drop_remainder=drop_remainder, backend=backend)
-    assert [len(batch["x"]) for batch in batches] == sizes
-    assert batches.element_spec["x"].shape[0] == (batch_size if drop_remainder else None)
-
-
-@every_backend
-def test_fewer_rows_than_a_batch_are_an_error_and_no_empty_epoch(cache, backend):
-    with pytest.raises(tf.errors.OpError, match=r"for 100 rows in .* which has 64"):
-        list(dataset(cache, 100, timeout=0.05, backend=backend))
-
-
 NAMES = ["a b", "ä", "class", "name", "x/y", "x:0", "^x", "_x", "0", "self", "args", "%s", "{}", "\n"]
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import datetime as dt
 import gc
 import itertools
 import multiprocessing
@@ -23,7 +22,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 import arrowcache as ac
 import arrowcache.torch.dataset
@@ -107,69 +106,6 @@ def test_a_sampler_without_batching_yields_the_same(cache, workers):
     loader = DataLoader(CacheDataset(cache), sampler=sampler, batch_size=None, num_workers=workers)
     with Loader(cache, 16, seed=1) as own:
         assert ids_of(loader) == ids_of(own)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_every_shuffle_and_the_rest_of_an_epoch(tmp_path, shuffle, drop_last):
-    cache = make_cache(tmp_path / "cache")
-    append_rows(cache, range(90))
-    loader = dataloader(cache, 8, 2, shuffle=shuffle, drop_last=drop_last)
-    for _ in range(2):
-        found = ids_of(loader)
-        assert len(found) == len(set(found)) == (88 if drop_last else 90)
-
-
-@pytest.mark.slow
-def test_columns_and_every_type_are_those_of_the_loader(tmp_path):
-    schema = {
-        "id": ac.Tensor("int64"),
-        "half": ac.Tensor("bfloat16", (3,)),
-        "flag": ac.Tensor("bool"),
-        "wave": ac.Tensor("complex64", (2,)),
-        "at": ac.Timestamp(),
-        "points": ac.Ragged("float32", (2,)),
-        "text": ac.String(),
-        "blob": ac.Binary(),
-    }
-    cache = make_cache(tmp_path / "cache", schema)
-    with cache.writer() as writer:
-        for i in range(40):
-            writer.append(
-                id=i, half=torch.full((3,), i / 2, dtype=torch.bfloat16), flag=i % 2 == 0, wave=[i, 1j],
-                at=dt.datetime(2026, 1, 1 + i % 20, tzinfo=dt.timezone.utc),
-                points=np.full((i % 4, 2), i, np.float32), text=f"größe {i}", blob=bytes([i]),
-            )  # fmt: skip
-    with Loader(cache, 8) as own:
-        for kind in ("none", "identity"):
-            loader = dataloader(cache, 8, 2, transform=identity_of_kind(kind))
-            loader.batch_sampler.set_epoch(own._epochs.next)
-            for batch, expected in zip(loader, own, strict=True):
-                assert list(batch) == list(expected)
-                for name, values in expected.items():
-                    if isinstance(values, list):
-                        assert batch[name] == values
-                    elif values.is_nested:
-                        pairs = zip(batch[name].unbind(), values.unbind(), strict=True)
-                        assert all(torch.equal(a, b) for a, b in pairs)
-                    else:
-                        assert batch[name].dtype == values.dtype
-                        assert torch.equal(batch[name], values)
-    (batch, *_) = dataloader(cache, 8, 0, columns=["text", "id"])
-    assert sorted(batch) == ["id", "text"]
-
-
-def test_a_batch_that_is_kept_is_not_overwritten(cache):
-    for workers in (0, 2):
-        loader = dataloader(cache, 16, workers)
-        kept = [batch for _ in range(4) for batch in loader]
-        assert sorted(ids_of(kept)) == sorted(list(range(160)) * 4)
-        for batch in kept:
-            check(batch)
-        kept[0]["image"].fill_(7)
-        for batch in kept[1:]:
-            check(batch)
 
 
 def test_a_transform_may_return_anything_and_sees_numpy(cache):
@@ -273,22 +209,6 @@ def test_a_collate_function_for_batches_that_are_no_dicts_is_told_what_to_do(cac
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["none", "identity"])
-def test_after_an_early_break_the_next_epoch_is_whole_and_new(cache, workers, kind):
-    loader = dataloader(cache, 8, workers, transform=identity_of_kind(kind))
-    for steps in (1, 3):
-        for step, batch in enumerate(loader):
-            check(batch)
-            if step == steps:
-                break
-        publish(cache, 1)
-        assert sorted(ids_of(loader)) == list(range(cache.stats().rows))
-    del loader, batch
-    no_lease_is_left(cache)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["none", "identity"])
 def test_closing_the_sampler_after_a_break_ends_the_lease_though_workers_live(cache, workers, kind):
     loader = dataloader(cache, 8, workers, transform=identity_of_kind(kind))
     loader.batch_sampler.close()
@@ -328,21 +248,6 @@ def test_during_an_epoch_its_segments_are_leased_and_a_window_gives_them_up(cach
     assert leased[0] > leased[5] > leased[9] == 0
 
 
-@pytest.mark.slow
-def test_a_full_cache_goes_on_while_workers_read_it(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 40)
-    loader = dataloader(cache, 16, 2)
-    sizes = []
-    for _ in range(3):
-        seen = ids_of(loader)
-        assert len(set(seen)) == len(seen)
-        sizes.append(min(seen))
-        publish(cache, 30)
-    assert sizes == sorted(sizes)
-    assert sizes[0] < sizes[2]
-
-
 def test_two_epochs_at_once_are_two_epochs(cache):
     loader = dataloader(cache, 16, 2, persistent_workers=False)
     pairs = list(zip(loader, loader, strict=True))
@@ -375,31 +280,7 @@ def test_len_is_of_the_epoch_in_progress_else_of_the_next(cache):
     assert cache.stats().leased_bytes == 0
 
 
-def test_an_epoch_waits_for_rows_and_says_so_in_time(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    loader = dataloader(cache, 16, 2, timeout=0.05)
-    assert len(loader) == 1
-    with pytest.raises(ac.LoaderTimeoutError, match="is a sampler running"):
-        iter(loader)
-    publish(cache, 2)
-    assert sorted(ids_of(loader)) == list(range(32))
-
-
 # ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, workers):
-    loaders = [dataloader(cache, 8, workers, rank=r, world_size=3, run_id="job") for r in range(3)]
-    for _ in range(2):
-        steps = list(zip(*loaders, strict=True))
-        seen = [number for step in steps for number in ids_of(step)]
-        assert len(seen) == len(set(seen)) == len(steps) * 24
-        assert len(steps) == cache.stats().rows // 24
-        publish(cache, 2)
-    del loaders, steps
-    no_lease_is_left(cache)
 
 
 def test_the_rank_of_torch_distributed_is_taken_when_the_first_epoch_begins(cache, monkeypatch):
@@ -423,51 +304,11 @@ def test_the_rank_of_torch_distributed_is_taken_when_the_first_epoch_begins(cach
 # mistakes
 
 
-def test_a_dataloader_that_shuffles_or_samples_by_itself_is_told_what_to_do(cache):
-    dataset = CacheDataset(cache)
-    with pytest.raises(TypeError, match="EpochBatchSampler"):
-        DataLoader(dataset, shuffle=True)
-    with pytest.raises(TypeError, match="EpochBatchSampler"):
-        next(iter(DataLoader(dataset, batch_size=4)))
-    own = BatchSampler(RandomSampler(range(160)), 4, drop_last=True)
-    for workers, options in ((0, {"sampler": range(5)}), (1, {"batch_sampler": own})):
-        with pytest.raises(TypeError, match="EpochBatchSampler"):
-            next(iter(DataLoader(dataset, num_workers=workers, **options)))
-    with pytest.raises(TypeError, match="EpochBatchSampler"):
-        next(iter(DataLoader(dataset, sampler=EpochBatchSampler(cache, 4))))  # batch_size=1
-    with pytest.raises(TypeError, match=r"collate_fn cannot be given.*pass transform="):
-        dataloader(cache, 16, 0, collate_fn=list)
-    no_lease_is_left(cache)
-
-
 def test_a_dataset_of_another_cache_is_refused(cache, tmp_path):
     other = make_cache(tmp_path / "other")
     loader = DataLoader(CacheDataset(other), batch_sampler=EpochBatchSampler(cache, 16))
     with pytest.raises(ValueError, match="the same cache"):
         next(iter(loader))
-
-
-def test_wrong_arguments_fail_in_the_constructor(cache, tmp_path):
-    for wrong in ({"shuffle": "row"}, {"batch_size": 0}, {"timeout": -1}, {"rank": 0}, {"epoch_rows": 3},
-                  {"rank": 2, "world_size": 2, "run_id": "x"}, {"window_bytes": 5}):  # fmt: skip
-        with pytest.raises(ValueError):
-            EpochBatchSampler(cache, **({"batch_size": 16} | wrong)).__len__()
-    with pytest.raises(TypeError):
-        EpochBatchSampler(cache, 16, where=3)
-    with pytest.raises(ValueError, match="nosuch"):
-        CacheDataset(cache, columns=["nosuch"])
-    with pytest.raises(ValueError, match="empty"):
-        CacheDataset(cache, columns=[])
-    with pytest.raises(TypeError, match="transform"):
-        CacheDataset(cache, transform=3)
-    with pytest.raises(FileNotFoundError):
-        dataloader(tmp_path / "nosuch")
-
-
-def test_a_number_of_workers_that_is_none_fails_at_once(cache):
-    for wrong, error in ((1.5, TypeError), ("2", TypeError), (True, ValueError), (-1, ValueError)):
-        with pytest.raises(error, match="num_workers"):
-            dataloader(cache, 16, wrong)
 
 
 def test_what_cannot_be_pickled_for_a_worker_is_told_so(cache):
@@ -481,23 +322,6 @@ def test_what_cannot_be_pickled_for_a_worker_is_told_so(cache):
     ):
         with pytest.raises(TypeError, match="in its first call, not before"):
             pickle.dumps(dataset)
-
-
-@pytest.mark.slow
-def test_an_error_in_a_transform_reaches_the_consumer_and_the_next_epoch_is_whole(cache):
-    def transform(batch):
-        if 77 in batch["id"]:
-            raise LookupError("of all rows, 77")
-        return batch
-
-    for workers in (0, 2):
-        loader = dataloader(cache, 16, workers, transform=transform, where=lambda s: s.seq != 4)
-        assert len(ids_of(loader)) == 144
-        loader = dataloader(cache, 16, workers, transform=transform)
-        with pytest.raises(LookupError, match="of all rows, 77"):
-            ids_of(loader)
-        del loader
-        no_lease_is_left(cache)
 
 
 def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread(tmp_path, in_a_worker):

@@ -455,16 +455,6 @@ def test_what_cannot_be_split_is_an_error_that_says_so(batch):
 
 
 @pytest.mark.parametrize(
-    "device", ["cuda:99", "xpu", "meta", "nonsense", "mps", "cpu:7", b"cpu", 2**70, object()]
-)
-def test_a_device_that_does_not_exist_fails_in_the_constructor(device):
-    with pytest.raises(ValueError, match="'cpu'"):
-        DevicePrefetcher([], device)
-    with pytest.raises(ValueError, match="'cpu'"):
-        DevicePrefetcher([], devices=["cpu", device])
-
-
-@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({}, ValueError),

@@ -9,7 +9,7 @@ import warnings
 from contextlib import nullcontext
 
 import pytest
-from helpers import flip_byte, ids_of, make_cache, publish, published_ids, segment_files, wait_until
+from helpers import flip_byte, ids_of, publish, published_ids, segment_files, wait_until
 from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -62,14 +62,6 @@ def test_epochs_are_those_of_the_loader_for_any_number_of_workers(cache, workers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
-def test_every_row_comes_once_in_every_shuffle_and_an_incomplete_batch_with_them(cache, shuffle):
-    loader = batches_of(CacheIterableDataset(cache, 48, shuffle, drop_last=False), 2)
-    for _ in range(2):
-        assert sorted(ids_of(loader)) == list(range(160))
-
-
-@pytest.mark.slow
 def test_more_workers_than_batches(cache):
     loader = batches_of(CacheIterableDataset(cache, 160), 2)
     for _ in range(2):
@@ -84,20 +76,6 @@ def test_the_default_batch_size_of_a_dataloader_changes_nothing_and_a_larger_one
         assert batch["id"].shape == (16,)
         with pytest.raises(ValueError, match="batch_size=None"):
             next(iter(DataLoader(dataset, batch_size=4, num_workers=workers)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_after_an_early_break_the_next_epoch_is_whole(cache, workers):
-    loader = batches_of(CacheIterableDataset(cache, 8), workers, persistent_workers=workers > 0)
-    for _ in range(2):
-        for batch in loader:
-            assert len(batch["id"]) == 8
-            break
-        publish(cache, 1)
-        assert sorted(ids_of(loader)) == list(range(cache.stats().rows))
-    del loader
-    no_lease_is_left(cache)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -155,21 +133,6 @@ def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, workers):
         publish(cache, 1)
     del loaders, datasets
     no_lease_is_left(cache)
-
-
-def test_wrong_arguments_fail_in_the_constructor(cache):
-    for wrong in ({"shuffle": "row"}, {"batch_size": 0}, {"columns": ["nosuch"]}, {"columns": []}):
-        with pytest.raises(ValueError):
-            CacheIterableDataset(cache, **wrong)
-    with pytest.raises(TypeError):
-        CacheIterableDataset(cache, transform=3)
-
-
-def test_an_epoch_without_rows_ends_in_an_error(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    for workers in (0, 2):
-        with pytest.raises(ac.LoaderTimeoutError, match="is a sampler running"):
-            next(iter(batches_of(CacheIterableDataset(cache, 16, timeout=0.05), workers)))
 
 
 @pytest.mark.slow

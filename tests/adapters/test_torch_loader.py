@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import datetime as dt
-import gc
 import pickle
 
 import numpy as np
 import pytest
-from helpers import full, ids_of, make_cache, publish, sample, wait_until
+from every_type import every_type
+from helpers import EVERY_TYPE, full, ids_of, make_cache, publish, sample, wait_until
 from processes import Script
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -51,14 +51,6 @@ def test_batches_are_dicts_of_cpu_tensors_with_a_leading_axis(cache):
             assert batch["image"].is_contiguous()
 
 
-def test_every_epoch_yields_each_row_once_in_the_order_of_the_numpy_loader(cache):
-    with Loader(cache, 16, seed=3) as tensors, ac.Loader(cache, 16, seed=3) as arrays:
-        for _ in range(3):
-            epoch = ids(tensors)
-            assert sorted(epoch) == list(range(160))
-            assert epoch == [i for batch in arrays for i in batch["id"].tolist()]
-
-
 def test_tensors_share_their_memory_with_the_slots(cache):
     with Spy(cache, 16) as loader:
         for batch in loader:
@@ -72,30 +64,16 @@ def test_tensors_share_their_memory_with_the_slots(cache):
     assert cache.verify() == []
 
 
-SAMPLE = {
-    "int8": -5, "uint16": 60_000, "uint32": 2**32 - 1, "uint64": 2**64 - 1,
-    "float16": 0.5, "float64": 0.1, "bool": True, "bfloat16": -1.5, "complex64": 1 + 2j,
-    "complex128": 3 - 4j,
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(), (3, 2)])
-@pytest.mark.parametrize("dtype", SAMPLE)
-def test_each_dtype_arrives_as_the_torch_dtype_of_the_same_name_and_shares_memory(tmp_path, dtype, shape):
-    cache = make_cache(tmp_path / "cache", {"x": ac.Tensor(dtype, shape)})
-    value = torch.full((20, *shape), SAMPLE[dtype], dtype=getattr(torch, dtype))
+def test_each_dtype_arrives_as_the_torch_dtype_of_the_same_name_and_shares_memory(tmp_path):
+    cache = make_cache(tmp_path / "cache", EVERY_TYPE, capacity="16MiB", segment_bytes="1MiB")
     with cache.writer() as writer:
-        writer.extend(x=value)
-    with Spy(cache, 8, drop_last=False) as loader:
-        sizes = []
+        writer.extend(every_type(20))
+    names = [name for name, kind in EVERY_TYPE.items() if isinstance(kind, ac.Tensor)]
+    with Spy(cache, 8, columns=names) as loader:
         for batch in loader:
-            tensor = batch["x"]
-            assert tensor.dtype == getattr(torch, dtype)
-            assert torch.equal(tensor, value[: len(tensor)])
-            assert tensor.data_ptr() == loader.arrays["x"].ctypes.data
-            sizes.append(len(tensor))
-    assert sizes == [8, 8, 4]
+            for name, tensor in batch.items():
+                assert tensor.dtype == getattr(torch, EVERY_TYPE[name].dtype)
+                assert tensor.data_ptr() == loader.arrays[name].ctypes.data
 
 
 def test_timestamps_are_microseconds_since_1970(tmp_path):
@@ -152,13 +130,6 @@ def test_text_and_bytes_are_lists(tmp_path):
         assert list(loader) == [{"text": ["größe"], "blob": [b"\0\1"]}]
 
 
-def test_ids_are_tensors(cache):
-    with Loader(cache, 16, with_ids=True, columns=["id"]) as loader:
-        for batch in loader:
-            assert torch.equal(batch["_seq"] * 16 + batch["_row"], batch["id"])
-            assert batch["_age_seconds"].dtype == torch.float64
-
-
 def test_a_transform_gets_arrays_and_may_return_arrays_or_tensors(cache):
     def transform(batch):
         assert isinstance(batch["image"], np.ndarray)
@@ -189,23 +160,6 @@ def test_a_transform_may_change_the_dtype_of_a_column(tmp_path):
         (batch,) = loader
     assert batch["x"].dtype == torch.float32
     assert batch["at"].tolist() == [3.5]
-
-
-@pytest.mark.slow
-def test_nothing_that_is_kept_is_overwritten(cache):
-    kept = []
-    with Loader(cache, 16, prefetch=1) as loader:
-        epochs = [list(loader) for _ in range(3)]
-        for number in range(30):
-            for step, batch in enumerate(loader):
-                if (number + step) % 7 == 0:
-                    kept.append((batch["image"][3:5].transpose(1, 2), batch["id"][3:5].clone()))
-    del batch, loader
-    gc.collect()
-    assert all(sorted(ids(epoch)) == list(range(160)) for epoch in epochs)
-    assert len(kept) > 40
-    for images, numbers in kept:
-        assert torch.equal(images, (BASE + numbers.float()[:, None, None]).transpose(1, 2))
 
 
 def test_tensors_of_autograd_keep_their_batch(cache):

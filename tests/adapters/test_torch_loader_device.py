@@ -8,7 +8,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from helpers import ids_of, make_cache, wait_until
+from helpers import ids_of
 from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -39,25 +39,6 @@ def test_its_arguments_are_those_of_the_loader_and_a_device():
     assert {name: ours[name].default for name in theirs} == {
         name: parameter.default for name, parameter in theirs.items()
     }
-
-
-@pytest.mark.parametrize("shuffle", ["rows", "blocks", None])
-def test_epochs_are_those_without_a_device(cache, shuffle):
-    with (
-        Loader(cache, 16, shuffle=shuffle, device="cpu") as loader,
-        Loader(cache, 16, shuffle=shuffle) as plain,
-    ):
-        for _ in range(3):
-            for ours, theirs in zip(loader, plain, strict=True):
-                assert list(ours) == list(theirs)
-                assert torch.equal(ours["id"], theirs["id"])
-                assert torch.equal(ours["image"], theirs["image"])
-        assert loader.stats().epochs == 3
-        assert loader.stats().batches == 30
-        assert loader.device_stats().batches == 30
-        assert plain.device_stats() is None
-    del ours, theirs  # which may be views
-    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
 
 
 def test_on_a_fake_device_every_read_sees_its_batch(cache, fake):
@@ -115,21 +96,6 @@ def test_what_was_made_elsewhere_is_staged(cache, fake):
     assert fake.errors == []
 
 
-def test_all_kinds_of_columns(tmp_path):
-    schema = {"text": ac.String(), "points": ac.Ragged("float32", (2,)), "at": ac.Tensor("int64")}
-    cache = make_cache(tmp_path / "cache", schema)
-    with cache.writer() as writer:
-        for number in range(8):
-            writer.append(text=f"n{number}", points=torch.full((number % 3, 2), float(number)), at=number)
-    with Loader(cache, 4, shuffle=None, device="cpu", with_ids=True) as loader:
-        for _ in range(3):
-            first, second = loader
-    assert first["text"] == ["n0", "n1", "n2", "n3"]
-    assert second["at"].tolist() == [4, 5, 6, 7]
-    assert [rows.tolist() for rows in second["points"].unbind()][1] == [[5.0, 5.0]] * 2
-    assert second["_row"].tolist() == [4, 5, 6, 7]
-
-
 def test_a_state_counts_what_the_consumer_got_and_nothing_that_is_on_its_way(cache):
     with Loader(cache, 16, device="cpu") as loader, Loader(cache, 16) as plain:
         assert loader.state_dict() == plain.state_dict()
@@ -145,16 +111,6 @@ def test_a_state_counts_what_the_consumer_got_and_nothing_that_is_on_its_way(cac
             other.load_state_dict(state)
             assert ids_of(other) == seen
             assert other.state_dict() == loader.state_dict()
-
-
-def test_a_break_leaves_the_rest_of_the_epoch_in_the_state(cache):
-    with Loader(cache, 16, device="cpu") as loader, Loader(cache, 16) as plain:
-        for each in (loader, plain):
-            for number, _ in enumerate(each):
-                if number == 4:
-                    break
-        assert loader.state_dict() == plain.state_dict()
-        assert len(ids_of(loader)) == 160
 
 
 def test_an_iterator_dropped_after_its_last_batch_has_delivered_its_epoch(cache):
@@ -210,20 +166,6 @@ def test_a_newer_epoch_ends_the_older_with_an_error(cache):
             next(older)
 
 
-def test_an_error_of_a_transform_comes_in_its_place(cache):
-    def transform(batch):
-        if 100 in batch["id"]:
-            raise ZeroDivisionError("in the transform")
-        return batch
-
-    with Loader(cache, 16, shuffle=None, device="cpu", transform=transform) as loader:
-        seen = []
-        with pytest.raises(ZeroDivisionError, match="in the transform"):
-            seen.extend(int(batch["id"][0]) for batch in loader)
-        assert seen == [16 * number for number in range(6)]
-    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
-
-
 def test_a_batch_that_does_not_come_is_a_timeout(cache):
     go = threading.Event()
 
@@ -238,36 +180,6 @@ def test_a_batch_that_does_not_come_is_a_timeout(cache):
         settings = cache.store.settings  # a busy machine is no finding:
         loader._options = replace(loader._options, settings=settings, timeout=60.0)
         assert len(ids_of(loader)) == 160
-
-
-def test_closing_ends_the_epoch_and_all_threads(cache):
-    loader = Loader(cache, 16, device="cpu")
-    iterator = iter(loader)
-    kept = next(iterator)
-    loader.close()
-    with pytest.raises(StopIteration):
-        next(iterator)
-    assert torch.equal(kept["image"], BASE + kept["id"].float()[:, None, None])
-    assert cache.stats().leased_bytes == 0
-
-
-def test_a_dropped_iterator_leases_nothing(cache):
-    with Loader(cache, 16, device="cpu", shuffle=None) as loader:
-        for _ in loader:
-            break
-        del _
-
-        def is_free() -> bool:
-            gc.collect()  # an epoch that ends amid a gather leaves an error that knows its views
-            cache.evict(10**9)
-            return cache.stats().segments == 0
-
-        wait_until(is_free, "the lease to end")
-
-
-def test_a_device_that_does_not_exist_fails_in_the_constructor(cache):
-    with pytest.raises(ValueError, match="'cpu'"):
-        Loader(cache, 16, device="cuda:99")
 
 
 def test_no_thread_is_started(cache):

@@ -15,13 +15,13 @@ import pytest
 from every_type import every_type
 from helpers import (
     EVERY_TYPE,
-    InterruptAtLine,
     append_rows,
     make_cache,
     publish,
     wait_until,
     with_less,
 )
+from interruptions import Interruption, files
 from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -521,12 +521,9 @@ def interrupted(cache: ac.Cache, numbers: range) -> int:
             expected = list(host)
             ids = [batch["id"].tolist() for batch in expected]
             batches, at = iter(mine), -1
-            try:
-                with InterruptAtLine(number, TRACED):
-                    for _ in batches:
-                        pass
-            except KeyboardInterrupt:
-                pass
+            with Interruption(number, files(*TRACED), ("line",)):
+                for _ in batches:
+                    pass
             try:
                 for found in batches:
                     assert found["id"].tolist() in ids[at + 1 :]
@@ -553,11 +550,9 @@ def test_the_epoch_after_ctrl_c_at_any_line_is_right(cache, fake, order):
     with ours(cache, 8, "fake") as mine, theirs(cache, 8) as host:
         for number in range(0, 300, 3):
             batches, before = iter(mine), mine.state_dict()
-            try:
-                with InterruptAtLine(number, TRACED), fake.on(side if number % 2 else fake.default):
-                    list(batches)
-            except KeyboardInterrupt:
-                pass
+            stream = side if number % 2 else fake.default
+            with Interruption(number, files(*TRACED), ("line",)), fake.on(stream):
+                list(batches)
             mine.load_state_dict(before)
             same_read(fake, mine, host)
     fake.finish()

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,42 +33,12 @@ from quick import first_is_quick
 import arrowcache as ac
 from arrowcache import process
 
-SHUFFLES = ["rows", "window", "blocks", None]
-WIDE = ac.Schema(
-    {
-        "id": ac.Tensor("int64"),
-        "flag": ac.Tensor("bool"),
-        "z": ac.Tensor("complex64", (2,)),
-        "when": ac.Timestamp(),
-        "text": ac.String(),
-        "raw": ac.Binary(),
-        "points": ac.Ragged("float32", (3,)),
-    }
-)
-
 
 @pytest.fixture
 def cache(tmp_path):
     """Twenty segments of 16 rows, ids 0 to 319."""
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)
-    return cache
-
-
-@pytest.fixture
-def wide_cache(tmp_path):
-    cache = make_cache(tmp_path / "wide", WIDE, segment_rows=10)
-    with cache.writer() as writer:
-        for i in range(95):
-            writer.append(
-                id=i,
-                flag=i % 3 == 0,
-                z=np.array([i, 1j * i], np.complex64),
-                when=np.datetime64(i, "us"),
-                text="ä" * (i % 7),
-                raw=bytes(range(i % 5)),
-                points=np.full((i % 4, 3), i, np.float32),
-            )
     return cache
 
 
@@ -152,13 +121,12 @@ def varied(batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shuffle", first_is_quick(SHUFFLES))
 @pytest.mark.parametrize(
-    "transform", first_is_quick([None, dict, twice, in_place, swapped, reduced, some_rows, varied])
+    "transform", first_is_quick([None, twice, in_place, swapped, reduced, some_rows, varied])
 )
-def test_worker_processes_yield_what_the_main_process_does(cache, shuffle, transform):
+def test_worker_processes_yield_what_the_main_process_does(cache, transform):
     transform = by_value(transform)
-    options = {"shuffle": shuffle, "seed": 5, "transform": transform}
+    options = {"seed": 5, "transform": transform}
     with loader_of(cache, 13, **options) as loader, ac.Loader(cache, 13, **options) as plain:
         is_done = False  # without a transform the first epochs may be made here
         while not is_done:
@@ -167,35 +135,6 @@ def test_worker_processes_yield_what_the_main_process_does(cache, shuffle, trans
             for one, other in zip(made, expected, strict=True):
                 assert_same(one, other)
             is_done = transform is not None or in_shared_memory(made[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", first_is_quick(SHUFFLES))
-@pytest.mark.parametrize("transform", [None, dict])
-@pytest.mark.parametrize("drop_last", first_is_quick([True, False]))
-def test_every_type_of_column_survives(wide_cache, shuffle, transform, drop_last):
-    options = {"shuffle": shuffle, "transform": transform, "drop_last": drop_last}
-    with loader_of(wide_cache, 10, **options) as loader, ac.Loader(wide_cache, 10, **options) as plain:
-        is_done = False
-        while not is_done:
-            made = list(loader)
-            for one, other in zip(made, list(plain), strict=True):
-                assert_same(one, other)
-            is_done = transform is not None or in_shared_memory(made[0])
-
-
-@pytest.mark.slow
-def test_ids_are_of_the_rows_and_seen_by_the_transform(cache):
-    def transform(batch):
-        return batch | {"sum": batch["_seq"] * 16 + batch["_row"]}
-
-    with loader_of(cache, with_ids=True, transform=transform) as loader:
-        batches = list(loader)
-    for batch in batches:
-        assert list(batch) == ["id", "image", "_seq", "_row", "_age_seconds", "sum"]
-        assert batch["sum"].tolist() == batch["id"].tolist()
-        assert (batch["_age_seconds"] > 0).all()
-    assert sorted(ids_of(batches)) == list(range(320))
 
 
 @pytest.mark.slow
@@ -233,17 +172,6 @@ def test_epochs_follow_without_a_seam_and_have_new_segments(cache):
         assert sorted(ids_of(second)) == list(range(320))
         assert ids_of(first) != ids_of(second)
         epoch.close()
-
-
-@pytest.mark.slow
-def test_a_state_goes_on_where_it_was(cache):
-    with loader_of(cache, transform=by_value(twice), seed=2) as loader:
-        epoch = iter(loader)
-        before = [next(epoch) for _ in range(7)]
-        state = loader.state_dict()
-    with loader_of(cache, 5, workers=1, drop_last=False) as loader:
-        loader.load_state_dict(state)
-        assert sorted(ids_of(before) + ids_of(loader)) == list(range(320))
 
 
 @pytest.mark.slow
@@ -292,20 +220,6 @@ def test_tensors_lie_in_shared_memory(cache):
         assert torch.equal(image, torch.from_numpy(expected))
 
 
-@pytest.mark.slow
-def test_ranks_share_an_epoch(cache):
-    loaders = [
-        loader_of(cache, 8, workers=1, rank=rank, world_size=2, run_id="job", transform=dict)
-        for rank in (0, 1)
-    ]
-    try:
-        epochs = [iter(loader) for loader in loaders]
-        assert sorted(ids_of(epochs[0]) + ids_of(epochs[1])) == list(range(320))
-    finally:
-        for loader in loaders:
-            loader.close()
-
-
 # memory
 
 
@@ -323,17 +237,6 @@ def test_nothing_that_is_kept_is_overwritten_and_memory_is_given_back(cache):
         assert loader.stats().slot_bytes < most // 2
         assert sorted(i for label in labels for i in label.tolist()) == sorted(3 * list(range(320)))
     assert len(labels) == 120
-
-
-@pytest.mark.slow
-def test_what_is_kept_outlives_the_loader(cache):
-    with loader_of(cache, shuffle=None) as loader:
-        kept = list(loader)
-    del loader
-    gc.collect()
-    assert ids_of(kept) == list(range(320))
-    kept[0]["image"][:] = 7
-    assert (kept[1]["image"] == np.stack([sample(i)["image"] for i in range(16, 32)])).all()
 
 
 @pytest.mark.slow
@@ -564,12 +467,6 @@ def test_a_result_that_cannot_travel_is_a_type_error_at_the_first_batch(cache, m
         next(iter(loader))
 
 
-def test_a_transform_that_cannot_be_pickled_is_refused_at_once(cache):
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"cannot be pickled.*worker_type='thread'"):
-        loader_of(cache, transform=lambda batch: lock.locked() or batch)
-
-
 @pytest.mark.slow
 def test_a_transform_that_workers_cannot_import_is_told_so(cache, tmp_path, monkeypatch):
     (tmp_path / "vanishing.py").write_text("def transform(batch):\n    return batch\n")
@@ -583,11 +480,6 @@ def test_a_transform_that_workers_cannot_import_is_told_so(cache, tmp_path, monk
                 file.unlink()
         with pytest.raises(ac.WorkerError, match="No module named 'vanishing'"):
             next(iter(loader))
-
-
-def test_assert_zero_copy_is_refused(cache):
-    with loader_of(cache, shuffle=None) as loader, pytest.raises(ValueError, match="worker processes copy"):
-        loader.assert_zero_copy()
 
 
 # the first batches, without a transform
@@ -612,24 +504,6 @@ def test_processes_that_cannot_start_are_an_error_also_where_batches_came_withou
     monkeypatch.setattr(process, "_START", "raise SystemExit(5)")
     with loader_of(cache) as loader, pytest.raises(ac.WorkerError, match=r"cannot start: .* exit code 5"):
         list(loader.repeat())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-@pytest.mark.parametrize("is_ready", [False, True])
-def test_a_forked_child_begins_without_processes_too(cache, is_ready):
-    with loader_of(cache, seed=1) as loader:
-        wait_until(lambda: not is_ready or in_shared_memory(next(iter(loader))), "a process to make batches")
-        epoch = iter(loader)
-        made = [next(epoch)]
-
-        def child():
-            assert sorted(ids_of(loader)) == list(range(320))
-            loader.close()
-
-        with in_child(child):
-            pass
-        assert sorted(ids_of(made + list(epoch))) == list(range(320))
 
 
 # death
@@ -701,24 +575,6 @@ def test_a_stopped_worker_ends_in_a_timeout_and_close_ends_it(cache):
 
 
 @pytest.mark.slow
-def test_a_break_lets_go_and_the_next_epoch_is_whole(cache):
-    with loader_of(cache, transform=by_value(twice)) as loader:
-        for _ in range(3):
-            next(iter(loader))
-        assert sorted(ids_of(loader)) == list(range(320))
-        wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
-
-
-@pytest.mark.slow
-def test_a_writer_that_needs_room_has_workers_let_go_between_epochs(cache):
-    with loader_of(cache, transform=by_value(twice)) as loader:
-        for _ in range(3):
-            list(loader)
-            publish(cache, 30)
-            assert len(segment_files(cache)) >= 20
-
-
-@pytest.mark.slow
 def test_close_in_the_middle_ends_the_workers_although_a_transform_blocks(cache, tmp_path):
     inside = tmp_path / "inside"
 
@@ -739,18 +595,6 @@ def test_close_in_the_middle_ends_the_workers_although_a_transform_blocks(cache,
     assert list(epoch) == []
     with pytest.raises(ValueError, match="closed"):
         iter(loader)
-
-
-@pytest.mark.slow
-def test_a_loader_that_is_dropped_leaves_no_process(cache):
-    loader = loader_of(cache, transform=by_value(twice))
-    epoch = iter(loader)
-    next(epoch)
-    workers = worker_pids()
-    del loader, epoch
-    gc.collect()
-    wait_until(lambda: not any(map(is_alive, workers)), "the workers to end")
-    assert cache.stats().leased_bytes == 0
 
 
 END = """
@@ -783,17 +627,6 @@ def test_a_process_may_end_while_its_transforms_hang(cache):
         workers = script.line().split()
         assert script.end() == (0, "")
         assert not any(map(is_alive, workers))
-        wait_until(lambda: not script.processes(), "the last thread of each process to end")
-    assert cache.stats().leased_bytes == 0
-
-
-@pytest.mark.slow
-def test_workers_end_when_their_process_is_killed(cache):
-    with Script(END, cache.path, "kill") as script:
-        workers = script.line().split()
-        assert len(script.processes()) == 3
-        script.kill()
-        wait_until(lambda: not any(map(is_alive, workers)), "the workers to end")
         wait_until(lambda: not script.processes(), "the last thread of each process to end")
     assert cache.stats().leased_bytes == 0
 

@@ -22,7 +22,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 from fake_device import ORDERS, FakeDevice, Movable
-from helpers import InterruptAtLine, with_less
+from helpers import with_less
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -33,6 +33,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from interruptions import Interruption, files
 from quick import first_is_quick
 
 from arrowcache.torch import deferred, device, lane, plan
@@ -235,10 +236,9 @@ class DeviceMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 300), stream=st.integers(0, 2))
     def interrupt(self, number: int, stream: int) -> None:
-        try:
-            with InterruptAtLine(number, TRACED):
-                self.take_one(self.computes[stream])
-        except KeyboardInterrupt:
+        with Interruption(number, files(*TRACED), ("line",)) as interruption:
+            self.take_one(self.computes[stream])
+        if interruption.where:
             self.begin_anew()
 
     @rule(calls=st.integers(0, 25), kind=st.sampled_from([RuntimeError, torch.OutOfMemoryError]))

@@ -98,33 +98,6 @@ def test_creating_again_with_another_schema_is_a_schema_error_and_changes_nothin
     assert published_ids(first) == list(range(32))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"capacity": "40KiB"}, "capacity.*under 4 segments"),
-        ({"capacity": 0}, "capacity=0"),
-        ({"capacity": "lots"}, "capacity='lots'"),
-        ({"segment_bytes": 1000, "segment_rows": None}, "a row needs a segment of.*raise segment_bytes"),
-        ({"segment_rows": 1000}, "1000 rows need.*lower segment_rows to"),
-        ({"segment_rows": 0}, "segment_rows=0"),
-        ({"segment_rows": True}, "segment_rows=True"),
-        ({"headroom": 1}, "headroom=1"),
-        ({"headroom": -0.1}, "headroom=-0.1"),
-        ({"headroom": float("nan")}, "headroom=nan"),
-    ],
-)
-def test_sizes_that_do_not_fit_together_are_refused_and_nothing_is_made(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_cache(tmp_path / "cache", **options)
-    assert not (tmp_path / "cache").exists()
-
-
-def test_rows_of_a_segment_that_are_no_int_are_a_type_error(tmp_path):
-    with pytest.raises(TypeError, match=r"segment_rows must be an int, not 1\.5"):
-        make_cache(tmp_path / "cache", segment_rows=1.5)
-    assert not (tmp_path / "cache").exists()
-
-
 @pytest.mark.parametrize("rows", [1, 16, 100])
 def test_the_capacity_that_the_message_names_is_accepted_and_suffices(tmp_path, rows):
     with pytest.raises(ValueError, match="raise capacity to") as caught:
@@ -148,15 +121,6 @@ def test_a_capacity_of_exactly_four_segments_holds_two_at_least(tmp_path):
     assert len(seqs(cache)) >= 2
 
 
-def test_resizing_below_four_segments_is_refused(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    with pytest.raises(ValueError, match="under 4 segments"):
-        cache.resize("50KiB")
-    with pytest.raises(ValueError, match="capacity"):
-        cache.resize("much")
-    assert cache.stats().capacity_bytes == 1024 * KIB
-
-
 def test_making_a_cache_that_is_there_never_makes_it_smaller_than_its_segments_need(tmp_path):
     sizes = {"capacity": "8MiB", "segment_bytes": "1MiB", "segment_rows": 900}
     publish(make_cache(tmp_path / "cache", **sizes), 3, rows=900)
@@ -175,17 +139,6 @@ def test_no_capacity_is_too_small_for_the_rows_that_a_pace_waits_for(tmp_path):
         cache.resize("5MiB")
     assert len(seqs(cache)) == 3
     assert cache.stats().capacity_bytes == 8 << 20
-
-
-def test_what_is_no_schema_is_a_type_error(tmp_path):
-    with pytest.raises(TypeError, match="'x'"):
-        ac.Cache.create(tmp_path / "cache", {"x": "float32"}, capacity="1MiB")  # type: ignore[dict-item]
-
-
-def test_an_unknown_check_is_refused(tmp_path):
-    make_cache(tmp_path / "cache")
-    with pytest.raises(ValueError, match="check='all'"):
-        ac.Cache.open(tmp_path / "cache", check="all")
 
 
 def test_a_closed_cache_refuses_but_what_was_open_goes_on(tmp_path):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
-from types import FrameType
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruptions import files, interruptions
 from quick import first_is_quick
 
 import arrowcache as ac
-from arrowcache.arrow import builder as builder_module
 from arrowcache.arrow import segment
 from arrowcache.arrow.builder import SegmentBuilder
 
@@ -171,29 +166,7 @@ def test_a_wide_row_beside_a_small_value_is_taken(monkeypatch):
     assert add(builder, {"x": np.zeros(900, np.int64), "t": "a"}) == 1
 
 
-class Failure:
-    """An error before the n-th step of the builder's own code, in this thread."""
-
-    def __init__(self, error: type[BaseException], number: int) -> None:
-        self._error, self._left = error, number
-        self.came = False
-
-    def __enter__(self) -> None:
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != builder_module.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and not self.came:
-            if self._left == 0:
-                self.came = True
-                raise self._error
-            self._left -= 1
-        return self._trace
+STEPS = (files("arrow/builder.py"), ("opcode",))
 
 
 @pytest.mark.slow
@@ -205,53 +178,39 @@ def test_what_a_failed_take_left_is_in_no_row(error, count, goes_on):
     first = builder.convert(mixed(1), many=False)
     lost = builder.convert({name: [value] * count for name, value in mixed(2).items()}, many=True)
     last = builder.convert(mixed(3, width=5), many=False)
-    for number in itertools.count():
+    for failure in interruptions(50, *STEPS, error):
         builder.clear()
         builder.take(first, 0)
-        failure = Failure(error, number)
-        try:
-            with failure:
-                builder.take(lost, 0)
-        except error:
-            pass
+        with failure:
+            builder.take(lost, 0)
         expected = [mixed(1)] + [mixed(2)] * (builder.rows - 1)
         assert builder.rows in (1, 1 + count)
         if goes_on:
             builder.take(last, 0)
             expected.append(mixed(3, width=5))
         rows = rows_of(builder)
-        assert [row["text"] for row in rows] == [row["text"] for row in expected], number
-        assert [row["raw"] for row in rows] == [row["raw"] for row in expected], number
-        assert [row["r"] for row in rows] == [np.ravel(row["r"]).tolist() for row in expected], number
-        if not failure.came:
-            break
-    assert number > 50
+        assert [row["text"] for row in rows] == [row["text"] for row in expected], failure.where
+        assert [row["raw"] for row in rows] == [row["raw"] for row in expected], failure.where
+        assert [row["r"] for row in rows] == [np.ravel(row["r"]).tolist() for row in expected], failure.where
 
 
 @pytest.mark.parametrize("clears", [False, True])
 def test_a_failure_at_any_step_leaves_room_for_as_much_as_before(clears):
     builder = SegmentBuilder(ac.Schema({"raw": ac.Binary(), "r": ac.Ragged("int64")}), 9, 10_000)
     wide = builder.convert({"raw": bytes(4000), "r": np.zeros(400, np.int64)}, many=False)
-    for number in itertools.count():
+    for failure in interruptions(5, *STEPS):
         builder.clear()
         if clears:
             builder.take(wide, 0)
-        failure = Failure(KeyboardInterrupt, number)
-        try:
-            with failure:
-                if clears:
-                    builder.clear()
-                else:
-                    builder.take(wide, 0)
-        except KeyboardInterrupt:
-            pass
+        with failure:
+            if clears:
+                builder.clear()
+            else:
+                builder.take(wide, 0)
         if builder.rows == 0:
-            assert builder.take(wide, 0) == 1, number
+            assert builder.take(wide, 0) == 1, failure.where
         assert len(rows_of(builder)) == 1
         assert builder.encode().nbytes <= 10_000
-        if not failure.came:
-            break
-    assert number > 5
 
 
 def test_rows_are_taken_though_somebody_has_the_encoded_segment_still():

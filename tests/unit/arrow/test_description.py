@@ -64,12 +64,3 @@ def test_any_name_of_a_column_is_shown_and_moves_nothing(name):
 def test_many_columns_are_folded_away():
     assert " open=" in ac.Schema({f"c{i}": ac.Tensor("int8") for i in range(20)})._repr_html_()
     assert " open=" not in ac.Schema({f"c{i}": ac.Tensor("int8") for i in range(21)})._repr_html_()
-
-
-def test_an_unknown_column_comes_with_the_near_names():
-    with pytest.raises(
-        ValueError, match=r"unknown column 'lable': did you mean 'label'\? the cache has signal, "
-    ):
-        SCHEMA.select(["lable"])
-    with pytest.raises(ValueError, match="unknown column 3: the cache has"):
-        SCHEMA.select([3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import runpy
@@ -15,15 +14,15 @@ import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import CtrlC, in_child, wait_until
+from helpers import in_child, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruptions import Interruption, interruptions
 from plain_rows import Array, Files, begun, begun_read, checked, columns_of, ended, threads
 from slow_pages import SlowPages, require_slow_pages
 
@@ -414,17 +413,14 @@ def test_ctrl_c_at_any_step_leaves_nothing_that_touches_memory(what):
         else:
             copied_values(table, ids, on_disk=what == "values read")
 
-    for number in itertools.count():
+    for interrupt in interruptions(3, finalizers=True):
         files.drop((0,))
-        arrays, interrupt = files.outputs(16), CtrlC(number)
-        with suppress(KeyboardInterrupt), interrupt:
+        arrays = files.outputs(16)
+        with interrupt:
             work(arrays)
         before = arrays[0].copy()
         assert of_process.stop()
         assert np.array_equal(arrays[0], before), interrupt.where
-        if not interrupt.where:
-            break
-    assert number > 3
     if what in ("copy", "read"):
         assert np.array_equal(arrays[0], files.fixed[0][0])
 
@@ -439,11 +435,11 @@ def test_what_a_job_touches_outlives_one_that_is_dropped_as_ctrl_c_comes(what, m
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps what was dropped
     files, ids, lost = Files([16], [CHUNK_BYTES]), np.arange(16), 0
     table = files.table(unmapped=() if what == "copy" else (0,))
-    for number in itertools.count():
+    for interrupt in interruptions(3, finalizers=True):
         files.drop((0,))
-        owner, arrays, interrupt = Owner(), files.outputs(16), CtrlC(number)
+        owner, arrays = Owner(), files.outputs(16)
         keep, alive = (owner, arrays), weakref.ref(owner)
-        with suppress(KeyboardInterrupt), interrupt:
+        with interrupt:
             if what == "copy":
                 engine.copy_rows(table, ids, columns_of(arrays), keep)
             elif what == "read":
@@ -457,9 +453,6 @@ def test_what_a_job_touches_outlives_one_that_is_dropped_as_ctrl_c_comes(what, m
         lost += alive() is not None
         checked(files, ids, table, reads=what != "copy")
         assert alive() is None, interrupt.where
-        if not interrupt.where:
-            break
-    assert number > 3
     assert lost, "it came as a finalizer began"
 
 
@@ -713,8 +706,9 @@ def test_ctrl_c_between_its_two_jobs_does_not_keep_a_read_from_its_end(no_thread
     job = begun_read(files.table(), ids, files.outputs(len(ids)))
     assert Job.take(job, 60)
     job.go_on()
-    with pytest.raises(KeyboardInterrupt), CtrlC(2):  # Read.cancel, Job.cancel, what that calls
+    with Interruption(2, finalizers=True) as interruption:  # Read.cancel, Job.cancel, what that calls
         job.cancel()
+    assert interruption.where
     assert job.has_ended()
 
 

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
 import sys
 import threading
-import traceback
 import weakref
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,13 +31,8 @@ from processes import Script
 
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
-from arrowcache.lifetimes import Mutex
-from arrowcache.reading.mapped import MappedSegments
-from arrowcache.reading.parking import Parking
 from arrowcache.reading.snapshot import _Reader
 from arrowcache.reading.stream import BatchStream
-from arrowcache.reading.worker_threads import WorkerThreads
-from arrowcache.storage.lease import Lease
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
 
@@ -75,27 +68,6 @@ def fill(cache: ac.Cache, on_full: str) -> None:
 # what an epoch holds
 
 
-@pytest.mark.parametrize("shuffle", ["rows", None])
-def test_every_epoch_yields_each_row_exactly_once(cache, shuffle):
-    with Loader(cache, 7, shuffle=shuffle, drop_last=False) as loader:
-        for _ in range(4):
-            assert sorted(ids(loader)) == published_ids(cache)
-
-
-def test_ids_tell_where_each_row_comes_from(cache):
-    columns = ["id", "_seq", "_row", "_age_seconds"]
-    with Loader(cache, 16, with_ids=True, columns=["id"]) as loader:
-        batches = list(loader)
-    assert [list(batch) for batch in batches] == [columns] * 10
-    found = {name: np.concatenate([batch[name] for batch in batches]) for name in columns}
-    assert found["_seq"].dtype == found["_row"].dtype == np.int64
-    assert np.array_equal(found["_seq"] * 16 + found["_row"], found["id"])
-    assert sorted(found["id"].tolist()) == published_ids(cache)
-    assert found["_age_seconds"].dtype == np.float64
-    assert np.all(found["_age_seconds"] >= 0)
-    assert np.all(found["_age_seconds"] < 3600)
-
-
 def test_without_shuffle_rows_come_oldest_first(cache):
     with Loader(cache, 16, shuffle=None) as loader:
         for _ in range(2):
@@ -109,15 +81,6 @@ def test_seed_and_epoch_alone_decide_the_order(cache):
     with Loader(cache, 16, seed=4) as other:
         epochs += [ids(other) for _ in range(3)]
     assert len({tuple(epoch) for epoch in [*epochs, range(160)]}) == 7
-
-
-@pytest.mark.parametrize(("drop_last", "sizes"), [(True, [64, 64]), (False, [64, 64, 32])])
-def test_an_incomplete_last_batch_is_dropped_or_short(cache, drop_last, sizes):
-    with Loader(cache, 64, drop_last=drop_last) as loader:
-        batches = list(loader)
-        assert [len(batch["image"]) for batch in batches] == sizes
-        assert loader.steps == len(sizes)
-        assert len(set(ids(batches))) == sum(sizes)
 
 
 def test_fewer_epoch_rows_are_a_draw_without_replacement_that_differs_each_epoch(cache):
@@ -134,13 +97,6 @@ def test_more_epoch_rows_are_reshuffled_passes_one_after_another(cache):
     assert sorted(epoch[:160]) == sorted(epoch[160:320]) == list(range(160))
     assert epoch[:160] != epoch[160:320]
     assert max(Counter(epoch[320:]).values()) == 1
-
-
-def test_where_chooses_segments(cache):
-    with Loader(cache, 16, where=lambda segment: segment.seq % 5 != 0) as training:
-        assert sorted(ids(training)) == [i for i in range(160) if i // 16 % 5 != 0]
-    with Loader(cache, 16, where=lambda segment: segment.seq % 5 == 0) as validation:
-        assert sorted(ids(validation)) == [*range(16), *range(80, 96)]
 
 
 def test_an_exception_of_where_arrives_and_leaves_no_lease(cache):
@@ -381,17 +337,6 @@ def test_a_finished_epoch_stays_finished(cache):
 
 
 @pytest.mark.slow
-def test_break_ends_an_epoch_and_frees_its_lease_soon(cache):
-    with Loader(cache, 16) as loader:
-        for batch in loader:
-            check(batch)
-            assert cache.stats().leased_bytes > 0
-            break
-        wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
-        assert sorted(ids(loader)) == list(range(160))
-
-
-@pytest.mark.slow
 def test_an_idle_loader_leases_nothing_soon(cache):
     with Loader(cache, 16) as loader:
         assert len(ids(loader)) == 160
@@ -511,73 +456,7 @@ def test_an_epoch_of_a_growing_cache_never_loses_rows_to_eviction(tmp_path):
 # memory
 
 
-def test_nothing_of_an_epoch_that_is_kept_whole_is_overwritten(cache):
-    with Loader(cache, 16, prefetch=1) as loader:
-        epochs = [list(loader) for _ in range(6)]
-        assert all(sorted(ids(epoch)) == list(range(160)) for epoch in epochs)
-
-
-def test_kept_batches_survive_many_epochs_and_the_loader(cache):
-    kept = []
-    with Loader(cache, 16, prefetch=2) as loader:
-        for number in range(40):
-            for step, batch in enumerate(loader):
-                if (step + number) % 7 == 0:
-                    kept.append((batch["image"][3], int(batch["id"][3])))  # a view of one row
-    del batch, loader
-    gc.collect()
-    assert len(kept) > 50
-    assert all(np.array_equal(image, BASE + number) for image, number in kept)
-
-
-def test_writing_to_a_batch_changes_nothing_but_the_batch(cache):
-    with Loader(cache, 16) as loader:
-        for _ in range(3):
-            for batch in loader:
-                check(batch)
-                batch["image"][...] = -1
-                batch["id"] += 1
-    assert cache.verify() == []
-
-
 # transform
-
-
-def test_the_result_of_a_transform_is_yielded(cache):
-    threads = set()
-
-    def double(batch):
-        threads.add(threading.current_thread())
-        return {"twice": 2 * batch["id"]}
-
-    with Loader(cache, 16, transform=double) as loader:
-        epoch = list(loader)
-    assert all(list(batch) == ["twice"] for batch in epoch)
-    assert sorted(np.concatenate([batch["twice"] for batch in epoch])) == list(range(0, 320, 2))
-    assert threading.current_thread() not in threads
-
-
-def fail_at(number):
-    def transform(batch):
-        if number in batch["id"]:
-            raise KeyError(f"the image {number}")
-        return batch
-
-    return transform
-
-
-@pytest.mark.slow
-def test_an_exception_of_a_transform_arrives_in_the_place_of_its_batch(cache):
-    with Loader(cache, 16, shuffle=None, transform=fail_at(100)) as loader:
-        for _ in range(2):  # usable afterwards
-            delivered = []
-            with pytest.raises(KeyError, match="the image 100") as caught:
-                delivered.extend(i for batch in loader for i in batch["id"].tolist())
-            assert delivered == list(range(96))
-            assert "in transform" in "".join(traceback.format_exception(caught.value))
-        publish(cache, 1)
-        del caught  # its traceback has the batch that failed, a view
-        wait_until(lambda: gc.collect() >= 0 and cache.stats().leased_bytes == 0, "the lease to end")
 
 
 def test_a_slow_transform_holds_up_no_batch_before_its_own(cache):
@@ -726,53 +605,6 @@ def test_a_signal_handler_may_close_the_loader_as_its_thread_comes_to_the_oldest
     assert cache.stats().leased_bytes == 0
 
 
-class AtCall:
-    """A signal handler at work as this thread enters its n-th function of some modules of arrowcache."""
-
-    def __init__(self, number, modules, handler):
-        self._left, self._modules, self._handler = number, modules, handler
-
-    def __enter__(self):
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _trace(self, frame, event, argument):
-        if not frame.f_code.co_filename.endswith(self._modules):
-            return
-        self._left -= 1
-        if self._left == 0:
-            sys.settrace(None)
-            self._handler()
-
-    @property
-    def has_come(self):
-        return self._left <= 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"workers": 2, "transform": dict}], ids=["plain", "processes"])
-def test_a_signal_handler_may_close_the_loader_anywhere_in_iter(cache, options):
-    """It was an AttributeError of what `close` had taken away; before that was made, its thread lived on."""
-    before, modules = (
-        {*threading.enumerate()},
-        ("reading/loader.py", "reading/parking.py", "reading/stream.py"),
-    )
-    for number in itertools.count(1):
-        loader, epoch = ac.Loader(cache, 16, **options), None
-        with AtCall(number, modules, loader.close) as at, suppress(ValueError):
-            epoch = iter(loader)
-        if not at.has_come:
-            break
-        assert epoch is None or list(epoch) == []
-        assert cache.stats().leased_bytes == 0
-        assert {*threading.enumerate()} <= before
-    loader.close()
-    assert number > 10
-
-
 @pytest.mark.parametrize("rows_come", [False, True])
 def test_close_while_another_thread_waits_in_iter_ends_that_and_leases_nothing(tmp_path, rows_come):
     cache = make_cache(tmp_path / "cache")
@@ -803,25 +635,6 @@ def test_a_loader_that_was_never_iterated_has_no_thread(cache):
     loader = Loader(cache, 16)
     assert loader_threads() == before
     loader.close()
-
-
-@pytest.mark.slow
-def test_a_loader_that_is_dropped_in_an_epoch_ends_quietly(cache):
-    in_transform, go_on = threading.Event(), threading.Event()
-
-    def transform(batch):
-        in_transform.set()
-        assert go_on.wait(DEADLINE_SECONDS)
-        return batch
-
-    epoch = iter(Loader(cache, 16, transform=transform))
-    assert in_transform.wait(DEADLINE_SECONDS)
-    del epoch  # now only the background thread has a reference to the loader
-    gc.collect()
-    go_on.set()
-    wait_until(lambda: not loader_threads(), "the thread to end")
-    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
-    gc.collect()  # an exception in a finalizer fails the test
 
 
 def test_stats_count_what_was_delivered(cache):
@@ -857,50 +670,6 @@ def test_stats_name_the_transform_that_everything_waits_for(cache):
         assert loader.stats().bottleneck == "transform"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"batch_size": 0}, ValueError, "batch_size"),
-        ({"batch_size": 1.5}, TypeError, "batch_size"),
-        ({"batch_size": True}, ValueError, "batch_size"),
-        ({"shuffle": "row"}, ValueError, "shuffle='row'"),
-        ({"seed": -1}, ValueError, "seed"),
-        ({"seed": None}, TypeError, "seed"),
-        ({"columns": ["id", "imag"]}, ValueError, "unknown column 'imag'"),
-        ({"columns": "id"}, TypeError, "columns"),
-        ({"columns": []}, ValueError, "columns is empty"),
-        ({"columns": ["id", "id"]}, ValueError, "twice"),
-        ({"prefetch": 0}, ValueError, "prefetch"),
-        ({"epoch_rows": 0}, ValueError, "epoch_rows"),
-        ({"epoch_rows": 15}, ValueError, "less than one step of 16 rows"),
-        ({"wait_rows": 0}, ValueError, "wait_rows"),
-        ({"timeout": 0}, ValueError, "timeout"),
-        ({"timeout": float("nan")}, ValueError, "timeout"),
-        ({"transform": 5}, TypeError, "transform"),
-        ({"where": "seq > 3"}, TypeError, "where"),
-        ({"drop_last": "no"}, TypeError, "drop_last must be True or False, not 'no'"),
-        ({"with_ids": 1}, TypeError, "with_ids must be True or False, not 1"),
-        ({"batch_size": 2**31}, ValueError, f"batch_size={2**31} must be an int of at most {2**31 - 1}"),
-        ({"batch_size": 2**31 - 1, "drop_last": False}, ValueError, "take 2.0 TiB, and there are.*lower"),
-        ({"epoch_rows": 2**70}, ValueError, "epoch_rows=.*at most"),
-        ({"wait_rows": 2**70}, ValueError, "wait_rows=.*at most"),
-        ({"prefetch": 2**20}, ValueError, "prefetch=1048576 must be an int of at most 65536"),
-        ({"workers": 5000, "worker_type": "thread"}, ValueError, "workers=5000 must be .*at most 256"),
-    ],
-)
-def test_a_wrong_argument_fails_in_the_constructor(cache, options, error, words):
-    with pytest.raises(error, match=words):
-        Loader(cache, **{"batch_size": 16, **options})
-
-
-def test_a_cache_that_is_none_fails_in_the_constructor(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        Loader(tmp_path / "nothing", 16)
-    with pytest.raises(TypeError, match="Cache"):
-        Loader(7, 16)
-
-
 @pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
 def test_the_largest_counts_work(cache, shuffle):
     options = {"prefetch": 2**16, "epoch_rows": 2**62, "seed": 2**200, "workers": 256}
@@ -917,18 +686,6 @@ def test_the_largest_counts_work(cache, shuffle):
 def test_numpy_integers_are_integers(cache):
     with Loader(cache, np.int64(16), seed=np.uint8(3)) as loader:
         assert len(ids(loader)) == 160
-
-
-def test_an_interrupt_while_an_epoch_maps_its_segments_leaves_no_lease(cache, monkeypatch):
-    publish(cache, 2)
-
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Snapshot, "map_all", interrupted)
-    with ac.Loader(cache, 4) as loader, pytest.raises(KeyboardInterrupt):
-        iter(loader)
-    assert cache.stats().leased_bytes == 0
 
 
 @pytest.mark.slow
@@ -948,71 +705,6 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
             wait_until(lambda: snapshot() is None, "the second epoch's snapshot to go")
         finally:
             gc.enable()
-
-
-def test_ctrl_c_while_an_epoch_is_planned_leaves_nothing_leased_and_no_warning(cache, monkeypatch):
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    loader = ac.Loader(cache, 8)
-    monkeypatch.setattr(Snapshot, "segment_rows", property(interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        iter(loader)
-    assert cache.stats().leased_bytes == 0
-    monkeypatch.undo()
-    assert sum(1 for _ in loader) > 0
-    loader.close()
-
-
-def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
-    def interrupted(*_):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    with Loader(cache, 16) as loader:
-        iterator = iter(loader)
-        check(next(iterator))
-        monkeypatch.setattr(Parking, "park", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            iterator.close()
-    assert cache.stats().leased_bytes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", ["rows", "window"])
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (MappedSegments, "_let_go"),
-        (MappedSegments, "_unused"),
-        (MappedSegments, "_unmap"),
-        (Mutex, "settle"),
-        (Lease, "_unlock_oldest"),
-        (Snapshot, "_let_go"),
-        (Parking, "drop"),
-        (BatchStream, "close"),
-        (WorkerThreads, "close"),
-    ],
-)
-def test_ctrl_c_anywhere_in_close_is_made_good_by_the_next(cache, monkeypatch, owner, name, shuffle):
-    original = getattr(owner, name)
-    main, interrupted = threading.get_ident(), []
-
-    def once(*arguments):
-        if threading.get_ident() == main and not interrupted:
-            interrupted.append(name)
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    loader = Loader(cache, 16, shuffle=shuffle, transform=lambda batch: batch)
-    iterator = iter(loader)
-    check(next(iterator))
-    monkeypatch.setattr(owner, name, once)
-    with suppress(KeyboardInterrupt):  # where the read-ahead has done it already, nothing is interrupted
-        loader.close()
-    loader.close()
-    assert cache.stats().leased_bytes == 0
-    wait_until(lambda: not loader_threads(), "the loader's thread to end")
 
 
 def test_a_forked_child_reads_on_whatever_its_parents_threads_were_doing(cache):

@@ -323,31 +323,6 @@ def test_processes_share_every_epoch_while_the_cache_grows(cache, shuffle):
 # arguments
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"rank": 0}, ValueError, "pass world_size, too"),
-        ({"world_size": 2}, ValueError, "pass rank, too"),
-        ({"run_id": "job"}, ValueError, "without a rank"),
-        ({"rank": 2, "world_size": 2, "run_id": "job"}, ValueError, "ranks count from 0"),
-        ({"rank": -1, "world_size": 2, "run_id": "job"}, ValueError, "ranks count from 0"),
-        ({"rank": 0, "world_size": 0, "run_id": "job"}, ValueError, "ranks count from 0"),
-        ({"rank": 0.0, "world_size": 2, "run_id": "job"}, TypeError, "rank must be an int"),
-        ({"rank": True, "world_size": 2, "run_id": "job"}, TypeError, "rank must be an int"),
-        ({"rank": np.bool_(1), "world_size": 2, "run_id": "job"}, TypeError, "rank must be an int"),
-        ({"rank": 0, "world_size": 2, "run_id": 5}, TypeError, "run_id must be a str"),
-        ({"rank": 0, "world_size": 2}, ValueError, "pass run_id="),
-        ({"rank": 0, "world_size": 2, "run_id": ""}, ValueError, "run_id is empty"),
-        ({"rank": 0, "world_size": 2, "run_id": "job", "epoch_rows": 31}, ValueError, "one step of 32 rows"),
-    ],
-)
-def test_wrong_ranks_fail_in_the_constructor(cache, options, error, words):
-    with pytest.raises(error, match=words):
-        Loader(cache, 16, **options)
-    assert held_rank_files(cache) == []
-
-
 def test_a_world_of_one_needs_no_run(cache):
     with Loader(cache, 16, rank=0, world_size=1) as loader:
         assert len(ids_of(loader)) == 144

@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import itertools
-import linecache
 import os
 import shutil
-import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -342,56 +339,6 @@ def test_what_was_cut_short_is_let_go_when_its_cache_dies(tmp_path, monkeypatch)
     del snapshot, cache
     gc.collect()
     assert mapped_files() == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("work", ["map", "release"])
-def test_ctrl_c_at_any_line_leaves_nothing_mapped_that_is_not_leased(cache, work):
-    """And nothing that the next one who does something does not let go."""
-    came = False
-
-    def interrupt_at(number):
-        left = number
-
-        def trace(frame, event, _):
-            nonlocal came, left
-            if frame.f_code.co_filename not in (mapped.__file__, maps.__file__):
-                return None
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            is_shielded = line.startswith(("with ", "try:"))  # an exception in a trace would skip its end
-            if event in ("line", "return") and not came and not is_shielded:
-                if left == 0:
-                    came = True
-                    raise KeyboardInterrupt
-                left -= 1
-            return trace
-
-        return trace
-
-    cache.snapshot().close()
-    count, _ = maps.count(), cache.stats()
-    descriptors = len(os.listdir("/proc/self/fd"))
-    for number in itertools.count():
-        came = False
-        snapshot = cache.snapshot()
-        if work == "release":
-            snapshot.gather([0, 20, 40])
-            snapshot.release_oldest(1)
-        sys.settrace(interrupt_at(number))
-        with suppress(KeyboardInterrupt):
-            snapshot.gather([20, 40, 60]) if work == "map" else snapshot.close()
-        sys.settrace(None)
-        leased = cache.stats().leased_bytes
-        assert leased or not mapped_files(), number
-        if work == "map":
-            assert snapshot.gather([20, 40, 60])["id"].tolist() == [20, 40, 60]
-        snapshot.close()
-        cache.snapshot().close()
-        assert (mapped_files(), maps.count(), cache.stats().leased_bytes) == ([], count, 0), number
-        assert len(os.listdir("/proc/self/fd")) <= descriptors
-        if not came:
-            break
-    assert number > 15
 
 
 def test_to_map_a_segment_reads_its_headers_and_offsets_alone(tmp_path):

@@ -364,20 +364,9 @@ def test_a_pace_can_be_given_where_a_cache_is_made(tmp_path):
         cache.set_pace({"max_reuse": 2})
 
 
-def test_what_is_no_pace_makes_no_cache(tmp_path):
-    with pytest.raises(TypeError, match=r"arrowcache\.Pace"):
-        ac.Cache.create(tmp_path / "a", {"x": ac.Tensor("int64")}, "10MB", "1MB", pace={"max_reuse": 2})
-    assert not (tmp_path / "a").exists()
-
-
 def test_rows_that_a_cache_can_never_hold_are_not_waited_for(cache):
     pace = ac.Pace(min_rows=10_000)
     with pytest.raises(ValueError, match=r"capacity is 9\.5 MiB: lower min_rows"):
         cache.set_pace(pace)
     cache.resize("20MB")
     cache.set_pace(pace)
-
-
-def test_a_loader_must_be_told_whether_it_is_paced(cache):
-    with pytest.raises(TypeError, match="paced"):
-        ac.Loader(cache, 16, paced="yes")

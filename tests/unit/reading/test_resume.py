@@ -515,49 +515,6 @@ def test_the_rest_of_an_epoch_includes_the_headroom_and_what_where_leaves_out(tm
 # wrong arguments
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"format": "torch"}, "not a state"),
-        ({"version": 99}, "version 99"),
-        ({"epoch": -1}, "damaged"),
-        ({"position": "12"}, "damaged"),
-        ({"position": 58}, "damaged"),
-        ({"epoch_rows": 0}, "damaged"),
-        ({"epoch_rows": 20, "position": 21}, "damaged"),
-        ({"window_rows": 0}, "damaged"),
-        ({"block_rows": 0}, "damaged"),
-        ({"shuffle": "all"}, "damaged"),
-        ({"segments": [[3, 1, 16], [0, 1, 16]]}, "damaged"),
-        ({"segments": [[-3, 2, 16]]}, "damaged"),
-        ({"segments": None}, "damaged"),
-    ],
-)
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_a_state_that_cannot_be_is_refused_when_it_is_loaded(cache, shuffle, change, words):
-    with loader_of(cache, shuffle=shuffle) as loader:
-        _, state = stop_after(2, loader)
-        with pytest.raises(ValueError, match=words):
-            loader.load_state_dict(state | change)
-
-
-def test_a_state_with_segments_larger_than_any_of_this_cache_is_refused(cache):
-    """Its rows are walked to see which are left: of 2**60 that took for ever."""
-    with loader_of(cache) as loader:
-        _, state = stop_after(2, loader)
-        before = loader.state_dict()
-        with pytest.raises(ValueError, match="another cache"):
-            loader.load_state_dict(state | {"segments": [[0, 1, 2**60]]})
-        assert loader.state_dict() == before
-
-
-@pytest.mark.parametrize("missing", ["ignore", None, True])
-def test_missing_is_skip_or_raise(cache, missing):
-    with loader_of(cache) as loader, pytest.raises(ValueError, match="must be 'skip' or 'raise'"):
-        loader.load_state_dict(loader.state_dict(), missing=missing)
-
-
 def test_a_state_says_nothing_but_plain_values(cache):
     with loader_of(cache, shuffle="window") as loader:
         _, state = stop_after(1, loader)

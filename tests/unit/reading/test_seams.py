@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import linecache
-import sys
 import threading
 from contextlib import closing, suppress
 
@@ -22,7 +20,7 @@ from helpers import (
 
 from arrowcache import Loader
 from arrowcache.native import maps
-from arrowcache.reading import stream, supply
+from arrowcache.reading import stream
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.supply import EpochUsage
 from arrowcache.storage.folder import Folder
@@ -200,43 +198,3 @@ def test_a_new_segment_that_is_damaged_is_left_out(cache):
         with pytest.warns(RuntimeWarning, match="quarantined"):
             ids_of(itertools.islice(epochs, STEPS - 1))
         assert sorted(take_epoch(epochs, loader)) == list(range(160))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a snapshot was not closed")  # it closes as it is dropped
-def test_ctrl_c_at_any_line_of_a_seam_leaves_nothing_leased(cache):
-    files = (stream.__file__, supply.__file__)
-    came = True
-
-    def interrupt_at(number):
-        left = number
-
-        def trace(frame, event, _):
-            nonlocal came, left
-            if frame.f_code.co_filename not in files:
-                return None
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            is_shielded = line.startswith(("with ", "try:", "finally:"))
-            if event == "line" and not came and not is_shielded:
-                if left == 0:
-                    came = True
-                    raise KeyboardInterrupt
-                left -= 1
-            return trace
-
-        return trace
-
-    number = 0
-    while came:
-        came = False
-        with Loader(cache, 8, prefetch=8, columns=["id"]) as loader:
-            epochs = loader.repeat()
-            next(epochs)
-            sys.settrace(interrupt_at(number))
-            with suppress(KeyboardInterrupt):
-                ids_of(itertools.islice(epochs, STEPS + 8))
-            sys.settrace(None)
-            epochs.close()
-        assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, []), number
-        number += 1
-    assert number > 50

@@ -138,15 +138,7 @@ def test_text_is_gathered_beside_views(tmp_path):
 # where a copy would happen
 
 
-def test_views_refuse_what_would_be_copied(cache, tmp_path):
-    with cache.snapshot() as snapshot:
-        with pytest.raises(ValueError, match="several segments"):
-            list(snapshot.views(5))
-        for wrong in (0, -1, 1.5):
-            with pytest.raises((TypeError, ValueError), match="batch_rows"):
-                snapshot.views(wrong)
-        with pytest.raises(ValueError, match="unknown column"):
-            snapshot.views(columns=["no"])
+def test_views_refuse_what_would_be_copied(tmp_path):
     schema = ac.Schema({"x": ac.Tensor("int64"), "t": ac.String()})
     texts = make_cache(tmp_path / "texts", schema)
     with texts.writer() as writer:
@@ -158,19 +150,6 @@ def test_views_refuse_what_would_be_copied(cache, tmp_path):
     with Loader(texts, 1, shuffle=None) as loader, pytest.raises(ValueError, match=r"\['t'\]"):
         loader.assert_zero_copy()
     with Loader(texts, 1, shuffle=None, columns=["x"]) as loader:
-        loader.assert_zero_copy()
-
-
-@pytest.mark.parametrize("shuffle", ["rows", "window"])
-def test_a_shuffle_of_rows_cannot_be_asserted_to_be_zero_copy(cache, shuffle):
-    with Loader(cache, 8, shuffle=shuffle) as loader, pytest.raises(ValueError, match="use shuffle='blocks'"):
-        loader.assert_zero_copy()
-
-
-def test_segments_that_batches_do_not_divide_are_named(cache):
-    with Loader(cache, 5, shuffle="blocks") as loader, pytest.raises(ValueError, match="6 of 6 segments"):
-        loader.assert_zero_copy()
-    with Loader(cache, 32, shuffle=None) as loader, pytest.raises(ValueError, match="segment_rows"):
         loader.assert_zero_copy()
 
 
@@ -312,14 +291,6 @@ def test_an_interpreter_that_exits_with_live_views_ends_in_silence(cache, shuffl
     assert (done.returncode, done.stdout, done.stderr) == (0, "3 6\n", "")
     assert not leased(cache)
     assert cache.verify() == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [((True,), "batch_rows=True"), ((8, []), "columns is empty")]
-)
-def test_views_of_nothing_or_of_no_number_are_refused(cache, arguments, message):
-    with cache.snapshot() as snapshot, pytest.raises(ValueError, match=message):
-        snapshot.views(*arguments)
 
 
 def test_an_odd_batch_among_views_takes_no_more_memory_than_it_has(cache):

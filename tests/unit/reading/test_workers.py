@@ -5,22 +5,18 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from helpers import DEADLINE_SECONDS, in_child, make_cache, wait_until
+from helpers import DEADLINE_SECONDS, wait_until
 from processes import Script
 
 import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.reading import worker_threads
-from arrowcache.torch import Loader as TorchLoader
 
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
-SHUFFLES = ["rows", "window", "blocks", None]
 
 
 def loader_of(cache: ac.Cache, size: int = 8, workers: int = 3, **options: Any) -> Loader:
@@ -40,18 +36,6 @@ def threads() -> list[str]:
 
 
 # order and content
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transform", [None, lambda batch: batch])
-@pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_any_number_of_threads_yields_what_none_does(cache, shuffle, workers, transform):
-    options = {"shuffle": shuffle, "drop_last": False, "transform": transform}
-    with Loader(cache, 7, **options) as plain, loader_of(cache, 7, workers, **options) as loader:
-        for _ in range(3):
-            expected = [batch["id"].tolist() for batch in plain]
-            assert [batch["id"].tolist() for batch in loader] == expected
 
 
 def test_transforms_that_end_in_another_order_are_delivered_in_step_order(cache):
@@ -97,65 +81,6 @@ def test_transforms_run_side_by_side(cache):
         assert len(set(ids(loader))) == 144
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_a_batch_that_threads_make_is_the_same(tmp_path, shuffle):
-    schema = ac.Schema(
-        {
-            "id": ac.Tensor("int64"), "odd": ac.Tensor("float32", (7,)), "flag": ac.Tensor("bool", (3,)),
-            "text": ac.String(), "points": ac.Ragged("float32", (2,)),
-        }
-    )  # fmt: skip
-    cache = make_cache(tmp_path / "cache", schema)
-    with cache.writer() as writer:
-        for n in range(100):
-            points = np.full((n % 4, 2), n, np.float32)
-            writer.append(id=n, odd=np.full(7, n, np.float32), flag=[n % 2, 0, 1], text=f"{n}", points=points)
-    for size in (1, 2, 9, 64):
-        options = {"shuffle": shuffle, "with_ids": True, "drop_last": False}
-        with Loader(cache, size, **options) as plain, loader_of(cache, size, **options) as loader:
-            for _ in range(2):
-                for expected, batch in zip(plain, loader, strict=True):
-                    assert list(batch) == list(expected)
-                    for name in ("id", "odd", "flag", "_seq", "_row"):
-                        assert np.array_equal(batch[name], expected[name])
-                    assert batch["text"] == expected["text"]
-                    assert np.array_equal(batch["points"].data, expected["points"].data)
-                    assert np.array_equal(batch["points"].offsets, expected["points"].offsets)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [Loader, TorchLoader])
-def test_nothing_that_is_kept_is_overwritten(cache, make):
-    kept = []
-    with make(cache, 16, workers=4, worker_type="thread", prefetch=2) as loader:
-        epochs = [list(loader) for _ in range(3)]
-        for number in range(30):
-            for step, batch in enumerate(loader):
-                if (step + number) % 7 == 0:
-                    kept.append((batch["image"][3], int(batch["id"][3])))
-    del batch, loader
-    gc.collect()
-    assert all(sorted(ids(epoch)) == list(range(160)) for epoch in epochs)
-    assert len(kept) > 40
-    assert all(np.array_equal(image, BASE + number) for image, number in kept)
-
-
-def test_what_a_transform_writes_into_its_batch_reaches_no_other(cache):
-    def transform(batch):
-        batch["image"] += 1
-        return batch
-
-    for shuffle in SHUFFLES:
-        with loader_of(cache, 16, shuffle=shuffle, transform=transform) as loader:
-            for _ in range(3):
-                for batch in loader:
-                    assert np.array_equal(
-                        batch["image"], BASE + 1 + batch["id"].astype(np.float32)[:, None, None]
-                    )
-    assert cache.verify() == []
-
-
 # errors and ends
 
 
@@ -178,18 +103,6 @@ def test_an_exception_of_a_transform_arrives_in_its_place_and_the_loader_goes_on
             assert delivered == list(range(80))
         failing = False
         assert ids(loader) == list(range(160))
-
-
-@pytest.mark.slow
-def test_a_break_lets_go_and_the_next_epoch_is_whole(cache):
-    with loader_of(cache) as loader:
-        for _ in range(5):
-            for batch in loader:
-                assert len(batch["id"]) == 8
-                break
-        del batch
-        wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
-        assert sorted(ids(loader)) == list(range(160))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -233,23 +146,6 @@ def test_a_loader_that_is_dropped_while_transforms_block_leaves_no_thread(cache)
     wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
 
 
-def test_a_forked_child_iterates_anew_and_its_parent_goes_on(cache):
-    with loader_of(cache, shuffle=None) as loader:
-        epoch = iter(loader)
-        first = ids([next(epoch)])
-
-        def child():
-            with pytest.raises(ValueError, match="iterate anew"):
-                next(epoch)
-            assert ids(loader) == list(range(160))
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
-            with in_child(child):
-                pass
-        assert first + ids(epoch) == list(range(160))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_process_ends_although_a_transform_never_does(cache, workers):
@@ -278,21 +174,6 @@ def test_a_process_ends_although_a_transform_never_does(cache, workers):
 # arguments
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"worker_type": "fiber"}, ValueError, "worker_type='fiber' is unknown.*process.*thread"),
-        ({"workers": 2, "worker_type": None}, ValueError, "worker_type=None"),
-        ({"workers": -1, "worker_type": "thread"}, ValueError, "workers"),
-        ({"workers": 1.5, "worker_type": "thread"}, TypeError, "workers"),
-        ({"workers": True, "worker_type": "thread"}, ValueError, "workers"),
-    ],
-)
-def test_a_wrong_worker_argument_fails_in_the_constructor(cache, options, error, words):
-    with pytest.raises(error, match=words):
-        Loader(cache, 16, **options)
-
-
 @pytest.mark.parametrize("worker_type", ["process", "thread"])
 def test_no_workers_are_one_background_thread_of_either_type(cache, worker_type):
     names = set()
@@ -304,11 +185,3 @@ def test_no_workers_are_one_background_thread_of_either_type(cache, worker_type)
     with Loader(cache, 16, workers=0, worker_type=worker_type, transform=transform) as loader:
         assert sorted(ids(loader)) == list(range(160))
     assert names == {"arrowcache-worker-0"}
-
-
-def test_tensors_of_several_threads_share_no_memory(cache):
-    with TorchLoader(cache, 16, workers=3, worker_type="thread") as loader:
-        batches = list(loader)
-    for batch in batches:
-        batch["image"].fill_(int(batch["id"][0]))
-    assert all(torch.all(batch["image"] == int(batch["id"][0])) for batch in batches)

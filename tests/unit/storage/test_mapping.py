@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
 import mmap
 import os
 import signal
-import sys
 
 import pytest
 from helpers import in_child, wait_until
@@ -105,50 +103,6 @@ def test_ctrl_c_while_a_mapping_dies_is_raised_a_moment_after_it(file):
     finally:
         signal.signal(signal.SIGINT, before)
     assert told == [False, False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sparse", [False, True])
-def test_ctrl_c_at_any_step_of_mapping_a_file_leaves_it_unmapped(file, sparse):
-    """It would be mapped until the process ends, and its bytes on the disk be taken, though it is deleted."""
-    came = False
-
-    def interrupt_at(number):
-        left = number
-
-        def trace(frame, event, _):
-            nonlocal came, left
-            function = frame.f_code
-            if function.co_filename not in (mapping.__file__, linux.__file__):
-                return None
-            if function.co_name not in ("__init__", "_mmap", "map_memory"):
-                return None
-            if event in ("line", "return") and not came:
-                if left == 0:
-                    came = True
-                    raise KeyboardInterrupt
-                left -= 1
-            return trace
-
-        return trace
-
-    mapped_before = mapping.live_mappings()
-    for number in itertools.count():
-        came, told = False, []
-        sys.settrace(interrupt_at(number))
-        try:
-            FileMapping(file, lambda: told.append(str(file) in maps()), sparse=sparse)  # noqa: B023
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        gc.collect()
-        assert str(file) not in maps(), number
-        assert True not in told
-        assert mapping.live_mappings() == mapped_before
-        if not came:
-            break
-    assert number > 10
 
 
 def test_a_large_file_starts_at_a_huge_page_and_takes_one_mapping(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 
 import numpy as np
@@ -13,36 +12,6 @@ from hypothesis import strategies as st
 
 import arrowcache as ac
 from arrowcache.storage.pace import Flow
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_rows": 0}, "min_rows"),
-        ({"max_reuse": 0}, "max_reuse"),
-        ({"samples_per_insert": 0}, "above 0"),
-        ({"samples_per_insert": -1.0}, "above 0"),
-        ({"samples_per_insert": math.nan}, "finite"),
-        ({"samples_per_insert": math.inf}, "finite"),
-        ({"samples_per_insert": 10**400}, "finite"),
-        ({"samples_per_insert": 2, "tolerance": -1}, "tolerance"),
-        ({"samples_per_insert": 2, "tolerance": math.nan}, "tolerance"),
-        ({"tolerance": 10}, "give that, too"),
-        ({"samples_per_insert": 3, "max_reuse": 2}, "never be reached"),
-    ],
-)
-def test_a_number_that_does_not_fit_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ac.Pace(**options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"min_rows": "1"}, {"max_reuse": 1.5}, {"samples_per_insert": "2"}, {"samples_per_insert": True}],
-)
-def test_what_is_no_number_is_refused(options):
-    with pytest.raises(TypeError):
-        ac.Pace(**options)
 
 
 def test_any_type_of_number_is_kept_as_a_plain_one():

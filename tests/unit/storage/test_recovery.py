@@ -284,10 +284,6 @@ def test_a_cache_is_taken_as_object_or_as_path(path, monkeypatch):
     assert store_of(path).settings == store_of(str(path)).settings
     monkeypatch.chdir(path.parent)
     assert store_of("cache").folder.path == path
-    with pytest.raises(TypeError, match="Cache or the path"):
-        store_of(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Cache or the path"):
-        store_of(None)  # type: ignore[arg-type]
 
 
 def test_a_cache_moved_to_another_place_is_as_it_was(path, tmp_path):

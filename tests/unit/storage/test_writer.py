@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -61,10 +59,6 @@ def test_samples_come_as_keywords_or_as_one_mapping(cache):
         writer.append(sample(1))
         writer.extend(**many(2, 2))
         writer.extend(many(4, 2))
-        with pytest.raises(TypeError, match="not both"):
-            writer.append(sample(6), id=6)
-        with pytest.raises(TypeError, match="mapping"):
-            writer.append([1, 2])  # type: ignore[arg-type]
     assert published_ids(cache) == list(range(6))
 
 
@@ -424,37 +418,6 @@ def test_a_writer_that_is_open_at_exit_warns(cache, max_delay):
     assert "a writer with 1 unpublished samples was not closed" in ended.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # came as a generator ended
-def test_max_delay_holds_after_ctrl_c_at_any_step(tmp_path):
-    for number in itertools.count(0, 3):
-        cache = make_cache(tmp_path / str(number))
-        interrupt = CtrlC(number)
-        with cache.writer(max_delay=0) as writer:
-            writer.append(sample(0))
-            wait_until(lambda cache=cache: published_ids(cache) == [0], "the first sample")
-            try:
-                with interrupt:
-                    writer.append(sample(1))
-            except KeyboardInterrupt:
-                pass
-            writer.append(sample(2))
-            wait_until(lambda cache=cache: published_ids(cache)[-1] == 2, f"the last sample, after {number}")
-        if not interrupt.came:
-            break
-    assert number > 20
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"on_full": "block"}, "on_full='block'"), ({"timeout": -1}, "timeout=-1"),
-     ({"max_delay": -0.1}, "max_delay"), ({"timeout": float("nan")}, "timeout")],
-)  # fmt: skip
-def test_a_wrong_argument_is_named(cache, options, message):
-    with pytest.raises(ValueError, match=message):
-        cache.writer(**options)
-
-
 def test_variable_rows_fill_a_segment_by_their_bytes(tmp_path):
     schema = ac.Schema({"id": ac.Tensor("int64"), "raw": ac.Binary()})
     cache = ac.Cache.create(tmp_path / "cache", schema, capacity="4MiB", segment_bytes="16KiB")
@@ -517,79 +480,3 @@ def test_a_wait_without_bound_may_be_said_as_infinity(cache):
     with cache.writer(timeout=float("inf"), max_delay=float("inf")) as writer:
         writer.append(sample(0))
     assert published_ids(cache) == [0]
-    for wrong, error in (("5", TypeError), (-1, ValueError), (float("nan"), ValueError)):
-        with pytest.raises(error, match="max_delay"):
-            cache.writer(max_delay=wrong)
-
-
-class CtrlC:
-    """A KeyboardInterrupt before the n-th function or line, in this thread, of the code that takes samples.
-
-    Not before lines of a function with a lock: one comes between a `with` block and its end, where the
-    interpreter itself lets no signal in.
-    """
-
-    def __init__(self, number):
-        self._left = number
-        self.came = False
-
-    def __enter__(self):
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _trace(self, frame, event, _):
-        function = frame.f_code
-        if not function.co_filename.endswith(("/arrow/builder.py", "/storage/writer.py")):
-            return None
-        if not self.came and (event == "call" or (event == "line" and "_lock" not in function.co_names)):
-            if self._left == 0:
-                self.came = True
-                raise KeyboardInterrupt
-            self._left -= 1
-        return self._trace
-
-
-def every_kind(first, count):
-    return {
-        "id": np.arange(first, first + count),
-        "name": [f"row {number}" for number in range(first, first + count)],
-        "raw": [bytes([number]) * number for number in range(first, first + count)],
-        "ragged": [np.full((number, 2), number, np.int16) for number in range(first, first + count)],
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # came as a generator ended
-@pytest.mark.parametrize("count", [1, 3])
-def test_ctrl_c_at_any_step_takes_whole_rows_or_none(tmp_path, count):
-    ragged = ac.Ragged("int16", (2,))
-    schema = ac.Schema({"id": ac.Tensor("int64"), "name": ac.String(), "raw": ac.Binary(), "ragged": ragged})
-    for number in itertools.count():
-        cache = ac.Cache.create(tmp_path / str(number), schema, capacity="4MiB", segment_bytes="64KiB")
-        interrupt = CtrlC(number)
-        with cache.writer() as writer:
-            writer.extend(every_kind(0, 2))
-            try:
-                with interrupt:
-                    if count == 1:
-                        writer.append({name: values[0] for name, values in every_kind(2, 1).items()})
-                    else:
-                        writer.extend(every_kind(2, count))
-            except KeyboardInterrupt:
-                pass
-            writer.extend(every_kind(8, 2))
-        assert cache.verify() == []
-        with cache.snapshot() as snapshot:
-            ids = snapshot.gather(np.arange(len(snapshot)))["id"].tolist()
-            assert ids in ([0, 1, 8, 9], [0, 1, *range(2, 2 + count), 8, 9]), number
-            rows = snapshot.table().to_pylist()
-        for row in rows:
-            expected = every_kind(row["id"], 1)
-            assert (row["name"], row["raw"]) == (expected["name"][0], expected["raw"][0])
-            assert row["ragged"] == expected["ragged"][0].ravel().tolist()
-        shutil.rmtree(tmp_path / str(number))
-        if not interrupt.came:
-            break
-    assert number > 50

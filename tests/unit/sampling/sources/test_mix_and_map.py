@@ -72,14 +72,6 @@ def test_rows_that_a_source_yields_at_once_are_mixed_one_by_one(tmp_path):
     require_pure(mix)
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), 0.0])
-def test_a_weight_that_cannot_be_is_an_error_naming_the_source(weight):
-    with pytest.raises(ValueError, match=r"the weight of sources\[1\], Numbers\(1\), is"):
-        Mix({Numbers(0): 1, Numbers(1): weight})
-    with pytest.raises(TypeError, match="must be a number"):
-        Mix({Numbers(0): "1"})
-
-
 def test_schemas_that_differ_are_an_error_naming_source_and_field():
     def other(rng):
         yield {"kind": 1, "x": "text"}
@@ -91,17 +83,6 @@ def test_schemas_that_differ_are_an_error_naming_source_and_field():
         Mix({Numbers(0): 1, other: 1})
     with pytest.raises(SchemaError, match=r"sources\[1\].*narrow.* has field 'x' as None"):
         Mix({Numbers(0): 1, narrow: 1})
-
-
-def test_arguments_that_cannot_work_fail_at_once():
-    with pytest.raises(ValueError, match="at least one"):
-        Mix({})
-    with pytest.raises(ValueError, match="on_error='ignore'"):
-        Mix({Numbers(0): 1}, on_error="ignore")
-    with pytest.raises(TypeError, match=r"sources\[0\].* must be a source"):
-        Mix([(3, 1)])
-    with pytest.raises(SamplerError, match="yielded nothing"):
-        Mix([(lambda rng: iter([]), 1)])
 
 
 def test_a_source_that_fails_ends_the_task_unless_it_is_to_be_skipped(caplog):
@@ -172,15 +153,6 @@ def test_a_ragged_field_is_declared():
     source = Map(Numbers(1), lambda s: {"r": np.arange(3)}, schema={"r": ac.Ragged("int64")})
     assert source.schema == ac.Schema({"r": ac.Ragged("int64")})
     digest(source, 0, 0)
-
-
-def test_a_map_of_what_cannot_work_fails_at_once():
-    with pytest.raises(TypeError, match="function must be"):
-        Map(Numbers(0), None)
-    with pytest.raises(TypeError, match="source must be"):
-        Map(3, double)
-    with pytest.raises(SamplerError, match=r"must return a sample.*not NoneType"):
-        Map(Numbers(0), lambda sample: None)
 
 
 @pytest.mark.slow

@@ -1,0 +1,107 @@
+"""The contract of readers, kept by all of NumPy's and torch's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from quick import first_is_quick
+from reader_contract import Contract, Face
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch.utils.data import DataLoader
+
+import arrowcache as ac
+import arrowcache.torch as at
+
+if TYPE_CHECKING:
+    from typing import Self
+
+OF_LOADERS = frozenset({"transform", "ids", "ranks", "writing", "one epoch", "close", "state", "fork"})
+OF_DATALOADERS = frozenset({"transform", "ranks", "writing"})
+
+
+def loader_face(kind: Any, **fixed: Any) -> Face:
+    return Face(lambda cache, size, **options: kind(cache, size, **fixed, **options), OF_LOADERS)
+
+
+class Stock:
+    """A stock DataLoader, whose state is that of what it draws from; nothing but its end closes it."""
+
+    def __init__(self, loader: DataLoader[Any], source: Any) -> None:
+        self._loader, self._source = loader, source
+
+    def __iter__(self) -> Any:
+        return iter(self._loader)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._source.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+
+
+class Prefetched(Stock):
+    """Batches of a loader, moved to a device by a prefetcher of their own."""
+
+    def __init__(self, cache: ac.Cache, size: int, **options: Any) -> None:
+        loader = at.Loader(cache, size, **options)
+        super().__init__(at.DevicePrefetcher(loader, "cpu"), loader)
+
+    def __exit__(self, *_: object) -> None:
+        self._source.close()
+
+
+def stock(workers: int, context: str | None = None) -> Face:
+    def make(cache: ac.Cache, size: int, **options: Any) -> Stock:
+        loader = at.dataloader(cache, size, workers, multiprocessing_context=context, **options)
+        return Stock(loader, None)
+
+    return Face(make, OF_DATALOADERS)
+
+
+def iterable(workers: int, context: str | None = None, *, persistent: bool = False) -> Face:
+    def make(cache: ac.Cache, size: int, **options: Any) -> Stock:
+        dataset = at.CacheIterableDataset(cache, size, **options)
+        loader = DataLoader(
+            dataset, batch_size=None, num_workers=workers, multiprocessing_context=context,
+            persistent_workers=persistent,
+        )  # fmt: skip
+        return Stock(loader, dataset)
+
+    return Face(make, OF_DATALOADERS - {"ranks"} | ({"state"} if not workers else set()))
+
+
+FACES = {
+    "numpy": loader_face(ac.Loader),
+    "torch": loader_face(at.Loader),
+    "device": loader_face(at.Loader, device="cpu"),
+    "dataloader": stock(0),
+    "iterable": iterable(0),
+    "numpy, threads": loader_face(ac.Loader, workers=2, worker_type="thread"),
+    "torch, threads": loader_face(at.Loader, workers=2, worker_type="thread"),
+    "device, threads": loader_face(at.Loader, workers=2, worker_type="thread", device="cpu"),
+    "numpy, processes": loader_face(ac.Loader, workers=2),
+    "torch, processes": loader_face(at.Loader, workers=2),
+    "prefetcher": Face(Prefetched, OF_LOADERS - {"one epoch", "close", "fork", "state"}),
+    "dataloader, forked": stock(2, "fork"),
+    "iterable, forked": iterable(2, "fork"),
+    "iterable, persistent": iterable(2, "fork", persistent=True),
+}
+
+
+@pytest.fixture(params=first_is_quick(FACES))
+def face(request: pytest.FixtureRequest) -> Face:
+    return FACES[request.param]
+
+
+class TestReaders(Contract):
+    """Each of FACES."""

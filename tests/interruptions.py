@@ -1,0 +1,104 @@
+"""An error at any step of some code, as Ctrl-C and signal handlers come: a line, a call or an instruction."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing import Self
+
+Code = Callable[[CodeType], bool]
+
+
+def library(code: CodeType) -> bool:
+    """All of arrowcache, and the locks of `threading`; a lock in C has no step where a thread waits again."""
+    if code.co_filename.endswith("threading.py"):
+        return code.co_name != "_acquire_restore"
+    return "/arrowcache/" in code.co_filename
+
+
+def files(*names: str, functions: tuple[str, ...] = ()) -> Code:
+    """The code in files whose names end so; of these functions, where some are named."""
+    return lambda code: code.co_filename.endswith(names) and (not functions or code.co_name in functions)
+
+
+class Interruption:
+    """A context in which this thread's n-th step raises; it takes that error, and no other.
+
+    A trace that raises at a `with`, `try` or `finally` passes over the block's end, where the interpreter
+    lets no signal in: those lines are no steps. Nor is any in a finalizer, where Python would lose the error.
+
+    Args:
+        number: steps before it.
+        code: whose steps count.
+        events: kinds of steps: "call", "return", "line", "opcode".
+        error: what is raised; a function is called in its place.
+        finalizers: steps there count, too.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        code: Code = library,
+        events: tuple[str, ...] = ("call",),
+        error: Any = KeyboardInterrupt,
+        *,
+        finalizers: bool = False,
+    ) -> None:
+        self._left, self._code, self._events, self._error = number, code, events, error
+        self._finalizers = finalizers
+        self.where = ""
+        """At which step it came; empty where it did not."""
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        sys.settrace(None)
+        return bool(self.where) and isinstance(self._error, type) and kind is self._error
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if self.where or not self._code(code) or (not self._finalizers and _is_in_a_finalizer(frame)):
+            return None
+        frame.f_trace_opcodes = "opcode" in self._events
+        if event == "call" and "return" in self._events and code.co_flags & inspect.CO_GENERATOR:
+            return None  # where it goes on, an error of a trace passes over its `finally`
+        if event in self._events and not (event == "line" and _is_a_block(frame)):
+            if self._left == 0:
+                self.where = f"{code.co_filename}:{frame.f_lineno}: {code.co_name}"
+                if isinstance(self._error, type):
+                    raise self._error
+                sys.settrace(None)
+                self._error()
+                return None
+            self._left -= 1
+        return self._trace if set(self._events) - {"call"} else None
+
+
+def interruptions(least: int, *args: Any, every: int = 1, **options: Any) -> Iterator[Interruption]:
+    """One at each step, until one does not come for there are no more; `least` steps there must be."""
+    for number in itertools.count(0, every):
+        interruption = Interruption(number, *args, **options)
+        yield interruption
+        if not interruption.where:
+            break
+    assert number > least, f"{number} steps only: too little is interrupted"
+
+
+def _is_a_block(frame: FrameType) -> bool:
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return line.startswith(("with ", "try:", "finally:"))
+
+
+def _is_in_a_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,332 @@
+"""What every reader of a cache keeps, whatever it hands batches to: NumPy, torch, a device, TensorFlow.
+
+`Contract` is a class of tests. A module that has readers subclasses it and gives a fixture `face`: a `Face`
+for each reader and each way in which its batches are made.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from every_type import every_type
+from helpers import (
+    EVERY_TYPE,
+    in_child,
+    make_cache,
+    publish,
+    published_ids,
+    sample,
+    wait_until,
+    worker_pids,
+)
+
+import arrowcache as ac
+
+SHUFFLES = ["rows", "window", "blocks", None]
+IDS = list(range(160))
+
+
+@dataclass(frozen=True)
+class Face:
+    """One reader, and one way in which its batches are made.
+
+    Args:
+        make: a reader from (cache, batch_size, **options of `arrowcache.Loader`): a context manager, of which
+            each `iter` begins an epoch.
+        has: what it can do beside that, in words; a test of the contract says which it needs.
+        error: as which an error of its epoch arrives; None means as itself.
+    """
+
+    make: Callable[..., Any]
+    has: frozenset[str] = frozenset()
+    error: type[Exception] | None = None
+
+    def needs(self, ability: str) -> None:
+        if ability not in self.has:
+            pytest.skip(f"this reader has no {ability}")
+
+
+def plain(column: Any) -> Any:
+    """A column of any framework as an array, or as a list of its rows; bfloat16 as its bits."""
+    if isinstance(column, ac.Values):
+        return [plain(row) for row in np.split(column.data, column.offsets[1:-1])]
+    if getattr(column, "is_nested", False):  # torch
+        return [plain(row) for row in column.unbind()]
+    if hasattr(column, "row_splits"):  # TensorFlow
+        return [plain(row) for row in np.split(column.values.numpy(), column.row_splits.numpy()[1:-1])]
+    if isinstance(column, list):
+        return column
+    if str(getattr(column, "dtype", "")) == "torch.bfloat16":
+        import torch
+
+        return column.view(torch.int16).numpy().view(np.uint16)
+    array = np.asarray(column)
+    if array.dtype == object:
+        return array.tolist()
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def bits(value: Any) -> bytes:
+    """What two values have in common that are the same to the last bit; a timestamp is its microseconds."""
+    if isinstance(value, str):
+        return value.encode()
+    return value if isinstance(value, bytes) else np.ascontiguousarray(value).tobytes()
+
+
+def ids_of(batches: Iterable[Any]) -> list[int]:
+    """The ids of batches of schema ROW; each image is the one that was appended with its id."""
+    found: list[int] = []
+    for batch in batches:
+        ids = plain(batch["id"]).tolist()
+        if "image" in batch:
+            assert np.array_equal(plain(batch["image"]), np.stack([sample(i)["image"] for i in ids]))
+        found += ids
+    return found
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+def nothing_is_left(cache: ac.Cache, workers: list[int]) -> None:
+    """No lease, and no worker process but those that were there."""
+
+    def is_let_go() -> bool:
+        gc.collect()
+        return cache.stats().leased_bytes == 0 and worker_pids() == workers
+
+    wait_until(is_let_go, "the leases and the workers to end")
+    assert cache.verify() == []
+
+
+class Contract:
+    """Tests of one face. `cache` has ten segments of 16 rows, ids 0 to 159."""
+
+    # what an epoch holds
+
+    @pytest.mark.parametrize("shuffle", SHUFFLES)
+    @pytest.mark.parametrize("transform", [None, same], ids=["as it is", "transformed"])
+    def test_epochs_are_those_of_the_plain_loader_and_grow_with_the_cache(
+        self, face, cache, shuffle, transform
+    ):
+        options = {"shuffle": shuffle, "seed": 3, "drop_last": False}
+        if transform is not None:
+            face.needs("transform")
+        with (
+            face.make(cache, 14, transform=transform, **options) as reader,
+            ac.Loader(cache, 14, **options) as own,
+        ):
+            for _ in range(3):
+                found = [ids_of([batch]) for batch in reader]
+                assert found == [ids_of([batch]) for batch in own]
+                assert sorted(itertools.chain(*found)) == list(range(cache.stats().rows))
+                publish(cache, 1)
+
+    def test_a_short_last_batch_is_left_out(self, face, cache):
+        with face.make(cache, 64) as reader:
+            assert [len(batch["id"]) for batch in reader] == [64, 64]
+
+    @pytest.mark.parametrize("transform", [None, same], ids=["as it is", "transformed"])
+    def test_every_type_comes_as_it_was_written(self, face, tmp_path, transform):
+        if transform is not None:
+            face.needs("transform")
+        options = {"capacity": "16MiB", "segment_bytes": "1MiB", "segment_rows": 11}
+        cache, written = make_cache(tmp_path / "every", EVERY_TYPE, **options), every_type(40)
+        written["id"] = np.arange(40)
+        with cache.writer() as writer:
+            writer.extend(written)
+        seen = []
+        with face.make(cache, 8, transform=transform) as reader:
+            for batch in reader:
+                assert list(batch) == list(EVERY_TYPE)
+                numbers = plain(batch["id"]).tolist()
+                for name, column in batch.items():
+                    for value, number in zip(plain(column), numbers, strict=True):
+                        assert bits(value) == bits(written[name][number]), (name, number)
+                seen += numbers
+        assert sorted(seen) == list(range(40))
+
+    def test_columns_and_segments_are_chosen(self, face, cache):
+        options = {"columns": ["image"], "where": lambda segment: segment.seq % 5 == 0}
+        with face.make(cache, 16, shuffle=None, **options) as reader:
+            batches = list(reader)
+        assert [list(batch) for batch in batches] == [["image"]] * 2
+        assert [int(plain(batch["image"])[0, 0, 0]) for batch in batches] == [0, 80]
+
+    def test_ids_say_where_each_row_comes_from(self, face, cache):
+        face.needs("ids")
+        with face.make(cache, 16, with_ids=True, columns=["id"]) as reader:
+            for batch in reader:
+                assert list(batch) == ["id", "_seq", "_row", "_age_seconds"]
+                assert np.array_equal(plain(batch["_seq"]) * 16 + plain(batch["_row"]), plain(batch["id"]))
+                assert ((plain(batch["_age_seconds"]) >= 0) & (plain(batch["_age_seconds"]) < 3600)).all()
+
+    def test_ranks_read_disjoint_rows_in_equally_many_steps(self, face, cache):
+        face.needs("ranks")
+        readers = [face.make(cache, 8, rank=rank, world_size=3, run_id="job") for rank in range(3)]
+        for _ in range(2):
+            steps = list(zip(*readers, strict=True))
+            found = [number for step in steps for number in ids_of(step)]
+            assert len(found) == len(set(found)) == 24 * len(steps) == cache.stats().rows // 24 * 24
+            publish(cache, 2)
+        for reader in readers:
+            reader.__exit__(None, None, None)
+        del readers, reader, steps
+        nothing_is_left(cache, [])
+
+    # memory
+
+    def test_nothing_that_is_kept_is_overwritten_nor_needs_the_reader(self, face, cache):
+        with face.make(cache, 16) as reader:
+            kept = [batch for _ in range(4) for batch in reader]
+        del reader
+        if "writing" in face.has:
+            kept.pop(0)["image"][...] = 7
+        assert len(kept) >= 39
+        assert set(ids_of(kept)) == set(IDS)
+        cache.evict("1MB")
+        assert len(ids_of(kept)) == 16 * len(kept)
+
+    def test_what_a_transform_writes_into_its_batch_is_delivered_and_reaches_no_other(self, face, cache):
+        face.needs("transform")
+
+        def transform(batch):
+            batch["image"] += 1
+            return batch | {"more": batch["id"] * 2}
+
+        with face.make(cache, 16, transform=transform) as reader:
+            for _ in range(3):
+                for batch in reader:
+                    ids = plain(batch["id"])
+                    assert np.array_equal(plain(batch["image"])[:, 0, 0], ids + 1)
+                    assert np.array_equal(plain(batch["more"]), ids * 2)
+        assert cache.verify() == []
+
+    # ends
+
+    def test_after_a_break_the_next_epoch_is_whole(self, face, cache):
+        before = worker_pids()
+        with face.make(cache, 8) as reader:
+            for steps in (1, 4):
+                assert len(ids_of(itertools.islice(reader, steps))) == 8 * steps
+                publish(cache, 1)
+                assert sorted(ids_of(reader)) == list(range(cache.stats().rows))
+        del reader
+        nothing_is_left(cache, before)
+
+    def test_what_is_dropped_in_mid_epoch_leaves_nothing(self, face, cache):
+        before = worker_pids()
+        for transform in (None, same) if "transform" in face.has else (None,):
+            reader = face.make(cache, 8, transform=transform)
+            epoch = iter(reader)
+            kept = next(epoch)
+            del epoch, reader
+            nothing_is_left(cache, before)
+            assert len(ids_of([kept])) == 8
+
+    def test_a_newer_epoch_ends_the_one_before(self, face, cache):
+        face.needs("one epoch")
+        with face.make(cache, 4) as reader:
+            older = iter(reader)
+            next(older)
+            assert sorted(ids_of(reader)) == IDS
+            with pytest.raises(face.error or RuntimeError, match="a newer one began"):
+                list(older)
+
+    def test_a_closed_reader_says_so_and_what_it_had_begun_is_over(self, face, cache):
+        face.needs("close")
+        before = worker_pids()
+        reader = face.make(cache, 16, transform=same)
+        epoch = iter(reader)
+        kept = next(epoch)
+        reader.close()
+        reader.close()
+        assert cache.stats().leased_bytes == 0
+        assert worker_pids() == before
+        assert list(epoch) == []
+        assert len(ids_of([kept])) == 16
+        with pytest.raises(ValueError, match="the loader is closed: make a new one"):
+            iter(reader)
+
+    def test_a_writer_makes_room_between_epochs(self, face, tmp_path):
+        cache = make_cache(tmp_path / "full", headroom=0)
+        publish(cache, 60)
+        with face.make(cache, 16, columns=["id"]) as reader:
+            for _ in range(3):
+                assert sorted(ids_of(reader)) == published_ids(cache)
+                publish(cache, 60)
+        assert cache.verify() == []
+
+    # errors
+
+    def test_the_error_of_a_transform_comes_in_its_place_and_the_next_epoch_is_whole(
+        self, face, cache, tmp_path
+    ):
+        face.needs("transform")
+        is_mended = tmp_path / "mended"
+
+        def transform(batch):
+            if 100 in batch["id"] and not is_mended.exists():
+                raise LookupError("of all rows, 100")
+            return batch
+
+        with face.make(cache, 16, shuffle=None, transform=transform) as reader:
+            delivered: list[int] = []
+            with pytest.raises(LookupError, match="of all rows, 100") as caught:
+                delivered.extend(number for batch in reader for number in ids_of([batch]))
+            del caught
+            assert delivered == list(range(96))
+            is_mended.touch()
+            assert ids_of(reader) == IDS
+        del reader
+        nothing_is_left(cache, [])
+
+    def test_an_empty_cache_is_an_error_and_no_empty_epoch(self, face, tmp_path):
+        cache = make_cache(tmp_path / "empty")
+        with (
+            face.make(cache, 16, timeout=0.05) as reader,
+            pytest.raises(face.error or ac.LoaderTimeoutError, match="which has 0"),
+        ):
+            next(iter(reader))
+
+    # states
+
+    @pytest.mark.parametrize("taken", [1, 7, 20])
+    def test_a_state_goes_on_where_it_was_taken(self, face, cache, taken):
+        face.needs("state")
+        with face.make(cache, 8, seed=2) as reader:
+            epoch = iter(reader)
+            head = ids_of(itertools.islice(epoch, taken))
+            state = reader.state_dict()
+            rest = ids_of(epoch)
+        assert sorted(head + rest) == IDS
+        publish(cache, 2)
+        with face.make(cache, 8, seed=9) as reader:
+            reader.load_state_dict(state)
+            assert ids_of(reader) == rest
+            assert sorted(ids_of(reader)) == list(range(192))
+
+    # forks
+
+    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
+    def test_a_forked_child_reads_anew_and_its_parent_goes_on(self, face, cache):
+        face.needs("fork")
+        with face.make(cache, 16, transform=same) as reader:
+            epoch = iter(reader)
+            first = ids_of([next(epoch)])
+
+            def child() -> None:
+                with pytest.raises(ValueError, match="the process that forked this one"):
+                    next(epoch)
+                assert sorted(ids_of(reader)) == IDS
+                reader.close()
+
+            with in_child(child):
+                pass
+            assert sorted(first + ids_of(epoch)) == IDS

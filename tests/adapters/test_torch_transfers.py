@@ -13,7 +13,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, make_cache, publish
+from helpers import DEADLINE_SECONDS, InterruptAtLine, make_cache, publish
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -244,6 +244,38 @@ def test_a_prefetcher_that_dies_where_its_source_changed_the_stream_leaves_that_
     fake.finish()
     assert fake.errors == []
     assert fake.memory_bytes == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_line_frees_no_memory_for_copies_that_do_not_wait_for_its_reader(fakes):
+    number, is_over = 0, False
+    while not is_over:
+        source = (torch.full((9,), each) for each in range(20))  # the next iteration goes on with it
+        prefetcher = DevicePrefetcher(source, str(number), depth=1)
+        fake = fakes[str(number)]
+        fake.order, side = "none", fake.compute_stream()
+        iterator = iter(prefetcher)
+        kept = [next(iterator)]  # all memory is the default stream's
+        run_all_but(fake, side)  # else the processor would wait for copies, and all streams run meanwhile
+        with fake.on(side):
+            kept += [next(iterator)]
+            fake.read(kept[1], torch.ones(9, dtype=torch.int64))
+        kept.clear()
+        run_all_but(fake, side)
+        try:
+            with InterruptAtLine(number, ("torch/lane.py",)):
+                next(iterator)
+            is_over = True
+        except KeyboardInterrupt:
+            number += 1
+        iterator = iter(prefetcher)
+        for _ in range(3):
+            next(iterator)
+            run_all_but(fake, side)
+        fake.finish()
+        assert fake.errors == [], f"after Ctrl-C at line {number - 1}"
+        prefetcher.close()
+    assert number > 50
 
 
 def test_closing_while_a_graph_is_captured_lets_go_later(fake):

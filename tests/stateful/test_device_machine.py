@@ -360,10 +360,6 @@ def test_no_read_sees_another_batch_in_storms(part):
         storm(DeviceMachine, seed)
 
 
-RECLAIMED = """\
-        place.users, place.since = {place.reader, self._here}, self._call
-        place.loans = []"""
-
 LEFT_OUT = {  # a part of lane.py or deferred.py, and what it is without a wait, or with less of one
     "the consumer waits for the copy": ("self.backend.wait(here, flight.copied)", "pass"),
     "the consumer waits for what was made on the device": ("self.backend.wait(here, event)", "pass"),
@@ -388,10 +384,6 @@ LEFT_OUT = {  # a part of lane.py or deferred.py, and what it is without a wait,
     "what a source made is freed after its reader": ("self.backend.retain(leaf, here)", "pass"),
     "what moves by itself stays until then": ("moving.sources.append(leaf)", "pass"),
     "what flies is not free": (" and (self.course is None or self.course.has_ended)", ""),
-    "a place is free after it is known what it waits for": (
-        RECLAIMED,
-        "\n".join(reversed(RECLAIMED.split("\n"))),
-    ),
     "what was kept is given up": ("> self._depth + 2:", "> 1000:"),
     "what died on its way waits": ("_deferred[id(lane)] = lane", "pass"),
     "a batch is for the stream that is current": (

@@ -11,7 +11,6 @@ unless its process was killed.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
+from arrowcache.lifetimes import Origin
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.order import EpochOrder, Order, ResumedOrder, Shard, order_of
@@ -69,7 +69,7 @@ class Epoch:
         self._batch_size, self._is_in_order = batch_size, False
         self._rows = 0  # that count as served
         self._passes: tuple[NDArray[np.int64], int] | None = None  # over segments of these numbers
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._began = time.time()
         self._held_up_seconds = 0.0  # that writers waited for its lease, as counted so far
         self._is_let_go = False
@@ -114,7 +114,7 @@ class Epoch:
         served = self.delivered * self._batch_size
         rest, self._rows = self._rows - served, served
         passes, self._passes = None if served else self._passes, None
-        if (rest > 0 or passes) and self._pid == os.getpid():
+        if (rest > 0 or passes) and self._origin.is_here:
             once_unlocked(partial(self._supply.give_back, max(0, rest), passes))
 
     # how far it is

@@ -13,23 +13,18 @@ while the parent lives. The kernel drops the locks of a process that dies, in wh
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
-import threading
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from arrowcache import linux
+from arrowcache.lifetimes import forgets_in_child, unforked
 from arrowcache.storage.processes import OpenFile, command, open_files
 
 _REFUSED = (errno.EAGAIN, errno.EACCES)
-
-_open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
-_opening = threading.RLock()  # held until `_open_files` has what is opened: no fork comes in between
 
 
 def file_identity(status: os.stat_result) -> tuple[int, int]:
@@ -49,9 +44,9 @@ class LockFile:
 
     def __init__(self, path: Path, flags: int = os.O_RDWR, mode: int = 0o600) -> None:
         self.path = path
-        with _opening:
+        with unforked:  # no child inherits one that is not to be told
             self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-            _open_files.add(self)
+            forgets_in_child(self)
         try:
             status = os.fstat(self.fd)
             if flags & os.O_CREAT and status.st_mode & mode != mode:  # a umask took it
@@ -64,7 +59,7 @@ class LockFile:
     def try_exclusive(self) -> bool:
         """Take the whole file's flock, if nobody has it."""
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            linux.lock_file(self.fd)
         except OSError as error:
             if error.errno in _REFUSED:
                 return False
@@ -73,7 +68,7 @@ class LockFile:
 
     def try_range(self, start: int, length: int, *, exclusive: bool) -> bool:
         """Lock a range of bytes, if no other description's lock conflicts."""
-        kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+        kind = linux.EXCLUSIVE if exclusive else linux.SHARED
         try:
             linux.set_lock(self.fd, kind, start, length)
         except OSError as error:
@@ -92,14 +87,14 @@ class LockFile:
 
         Raises: OSError: none is left.
         """
-        with _opening:
+        with unforked:
             sender, keeper = socket.socketpair()
             with sender, keeper:
                 socket.send_fds(sender, [b"-"], [self.fd])
                 self._keeper = keeper.detach()
 
     def unlock_range(self, start: int, length: int) -> None:
-        linux.set_lock(self.fd, fcntl.F_UNLCK, start, length)
+        linux.set_lock(self.fd, linux.UNLOCKED, start, length)
 
     def conflict(self, start: int, length: int) -> range | None:
         """Some range that another description has locked within the given one; None: it is free."""
@@ -115,17 +110,17 @@ class LockFile:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             try:
-                _open_files.discard(self)
                 with suppress(OSError):  # closing does as well, unless a child forked meanwhile shares it
-                    fcntl.flock(fd, fcntl.LOCK_UN)
+                    linux.unlock_file(fd)
                 with suppress(OSError):
-                    linux.set_lock(fd, fcntl.F_UNLCK, 0, 0)
+                    linux.set_lock(fd, linux.UNLOCKED, 0, 0)
             finally:
                 os.close(fd)
                 self.is_closed = True
                 self._close_keeper()
 
-    def _close_in_child(self) -> None:
+    def forget_in_child(self) -> None:
+        """Close it without unlocking."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -139,18 +134,6 @@ class LockFile:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _after_fork_in_child() -> None:
-    for file in list(_open_files):
-        file._close_in_child()
-    _open_files.clear()
-    _opening.release()
-
-
-os.register_at_fork(
-    before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_after_fork_in_child
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from arrowcache.errors import LoaderTimeoutError
+from arrowcache.lifetimes import Origin
 from arrowcache.pickling import unpickled
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.membership import Membership
@@ -142,7 +143,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._resumed: _Place | None = None
         self._pass: weakref.ref[_Pass] | None = None  # the last one
         self._epochs: Epochs | None = None  # of this process
-        self._epochs_key = (0, 0, 0)
+        self._epochs_key, self._epochs_origin = (0, 0), Origin()
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next iteration be epoch `epoch`, also in workers that live on.
@@ -236,12 +237,13 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 
     def _epochs_of(self, turn: Turn) -> Epochs:
         """Epochs of this process, as one worker of several."""
-        key = (os.getpid(), turn.worker, turn.workers)
-        if self._epochs is None or self._epochs_key != key:
-            ranks, self._epochs_key = self._found_rank(), key
+        key = turn.worker, turn.workers
+        if self._epochs is None or not self._epochs_origin.is_here or self._epochs_key != key:
+            ranks = self._found_rank()
             self._epochs = Epochs(self._store, self._options, Meter())
             shard = Shard(ranks.rank, ranks.world_size) if ranks else Shard()
             self._epochs.join(self._member(ranks, turn), shard)
+            self._epochs_key, self._epochs_origin = key, Origin()
         return self._epochs
 
     def _found_rank(self) -> Membership | None:

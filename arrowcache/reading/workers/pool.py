@@ -21,11 +21,8 @@ from __future__ import annotations
 
 import bisect
 import logging
-import os
-import signal
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
+from arrowcache.lifetimes import forgets_in_child
 from arrowcache.pickling import unpack_error
 from arrowcache.process import Message
 from arrowcache.reading.future import Future
@@ -106,7 +104,7 @@ class Pool:
         self._start_seconds = 0.0  # that this took, until somebody takes them
         self._arrays = 1  # of a batch
         self._growths = 0  # of workers that died
-        _inherited.add(self)
+        forgets_in_child(self)
 
     def start(self) -> None:
         """Start the processes that are missing; returns at once.
@@ -212,10 +210,8 @@ class Pool:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def forget_in_child(self) -> None:
-        """A forked child has neither threads nor processes, and must keep nothing of them open."""
+        """A forked child has neither threads nor processes, which see to themselves."""
         self._closed.set_result(None)
-        for worker in self._workers:
-            worker.process.forget()
         self._workers, self._threads = [], []
 
     # who has it
@@ -249,7 +245,6 @@ class Pool:
                 start(thread)
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as its children do, until they ignore it
         failure: BaseException | None = None
         try:
             while self._is_needed():
@@ -395,15 +390,3 @@ class Pool:
         for request in (*waiting, *(request for worker in self._workers for request in worker.asked)):
             request.fail(error)
         self._end_start()
-
-
-_inherited: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for pool in list(_inherited):
-        pool.forget_in_child()
-    _inherited.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -5,7 +5,8 @@ counted for it. Whoever has one ends it by `end`, or by `with`: at any point, in
 when there is enough to begin, takes the snapshot (alone, or with the other ranks), and goes on where a loaded
 state says.
 Guarantees: epochs are numbered 0, 1, 2, ...; none is empty but the rest of one that was resumed; nothing is
-leased while it waits for rows.
+leased while it waits for rows; rows that an epoch did not serve, because it was ended early, are given back,
+unless its process was killed.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
+from arrowcache.lifetimes import Origin
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.order import EpochOrder, Order, ResumedOrder, Shard, order_of
@@ -29,9 +31,9 @@ from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.shuffle import ORDER_VERSION
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.supply import EpochUsage, Supply
+from arrowcache.reading.supply import Supply
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.store import Store
+from arrowcache.storage.store import Store, once_unlocked
 
 if TYPE_CHECKING:
     from typing import Self
@@ -39,28 +41,83 @@ if TYPE_CHECKING:
 _ALL = slice(None)  # steps of an epoch
 
 
-@dataclass(eq=False)
 class Epoch:
-    """One pass: what it reads, in which order, and how far its delivery is.
+    """One pass: what it reads, in which order, how far its delivery is, and what the cache counts for it.
 
-    `snapshot` and the usage are its own; the agreement of the ranks, if there is one, knows it by its number.
+    It owns its snapshot, its part in the ranks' agreement, and the rows and passes that were counted. It is
+    there before it has any of them, so that ending it lets go of all, wherever its beginning failed. A forked
+    child gives nothing back.
     """
 
+    snapshot: Snapshot  # of its own: this and the next two are there once it has begun
     plan: Plan
     order: Order
-    snapshot: Snapshot
-    was_resumed: bool  # it is the rest of one that was planned
-    _usage: EpochUsage
-    _agreement: Agreement | None
-    _batch_size: int
-    _meter: Meter
-    delivered: int = 0  # steps, of those that are made here
-    _began: float = field(default_factory=time.time)
-    _held_up_seconds: float = 0.0  # that writers waited for its lease, as counted so far
-    _is_let_go: bool = False
 
-    def __post_init__(self) -> None:
-        self._is_in_order = self.plan.is_in_order
+    def __init__(
+        self,
+        number: int,
+        supply: Supply,
+        agreement: Agreement | None,
+        meter: Meter,
+        batch_size: int,
+        *,
+        was_resumed: bool,
+    ) -> None:
+        self.number, self.was_resumed = number, was_resumed  # it is the rest of one that was planned
+        self.delivered = 0  # steps, of those that are made here
+        self._supply, self._agreement, self._meter = supply, agreement, meter
+        self._batch_size, self._is_in_order = batch_size, False
+        self._rows = 0  # that count as served
+        self._passes: tuple[NDArray[np.int64], int] | None = None  # over segments of these numbers
+        self._origin = Origin()
+        self._began = time.time()
+        self._held_up_seconds = 0.0  # that writers waited for its lease, as counted so far
+        self._is_let_go = False
+
+    def begin(self, plan: Plan, order: Order) -> None:
+        """It has all that it needs."""
+        self.plan, self.order, self._is_in_order = plan, order, plan.is_in_order
+
+    # what the cache counts
+
+    def count(self, snapshot: Snapshot) -> bool:
+        """Count its passes over a snapshot; False: others did, of some of it, meanwhile: take another."""
+        supply, store, most = self._supply, self._supply.store, self._supply.most_passes()
+        if not supply.is_paced:
+            return True
+        seqs, passes = snapshot.seqs, supply.passes_of(len(snapshot))
+        with store.locked():
+            if most is not None and (store.usage.served(seqs) >= most).any():
+                return False
+            store.usage.count_epoch(seqs, passes)
+            self._passes = seqs, passes
+        supply.pace_says = ""
+        return True
+
+    def keep_passes(self) -> None:
+        """Other ranks may read it: its passes count, whatever becomes of it here."""
+        self._passes = None
+
+    def serve(self, rows: int) -> None:
+        """Count rows that it serves."""
+        if self._supply.is_paced:
+            with self._supply.store.locked():
+                self._supply.store.usage.add_served(rows)
+                self._rows = rows
+
+    def give_back(self) -> None:
+        """What it has not served does not count any more. Idempotent.
+
+        Never fails: it is called as things end, perhaps by the garbage collector, in a thread that has
+        cache.lock.
+        """
+        served = self.delivered * self._batch_size
+        rest, self._rows = self._rows - served, served
+        passes, self._passes = None if served else self._passes, None
+        if (rest > 0 or passes) and self._origin.is_here:
+            once_unlocked(partial(self._supply.give_back, max(0, rest), passes))
+
+    # how far it is
 
     def rest(self) -> Plan:
         """The part that was not delivered yet."""
@@ -84,7 +141,7 @@ class Epoch:
     def note_held_up(self) -> None:
         """Count how long writers have waited for its lease, before it goes, or now. Never fails."""
         with suppress(OSError, ArrowCacheError):
-            held_up_seconds = self._usage.store.held_up_seconds(self.snapshot.covers)
+            held_up_seconds = self._supply.store.held_up_seconds(self.snapshot.covers)
             waited = min(held_up_seconds, time.time() - self._began)
             more = max(0.0, waited - self._held_up_seconds)  # a wait that goes on counts once
             self._held_up_seconds += more
@@ -96,11 +153,12 @@ class Epoch:
         Args:
             leave_to: closes the snapshot, perhaps later.
         """
-        if not self._is_let_go:
+        snapshot = getattr(self, "snapshot", None)  # else nothing was taken
+        if snapshot is not None and not self._is_let_go:
             self.note_held_up()
-            leave_to(self.snapshot)
+            leave_to(snapshot)
             if self._agreement is not None:
-                self._agreement.release(self.plan.epoch)
+                self._agreement.release(self.number)
             self._is_let_go = True  # last: what Ctrl-C cut short is done by the next call
 
     def __enter__(self) -> Self:
@@ -112,7 +170,7 @@ class Epoch:
     def end(self) -> None:
         """No more of its batches are delivered: let go of all that it has. Idempotent; never fails."""
         self.let_go()
-        self._usage.give_back(self.delivered * self._batch_size)  # last: it may wait for cache.lock
+        self.give_back()  # last: it may wait for cache.lock
 
 
 class Epochs:
@@ -232,7 +290,7 @@ class Epochs:
             wait: None: begin it if there is enough for it now, else return None.
         Blocks, Returns, Raises: as `begin`.
         """
-        return self._begin(previous.plan.epoch + 1, None, wait, ahead=True)
+        return self._begin(previous.number + 1, None, wait, ahead=True)
 
     def look_ahead(self) -> Iterator[None]:
         """Look what is published: the next epoch then begins the sooner. In slices, between what is given."""
@@ -248,14 +306,14 @@ class Epochs:
     def take_back(self, epoch: Epoch) -> None:
         """Nobody asked for a batch of an epoch that was begun: so the next one is that epoch."""
         if epoch is self.progress:
-            self.next = epoch.plan.epoch
+            self.next = epoch.number
             self._resumed = epoch.plan if epoch.was_resumed else None
             self._meter.take_back_epoch()
 
     def came_to(self, epoch: Epoch) -> None:
         """The first batch of an epoch that was begun ahead is delivered."""
         if self._agreement is not None:
-            self._agreement.came_to(epoch.plan.epoch)
+            self._agreement.came_to(epoch.number)
         self._come_to(epoch)
 
     def came_to_error(self) -> None:
@@ -276,7 +334,7 @@ class Epochs:
 
     def _come_to(self, epoch: Epoch) -> None:
         self._meter.begin_epoch(epoch.snapshot.left_out_rows)
-        self.next = epoch.plan.epoch + 1
+        self.next = epoch.number + 1
         self.progress = epoch
         self.supply.warn(epoch.snapshot)
 
@@ -284,12 +342,15 @@ class Epochs:
         self, number: int, resumed: Plan | None, wait: Wait | None, *, made: slice = _ALL, ahead: bool = False
     ) -> Epoch | None:
         """An epoch that owns all that was taken for it; where this fails, all was let go."""
-        usage, options = EpochUsage(self.supply), self._options
+        options, was_resumed = self._options, resumed is not None
+        epoch = Epoch(
+            number, self.supply, self._agreement, self._meter, options.batch_size, was_resumed=was_resumed
+        )
         with ExitStack() as undo:  # Ctrl-C may come anywhere
-            undo.callback(usage.give_back)
+            undo.enter_context(epoch)
             if resumed is not None:
                 retake = partial(self.supply.retake, resumed.includes)
-                snapshot = self._agreed(number, resumed.position, retake, undo)
+                snapshot = self._agreed(epoch, resumed.position, retake)
             elif wait is not None:
                 patience = Patience(
                     self.supply,
@@ -298,9 +359,9 @@ class Epochs:
                     self._meter,
                     with_ranks=self._agreement is not None,
                 )
-                snapshot = patience.wait(partial(self._take, number, usage, undo, ahead=ahead), wait)
+                snapshot = patience.wait(partial(self._take, epoch, ahead=ahead), wait)
             else:
-                snapshot = self._take(number, usage, undo, ahead=ahead)
+                snapshot = self._take(epoch, ahead=ahead)
             if snapshot is None:
                 return None
             plan = resumed or self._plan(number, snapshot)
@@ -309,9 +370,8 @@ class Epochs:
             rows = len(steps) * options.batch_size
             if self._shard.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
                 rows -= max(0, order.steps * options.batch_size - (plan.stream_rows - plan.position))
-            usage.serve(rows)
-            size, agreement, was_resumed = options.batch_size, self._agreement, resumed is not None
-            epoch = Epoch(plan, order, snapshot, was_resumed, usage, agreement, size, self._meter)
+            epoch.serve(rows)
+            epoch.begin(plan, order)
             self.supply.known = snapshot.next_seq  # the next one goes by what is published after it
             undo.pop_all()
         return epoch
@@ -355,51 +415,41 @@ class Epochs:
     def _whole_order(self, plan: Plan) -> Order:
         return EpochOrder(plan, self._options.batch_size, self._shard, self._options.drop_last)
 
-    def _take(self, number: int, usage: EpochUsage, undo: ExitStack, *, ahead: bool) -> Snapshot | None:
+    def _take(self, epoch: Epoch, *, ahead: bool) -> Snapshot | None:
         """The snapshot of a new epoch, if there is enough for one; it counts once, for all ranks."""
         own: Snapshot | None = None
 
         def take() -> Snapshot | None:
             nonlocal own
-            needed_rows = self._options.needed_rows(self._shard.world_size)
-            own = self.supply.take(needed_rows, usage)
+            own = self.supply.take(self._options.needed_rows(self._shard.world_size), epoch.count)
             return own
 
         agreed = None
         try:
-            agreed = self._agreed(number, 0, take, undo, ahead=ahead)
+            agreed = self._agreed(epoch, 0, take, ahead=ahead)
         finally:
             if agreed is None or agreed is not own:
-                usage.give_back()  # nothing was taken, or another rank was first
+                epoch.give_back()  # nothing was taken, or another rank was first
             elif self._agreement is not None:
-                usage.keep_passes()
+                epoch.keep_passes()
         return agreed
 
     def _agreed(
-        self,
-        number: int,
-        position: int,
-        take: Callable[[], Snapshot | None],
-        undo: ExitStack,
-        *,
-        ahead: bool = False,
+        self, epoch: Epoch, position: int, take: Callable[[], Snapshot | None], *, ahead: bool = False
     ) -> Snapshot | None:
         """The snapshot of `take`, or the one that another rank of the same job has taken already."""
         if self._agreement is None:
             snapshot = take()
-            if snapshot is not None:
-                undo.callback(snapshot.close)
-            return snapshot
-        terms = self._options.terms() | {"position": position, "order_version": ORDER_VERSION}
-        try:
-            snapshot = self._agreement.snapshot(number, terms, take, ahead=ahead)
-        except CorruptSegmentError:  # the other ranks, which read it, go on to the next one
-            if ahead:
-                self._lost_ahead = number
-            else:
-                self.next = number + 1
-            raise
+        else:
+            terms = self._options.terms() | {"position": position, "order_version": ORDER_VERSION}
+            try:
+                snapshot = self._agreement.snapshot(epoch.number, terms, take, ahead=ahead)
+            except CorruptSegmentError:  # the other ranks, which read it, go on to the next one
+                if ahead:
+                    self._lost_ahead = epoch.number
+                else:
+                    self.next = epoch.number + 1
+                raise
         if snapshot is not None:
-            undo.callback(self._agreement.release, number)
-            undo.callback(snapshot.close)
+            epoch.snapshot = snapshot
         return snapshot

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from arrowcache.reading.memory import page_aligned
 
 _SPARE_BUFFERS = 3  # being filled, being delivered, being let go
-_MANY_BUFFERS = 6  # and two for each slot in flight: more than prefetching and one in hand need
+_MANY_BUFFERS = 6  # plus two for each slot in flight; prefetching and the batch in hand need fewer
 _GROWTH = 1.25  # a buffer larger than all before makes room for somewhat larger ones
 
 

@@ -1,4 +1,4 @@
-"""Supply: the rows that an epoch of one loader may have now, and what the cache is told of those it serves.
+"""Supply: the rows that an epoch of one loader may have now.
 
 `where` and the cache's pace say which rows. Where a cache is nearly full and somebody writes, an epoch leaves
 out the oldest rows, so that writers go on while it runs (Store.lease decides). The first epoch that does is
@@ -6,8 +6,7 @@ said in a warning. It ends nothing: where a filter makes errors of warnings it i
 full only hours after a training began.
 
 Guarantees: nothing is leased while it asks; no segment is read by more epochs than `max_reuse`, whatever
-several loaders ask at once; rows that an epoch did not serve, because it was ended early, are given back,
-unless its process was killed. A loader that is not paced neither waits nor counts.
+several loaders ask at once. A loader that is not paced neither waits nor counts.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, warn
-from arrowcache.lifetimes import Origin
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import explaining
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.store import Store, once_unlocked
+from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes, format_count
 
 _log = logging.getLogger("arrowcache")
@@ -81,11 +78,11 @@ class Supply:
         if ahead is not None:
             ahead.close()
 
-    def take(self, least_rows: int, usage: EpochUsage) -> Snapshot | None:
+    def take(self, least_rows: int, count: Callable[[Snapshot], bool]) -> Snapshot | None:
         """An open snapshot of so many rows, all of them mapped, as the pace allows; None: there is none yet.
 
         Args:
-            usage: counts the epoch.
+            count: counts the epoch; False: others have read too much of it meanwhile.
         Raises: OSError: the folder is gone, or its disk failed; says what to do.
         """
         if not self._may_begin():
@@ -93,22 +90,24 @@ class Supply:
             return None
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            return self._counted(ahead, least_rows, usage)
+            return self._counted(ahead, least_rows, count)
         where = self._fresh()
         if self.rows < least_rows:  # last time: so who waits never takes cache.lock
             self.listed = self.store.segments()
             self.rows = sum(segment.rows for segment in self.listed if where is None or where(segment))
         if self.rows < least_rows:
             return None
-        return self._counted(Snapshot.take(self.store, where, yields_since=self.known), least_rows, usage)
+        return self._counted(Snapshot.take(self.store, where, yields_since=self.known), least_rows, count)
 
-    def _counted(self, snapshot: Snapshot, least_rows: int, usage: EpochUsage) -> Snapshot | None:
+    def _counted(
+        self, snapshot: Snapshot, least_rows: int, count: Callable[[Snapshot], bool]
+    ) -> Snapshot | None:
         with ExitStack() as undo:  # Ctrl-C while it maps, too, leaves nothing leased
             undo.enter_context(snapshot)
             self.rows = len(snapshot)
             if self.rows >= least_rows:
                 self.rows = snapshot.map_all()
-            if self.rows < least_rows or not usage.count(snapshot):
+            if self.rows < least_rows or not count(snapshot):
                 self.listed = self.store.segments()
                 return None
             undo.pop_all()
@@ -155,6 +154,13 @@ class Supply:
         """How often an epoch over so many rows reads each of them."""
         return 1 if self._epoch_rows is None else max(1, -(-self._epoch_rows // max(1, rows)))
 
+    def give_back(self, rows: int, passes: tuple[NDArray[np.int64], int] | None) -> None:
+        """Count rows, and passes over segments of these numbers, no more. Never fails."""
+        with suppress(OSError, ArrowCacheError), self.store.locked(_GIVE_BACK_SECONDS):
+            self.store.usage.add_served(-rows)
+            if passes is not None:
+                self.store.usage.count_epoch(passes[0], -passes[1])
+
     def _may_begin(self) -> bool:
         """Whether an epoch may begin now, whatever it reads."""
         self.pace_says = ""
@@ -180,58 +186,6 @@ class Supply:
                 f"of {format_count(len(listed), 'segment')} {len(spent)} were served max_reuse={most} times"
             )
         return lambda segment: segment.seq not in spent and (given is None or given(segment))
-
-
-class EpochUsage:
-    """What the cache's usage counts for one epoch: rows that it serves, passes over its segments."""
-
-    def __init__(self, supply: Supply) -> None:
-        self._supply, self.store = supply, supply.store
-        self._origin = Origin()
-        self._rows = 0
-        self._passes: tuple[NDArray[np.int64], int] | None = None  # over segments of these numbers
-
-    def count(self, snapshot: Snapshot) -> bool:
-        """Count an epoch over a snapshot; False: others did, of some of it, meanwhile: take another."""
-        supply, most = self._supply, self._supply.most_passes()
-        if not supply.is_paced:
-            return True
-        seqs, passes = snapshot.seqs, supply.passes_of(len(snapshot))
-        with self.store.locked():
-            if most is not None and (self.store.usage.served(seqs) >= most).any():
-                return False
-            self.store.usage.count_epoch(seqs, passes)
-            self._passes = seqs, passes
-        supply.pace_says = ""
-        return True
-
-    def keep_passes(self) -> None:
-        """Other ranks may read the epoch: it counts, whatever becomes of it here."""
-        self._passes = None
-
-    def serve(self, rows: int) -> None:
-        """The epoch serves so many rows."""
-        if self._supply.is_paced:
-            with self.store.locked():
-                self.store.usage.add_served(rows)
-                self._rows = rows
-
-    def give_back(self, served_rows: int = 0) -> None:
-        """The epoch ended, and has served so many rows: the rest does not count. Idempotent.
-
-        Never fails: it is called as things end, perhaps by the garbage collector, in a thread that has
-        cache.lock. In a forked child it does nothing.
-        """
-        rest, self._rows = self._rows - served_rows, served_rows
-        passes, self._passes = None if served_rows else self._passes, None
-        if (rest > 0 or passes) and self._origin.is_here:
-            once_unlocked(partial(self._give_back, max(0, rest), passes))
-
-    def _give_back(self, rows: int, passes: tuple[NDArray[np.int64], int] | None) -> None:
-        with suppress(OSError, ArrowCacheError), self.store.locked(_GIVE_BACK_SECONDS):
-            self.store.usage.add_served(-rows)
-            if passes is not None:
-                self.store.usage.count_epoch(passes[0], -passes[1])
 
 
 def _seqs(segments: Sequence[SegmentInfo]) -> NDArray[np.int64]:

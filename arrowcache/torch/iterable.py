@@ -240,10 +240,10 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         key = turn.worker, turn.workers
         if self._epochs is None or not self._epochs_origin.is_here or self._epochs_key != key:
             ranks = self._found_rank()
-            self._epochs_key, self._epochs_origin = key, Origin()
             self._epochs = Epochs(self._store, self._options, Meter())
             shard = Shard(ranks.rank, ranks.world_size) if ranks else Shard()
             self._epochs.join(self._member(ranks, turn), shard)
+            self._epochs_key, self._epochs_origin = key, Origin()
         return self._epochs
 
     def _found_rank(self) -> Membership | None:

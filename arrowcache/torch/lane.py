@@ -45,7 +45,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # docume
 
 from arrowcache.lifetimes import Origin, call_all
 from arrowcache.torch.backend import Backend, Event, Stream
-from arrowcache.torch.plan import Column, Leaves, Memory, Plan, Planner
+from arrowcache.torch.plan import Column, CopyPlan, Leaves, Memory, Planner
 from arrowcache.torch.structure import Build, take_apart
 from arrowcache.torch.tensors import source_of
 
@@ -68,7 +68,7 @@ class Flight:
     sources: Leaves  # those on the host, until then
     others: dict[int, Any]  # leaves that are moved when they are handed over
     arrivals: list[Event]  # of those that are on a device
-    plan: Plan | None = None
+    plan: CopyPlan | None = None
     places: Sequence[Place] = ()
     copied: Event = None
 

@@ -43,7 +43,7 @@ class Column(NamedTuple):
     is_staged: bool  # it goes to pinned memory first; else the device reads it where it is
 
 
-class Plan(NamedTuple):
+class CopyPlan(NamedTuple):
     """The columns of a batch."""
 
     columns: tuple[Column, ...]
@@ -78,9 +78,10 @@ class Planner:
 
     def __init__(self, can_read: Callable[[torch.Tensor], bool]) -> None:
         self._can_read = can_read
-        self._last: tuple[dict[int, _Kind], list[int], Plan] = {}, [], Plan((), [], 0)  # its large leaves
+        nothing = CopyPlan((), [], 0)
+        self._last: tuple[dict[int, _Kind], list[int], CopyPlan] = {}, [], nothing  # its large leaves
 
-    def plan(self, leaves: Leaves) -> Plan:
+    def plan(self, leaves: Leaves) -> CopyPlan:
         """The plan for host tensors."""
         kinds = {number: (leaf.dtype, leaf.shape, leaf.stride()) for number, leaf in leaves.items()}
         known, large, plan = self._last
@@ -96,14 +97,14 @@ class Planner:
         return is_dense(leaf) and not (leaf.is_conj() or leaf.is_neg()) and self._can_read(leaf)
 
 
-def _planned(leaves: Leaves, large: list[int], readable: list[int]) -> Plan:
+def _planned(leaves: Leaves, large: list[int], readable: list[int]) -> CopyPlan:
     columns = [
         _column(place, {number: leaves[number]}, is_staged=number not in readable)
         for place, number in enumerate(large, 1)
     ]
     if small := {number: leaf for number, leaf in leaves.items() if number not in large}:
         columns.append(_column(0, small, is_staged=True))
-    return Plan(tuple(columns), readable, sum(leaf.nbytes for leaf in leaves.values()))
+    return CopyPlan(tuple(columns), readable, sum(leaf.nbytes for leaf in leaves.values()))
 
 
 def _column(number: int, leaves: Leaves, *, is_staged: bool) -> Column:

@@ -33,7 +33,7 @@ from arrowcache.reading.workers.segment_list import pack_segments
 from arrowcache.storage.store import Store
 
 _PREFETCHED = 4
-_MANY_BATCHES = 8  # and two for each usual one: more than prefetching and one in hand need
+_MANY_BATCHES = 8  # plus two for each usual one; prefetching and the batch in hand need fewer
 _PORTION_BYTES = 32 << 20  # each portion is a few hand-overs between three threads of this process
 
 

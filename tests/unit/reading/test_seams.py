@@ -21,8 +21,8 @@ from helpers import (
 from arrowcache import Loader
 from arrowcache.native import maps
 from arrowcache.reading import stream
+from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.supply import EpochUsage
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.store import Store
 
@@ -55,7 +55,7 @@ def test_no_step_does_more_than_a_slice(cache, monkeypatch):
         next(epochs)
         for owner, name in (
             (Folder, "names_in_segments"), (Store, "_list"), (Store, "lease"), (Snapshot, "__init__"),
-            (Snapshot, "map_all"), (EpochUsage, "count"),
+            (Snapshot, "map_all"), (Epoch, "count"),
         ):  # fmt: skip
             note(owner, name)
         steps = []

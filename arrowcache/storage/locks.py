@@ -22,9 +22,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arrowcache import linux
 from arrowcache.storage.processes import OpenFile, command, open_files
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _REFUSED = (errno.EAGAIN, errno.EACCES)
 
@@ -124,6 +128,12 @@ class LockFile:
                 os.close(fd)
                 self.is_closed = True
                 self._close_keeper()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _close_in_child(self) -> None:
         if self.fd >= 0:

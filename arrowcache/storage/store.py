@@ -447,14 +447,11 @@ class Store:
 
         Returns: where they are now, to be unlinked once cache.lock is released.
         """
-        file = LockFile(self.folder.lease_lock)
-        try:
+        with LockFile(self.folder.lease_lock) as file:
             victims = choose_victims(
                 listed, lambda segment: not file.try_range(segment.seq, 1, exclusive=True), excess
             )
             retired = [(self.folder.retire(victim.name), victim) for victim in victims]
-        finally:
-            file.close()
         self.usage.add_evicted(victims)
         return retired
 
@@ -604,18 +601,48 @@ class Store:
     def evict_beyond_capacity(self) -> None:
         """Make what is there fit again, after a power cut brought back what had left; under cache.lock."""
         self.refresh_settings()
-        self.drop_quarantined_beyond_capacity()
-        listed = self.segments()
-        excess = self.allocated_bytes(listed) - self.settings.capacity_bytes
-        for path, _ in self._retire(listed, excess):
-            self.folder.remove(path)
+        self._fit(self.settings.capacity_bytes, 0, "")
 
-    def drop_quarantined_beyond_capacity(self) -> None:
-        """Make sure that the reasons beside quarantined segments fit too; under cache.lock."""
+    def drop_quarantined(self, limit_bytes: int | None = None) -> int:
+        """Drop the oldest of what is quarantined until the folder takes no more; under cache.lock.
+
+        Args:
+            limit_bytes: None: that the reasons beside quarantined segments fit too.
+        Returns: the bytes that it takes beyond the limit still; negative: it has so many left.
+        """
+        if limit_bytes is None:
+            limit_bytes = self.settings.capacity_bytes - BOOKKEEPING_BYTES // 2
         listed = self.segments()
-        limit = self.settings.capacity_bytes - BOOKKEEPING_BYTES // 2
-        while self.allocated_bytes(listed) > limit and (names := self.folder.quarantined_names()):
+        while (excess := self.allocated_bytes(listed) - limit_bytes) > 0:
+            if not (names := self.folder.quarantined_names()):
+                break
             self.folder.drop_quarantined(names[0])
+        return excess
+
+    def _fit(self, capacity_bytes: int, needed_bytes: int, what: str) -> list[SegmentInfo]:
+        """Have the folder take no more than a capacity, less what is needed, now; under cache.lock.
+
+        What is quarantined leaves first, then the oldest segments, which are unlinked under the lock: when it
+        is released, the capacity holds.
+
+        Args:
+            what: needs this; empty: as much as can leave does, and nothing is raised.
+        Returns: the segments that left.
+        Raises: CacheFullError: what is leased does not let it; nothing left then.
+        """
+        limit, listed = capacity_bytes - needed_bytes, self.segments()
+        excess = self.allocated_bytes(listed) - limit
+        evictable = self._evictable_bytes(listed) + self.folder.quarantined_bytes()
+        if what and excess > evictable:
+            raise CacheFullError(
+                f"{what} needs {format_bytes(excess)} to be freed, and {format_bytes(evictable)} of "
+                f"{format_bytes(self.settings.capacity_bytes)} can be: end the epochs and close the "
+                "snapshots that lease the rest, raise capacity, or raise headroom"
+            )
+        retired = self._retire(listed, self.drop_quarantined(limit))
+        for path, _ in retired:
+            self.folder.remove(path)
+        return [segment for _, segment in retired]
 
     def require_room(self, nbytes: int) -> None:
         """Evict as much as a small file needs that is no segment; under cache.lock.
@@ -625,23 +652,7 @@ class Store:
         self.refresh_settings()
         block = os.statvfs(self.folder.path).f_frsize
         needed = -(-nbytes // block) * block + block  # its folder may grow
-        while True:
-            listed = self.segments()
-            excess = self.allocated_bytes(listed) + needed - self.settings.capacity_bytes
-            if excess <= 0:
-                return
-            if quarantined := self.folder.quarantined_names():
-                self.folder.drop_quarantined(quarantined[0])
-                continue
-            evictable = self._evictable_bytes(listed)
-            if evictable < excess:
-                raise CacheFullError(
-                    f"a file of {format_bytes(nbytes)} needs {format_bytes(excess)} to be freed, and "
-                    f"{format_bytes(evictable)} of {format_bytes(self.settings.capacity_bytes)} can be: "
-                    "end epochs or close snapshots, raise capacity, or raise headroom"
-                )
-            for path, _ in self._retire(listed, excess):
-                self.folder.remove(path)  # under the lock: the file is made at once
+        self._fit(self.settings.capacity_bytes, needed, f"a file of {format_bytes(nbytes)}")
 
     def evict(self, nbytes: int) -> list[SegmentInfo]:
         """Evict the oldest unleased segments until `nbytes` are freed; returns those that went.
@@ -677,15 +688,12 @@ class Store:
         with self.locked():
             listed = self.segments()
             self._end_idle_leases(listed)
-            file = LockFile(self.folder.lease_lock)
-            try:
+            with LockFile(self.folder.lease_lock) as file:
                 for segment in filter(is_unwanted, reversed(listed)):
                     if file.try_range(segment.seq, 1, exclusive=True):
                         retired.append((self.folder.retire(segment.name), segment))
                     else:
                         leased.append(segment)
-            finally:
-                file.close()
             self.usage.take_back(sum(segment.rows for _, segment in retired))
         for path, _ in retired:
             self.folder.remove_unlocked(path)
@@ -705,28 +713,16 @@ class Store:
             self.refresh_settings()
             settings = self.settings.with_capacity(capacity_bytes)
             require_capacity(settings)
-            listed = self.segments()
-            self._end_idle_leases(listed)
+            self._end_idle_leases(self.segments())
             self.folder.sweep()
-            excess = self.allocated_bytes(listed) + 2 * PART_SLACK_BYTES - capacity_bytes
-            if capacity_bytes < self.settings.capacity_bytes:
-                evictable = self._evictable_bytes(listed) + self.folder.quarantined_bytes()
-                if evictable < excess:
-                    raise CacheFullError(
-                        f"{format_bytes(capacity_bytes)} is {format_bytes(excess - evictable)} too "
-                        f"little for the segments that are leased: end the epochs that read them first"
-                    )
-            while excess > 0 and (quarantined := self.folder.quarantined_names()):
-                self.folder.drop_quarantined(quarantined[0])
-                excess = self.allocated_bytes(listed) + 2 * PART_SLACK_BYTES - capacity_bytes
-            retired = self._retire(listed, excess)
-            for path, _ in retired:
-                self.folder.remove(path)  # under the lock: when it is released, the capacity holds
-            if retired:
+            shrinks = capacity_bytes < self.settings.capacity_bytes
+            what = f"a capacity of {format_bytes(capacity_bytes)}" if shrinks else ""
+            gone = self._fit(capacity_bytes, 2 * PART_SLACK_BYTES, what)
+            if gone:
                 self.usage.begin_pace()  # what left so cannot be served any more
             self.settings = settings
             self.folder.write_settings(self.settings)
-        return [segment for _, segment in retired]
+        return gone
 
     def _evictable_bytes(self, listed: list[SegmentInfo]) -> int:
         leased = self.leased(listed)
@@ -783,16 +779,12 @@ class Store:
         """Which of the listed segments anybody leases: a few questions to the kernel, not one each."""
         if not listed:
             return []
-        file = LockFile(self.folder.lease_lock)
-        try:
-            todo = [range(listed[0].seq, listed[-1].seq + 1)]
-            locked: list[range] = []
+        todo, locked = [range(listed[0].seq, listed[-1].seq + 1)], []
+        with LockFile(self.folder.lease_lock) as file:
             while todo:
                 span = todo.pop()
                 found = file.conflict(span.start, len(span)) if span else None
                 if found is not None:
                     locked.append(found)
                     todo += [range(span.start, found.start), range(found.stop, span.stop)]
-        finally:
-            file.close()
         return [segment for segment in listed if any(segment.seq in span for span in locked)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -107,7 +107,7 @@ class Usage:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A loader waits inside: no sampler waits for training meanwhile, if a descriptor can be had."""
-        with _until_closed(self._show(_LOADER_WAITS)):
+        with self._show(_LOADER_WAITS) or nullcontext():
             yield
 
     def a_loader_waits(self) -> bool:
@@ -124,7 +124,7 @@ class Usage:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Somebody writes inside: as `show_writing`, if a descriptor can be had."""
-        with _until_closed(self.show_writing()):
+        with self.show_writing() or nullcontext():
             yield
 
     def somebody_writes(self) -> bool:
@@ -153,11 +153,8 @@ class Usage:
         return file
 
     def _is_shown(self, sign: int) -> bool:
-        file = LockFile(self._folder.usage)
-        try:
+        with LockFile(self._folder.usage) as file:
             return file.conflict(sign, 1) is not None
-        finally:
-            file.close()
 
     def _add(self, **more: int) -> None:
         self._change(
@@ -171,15 +168,6 @@ class Usage:
             self._folder.change_usage(
                 0, UsageRecord.nbytes, lambda data: change(UsageRecord.unpack(data)).pack()
             )
-
-
-@contextmanager
-def _until_closed(sign: LockFile | None) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if sign is not None:
-            sign.close()
 
 
 def _counts(data: bytes, count: int) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ _NO_SIZES: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ConvertedRows:
     """Checked samples, column by column: arrays with a leading axis, and (bytes, elements) a value."""
 
     count: int
@@ -94,7 +94,7 @@ class SegmentBuilder:
             return self._most_rows
         return max(self.rows, min(self._most_rows, self._most_bytes * self.rows // nbytes))
 
-    def convert(self, sample: Mapping[str, Any], *, many: bool) -> Rows:
+    def convert(self, sample: Mapping[str, Any], *, many: bool) -> ConvertedRows:
         """Check one sample, or many along a leading axis, and convert it to rows.
 
         Raises: SchemaError: names the field, what was expected and what came. ValueError: a row
@@ -125,11 +125,11 @@ class SegmentBuilder:
             for name, kind in self._schema.variable.items()
         }
         if not variable:
-            return Rows(1 if count is None else count, fixed, variable, _NO_SIZES)
+            return ConvertedRows(1 if count is None else count, fixed, variable, _NO_SIZES)
         sizes = np.zeros(1 if count is None else count, np.int64)
         for values in variable.values():
             sizes += np.fromiter((data.nbytes for data, _ in values), np.int64, len(values))
-        rows = Rows(len(sizes), fixed, variable, sizes)
+        rows = ConvertedRows(len(sizes), fixed, variable, sizes)
         widest = int(sizes.max(initial=0))
         if widest > segment.MAX_ELEMENTS:
             raise ValueError(
@@ -144,7 +144,7 @@ class SegmentBuilder:
             )
         return rows
 
-    def take(self, rows: Rows, start: int) -> int:
+    def take(self, rows: ConvertedRows, start: int) -> int:
         """Copy rows[start:] in, as many as fit; returns how many, 0 when the segment is full."""
         count = min(rows.count - start, self._most_rows - self.rows)
         used = self._used_bytes()

@@ -636,8 +636,8 @@ class Store:
         if what and excess > evictable:
             raise CacheFullError(
                 f"{what} needs {format_bytes(excess)} to be freed, and {format_bytes(evictable)} of "
-                f"{format_bytes(self.settings.capacity_bytes)} can be: end the epochs and close the "
-                "snapshots that lease the rest, raise capacity, or raise headroom"
+                f"{format_bytes(self.settings.capacity_bytes)} can be, since the rest is leased: end "
+                "the epochs and close the snapshots that read it, raise capacity, or raise headroom"
             )
         retired = self._retire(listed, self.drop_quarantined(limit))
         for path, _ in retired:

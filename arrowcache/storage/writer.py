@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from arrowcache.arrow.builder import Rows, SegmentBuilder
+from arrowcache.arrow.builder import ConvertedRows, SegmentBuilder
 from arrowcache.errors import ArrowCacheError, CacheFullError
 from arrowcache.shortage import start
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
@@ -160,7 +160,7 @@ class Writer:
                 except _UNPUBLISHED:
                     pass  # every sample is taken: the next append or close waits, or reports it
 
-    def _take_some(self, rows: Rows, start: int) -> int:
+    def _take_some(self, rows: ConvertedRows, start: int) -> int:
         if self._builder.rows == 0:  # before one is taken: Ctrl-C may come after it
             self._oldest_sample = time.monotonic()
             self._wake_flusher()

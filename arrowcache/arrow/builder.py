@@ -35,7 +35,7 @@ class ConvertedRows:
 
 
 class Form(NamedTuple):
-    """What makes the file of a segment, beside its rows.
+    """The form of a segment's file.
 
     `full_rows` is the rows of a full segment, `segment_bytes` an upper bound on its file; `paged` says how it
     is arranged, see arrangement.py.
@@ -88,7 +88,7 @@ class SegmentBuilder:
 
     @property
     def expected_rows(self) -> int:
-        """How many rows the segment that is being filled will have, if the next ones are like those there."""
+        """Rows that the segment in progress will have, if the next ones are like those that it has."""
         nbytes = self._row_bytes * self.rows + sum(self._used_bytes().values())
         if not self._schema.variable or not nbytes:
             return self._most_rows

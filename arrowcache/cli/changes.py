@@ -24,7 +24,7 @@ from arrowcache.units import format_bytes
 
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")
 _SEGMENT_BYTES = "64MiB"
-Counts = tuple[int | None, int | None, int | None]  # rows, segments, bytes; None: not known
+Counts = tuple[int | None, int | None, int | None]  # rows, segments, bytes; None if not known
 
 Capacity = Annotated[
     str | None,

@@ -35,11 +35,11 @@ _MOST_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum
 
 
 class Rights(NamedTuple):
-    """What is given to new files and folders: by the mode of the cache's own folder, whatever the umask."""
+    """Modes and group of new files and folders. The cache's own folder decides, not the umask."""
 
     file_mode: int
     folder_mode: int
-    group: int | None  # None: it does not matter
+    group: int | None  # None if any will do
 
     def give_group(self, target: int | Path) -> None:
         """Have a file of our own belong to the group; without setgid it has its maker's.
@@ -95,7 +95,7 @@ class Part:
         os.utime(self._file.fd)
 
     def info(self, segment_name: str) -> SegmentInfo | None:
-        """What it is once it has this name."""
+        """The segment that it is under this name."""
         return _info(segment_name, os.fstat(self._file.fd))
 
     def link(self, path: Path) -> None:
@@ -134,7 +134,7 @@ class RanksFile:
         self._file = LockFile(path)
 
     def is_held(self) -> bool:
-        """Whether any other rank holds it, in this process or another."""
+        """True if any other rank holds it, in this process or another."""
         return self._file.conflict(0, 1) is not None
 
     def hold(self) -> None:
@@ -205,13 +205,13 @@ class Folder:
                     pass
 
     def rights(self) -> Rights:
-        """What new files get. Asked anew for each: a cache is shared, or not any more, while it is used."""
+        """Rights of a new file. Asked anew for each, since a cache may become shared while it is used."""
         status = os.stat(self.path)
         file_mode, folder_mode = layout.modes(status.st_mode)
         return Rights(file_mode, folder_mode, status.st_gid if file_mode & stat.S_IRWXG else None)
 
     def is_bare(self) -> bool:
-        """Whether nothing is in it but what `complete` makes, and cache.json."""
+        """True if it holds only cache.json and the files that `complete` makes."""
         ours = {layout.CACHE_JSON, layout.CACHE_LOCK, layout.LEASE_LOCK, layout.USAGE, *layout.FOLDERS}
         return set(os.listdir(self.path)) <= ours and not any(
             os.listdir(self.path / name) for name in layout.FOLDERS
@@ -243,7 +243,7 @@ class Folder:
         return True
 
     def free_bytes(self) -> int:
-        """What the disk has left for this user, where the folder is or would be made."""
+        """Bytes that the disk has left for this user, where the folder is or would be made."""
         status = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
         return status.f_bavail * status.f_frsize
 
@@ -336,7 +336,7 @@ class Folder:
         return sorted(name for name in self.names_in_segments() if layout.parse_segment_name(name))
 
     def segment_info(self, name: str) -> SegmentInfo | None:
-        """The segment of a name; None: it is gone, or not a regular file.
+        """The segment of a name, or None if it is gone or not a regular file.
 
         Raises: PermissionError: this user may not read it: nor then any of the cache.
         """
@@ -359,7 +359,7 @@ class Folder:
         return sum(allocated for _, allocated, _ in _files(self.quarantine))
 
     def incoming_bytes(self) -> int:
-        """What everything in incoming/ takes or has claimed, with slack for each part.
+        """Bytes that all files in incoming/ take or have claimed, with slack for each part.
 
         What is being unlinked counts once, as long as it is there or the claim that stands for it.
         """
@@ -386,12 +386,12 @@ class Folder:
         return total
 
     def locked_incoming(self, suffix: str) -> int:
-        """How many files of incoming/ with a suffix are locked by a living writer."""
+        """Count the files of incoming/ with a suffix that a living writer locks."""
         names = [name for name in _plain(self.incoming) if name.endswith(suffix)]
         return sum(not self._is_unlocked(self.incoming / name) for name in names)
 
     def waiting_since(self) -> float | None:
-        """Since when, in seconds since 1970, the writer waits that has waited longest; None: none is seen.
+        """When the longest wait of a writer began, in seconds since 1970. None if no writer waits.
 
         By /proc, without cache.lock: to try their locks would be in the way of a writer that just begins.
         """
@@ -497,7 +497,7 @@ class Folder:
     # sampler pools
 
     def has_pool(self, pool: str) -> bool:
-        """Whether any of its tasks was claimed before."""
+        """True if any of its tasks was claimed before."""
         return os.path.lexists(self.pools / pool)
 
     def claim_tasks(self, pool: str, count: int, least: int = 0) -> int:
@@ -529,7 +529,7 @@ class Folder:
             os.ftruncate(fd, 8 + 8 * len(numbers))
 
     def take_returned_task(self, pool: str) -> int | None:
-        """A task that is to be drawn again, the lowest; None: there is none. Only under cache.lock."""
+        """The lowest task that is to be drawn again, or None. Only under cache.lock."""
         with contextlib.suppress(FileNotFoundError), _opened(self.pools / pool, os.O_RDWR) as fd:
             if numbers := _returned(fd):
                 os.ftruncate(fd, 8 + 8 * (len(numbers) - 1))
@@ -544,7 +544,7 @@ class Folder:
     # ranks
 
     def open_ranks_file(self, name: str) -> RanksFile | None:
-        """Open a file in ranks/; None: there is none."""
+        """Open a file in ranks/. None if there is none."""
         try:
             return RanksFile(self.ranks / name)
         except FileNotFoundError:
@@ -576,7 +576,7 @@ class Folder:
             path.unlink(missing_ok=True)
 
     def _is_unlocked(self, path: Path) -> bool:
-        """Whether a file is there and nobody holds a lock on it: neither a writer nor a rank."""
+        """True if a file is there and nobody locks it, neither a writer nor a rank."""
         try:
             file = LockFile(path)
         except (FileNotFoundError, PermissionError):  # gone; another user is just making it

@@ -37,7 +37,7 @@ _opening = threading.RLock()  # held until `_open_files` has what is opened: no 
 
 
 def file_identity(status: os.stat_result) -> tuple[int, int]:
-    """What is the same by whatever path a file was opened."""
+    """Device and inode: the same for every path of a file."""
     return status.st_dev, status.st_ino
 
 
@@ -106,7 +106,7 @@ class LockFile:
         linux.set_lock(self.fd, fcntl.F_UNLCK, start, length)
 
     def conflict(self, start: int, length: int) -> range | None:
-        """Some range that another description has locked within the given one; None: it is free."""
+        """A range within the given one that another description has locked, or None if it is free."""
         found = linux.conflicting_lock(self.fd, start, length)
         if found is None:
             return None
@@ -176,7 +176,7 @@ class Holder:
 
 
 def flock_holders(path: Path) -> list[Holder]:
-    """Who holds the flock of a file, from /proc/locks."""
+    """Processes that hold the flock of a file, from /proc/locks."""
     try:
         wanted = _lock_identity(os.stat(path))
         lines = Path("/proc/locks").read_text().splitlines()
@@ -191,12 +191,12 @@ def flock_holders(path: Path) -> list[Holder]:
 
 
 def range_holders(path: Path, files: Iterable[OpenFile] | None = None) -> list[Holder]:
-    """Who shares locks on ranges of a file, from /proc/*/fdinfo: processes of other users stay unseen.
+    """Processes that share locks on ranges of a file, from /proc/*/fdinfo. Those of other users stay unseen.
 
     An exclusive lock is an evictor's, for a moment.
 
     Args:
-        files: what processes have open, where that is known; None: it is looked up.
+        files: files that processes have open. None means that they are looked up.
     """
     try:
         wanted = _lock_identity(os.stat(path))

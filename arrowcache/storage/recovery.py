@@ -42,7 +42,7 @@ _LEAP = 1_000_000  # more segments than anybody publishes before the kernel writ
 
 
 class HasStore(Protocol):
-    """What a cache is to the layers below it."""
+    """A cache, as the layers below it see it."""
 
     @property
     def store(self) -> Store: ...
@@ -91,7 +91,7 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
 
 
 def is_free(path: Path) -> bool:
-    """Whether a cache can be made at a path; False: one is there, of a format that this version knows.
+    """True if a cache can be made at a path. False if one is there, of a format that this version knows.
 
     Raises: FileExistsError: a file is there. CacheFormatError: a folder of something else.
     """
@@ -119,7 +119,7 @@ def remove_unused(store: Store, made: Sequence[Path]) -> bool:
 
     Args:
         made: what `new_folders` said before it was made: these go too, if nothing is in them.
-    Returns: whether it is gone; False: something was published, or somebody writes to it.
+    Returns: True if it is gone. False if something was published, or somebody writes to it.
     """
     folder = store.folder
     try:
@@ -176,7 +176,7 @@ def require_access(store: Store) -> None:
 
 
 def _mode(path: Path) -> int:
-    """Of what is there; 0: nothing is. No link is followed."""
+    """The mode of what is there, or 0 if nothing is. No link is followed."""
     try:
         return os.lstat(path).st_mode
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def _mode(path: Path) -> int:
 
 
 def _foreign_files(path: Path) -> list[str]:
-    """What in a folder no cache put there; without cache.json ours is only a cache half made."""
+    """Files in a folder that no cache put there. Without cache.json a half-made cache may be there."""
     foreign = sorted(set(os.listdir(path)) - layout.TOP_NAMES)
     inside = [
         f"{name}/{entry}"

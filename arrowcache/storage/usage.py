@@ -44,7 +44,7 @@ class Usage:
         return UsageRecord()
 
     def served(self, seqs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many epochs read each segment; seqs, (n,), ascend. 0 where that cannot be read."""
+        """Count the epochs that read each segment: 0 where that cannot be read. seqs, (n,), ascend."""
         counts = np.zeros(len(seqs), np.int64)
         with suppress(OSError):
             for run in _runs(seqs):
@@ -117,7 +117,7 @@ class Usage:
     def show_writing(self) -> LockFile | None:
         """Show that somebody writes, until the sign is closed or this process dies.
 
-        A forked child does not prolong it. None: no descriptor is left.
+        A forked child does not prolong it. None if no descriptor is left.
         """
         return self._show(_SOMEBODY_WRITES)
 
@@ -180,7 +180,7 @@ def _place(seq: int | np.int64) -> int:
 
 
 def _runs(seqs: NDArray[np.int64]) -> list[slice]:
-    """Where ascending numbers follow each other without a gap, nor over the end of the file's places."""
+    """Slices of ascending numbers without a gap. None crosses the end of the file's places."""
     breaks = np.flatnonzero((np.diff(seqs) != 1) | (seqs[1:] % USAGE_SEQS == 0)) + 1
     ends = [0, *breaks.tolist(), len(seqs)]
     return [slice(start, stop) for start, stop in itertools.pairwise(ends) if stop > start]

@@ -201,7 +201,7 @@ class Writer:
     def _flush_due(self) -> float | None:
         """Publish a part-filled segment whose first sample is `max_delay` old.
 
-        Returns: seconds to the next look; None: none before a sample comes.
+        Returns: seconds to the next look, or None to wait for a sample.
         """
         assert self._max_delay is not None
         with self._lock:

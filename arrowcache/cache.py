@@ -68,10 +68,10 @@ class Cache(Shown):
             capacity: the budget in bytes for everything under the folder. A RuntimeWarning says where the
                 disk holds less.
             segment_bytes: upper bound on a segment's file.
-            segment_rows: rows of a full segment; None: as many as segment_bytes allows.
+            segment_rows: rows of a full segment. None means as many as segment_bytes allows.
             headroom: share of the capacity, in [0, 1), that a loader's epoch leaves to writers where the
                 cache is nearly full and somebody writes, so that samplers go on while it runs: it leaves out
-                the oldest rows. At least two segments; 0: none, so samplers wait for the epoch's end.
+                the oldest rows. At least two segments. 0 leaves none: samplers wait for the epoch's end.
             durable: sync each segment before it is published, and its name before publishing
                 returns, so that a power cut loses nothing that was published, and nothing needs to be
                 checked after one. Each publish waits for the disk: a writer has some third (segments of
@@ -130,7 +130,7 @@ class Cache(Shown):
 
         Args:
             on_full: "wait" for room (a warning after 30 s names what it waits for), or "raise".
-            timeout: seconds to wait at most; None: no bound.
+            timeout: seconds to wait at most. None means no limit.
             max_delay: seconds after which a part-filled segment is published.
         """
         return Writer(self.store, on_full=on_full, timeout=timeout, max_delay=max_delay)
@@ -148,7 +148,7 @@ class Cache(Shown):
         return Snapshot.take(self.store, where)
 
     def stats(self) -> CacheStats:
-        """What the cache holds at this moment, of all processes."""
+        """Counts of what the cache holds now, of all processes."""
         return self.store.stats()
 
     def verify(self, repair: bool = True) -> list[Problem]:
@@ -184,13 +184,13 @@ class Cache(Shown):
 
     @property
     def pace(self) -> Pace | None:
-        """How far training and sampling may run ahead of each other; None: as far as they like."""
+        """How far training and sampling may run ahead of each other. None means no limit."""
         with explaining(self.path):
             self.store.refresh_settings()
         return self.store.settings.pace
 
     def set_pace(self, pace: Pace | None) -> None:
-        """Set the pace of all processes' loaders, samplers and writers, now; None: none.
+        """Set the pace of all processes' loaders, samplers and writers, now. None removes it.
 
         Raises: TypeError: it is no Pace. ValueError: the cache never holds its min_rows.
             LockTimeoutError, OSError: as of a publish.

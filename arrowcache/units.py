@@ -60,7 +60,7 @@ def parse_count(value: object, name: str, least: int = 1, most: int | None = MOS
 
     Args:
         name: the argument's name, for the message.
-        most: None: no bound.
+        most: None means no limit.
     Raises: TypeError: not an int. ValueError: below `least`, above `most`, or a bool.
     """
     try:

@@ -29,7 +29,7 @@ Span = tuple[int, int]
 
 
 def needs_gaps(schema: Schema) -> bool:
-    """Whether a packed file leaves a wide column off its pages: there are several."""
+    """True if a packed file would not begin every wide column at a page: there are several."""
     widest, _ = widest_column(schema)
     return any(_is_wide(kind) for number, kind in enumerate(schema.fixed.values()) if number != widest)
 
@@ -67,7 +67,7 @@ def paged_buffers(schema: Schema) -> list[int]:
 
 
 def is_packed(columns: Sequence[Sequence[Span]], stop: int) -> bool:
-    """Whether buffers follow one another without a gap, the last one up to `stop`.
+    """True if buffers follow one another without a gap, the last one up to `stop`.
 
     Args:
         columns: the buffers of each, its values last, in physical order. Those of no bytes are nowhere.
@@ -76,7 +76,7 @@ def is_packed(columns: Sequence[Sequence[Span]], stop: int) -> bool:
 
 
 def is_paged(schema: Schema, columns: Sequence[Sequence[Span]], stop: int) -> bool:
-    """Whether they do with the gaps of a paged file, and no other."""
+    """True if they do so with the gaps of a paged file, and no others."""
     alignments = zip(columns, paged_alignments(schema), strict=True)
     return _follow(
         (
@@ -94,7 +94,7 @@ def _is_wide(kind: FixedType) -> bool:
 
 
 def _follow(spans: Iterable[tuple[int, int, int]], stop: int) -> bool:
-    """Whether each (start, bytes, alignment) begins at the next such multiple, and all end at `stop`."""
+    """True if each (start, bytes, alignment) begins at the next such multiple and all end at `stop`."""
     end = None
     for start, size, alignment in spans:
         if size:

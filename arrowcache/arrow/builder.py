@@ -25,7 +25,7 @@ _NO_SIZES: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ConvertedRows:
     """Checked samples, column by column: arrays with a leading axis, and (bytes, elements) a value."""
 
     count: int
@@ -35,7 +35,7 @@ class Rows:
 
 
 class Form(NamedTuple):
-    """What makes the file of a segment, beside its rows.
+    """The form of a segment's file.
 
     `full_rows` is the rows of a full segment, `segment_bytes` an upper bound on its file; `paged` says how it
     is arranged, see arrangement.py.
@@ -88,13 +88,13 @@ class SegmentBuilder:
 
     @property
     def expected_rows(self) -> int:
-        """How many rows the segment that is being filled will have, if the next ones are like those there."""
+        """Rows that the segment in progress will have, if the next ones are like those that it has."""
         nbytes = self._row_bytes * self.rows + sum(self._used_bytes().values())
         if not self._schema.variable or not nbytes:
             return self._most_rows
         return max(self.rows, min(self._most_rows, self._most_bytes * self.rows // nbytes))
 
-    def convert(self, sample: Mapping[str, Any], *, many: bool) -> Rows:
+    def convert(self, sample: Mapping[str, Any], *, many: bool) -> ConvertedRows:
         """Check one sample, or many along a leading axis, and convert it to rows.
 
         Raises: SchemaError: names the field, what was expected and what came. ValueError: a row
@@ -125,11 +125,11 @@ class SegmentBuilder:
             for name, kind in self._schema.variable.items()
         }
         if not variable:
-            return Rows(1 if count is None else count, fixed, variable, _NO_SIZES)
+            return ConvertedRows(1 if count is None else count, fixed, variable, _NO_SIZES)
         sizes = np.zeros(1 if count is None else count, np.int64)
         for values in variable.values():
             sizes += np.fromiter((data.nbytes for data, _ in values), np.int64, len(values))
-        rows = Rows(len(sizes), fixed, variable, sizes)
+        rows = ConvertedRows(len(sizes), fixed, variable, sizes)
         widest = int(sizes.max(initial=0))
         if widest > segment.MAX_ELEMENTS:
             raise ValueError(
@@ -144,7 +144,7 @@ class SegmentBuilder:
             )
         return rows
 
-    def take(self, rows: Rows, start: int) -> int:
+    def take(self, rows: ConvertedRows, start: int) -> int:
         """Copy rows[start:] in, as many as fit; returns how many, 0 when the segment is full."""
         count = min(rows.count - start, self._most_rows - self.rows)
         used = self._used_bytes()

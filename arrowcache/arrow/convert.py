@@ -124,7 +124,7 @@ def exact_values(name: str, kind: Tensor | Ragged, array: NDArray[Any]) -> NDArr
 
 
 def count_rows(name: str, values: Any) -> int:
-    """How many samples a leading axis holds.
+    """Count the samples along a leading axis.
 
     Raises: SchemaError: no leading axis.
     """
@@ -142,7 +142,7 @@ def count_rows(name: str, values: Any) -> int:
 
 
 def is_masked(value: object) -> bool:
-    """Whether this is a masked array. Asking does not import numpy.ma: a first batch would wait for it."""
+    """True if the value is a masked array. Does not import numpy.ma: a first batch would wait for it."""
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     return masked is not None and isinstance(value, masked)
 
@@ -193,14 +193,14 @@ def _exact(name: str, dtype: Dtype, value: object) -> NDArray[Any]:
 
 
 def _cast_exactly(array: NDArray[Any], target: np.dtype[Any]) -> NDArray[Any] | None:
-    """The same values in another dtype; None: it does not have all of them."""
+    """The same values in another dtype, or None if it lacks one of them."""
     with np.errstate(all="ignore"):
         cast = array.astype(target, casting="unsafe")
         return cast if _is_exact(array, cast) else None
 
 
 def _is_exact(array: NDArray[Any], cast: NDArray[Any]) -> bool:
-    """Whether a cast of Python numbers kept every value.
+    """True if a cast of Python numbers kept every value.
 
     The way back alone does not tell: integers wrap around both ways, and a float out of an
     integer's range becomes whatever the processor likes.
@@ -218,7 +218,7 @@ def _is_exact(array: NDArray[Any], cast: NDArray[Any]) -> bool:
 
 
 def _lost_digits(value: object, array: NDArray[Any]) -> bool:
-    """Whether NumPy rounded a large integer when it made one array of a list of mixed numbers."""
+    """True if NumPy rounded a large integer when it made one array of a list of mixed numbers."""
     if not isinstance(value, list | tuple) or array.dtype.kind not in "fc":
         return False
     if not np.any(np.abs(array) >= 2**53):

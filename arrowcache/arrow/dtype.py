@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """What the bits of a dtype stand for that NumPy lacks.
+    """Conversion between numbers and the bits of a dtype that NumPy lacks.
 
     Args:
         to_float: bits to their numbers, exactly.
@@ -39,7 +39,7 @@ class Dtype:
         kind: NumPy's letter: "b", "i", "u", "f" or "c".
         numpy: what NumPy readers see.
         stored: an element in a segment; two are a complex number.
-        bits: None: NumPy has this dtype.
+        bits: None if NumPy has this dtype.
     """
 
     name: str
@@ -93,7 +93,7 @@ def dtype_of(name: str) -> Dtype:
 
 
 def bits_of(name: str) -> Bits | None:
-    """What the bits of a dtype of this name stand for; None: NumPy has it, or no column holds it."""
+    """The conversion of a dtype's bits. None if NumPy has the dtype, or no column holds it."""
     return _BY_NAME[name].bits if name in _BY_NAME else None
 
 

@@ -78,7 +78,7 @@ def _kind_of_type(found: pa.DataType) -> FieldType | None:
 
 
 def _stored(found: pa.DataType) -> pa.DataType:
-    """What an extension or a dictionary holds."""
+    """The type of the values in an extension or a dictionary."""
     if isinstance(found, pa.BaseExtensionType):
         return _stored(found.storage_type)
     return found.value_type if pa.types.is_dictionary(found) else found

@@ -132,7 +132,7 @@ def spread(pieces: Sequence[memoryview], alignments: Sequence[int]) -> list[memo
 
 
 def _cut(pieces: Sequence[memoryview], at: int) -> tuple[list[memoryview], list[memoryview]]:
-    """What is before a byte, and what is from there on."""
+    """The bytes before a position, and those from it on."""
     before, after = [], []
     for piece in pieces:
         size = min(at, piece.nbytes)
@@ -143,13 +143,13 @@ def _cut(pieces: Sequence[memoryview], at: int) -> tuple[list[memoryview], list[
 
 
 def _vector(file: memoryview, table: int, number: int) -> int:
-    """Where the count of a table's vector is; 0: it has none."""
+    """The position of the count of a table's vector, or 0 if it has none."""
     at = _field(file, table, number)
     return at + _read("<I", file, at) if at else 0
 
 
 def _field(file: memoryview, table: int, number: int) -> int:
-    """Where a field of a table is; 0: it is not there."""
+    """The position of a table's field, or 0 if it is missing."""
     fields = table - _read("<i", file, table)
     slot = 4 + 2 * number
     if slot + 2 > _read("<H", file, fields):

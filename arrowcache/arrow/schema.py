@@ -78,7 +78,7 @@ class Tensor:
 
     @property
     def is_list(self) -> bool:
-        """Whether a row is a list in Arrow, with an offset; else it is one value."""
+        """True if a row is a list in Arrow, with an offset. Else it is one value."""
         return self.shape != () or self.elements > 1
 
     @property

@@ -141,7 +141,7 @@ def element_bytes(kind: VariableType) -> int:
 
 
 def max_rows(schema: Schema, segment_bytes: int, *, paged: bool = False) -> int:
-    """How many rows without variable-length data fit into a segment; 0: not even one does."""
+    """Rows without variable-length data that fit into a segment. 0 if not even one does."""
     rows = (segment_bytes - _bytes_of_no_row(schema, paged)) // row_bytes(schema)
     widest = max((kind.elements for kind in schema.fixed.values() if kind.is_list), default=1)
     return max(0, min(rows, MAX_ELEMENTS // widest))
@@ -338,7 +338,7 @@ def _spans(file: pa.Buffer, name: str, kind: FixedType | VariableType, array: pa
 
 
 def _stop(file: pa.Buffer) -> int:
-    """Where the last buffer ends, of a file that a writer of Arrow made."""
+    """The end of the last buffer in a file that a writer of Arrow made."""
     return footer_start(memoryview(file)) - _END_OF_BATCHES_BYTES
 
 
@@ -352,7 +352,7 @@ def _rising_end(file: pa.Buffer, start: int, rows: int, kind: VariableType, name
 
 
 def _are_uniform(file: pa.Buffer, start: int, rows: int, elements: int) -> bool:
-    """Whether a column's offsets are 0, elements, 2 * elements, ...: in pieces, for they may be many."""
+    """True if a column's offsets are 0, elements, 2 * elements, ... Works in pieces: they may be many."""
     offsets = np.frombuffer(file, np.int32, rows + 1, start)
     for first in range(0, rows + 1, _OFFSETS_A_PIECE):
         piece = offsets[first : first + _OFFSETS_A_PIECE]

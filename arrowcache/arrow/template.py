@@ -28,7 +28,7 @@ _LARGEST_TEMPLATE_BYTES = 512 << 10  # of a larger one the offsets are most, and
 
 
 class Template(NamedTuple):
-    """What files of one layout have in common.
+    """The bytes that files of one layout have in common.
 
     `kind` is of the files that have this layout, if they are of as many rows.
     """
@@ -38,7 +38,7 @@ class Template(NamedTuple):
 
 
 def make_template(file: pa.Buffer, schema: Schema, layout: Layout) -> Template | None:
-    """The template of a file that passed `read_structure` with `layout`; None: it has none.
+    """The template of a file that passed `read_structure` with `layout`, or None.
 
     Args:
         file: the whole file, mapped; nothing of it is kept.

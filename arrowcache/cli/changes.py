@@ -15,7 +15,7 @@ import arrowcache as ac
 from arrowcache.arrow.notation import format_schema
 from arrowcache.cli import complain
 from arrowcache.cli.app import AsJson, CachePath, SchemaText, app, schema_of, share_of, size_of
-from arrowcache.cli.output import write_json, write_table
+from arrowcache.cli.printing import write_json, write_table
 from arrowcache.storage.ingest import Imported
 from arrowcache.storage.layout import CACHE_JSON, SegmentInfo, Settings, UsageRecord
 from arrowcache.storage.recovery import new_folders, remove_unused
@@ -24,7 +24,7 @@ from arrowcache.units import format_bytes
 
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")
 _SEGMENT_BYTES = "64MiB"
-Counts = tuple[int | None, int | None, int | None]  # rows, segments, bytes; None: not known
+Counts = tuple[int | None, int | None, int | None]  # rows, segments, bytes; None if not known
 
 Capacity = Annotated[
     str | None,

@@ -18,7 +18,7 @@ import arrowcache as ac
 from arrowcache.arrow.notation import format_schema, type_name
 from arrowcache.cli import INTERRUPTED, OK, USAGE, WRONG, changes, complain
 from arrowcache.cli.app import AsJson, CachePath, Columns, app
-from arrowcache.cli.output import write, write_frame, write_json, write_table
+from arrowcache.cli.printing import write, write_frame, write_json, write_table
 from arrowcache.cli.wording import of_shell
 from arrowcache.errors import ArrowCacheError, sentence_of
 from arrowcache.explore.observation import Observation, observe

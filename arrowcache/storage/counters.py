@@ -33,11 +33,11 @@ Counts = tuple[int, int, int, int, int]
 
 
 class CounterPage(Page):
-    """What one loader shows. Made by `open`; writing never fails, and does nothing once it is closed."""
+    """The page of one loader. Made by `open`; writing never fails, and does nothing once it is closed."""
 
     @classmethod
     def open(cls, folder: Path, workers: int, shuffle: str | None) -> CounterPage | None:
-        """The page of a loader of the cache in a folder; None: there is no memory or descriptor for one."""
+        """The page of a loader of the cache in a folder, or None if no memory or descriptor is left."""
         return cls.made(COUNTERS, folder, _IDENTITY.pack(workers, (shuffle or "").encode()))
 
     def count(self, counts: Counts) -> None:
@@ -61,7 +61,7 @@ class CounterPage(Page):
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """What a page showed at one moment: of which cache, whose, and the counters up to that moment.
+    """A page as it was at one moment: its cache, its process, and the counters up to then.
 
     `cache` is (device, inode) of its folder; `waits` is how many threads of the consumer wait now; `took`
     are the seconds of each of TIMED.
@@ -82,7 +82,7 @@ class Readout:
 
 
 def read_counters(path: str | os.PathLike[str]) -> Readout | None:
-    """Read a page by its file, such as /proc/<pid>/fd/<n>; None: it is gone, or is none of ours.
+    """Read a page by its file, such as /proc/<pid>/fd/<n>. None if it is gone or not ours.
 
     Blocks: never; whatever is there is read, but not waited for.
     """
@@ -91,7 +91,7 @@ def read_counters(path: str | os.PathLike[str]) -> Readout | None:
 
 
 def parse_counters(page: bytes, now: float) -> Readout | None:
-    """What a page says at a moment of the monotonic clock; None: it is none of ours."""
+    """Read the content of a page, with times up to `now` of the monotonic clock. None if it is not ours."""
     if len(page) != PAGE_BYTES:
         return None
     magic, version, pid, device, inode = HEAD.unpack_from(page)

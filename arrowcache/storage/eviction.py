@@ -31,7 +31,7 @@ def choose_victims(
 
 
 def skip_for_headroom(segments: Sequence[SegmentInfo], free_bytes: int, headroom_bytes: int) -> int:
-    """How many of the oldest segments a new snapshot leaves unleased.
+    """Count the oldest segments that a new snapshot leaves unleased.
 
     As few as make free and skipped bytes reach the headroom; the newest segment is always read.
     """

@@ -35,11 +35,11 @@ _MOST_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum
 
 
 class Rights(NamedTuple):
-    """What is given to new files and folders: by the mode of the cache's own folder, whatever the umask."""
+    """Modes and group of new files and folders. The cache's own folder decides, not the umask."""
 
     file_mode: int
     folder_mode: int
-    group: int | None  # None: it does not matter
+    group: int | None  # None if any will do
 
     def give_group(self, target: int | Path) -> None:
         """Have a file of our own belong to the group; without setgid it has its maker's.
@@ -95,7 +95,7 @@ class Part:
         os.utime(self._file.fd)
 
     def info(self, segment_name: str) -> SegmentInfo | None:
-        """What it is once it has this name."""
+        """The segment that it is under this name."""
         return _info(segment_name, os.fstat(self._file.fd))
 
     def link(self, path: Path) -> None:
@@ -134,7 +134,7 @@ class RanksFile:
         self._file = LockFile(path)
 
     def is_held(self) -> bool:
-        """Whether any other rank holds it, in this process or another."""
+        """True if any other rank holds it, in this process or another."""
         return self._file.conflict(0, 1) is not None
 
     def hold(self) -> None:
@@ -201,16 +201,17 @@ class Folder:
                     (self.path / name).chmod(rights.folder_mode)  # whatever the umask
         for file in (self.cache_lock, self.lease_lock, self.usage):
             if not self._is_there(file, stat.S_ISREG):
-                os.close(_created(file, rights))
+                with _opened(file, os.O_RDWR, rights):
+                    pass
 
     def rights(self) -> Rights:
-        """What new files get. Asked anew for each: a cache is shared, or not any more, while it is used."""
+        """Rights of a new file. Asked anew for each, since a cache may become shared while it is used."""
         status = os.stat(self.path)
         file_mode, folder_mode = layout.modes(status.st_mode)
         return Rights(file_mode, folder_mode, status.st_gid if file_mode & stat.S_IRWXG else None)
 
     def is_bare(self) -> bool:
-        """Whether nothing is in it but what `complete` makes, and cache.json."""
+        """True if it holds only cache.json and the files that `complete` makes."""
         ours = {layout.CACHE_JSON, layout.CACHE_LOCK, layout.LEASE_LOCK, layout.USAGE, *layout.FOLDERS}
         return set(os.listdir(self.path)) <= ours and not any(
             os.listdir(self.path / name) for name in layout.FOLDERS
@@ -242,7 +243,7 @@ class Folder:
         return True
 
     def free_bytes(self) -> int:
-        """What the disk has left for this user, where the folder is or would be made."""
+        """Bytes that the disk has left for this user, where the folder is or would be made."""
         status = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
         return status.f_bavail * status.f_frsize
 
@@ -300,11 +301,8 @@ class Folder:
         return LockRecord.unpack(_read(self.cache_lock, LockRecord.nbytes))
 
     def write_record(self, record: LockRecord) -> None:
-        fd = os.open(self.cache_lock, os.O_WRONLY | _OWN)
-        try:
+        with _opened(self.cache_lock, os.O_WRONLY) as fd:
             os.pwrite(fd, record.pack(), 0)
-        finally:
-            os.close(fd)
 
     def sync_record(self) -> None:
         """Have the record outlast a power cut. Without, the last ones may be forgotten, none is torn."""
@@ -314,28 +312,18 @@ class Folder:
 
     def read_usage(self, start: int, nbytes: int) -> bytes:
         """Bytes of `usage`; fewer, where it ends before."""
-        fd = os.open(self.usage, os.O_RDONLY | os.O_NONBLOCK | _OWN)
-        try:
+        with _opened(self.usage, os.O_RDONLY | os.O_NONBLOCK) as fd:
             return os.pread(fd, nbytes, start)
-        finally:
-            os.close(fd)
 
     def change_usage(self, start: int, nbytes: int, change: Callable[[bytes], bytes]) -> None:
         """Replace bytes of `usage` by what `change` makes of those that are there; under cache.lock."""
-        fd = os.open(self.usage, os.O_RDWR | os.O_NONBLOCK | _OWN)
-        try:
+        with _opened(self.usage, os.O_RDWR | os.O_NONBLOCK) as fd:
             os.pwrite(fd, change(os.pread(fd, nbytes, start)), start)
-        finally:
-            os.close(fd)
 
     def free_usage(self, start: int, nbytes: int) -> None:
         """Give the disk back the pages of a range, which reads as zeros then; not all file systems can."""
-        fd = os.open(self.usage, os.O_RDWR | os.O_NONBLOCK | _OWN)
-        try:
-            with contextlib.suppress(OSError):
-                linux.free_range(fd, start, nbytes)
-        finally:
-            os.close(fd)
+        with _opened(self.usage, os.O_RDWR | os.O_NONBLOCK) as fd, contextlib.suppress(OSError):
+            linux.free_range(fd, start, nbytes)
 
     # what is there
 
@@ -348,7 +336,7 @@ class Folder:
         return sorted(name for name in self.names_in_segments() if layout.parse_segment_name(name))
 
     def segment_info(self, name: str) -> SegmentInfo | None:
-        """The segment of a name; None: it is gone, or not a regular file.
+        """The segment of a name, or None if it is gone or not a regular file.
 
         Raises: PermissionError: this user may not read it: nor then any of the cache.
         """
@@ -371,7 +359,7 @@ class Folder:
         return sum(allocated for _, allocated, _ in _files(self.quarantine))
 
     def incoming_bytes(self) -> int:
-        """What everything in incoming/ takes or has claimed, with slack for each part.
+        """Bytes that all files in incoming/ take or have claimed, with slack for each part.
 
         What is being unlinked counts once, as long as it is there or the claim that stands for it.
         """
@@ -398,12 +386,12 @@ class Folder:
         return total
 
     def locked_incoming(self, suffix: str) -> int:
-        """How many files of incoming/ with a suffix are locked by a living writer."""
+        """Count the files of incoming/ with a suffix that a living writer locks."""
         names = [name for name in _plain(self.incoming) if name.endswith(suffix)]
         return sum(not self._is_unlocked(self.incoming / name) for name in names)
 
     def waiting_since(self) -> float | None:
-        """Since when, in seconds since 1970, the writer waits that has waited longest; None: none is seen.
+        """When the longest wait of a writer began, in seconds since 1970. None if no writer waits.
 
         By /proc, without cache.lock: to try their locks would be in the way of a writer that just begins.
         """
@@ -492,11 +480,8 @@ class Folder:
         path = self.quarantine / f"{segment_name}{layout.REASON}"
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)  # rather than to write to where a link leads
-            fd = _created(path, self.rights(), os.O_EXCL)
-            try:
+            with _opened(path, os.O_RDWR | os.O_EXCL, self.rights()) as fd:
                 os.pwrite(fd, f"{reason}\n".encode(errors="backslashreplace"), 0)
-            finally:
-                os.close(fd)
 
     def sync_isolated(self) -> None:
         """Have what `isolate` moved stay moved; in this order it is never in neither folder."""
@@ -512,7 +497,7 @@ class Folder:
     # sampler pools
 
     def has_pool(self, pool: str) -> bool:
-        """Whether any of its tasks was claimed before."""
+        """True if any of its tasks was claimed before."""
         return os.path.lexists(self.pools / pool)
 
     def claim_tasks(self, pool: str, count: int, least: int = 0) -> int:
@@ -522,8 +507,7 @@ class Folder:
             least: a number that the first one is not below, whatever the file has lost.
         Raises: CacheFormatError: a number that no pool ever had.
         """
-        fd = _created(self.pools / pool, self.rights())
-        try:
+        with _opened(self.pools / pool, os.O_RDWR, self.rights()) as fd:
             data = os.pread(fd, 8, 0)
             first = max(least, int.from_bytes(data, "little") if len(data) == 8 else 0)
             if first > _MOST_TASKS:
@@ -532,8 +516,6 @@ class Folder:
                     "another seed or name for the pool"
                 )
             os.pwrite(fd, (first + count).to_bytes(8, "little"), 0)
-        finally:
-            os.close(fd)
         return first
 
     def return_tasks(self, pool: str, numbers: Iterable[int]) -> None:
@@ -541,28 +523,18 @@ class Folder:
 
         A task that is there already, and what goes beyond a block of the disk, is left out.
         """
-        fd = _created(self.pools / pool, self.rights())
-        try:
-            kept = set(_returned(fd))
-            numbers = sorted(kept | set(numbers), reverse=True)[-_MOST_RETURNED:]
+        with _opened(self.pools / pool, os.O_RDWR, self.rights()) as fd:
+            numbers = sorted({*_returned(fd), *numbers}, reverse=True)[-_MOST_RETURNED:]
             os.pwrite(fd, b"".join(number.to_bytes(8, "little") for number in numbers), 8)
             os.ftruncate(fd, 8 + 8 * len(numbers))
-        finally:
-            os.close(fd)
 
     def take_returned_task(self, pool: str) -> int | None:
-        """A task that is to be drawn again, the lowest; None: there is none. Only under cache.lock."""
-        try:
-            fd = os.open(self.pools / pool, os.O_RDWR | _OWN)
-        except FileNotFoundError:
-            return None
-        try:
-            numbers = _returned(fd)
-            if numbers:
+        """The lowest task that is to be drawn again, or None. Only under cache.lock."""
+        with contextlib.suppress(FileNotFoundError), _opened(self.pools / pool, os.O_RDWR) as fd:
+            if numbers := _returned(fd):
                 os.ftruncate(fd, 8 + 8 * (len(numbers) - 1))
-            return numbers[-1] if numbers else None
-        finally:
-            os.close(fd)
+                return numbers[-1]
+        return None
 
     def sync_tasks(self, pool: str) -> None:
         """Have the claimed numbers outlast a power cut: the file, then its name."""
@@ -572,7 +544,7 @@ class Folder:
     # ranks
 
     def open_ranks_file(self, name: str) -> RanksFile | None:
-        """Open a file in ranks/; None: there is none."""
+        """Open a file in ranks/. None if there is none."""
         try:
             return RanksFile(self.ranks / name)
         except FileNotFoundError:
@@ -604,17 +576,13 @@ class Folder:
             path.unlink(missing_ok=True)
 
     def _is_unlocked(self, path: Path) -> bool:
-        """Whether a file is there and nobody holds a lock on it: neither a writer nor a rank."""
+        """True if a file is there and nobody locks it, neither a writer nor a rank."""
         try:
             file = LockFile(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # gone; another user is just making it
             return False
-        except PermissionError:  # another user is just making it
-            return False
-        try:
+        with file:
             return file.try_exclusive() and file.try_range(0, 1, exclusive=True)
-        finally:
-            file.close()
 
 
 def require_right(path: Path | str, right: int) -> None:
@@ -635,19 +603,18 @@ def _returned(fd: int) -> list[int]:
     return returned if is_sound else []
 
 
-def _created(path: Path, rights: Rights, flags: int = 0) -> int:
-    """Open a file of our own, made if it is not there: the descriptor. No link is followed."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | flags | _OWN, rights.file_mode)
+@contextlib.contextmanager
+def _opened(path: Path, flags: int, rights: Rights | None = None) -> Iterator[int]:
+    """The descriptor of a file of our own, made if it is to have rights and is not there; of no link."""
+    fd = os.open(path, flags | _OWN | (os.O_CREAT if rights else 0), rights.file_mode if rights else 0)
     try:
-        status = os.fstat(fd)
-        if status.st_uid == os.geteuid():  # else another user made it
+        if rights and (status := os.fstat(fd)).st_uid == os.geteuid():  # else another user made it
             rights.give_group(fd)
             if status.st_mode & rights.file_mode != rights.file_mode:  # a umask took it
                 os.fchmod(fd, rights.file_mode)
-    except BaseException:
+        yield fd
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 def _info(name: str, status: os.stat_result) -> SegmentInfo | None:
@@ -658,7 +625,7 @@ def _info(name: str, status: os.stat_result) -> SegmentInfo | None:
 
 
 def _sync(path: Path, flags: int) -> None:
-    fd = os.open(path, flags | os.O_CLOEXEC)
+    fd = os.open(path, flags | os.O_CLOEXEC)  # a cache's own folder may be a link
     try:
         os.fsync(fd)
     finally:
@@ -681,14 +648,11 @@ def _read(path: Path, most: int) -> bytes:
 
     Raises: OSError: a link (ELOOP), a socket (ENXIO), a pipe or another thing (EINVAL).
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OWN)
-    try:
+    with _opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         return os.pread(fd, min(status.st_size, most), 0)
-    finally:
-        os.close(fd)
 
 
 def _what(mode: int) -> str:

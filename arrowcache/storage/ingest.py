@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import published: so many rows, in so many segments of so many allocated bytes."""
+    """Counts of what an import published: rows, segments and their allocated bytes."""
 
     rows: int = 0
     segments: int = 0
@@ -88,7 +88,7 @@ class Ingest:
         return self._coverage.missing(fingerprint, total, self._pending)
 
     def rows_of(self, fingerprint: str) -> int:
-        """How many rows of a file are there, or pending."""
+        """Count the rows of a file that are published or pending."""
         return self._coverage.rows(fingerprint, self._pending)
 
     def begin(self, fingerprint: str, first: int) -> None:
@@ -176,7 +176,7 @@ class Ingest:
 
     @property
     def store(self) -> Store | None:
-        """None: it was not needed so far, and not made if it is to be."""
+        """The cache, or None while it was not needed."""
         return self._store
 
     def __enter__(self) -> Self:

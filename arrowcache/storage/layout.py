@@ -99,7 +99,7 @@ def segment_name(seq: int, rows: int, task: str) -> str:
 
 
 def parse_segment_name(name: str) -> tuple[int, int, str] | None:
-    """(seq, rows, task) of a segment's file name; None: not such a name, or of numbers that none has."""
+    """(seq, rows, task) of a segment's file name. None if it is no such name."""
     match = _SEGMENT.fullmatch(name)
     if match is None:
         return None
@@ -125,12 +125,12 @@ def modes(mode: int) -> tuple[int, int]:
 
 
 def shared_on_purpose(mode: int) -> bool:
-    """Whether an empty folder was made for a group: a umask of 002 alone leaves others rights, too."""
+    """True if an empty folder was made for a group. A umask of 002 alone gives others rights, too."""
     return mode & stat.S_IRWXG == stat.S_IRWXG and bool(mode & stat.S_ISGID or not mode & stat.S_IRWXO)
 
 
 def newer_names(names: Iterable[str]) -> list[str]:
-    """Which names in a cache's own folder are of a newer format; others are somebody's own."""
+    """Names in a cache's own folder that a newer format has. Others are somebody's own."""
     return sorted(name for name in names if name not in TOP_NAMES and _FORMATS_NAME.fullmatch(name))
 
 
@@ -159,7 +159,7 @@ def shown(name: str) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """What cache.json holds. `full_rows` is the rows of a full segment, `version` that of the format."""
+    """The content of cache.json. `full_rows` is the rows of a full segment, `version` that of the format."""
 
     schema: Schema
     capacity_bytes: int
@@ -172,12 +172,12 @@ class Settings:
 
     @property
     def form(self) -> Form:
-        """What makes the files of its segments."""
+        """The form of its segments' files."""
         return Form(self.schema, self.full_rows, self.segment_bytes, self.version >= PAGED_VERSION)
 
     @property
     def headroom_bytes(self) -> int:
-        """What a loader's snapshot leaves to writers: at least two segments; 0 where headroom is 0."""
+        """Bytes that a loader's snapshot leaves to writers: at least two segments, or 0 if headroom is 0."""
         return max(int(self.headroom * self.capacity_bytes), 2 * self.segment_bytes) if self.headroom else 0
 
     def with_capacity(self, capacity_bytes: int) -> Settings:
@@ -258,7 +258,7 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LockRecord:
-    """What cache.lock holds.
+    """The content of cache.lock.
 
     `next_seq` numbers the next publish. `boot_id` is the machine's boot in which the record was
     last valid: another one means that the machine restarted, and segments below `suspect_below`
@@ -291,7 +291,7 @@ USAGE_SEQS = 2**40  # seqs so far apart have one place; they are never there tog
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """What `usage` begins with: totals since the cache was made.
+    """The first bytes of `usage`: totals since the cache was made.
 
     `served_rows` are those of epochs, a row of two epochs twice; `unread_rows` those that were evicted
     before any epoch read them; `paced_inserted_rows` and `paced_served_rows` what was inserted and served

@@ -65,7 +65,7 @@ class Lease:
         return self._file.fd >= 0 and self._first <= seq <= self._last and seq not in self._given_up
 
     def stays(self, seq: int) -> bool:
-        """Whether it covers a segment, and is not about to be closed."""
+        """True if it covers a segment and is not about to be closed."""
         return not self.is_ending and self.covers(seq)  # in this order: it may be closed meanwhile
 
     def narrow(self, first: int, last: int) -> None:
@@ -129,7 +129,7 @@ class Lease:
             self._first = oldest
 
     def _unlock(self, first: int, count: int) -> bool:
-        """Whether the kernel did, which needs memory to split a lock; if not, they stay leased longer."""
+        """True if the kernel did. It needs memory to split a lock; without, they stay leased longer."""
         try:
             self._file.unlock_range(first, count)
         except OSError:

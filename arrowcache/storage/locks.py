@@ -19,16 +19,20 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arrowcache import linux
 from arrowcache.lifetimes import forgets_in_child, unforked
 from arrowcache.storage.processes import OpenFile, command, open_files
 
+if TYPE_CHECKING:
+    from typing import Self
+
 _REFUSED = (errno.EAGAIN, errno.EACCES)
 
 
 def file_identity(status: os.stat_result) -> tuple[int, int]:
-    """What is the same by whatever path a file was opened."""
+    """Device and inode: the same for every path of a file."""
     return status.st_dev, status.st_ino
 
 
@@ -97,7 +101,7 @@ class LockFile:
         linux.set_lock(self.fd, linux.UNLOCKED, start, length)
 
     def conflict(self, start: int, length: int) -> range | None:
-        """Some range that another description has locked within the given one; None: it is free."""
+        """A range within the given one that another description has locked, or None if it is free."""
         found = linux.conflicting_lock(self.fd, start, length)
         if found is None:
             return None
@@ -118,6 +122,12 @@ class LockFile:
                 os.close(fd)
                 self.is_closed = True
                 self._close_keeper()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def forget_in_child(self) -> None:
         """Close it without unlocking."""
@@ -149,7 +159,7 @@ class Holder:
 
 
 def flock_holders(path: Path) -> list[Holder]:
-    """Who holds the flock of a file, from /proc/locks."""
+    """Processes that hold the flock of a file, from /proc/locks."""
     try:
         wanted = _lock_identity(os.stat(path))
         lines = Path("/proc/locks").read_text().splitlines()
@@ -164,12 +174,12 @@ def flock_holders(path: Path) -> list[Holder]:
 
 
 def range_holders(path: Path, files: Iterable[OpenFile] | None = None) -> list[Holder]:
-    """Who shares locks on ranges of a file, from /proc/*/fdinfo: processes of other users stay unseen.
+    """Processes that share locks on ranges of a file, from /proc/*/fdinfo. Those of other users stay unseen.
 
     An exclusive lock is an evictor's, for a moment.
 
     Args:
-        files: what processes have open, where that is known; None: it is looked up.
+        files: files that processes have open. None means that they are looked up.
     """
     try:
         wanted = _lock_identity(os.stat(path))

@@ -236,12 +236,12 @@ def explained_at_open(error: Exception) -> Exception:
 
 
 def most_mappings() -> int:
-    """How many mappings the kernel allows this process; past them its own threads fail to start."""
+    """Mappings that the kernel allows this process. Beyond them its own threads fail to start."""
     return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
 def live_mappings() -> int:
-    """How many files this process has mapped by `FileMapping`."""
+    """Count the files that this process has mapped by `FileMapping`."""
     return len(_live)
 
 

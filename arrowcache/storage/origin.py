@@ -54,7 +54,7 @@ def task_of(kind: str, origins: Iterable[Origin], again: str = "") -> str:
 
 
 def origins_of(task: str) -> tuple[Origin, ...]:
-    """What a segment of this task holds; nothing, if it was not imported."""
+    """Origins of the rows of a segment of this task. Empty if it was not imported."""
     match = _TASK.fullmatch(task)
     if match is None:
         return ()
@@ -65,7 +65,7 @@ def origins_of(task: str) -> tuple[Origin, ...]:
 
 
 def has_place(kind: str, origins: Sequence[Origin], first: int, again: str = "") -> bool:
-    """Whether the name of a segment of these rows can name one more file's, from its row `first` on."""
+    """True if the name of a segment of these rows can name one more file's, from its row `first` on."""
     longest = Origin("0" * 16, first, 10**_MOST_DIGITS - 1, is_last=True)
     return len(task_of(kind, [*origins, longest], again)) <= _MOST_CHARACTERS
 
@@ -77,7 +77,7 @@ def kind_of_import(task: str) -> str:
 
 
 def sampler_of(task: str) -> str:
-    """Who published a segment of this task: a pool as "<name>.<seed>", an import, or a writer."""
+    """The publisher of a segment of this task: a pool as "<name>.<seed>", an import, or a writer."""
     if kind := kind_of_import(task):
         return kind
     sampler = task.rpartition(".")[0]
@@ -87,7 +87,7 @@ def sampler_of(task: str) -> str:
 
 
 class Coverage:
-    """Which rows of which files a cache has.
+    """The rows of files that a cache has.
 
     Args:
         segments: what is listed.
@@ -127,7 +127,7 @@ class Coverage:
         return [(start, stop) for start, stop in gaps if stop is None or start < stop]
 
     def rows(self, fingerprint: str, pending: Iterable[Origin] = ()) -> int:
-        """How many rows of a file are there, each counted once."""
+        """Count the rows of a file that are there, each once."""
         return sum(stop - start for start, stop in _merged(self._of(fingerprint, pending)))
 
     def _of(self, fingerprint: str, pending: Iterable[Origin]) -> list[Origin]:

@@ -107,7 +107,7 @@ class Survey(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """How fast segments come or go; `when` says over which time that is."""
+    """Segments, rows and bytes a second that come or go, in the time that `when` names."""
 
     segments: float
     rows: float
@@ -176,7 +176,7 @@ def _eviction(stats: CacheStats, looks: Looks) -> str:
 
 
 def ingest_rate(segments: Sequence[SegmentInfo], now: float) -> Rate | None:
-    """How fast segments were published of late; None: fewer than two tell it.
+    """The rate at which segments were published of late. None if fewer than two tell it.
 
     Where all that is there is younger, the time begins with the oldest, which then does not count.
     """

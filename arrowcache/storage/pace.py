@@ -28,7 +28,7 @@ _MOST_SLACK = 1 / 8  # of the cache's rows: however long it runs
 
 
 class Flow(NamedTuple):
-    """What came and went since the pace was set, and what is here.
+    """Rows that came and went since the pace was set, and that are here.
 
     `inserted_rows` were published, `served_rows` are those of epochs that began, a row of two epochs twice;
     `rows` are in the cache now. `fills`: a segment finds room, so nothing has to leave for it.
@@ -93,7 +93,7 @@ class Pace:
             )
 
     def keeps_sampler(self, flow: Flow) -> str:
-        """Why a sampler waits, if no loader does; empty: it does not."""
+        """The reason why a sampler waits while no loader does. Empty if it goes on."""
         if self.samples_per_insert is None or flow.rows < self.min_rows:
             return ""
         lag, most = self._lag(flow), self._most_lag(flow)
@@ -105,10 +105,10 @@ class Pace:
         )
 
     def keeps_loader(self, flow: Flow, epoch_rows: int | None = None) -> str:
-        """Why an epoch does not begin yet, whichever segments it reads; empty: it may.
+        """The reason why no epoch may begin yet. Empty if one may.
 
         Args:
-            epoch_rows: what it serves; None: each row of the cache once.
+            epoch_rows: rows that it serves. None means each row of the cache once.
         """
         if flow.rows < self.min_rows:
             return f"the cache holds {format_count(flow.rows, 'row')} of min_rows={self.min_rows}"
@@ -132,7 +132,7 @@ class Pace:
         )
 
     def _lag(self, flow: Flow) -> float:
-        """How many rows are still to be served of what was inserted; negative: training is ahead."""
+        """Rows still to be served of those inserted. Negative if training is ahead."""
         assert self.samples_per_insert is not None
         return self.samples_per_insert * flow.inserted_rows - flow.served_rows
 

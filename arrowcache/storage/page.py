@@ -37,7 +37,7 @@ _TRIES = 100
 
 
 class Kind(NamedTuple):
-    """What pages show: `name` is the memfd's, `magic` and `version` are in the head."""
+    """A kind of page: `name` is the memfd's, `magic` and `version` are in the head."""
 
     name: str
     magic: bytes
@@ -45,12 +45,12 @@ class Kind(NamedTuple):
 
     @property
     def link(self) -> str:
-        """What the descriptor's link in /proc says."""
+        """The text of the descriptor's link in /proc."""
         return f"/memfd:{self.name} (deleted)"
 
 
 class Page:
-    """What one thing shows. Writing never fails, and does nothing once it is closed."""
+    """A page of this process. Writing never fails, and does nothing once it is closed."""
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page: mmap.mmap | None = page  # its last reference unmaps it and closes the descriptor
@@ -58,7 +58,7 @@ class Page:
 
     @classmethod
     def made(cls, kind: Kind, folder: Path, identity: bytes) -> Self | None:
-        """A page about the cache in a folder; None: there is no memory or descriptor for one.
+        """A page about the cache in a folder, or None if no memory or descriptor is left.
 
         Args:
             identity: follows the head.
@@ -100,9 +100,9 @@ def path_of(page: bytes) -> str:
 
 
 def read_page(path: str | os.PathLike[str]) -> bytes | None:
-    """The content of a page by its file, such as /proc/<pid>/fd/<n>; None: it is gone, or no such file.
+    """The content of a page by its file, such as /proc/<pid>/fd/<n>. None if it cannot be read.
 
-    Blocks: never; whatever is there is read, but not waited for.
+    Blocks: never, whatever is there.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -134,7 +134,7 @@ def seen_pages(kind: Kind, cache: tuple[int, int], files: Iterable[OpenFile] | N
 
     Args:
         cache: device and inode of its folder.
-        files: what processes have open, where that is known; None: it is looked up.
+        files: files that processes have open. None means that they are looked up.
     """
     found: dict[int, SeenPage] = {}
     for file in open_files() if files is None else files:

@@ -33,7 +33,7 @@ class OpenFile(NamedTuple):
 
 
 def command(pid: int) -> str:
-    """What a person calls a process; "unknown" if it is gone.
+    """The name that a person gives a process, or "unknown" if it is gone.
 
     The words of its command, of its program only the name, shortened. A process that others start to help
     them, whose own command tells nobody anything, is called by its role and by whom it helps: "sampler of
@@ -56,7 +56,7 @@ def command(pid: int) -> str:
 
 
 def _role(words: Sequence[str]) -> str:
-    """What a helper does, as its command tells; "" for a command that people know."""
+    """The work of a helper process, from its command. Empty for a command that people know."""
     rest = iter(words[1:])
     for word in rest:
         if word in ("-W", "-X"):
@@ -102,7 +102,7 @@ def _parent(pid: int) -> int:
 
 
 def started(pid: int) -> float | None:
-    """When a process started, in seconds since 1970; None: it is gone."""
+    """When a process started, in seconds since 1970. None if it is gone."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(

@@ -35,7 +35,7 @@ def shown_pool(pool: str) -> str:
 
 
 class State(IntEnum):
-    """What a sampler does."""
+    """The state of a sampler."""
 
     IDLE = 0  # it has published its segment, or discarded it
     DRAWS = 1
@@ -43,14 +43,14 @@ class State(IntEnum):
 
 
 class Progress(Page):
-    """What one sampler shows. Made by `open`; writing never fails, and takes about a microsecond."""
+    """The page of one sampler. Made by `open`; writing never fails, and takes about a microsecond."""
 
     _task = _rows = _full = 0
     _last = 0.0  # no row was drawn yet
 
     @classmethod
     def open(cls, folder: Path, pool: str, token: int) -> Progress | None:
-        """The page of a sampler of the cache in a folder; None: no memory or descriptor for one."""
+        """The page of a sampler of the cache in a folder, or None if no memory or descriptor is left."""
         return cls.made(PROGRESS, folder, _IDENTITY.pack(token, shown_pool(pool).encode()))
 
     def begin(self, task: int, full_rows: int) -> None:
@@ -82,7 +82,7 @@ class SeenSampler:
     """A sampler at one moment: the task it is at, and how far it is.
 
     `rows` are drawn for the task and not published, of about `full_rows`; both are 0 between two tasks.
-    `last_row` is when it drew its last row, in this task or before, by `time.monotonic`; None: it drew none.
+    `last_row` is when it drew its last row, in any task, by `time.monotonic`; None if it drew none.
     """
 
     pid: int
@@ -99,7 +99,7 @@ def seen_samplers(folder: Path, files: Iterable[OpenFile] | None = None) -> list
     """The samplers of a cache, of this user and machine, by process.
 
     Args:
-        files: what processes have open, where that is known; None: it is looked up, in some milliseconds.
+        files: files that processes have open. None means that they are looked up, in some milliseconds.
     Raises: OSError: the folder is gone.
     """
     pages = seen_pages(PROGRESS, file_identity(os.stat(folder)), files)
@@ -108,7 +108,7 @@ def seen_samplers(folder: Path, files: Iterable[OpenFile] | None = None) -> list
 
 
 def _parsed(pid: int, data: bytes) -> SeenSampler | None:
-    """What a page says; None: nothing that a sampler ever shows."""
+    """Read the content of a page. None if no sampler ever shows this."""
     token, pool = _IDENTITY.unpack_from(data, HEAD.size)
     task, rows, full_rows, last, state = _RECORD.unpack_from(data, RECORD_AT)
     known = state in iter(State) and task >= 0 and 0 <= rows < _MOST_ROWS and 0 <= full_rows < _MOST_ROWS

@@ -7,6 +7,10 @@ process. The counter may have fallen back, too, behind numbers of segments that 
 leaps, so that a saved state never means a later segment. Of what had left, some may be back: it
 leaves again where it does not fit. A folder that is not a cache is refused, and nothing in it is
 touched.
+
+A cache is used whole or not at all. Who reads must write too, since leases are locks and locks are files of
+the folder: so it is its owner's alone, or a group's whose members may do all (`layout.modes`). A user who may
+do only some of it would train on a part, call the rest damaged, or keep others waiting: he is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import stat
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +28,7 @@ from arrowcache.arrow.notation import difference
 from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError
 from arrowcache.shortage import explaining
 from arrowcache.storage import layout
-from arrowcache.storage.access import require_access
-from arrowcache.storage.folder import Folder
+from arrowcache.storage.folder import Folder, require_right
 from arrowcache.storage.layout import Settings
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.sizing import beyond_disk
@@ -33,11 +37,12 @@ from arrowcache.storage.store import Store
 CHECKS = ("structure", "bytes")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_STICKY = "its sticky bit lets nobody but its owner evict here: have the owner take it away (chmod -R -t)"
 _LEAP = 1_000_000  # more segments than anybody publishes before the kernel writes the counter to the disk
 
 
 class HasStore(Protocol):
-    """What a cache is to the layers below it."""
+    """A cache, as the layers below it see it."""
 
     @property
     def store(self) -> Store: ...
@@ -86,7 +91,7 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
 
 
 def is_free(path: Path) -> bool:
-    """Whether a cache can be made at a path; False: one is there, of a format that this version knows.
+    """True if a cache can be made at a path. False if one is there, of a format that this version knows.
 
     Raises: FileExistsError: a file is there. CacheFormatError: a folder of something else.
     """
@@ -114,7 +119,7 @@ def remove_unused(store: Store, made: Sequence[Path]) -> bool:
 
     Args:
         made: what `new_folders` said before it was made: these go too, if nothing is in them.
-    Returns: whether it is gone; False: something was published, or somebody writes to it.
+    Returns: True if it is gone. False if something was published, or somebody writes to it.
     """
     folder = store.folder
     try:
@@ -147,8 +152,39 @@ def open_store(path: Path, *, check: str) -> Store:
     return store
 
 
+def require_access(store: Store) -> None:
+    """Make sure that this user may read and change all of a cache, each segment included.
+
+    What is missing, or of another kind, is no matter here. Nor is a read-only file system, which is an error
+    of its own.
+
+    Raises: PermissionError: not; its path is the first thing that he may not use. OSError: as `segments`.
+    """
+    folder = store.folder
+    if os.statvfs(folder.path).f_flag & os.ST_RDONLY:
+        return
+    for path in (folder.path, *(folder.path / name for name in layout.FOLDERS)):
+        if stat.S_ISDIR(mode := _mode(path)):
+            require_right(path, os.R_OK | os.W_OK | os.X_OK)
+            if mode & stat.S_ISVTX and os.geteuid() not in (0, os.stat(path).st_uid):
+                raise PermissionError(errno.EPERM, _STICKY, os.fspath(path))
+    for path in (folder.cache_lock, folder.lease_lock, folder.usage):
+        if stat.S_ISREG(_mode(path)):
+            require_right(path, os.R_OK | os.W_OK)
+    if stat.S_ISDIR(_mode(folder.segments)):
+        store.segments()
+
+
+def _mode(path: Path) -> int:
+    """The mode of what is there, or 0 if nothing is. No link is followed."""
+    try:
+        return os.lstat(path).st_mode
+    except FileNotFoundError:
+        return 0
+
+
 def _foreign_files(path: Path) -> list[str]:
-    """What in a folder no cache put there; without cache.json ours is only a cache half made."""
+    """Files in a folder that no cache put there. Without cache.json a half-made cache may be there."""
     foreign = sorted(set(os.listdir(path)) - layout.TOP_NAMES)
     inside = [
         f"{name}/{entry}"
@@ -173,15 +209,11 @@ def require_working_locks(folder: Folder) -> None:
     Raises: CacheFormatError: they do not, as on some network file systems.
     """
     try:
-        first, second = LockFile(folder.lease_lock), LockFile(folder.lease_lock)
-        try:
+        with LockFile(folder.lease_lock) as first, LockFile(folder.lease_lock) as second:
             byte = 2**62  # no segment's
             works = first.try_range(byte, 1, exclusive=False)
             works = works and not second.try_range(byte, 1, exclusive=True)
             reason = "a second lock on a locked byte was granted"
-        finally:
-            first.close()
-            second.close()
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -82,11 +82,11 @@ def require_capacity(settings: Settings) -> None:
 
 
 def beyond_disk(capacity_bytes: int, allocated_bytes: int, free_bytes: int) -> str:
-    """Why a capacity is more than its disk holds, and what comes of it; empty: it is not.
+    """Why a capacity is more than its disk holds, and the consequence. Empty if it is not.
 
     Args:
-        allocated_bytes: what the cache takes already.
-        free_bytes: what the disk gives it still.
+        allocated_bytes: bytes that the cache takes already.
+        free_bytes: bytes that the disk has left.
     """
     holds = allocated_bytes + free_bytes
     if capacity_bytes <= holds:
@@ -99,5 +99,5 @@ def beyond_disk(capacity_bytes: int, allocated_bytes: int, free_bytes: int) -> s
 
 
 def room_of_two(segment_bytes: int) -> int:
-    """What two writers need at once: less, and samplers would stand still beside an epoch."""
+    """Bytes that two writers need at once. With less, samplers would stand still beside an epoch."""
     return 2 * (segment_bytes + PART_SLACK_BYTES) + BOOKKEEPING_BYTES

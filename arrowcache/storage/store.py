@@ -61,7 +61,7 @@ _DISK_FULL_ATTEMPTS = 4
 
 @dataclass(frozen=True, slots=True)
 class RoomPolicy:
-    """What a writer does when a segment finds no room.
+    """The policy of a writer whose segment finds no room.
 
     `timeout_seconds` bounds the wait (None: no bound); `is_cancelled` ends it early. Readers of
     this very process are waited for only if `in_background`: then another thread can end them.
@@ -74,14 +74,14 @@ class RoomPolicy:
 
 
 class Published(NamedTuple):
-    """What came of a publish; `segment` is None when one of the same task is listed already."""
+    """The result of a publish. `segment` is None if one of the same task is listed already."""
 
     segment: SegmentInfo | None
     waiting_seconds: float
 
 
 class Leased(NamedTuple):
-    """What a snapshot has: segments, oldest first, and the lease on them, None where there are none.
+    """Segments, oldest first, and the lease on them, which is None where there are none.
 
     `next_seq` is the number of the next segment. `left_out_rows` is how many rows were left to writers.
     """
@@ -93,7 +93,7 @@ class Leased(NamedTuple):
 
 
 class _Listing(NamedTuple):
-    """What segments/ held when it was last listed. Segments never change: one stat a name."""
+    """The content of segments/ when it was last listed. Segments never change: one stat a name."""
 
     names: list[str]  # as the folder gave them
     segments: dict[str, SegmentInfo]  # by name, oldest first
@@ -124,7 +124,7 @@ class Cancelled(Exception):
 
 
 class _Blocked(Enum):
-    """What keeps a segment from getting room."""
+    """The reason why a segment gets no room."""
 
     LEASED = "leased by other processes, or by a reader here that is ending: waiting may help"
     PACE = "training is behind the cache's pace: waiting helps once it goes on"
@@ -137,7 +137,7 @@ _WORTH_WAITING = (_Blocked.LEASED, _Blocked.PACE)
 
 
 class _Here(threading.local):
-    """What each thread has of its own."""
+    """State of each thread."""
 
     #: It holds this cache.lock, or waits for it. Weak: one whose closing Ctrl-C cut short closes as it goes.
     lock: Callable[[], LockFile | None] = staticmethod(lambda: None)
@@ -184,7 +184,7 @@ class Store:
 
     @property
     def check(self) -> str:
-        """What is checked when a segment is first mapped: by this a cache is opened alike elsewhere."""
+        """The checks when a segment is first mapped, as `open_store` takes them."""
         return "bytes" if self.check_bytes else "structure"
 
     @contextmanager
@@ -223,7 +223,7 @@ class Store:
             pause = min(2 * pause, 0.02)
 
     def segments(self) -> list[SegmentInfo]:
-        """What is published, oldest first. Without cache.lock it may be evicted at once.
+        """The published segments, oldest first. Without cache.lock they may be evicted at once.
 
         Raises: OSError: the folder is gone, or its disk failed; says what to do.
         """
@@ -447,19 +447,16 @@ class Store:
 
         Returns: where they are now, to be unlinked once cache.lock is released.
         """
-        file = LockFile(self.folder.lease_lock)
-        try:
+        with LockFile(self.folder.lease_lock) as file:
             victims = choose_victims(
                 listed, lambda segment: not file.try_range(segment.seq, 1, exclusive=True), excess
             )
             retired = [(self.folder.retire(victim.name), victim) for victim in victims]
-        finally:
-            file.close()
         self.usage.add_evicted(victims)
         return retired
 
     def allocated_bytes(self, listed: list[SegmentInfo]) -> int:
-        """What the whole folder takes on the disk, half-written files included."""
+        """Bytes that the whole folder takes on the disk, half-written files included."""
         published = sum(segment.allocated_bytes for segment in listed)
         return published + self.folder.incoming_bytes() + self.folder.other_bytes(self._listing.foreign)
 
@@ -502,7 +499,7 @@ class Store:
     # pace
 
     def flow(self, listed: list[SegmentInfo]) -> Flow:
-        """What the pace goes by."""
+        """The counts that the pace is computed from."""
         usage = self.usage.record()
         return Flow(
             max(0, usage.inserted_rows - usage.paced_inserted_rows),
@@ -519,7 +516,7 @@ class Store:
             self.folder.write_settings(self.settings)
 
     def _why_paced(self, listed: list[SegmentInfo]) -> str:
-        """Why writers wait for training; empty: they do not, as while a loader waits."""
+        """Why writers wait for training. Empty if they do not, such as while a loader waits."""
         pace, why = self.settings.pace, ""
         if pace is not None:
             flow = self.flow(listed)
@@ -529,7 +526,7 @@ class Store:
         return "" if why and self.usage.a_loader_waits() else why
 
     def _fills(self, listed: list[SegmentInfo]) -> bool:
-        """Whether a full segment finds room, so that nothing has to leave."""
+        """True if a full segment finds room without an eviction."""
         holds, allocated = self._holds_and_allocated_bytes(listed)
         return holds - allocated >= self.settings.segment_bytes + PART_SLACK_BYTES + BOOKKEEPING_BYTES
 
@@ -538,10 +535,10 @@ class Store:
     def lease(
         self, where: Callable[[SegmentInfo], bool] | None = None, *, yields_since: float | None = None
     ) -> Leased:
-        """Lease what is published, but for what `where` refuses.
+        """Lease the published segments that `where` accepts.
 
         Args:
-            yields_since: None: all of it. A number: leave the headroom's oldest segments to writers, if
+            yields_since: None leases all. A number leaves the headroom's oldest segments to writers if
                 somebody writes, or if a segment of this number or a higher one was published;
                 `math.inf`: if somebody writes.
         """
@@ -570,7 +567,7 @@ class Store:
         return Leased(listed, lease, next_seq, left_out_rows)
 
     def _headroom_segments(self, listed: list[SegmentInfo]) -> int:
-        """How many of the oldest are left to writers."""
+        """Count the oldest segments that are left to writers."""
         if not self.settings.headroom_bytes:
             return 0
         holds, allocated = self._holds_and_allocated_bytes(listed)
@@ -584,10 +581,10 @@ class Store:
         return min(self.settings.capacity_bytes, allocated + status.f_bavail * status.f_frsize), allocated
 
     def held_up_seconds(self, covers: Callable[[int], bool]) -> float:
-        """How long a writer has waited for room that a lease takes; 0.0: none waits, or not for this lease.
+        """Seconds that a writer has waited for room that a lease takes. 0.0 if none waits for this lease.
 
         Args:
-            covers: whether the lease is on a segment, by its number: is it on the oldest that is leased?
+            covers: tells whether the lease is on the segment of a number.
         Takes no lock. Raises: OSError: the folder is gone.
         """
         since = self.folder.waiting_since()
@@ -604,18 +601,48 @@ class Store:
     def evict_beyond_capacity(self) -> None:
         """Make what is there fit again, after a power cut brought back what had left; under cache.lock."""
         self.refresh_settings()
-        self.drop_quarantined_beyond_capacity()
-        listed = self.segments()
-        excess = self.allocated_bytes(listed) - self.settings.capacity_bytes
-        for path, _ in self._retire(listed, excess):
-            self.folder.remove(path)
+        self._fit(self.settings.capacity_bytes, 0, "")
 
-    def drop_quarantined_beyond_capacity(self) -> None:
-        """Make sure that the reasons beside quarantined segments fit too; under cache.lock."""
+    def drop_quarantined(self, limit_bytes: int | None = None) -> int:
+        """Drop the oldest of what is quarantined until the folder takes no more; under cache.lock.
+
+        Args:
+            limit_bytes: None means the capacity, with room for the reasons beside quarantined segments.
+        Returns: the bytes that it takes beyond the limit still; negative: it has so many left.
+        """
+        if limit_bytes is None:
+            limit_bytes = self.settings.capacity_bytes - BOOKKEEPING_BYTES // 2
         listed = self.segments()
-        limit = self.settings.capacity_bytes - BOOKKEEPING_BYTES // 2
-        while self.allocated_bytes(listed) > limit and (names := self.folder.quarantined_names()):
+        while (excess := self.allocated_bytes(listed) - limit_bytes) > 0:
+            if not (names := self.folder.quarantined_names()):
+                break
             self.folder.drop_quarantined(names[0])
+        return excess
+
+    def _fit(self, capacity_bytes: int, needed_bytes: int, what: str) -> list[SegmentInfo]:
+        """Have the folder take no more than a capacity, less what is needed, now; under cache.lock.
+
+        What is quarantined leaves first, then the oldest segments, which are unlinked under the lock: when it
+        is released, the capacity holds.
+
+        Args:
+            what: the subject of the error. Empty means no error: as much leaves as can.
+        Returns: the segments that left.
+        Raises: CacheFullError: what is leased does not let it; nothing left then.
+        """
+        limit, listed = capacity_bytes - needed_bytes, self.segments()
+        excess = self.allocated_bytes(listed) - limit
+        evictable = self._evictable_bytes(listed) + self.folder.quarantined_bytes()
+        if what and excess > evictable:
+            raise CacheFullError(
+                f"{what} needs {format_bytes(excess)} to be freed, and {format_bytes(evictable)} of "
+                f"{format_bytes(self.settings.capacity_bytes)} can be, since the rest is leased: end "
+                "the epochs and close the snapshots that read it, raise capacity, or raise headroom"
+            )
+        retired = self._retire(listed, self.drop_quarantined(limit))
+        for path, _ in retired:
+            self.folder.remove(path)
+        return [segment for _, segment in retired]
 
     def require_room(self, nbytes: int) -> None:
         """Evict as much as a small file needs that is no segment; under cache.lock.
@@ -625,23 +652,7 @@ class Store:
         self.refresh_settings()
         block = os.statvfs(self.folder.path).f_frsize
         needed = -(-nbytes // block) * block + block  # its folder may grow
-        while True:
-            listed = self.segments()
-            excess = self.allocated_bytes(listed) + needed - self.settings.capacity_bytes
-            if excess <= 0:
-                return
-            if quarantined := self.folder.quarantined_names():
-                self.folder.drop_quarantined(quarantined[0])
-                continue
-            evictable = self._evictable_bytes(listed)
-            if evictable < excess:
-                raise CacheFullError(
-                    f"a file of {format_bytes(nbytes)} needs {format_bytes(excess)} to be freed, and "
-                    f"{format_bytes(evictable)} of {format_bytes(self.settings.capacity_bytes)} can be: "
-                    "end epochs or close snapshots, raise capacity, or raise headroom"
-                )
-            for path, _ in self._retire(listed, excess):
-                self.folder.remove(path)  # under the lock: the file is made at once
+        self._fit(self.settings.capacity_bytes, needed, f"a file of {format_bytes(nbytes)}")
 
     def evict(self, nbytes: int) -> list[SegmentInfo]:
         """Evict the oldest unleased segments until `nbytes` are freed; returns those that went.
@@ -677,15 +688,12 @@ class Store:
         with self.locked():
             listed = self.segments()
             self._end_idle_leases(listed)
-            file = LockFile(self.folder.lease_lock)
-            try:
+            with LockFile(self.folder.lease_lock) as file:
                 for segment in filter(is_unwanted, reversed(listed)):
                     if file.try_range(segment.seq, 1, exclusive=True):
                         retired.append((self.folder.retire(segment.name), segment))
                     else:
                         leased.append(segment)
-            finally:
-                file.close()
             self.usage.take_back(sum(segment.rows for _, segment in retired))
         for path, _ in retired:
             self.folder.remove_unlocked(path)
@@ -705,28 +713,16 @@ class Store:
             self.refresh_settings()
             settings = self.settings.with_capacity(capacity_bytes)
             require_capacity(settings)
-            listed = self.segments()
-            self._end_idle_leases(listed)
+            self._end_idle_leases(self.segments())
             self.folder.sweep()
-            excess = self.allocated_bytes(listed) + 2 * PART_SLACK_BYTES - capacity_bytes
-            if capacity_bytes < self.settings.capacity_bytes:
-                evictable = self._evictable_bytes(listed) + self.folder.quarantined_bytes()
-                if evictable < excess:
-                    raise CacheFullError(
-                        f"{format_bytes(capacity_bytes)} is {format_bytes(excess - evictable)} too "
-                        f"little for the segments that are leased: end the epochs that read them first"
-                    )
-            while excess > 0 and (quarantined := self.folder.quarantined_names()):
-                self.folder.drop_quarantined(quarantined[0])
-                excess = self.allocated_bytes(listed) + 2 * PART_SLACK_BYTES - capacity_bytes
-            retired = self._retire(listed, excess)
-            for path, _ in retired:
-                self.folder.remove(path)  # under the lock: when it is released, the capacity holds
-            if retired:
+            shrinks = capacity_bytes < self.settings.capacity_bytes
+            what = f"a capacity of {format_bytes(capacity_bytes)}" if shrinks else ""
+            gone = self._fit(capacity_bytes, 2 * PART_SLACK_BYTES, what)
+            if gone:
                 self.usage.begin_pace()  # what left so cannot be served any more
             self.settings = settings
             self.folder.write_settings(self.settings)
-        return [segment for _, segment in retired]
+        return gone
 
     def _evictable_bytes(self, listed: list[SegmentInfo]) -> int:
         leased = self.leased(listed)
@@ -738,7 +734,7 @@ class Store:
         return self.survey().stats
 
     def survey(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Survey:
-        """What is there at one moment; takes cache.lock, but not while it asks about files it does not know.
+        """Counts and segments of one moment. Takes cache.lock, but not while it asks about new files.
 
         Raises: LockTimeoutError, OSError: as `locked`.
         """
@@ -780,19 +776,15 @@ class Store:
         return 0 if self.settings.durable else self.folder.read_record().suspect_below
 
     def leased(self, listed: list[SegmentInfo]) -> list[SegmentInfo]:
-        """Which of the listed segments anybody leases: a few questions to the kernel, not one each."""
+        """Listed segments that anybody leases. Asks the kernel a few times, not once for each."""
         if not listed:
             return []
-        file = LockFile(self.folder.lease_lock)
-        try:
-            todo = [range(listed[0].seq, listed[-1].seq + 1)]
-            locked: list[range] = []
+        todo, locked = [range(listed[0].seq, listed[-1].seq + 1)], []
+        with LockFile(self.folder.lease_lock) as file:
             while todo:
                 span = todo.pop()
                 found = file.conflict(span.start, len(span)) if span else None
                 if found is not None:
                     locked.append(found)
                     todo += [range(span.start, found.start), range(found.stop, span.stop)]
-        finally:
-            file.close()
         return [segment for segment in listed if any(segment.seq in span for span in locked)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -44,7 +44,7 @@ class Usage:
         return UsageRecord()
 
     def served(self, seqs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many epochs read each segment; seqs, (n,), ascend. 0 where that cannot be read."""
+        """Count the epochs that read each segment: 0 where that cannot be read. seqs, (n,), ascend."""
         counts = np.zeros(len(seqs), np.int64)
         with suppress(OSError):
             for run in _runs(seqs):
@@ -107,7 +107,7 @@ class Usage:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A loader waits inside: no sampler waits for training meanwhile, if a descriptor can be had."""
-        with _until_closed(self._show(_LOADER_WAITS)):
+        with self._show(_LOADER_WAITS) or nullcontext():
             yield
 
     def a_loader_waits(self) -> bool:
@@ -117,14 +117,14 @@ class Usage:
     def show_writing(self) -> LockFile | None:
         """Show that somebody writes, until the sign is closed or this process dies.
 
-        A forked child does not prolong it. None: no descriptor is left.
+        A forked child does not prolong it. None if no descriptor is left.
         """
         return self._show(_SOMEBODY_WRITES)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Somebody writes inside: as `show_writing`, if a descriptor can be had."""
-        with _until_closed(self.show_writing()):
+        with self.show_writing() or nullcontext():
             yield
 
     def somebody_writes(self) -> bool:
@@ -153,11 +153,8 @@ class Usage:
         return file
 
     def _is_shown(self, sign: int) -> bool:
-        file = LockFile(self._folder.usage)
-        try:
+        with LockFile(self._folder.usage) as file:
             return file.conflict(sign, 1) is not None
-        finally:
-            file.close()
 
     def _add(self, **more: int) -> None:
         self._change(
@@ -173,15 +170,6 @@ class Usage:
             )
 
 
-@contextmanager
-def _until_closed(sign: LockFile | None) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if sign is not None:
-            sign.close()
-
-
 def _counts(data: bytes, count: int) -> NDArray[np.int64]:
     """So many counts; where the file ends before, they are 0."""
     return np.frombuffer(data.ljust(count * _COUNT.itemsize, b"\0"), _COUNT).astype(np.int64)
@@ -192,7 +180,7 @@ def _place(seq: int | np.int64) -> int:
 
 
 def _runs(seqs: NDArray[np.int64]) -> list[slice]:
-    """Where ascending numbers follow each other without a gap, nor over the end of the file's places."""
+    """Slices of ascending numbers without a gap. None crosses the end of the file's places."""
     breaks = np.flatnonzero((np.diff(seqs) != 1) | (seqs[1:] % USAGE_SEQS == 0)) + 1
     ends = [0, *breaks.tolist(), len(seqs)]
     return [slice(start, stop) for start, stop in itertools.pairwise(ends) if stop > start]

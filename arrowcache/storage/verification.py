@@ -50,9 +50,9 @@ class UnreadableSegmentError(CorruptSegmentError):
 
 
 def unfit(error: BaseException) -> CorruptSegmentError | None:
-    """What the failure to map a segment's file says of the segment.
+    """The damage that a failure to map a segment's file shows.
 
-    Returns: None: nothing; this process has too little memory or too many files open, or no right to read it.
+    Returns: None if it shows none: this process lacks memory, descriptors or the right to read it.
     """
     code = getattr(error, "errno", None)
     if isinstance(error, ValueError) or code in _NO_SEGMENT:
@@ -102,26 +102,22 @@ def quarantine(store: Store, segment: SegmentInfo, error: CorruptSegmentError) -
 
 
 def _isolate(store: Store, segment: SegmentInfo, reason: str) -> tuple[bool, str]:
-    """Whether it moved, and what became of it."""
+    """Move it. Returns: True if it moved, and a word for the warning."""
     folder = store.folder
-    with store.locked():
-        file = LockFile(folder.lease_lock)
-        try:
-            if not file.try_range(segment.seq, 1, exclusive=True):
-                return False, "left out, still leased by another reader"
-            if folder.segment_info(segment.name) is not None:
-                folder.isolate(segment.name, reason)
-                try:
-                    if store.settings.durable:  # nobody checks its bytes again after a power cut
-                        folder.sync_isolated()
-                    store.drop_quarantined_beyond_capacity()
-                except OSError as why:
-                    return True, f"quarantined in part ({why})"
-            elif os.path.lexists(store.path_of(segment)):
-                store.look_anew()
-                return False, "left out, since it is no plain file"
-        finally:
-            file.close()
+    with store.locked(), LockFile(folder.lease_lock) as file:
+        if not file.try_range(segment.seq, 1, exclusive=True):
+            return False, "left out, still leased by another reader"
+        if folder.segment_info(segment.name) is not None:
+            folder.isolate(segment.name, reason)
+            try:
+                if store.settings.durable:  # nobody checks its bytes again after a power cut
+                    folder.sync_isolated()
+                store.drop_quarantined()
+            except OSError as why:
+                return True, f"quarantined in part ({why})"
+        elif os.path.lexists(store.path_of(segment)):
+            store.look_anew()
+            return False, "left out, since it is no plain file"
     return True, "quarantined"
 
 

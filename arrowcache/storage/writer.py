@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from arrowcache.arrow.builder import Rows, SegmentBuilder
+from arrowcache.arrow.builder import ConvertedRows, SegmentBuilder
 from arrowcache.errors import ArrowCacheError, CacheFullError
 from arrowcache.lifetimes import Origin
 from arrowcache.shortage import start
@@ -156,7 +156,7 @@ class Writer:
                 except _UNPUBLISHED:
                     pass  # every sample is taken: the next append or close waits, or reports it
 
-    def _take_some(self, rows: Rows, start: int) -> int:
+    def _take_some(self, rows: ConvertedRows, start: int) -> int:
         if self._builder.rows == 0:  # before one is taken: Ctrl-C may come after it
             self._oldest_sample = time.monotonic()
             self._wake_flusher()
@@ -197,7 +197,7 @@ class Writer:
     def _flush_due(self) -> float | None:
         """Publish a part-filled segment whose first sample is `max_delay` old.
 
-        Returns: seconds to the next look; None: none before a sample comes.
+        Returns: seconds to the next look, or None to wait for a sample.
         """
         assert self._max_delay is not None
         with self._lock:

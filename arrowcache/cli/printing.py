@@ -1,4 +1,4 @@
-"""Output: what commands print: for a person where that is a terminal, for a program elsewhere.
+"""Printing: what commands print: for a person where that is a terminal, for a program elsewhere.
 
 In a terminal a table has lines and colours and fits the window; where the window is too narrow for it, it is
 a list, a line a cell. Elsewhere it is tab-separated, a header line first, nothing shortened. A missing value

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.lifetimes import at_fork
 from arrowcache.native.library import address_of, declare, library, quick
 
 _TOO_LONG, _WAITS = -1, -2  # MAPS_LENGTH and MAPS_WAITS of the header
@@ -185,4 +186,4 @@ declare("maps_close", None, _file)
 declare("maps_unmap", _word, ctypes.c_void_p, _word)
 declare("maps_count", _word)
 declare("maps_forget", None)
-os.register_at_fork(after_in_child=quick.maps_forget)
+at_fork(in_child=quick.maps_forget)

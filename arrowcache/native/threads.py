@@ -9,13 +9,13 @@ ResourceWarning, and another one takes its place. A forked child has an engine o
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import threading
 import warnings
 from contextlib import suppress
 
+from arrowcache.lifetimes import at_exit, at_fork
 from arrowcache.native.library import declare, library
 
 
@@ -68,7 +68,7 @@ class Threads:
         if not self.stop():
             _warn()
 
-    def after_fork_in_child(self) -> None:
+    def forget_in_child(self) -> None:
         """Anew: the lock may be another thread's, and the threads are the parent's."""
         self.__init__()  # type: ignore[misc]
 
@@ -90,5 +90,5 @@ declare("engine_new", ctypes.c_void_p)
 declare("engine_start", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 declare("engine_stop", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 threads = Threads()
-os.register_at_fork(before=threads.stop, after_in_child=threads.after_fork_in_child)
-atexit.register(threads.close)
+at_fork(before=threads.stop, in_child=threads.forget_in_child)
+at_exit(threads.close)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from arrowcache.lifetimes import Origin
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
@@ -148,7 +149,7 @@ class Loader:
         self._meter = Meter(making.workers, shuffle)
         self._epochs = Epochs(self._store, options, ranks, self._meter)
         self._assembly = self._kind_of_assembly()(self._store, options, making, self._meter)
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._parking: Parking | None = None  # while it is in use
         self._stream: Stream | None = None  # of the iterator that began last
         self._closed = False
@@ -333,8 +334,8 @@ class Loader:
     def _begin(self, *, endless: bool) -> Batches:
         if self._closed:
             raise ValueError(_CLOSED)
-        if self._pid != os.getpid():  # threads stayed in the process that forked this one
-            self._pid, self._stream, self._parking = os.getpid(), None, None
+        if not self._origin.is_here:  # threads stayed in the process that forked this one
+            self._origin, self._stream, self._parking = Origin(), None, None
             self._assembly.after_fork()
         self._end_current("a newer one began")
         self._join()

@@ -8,9 +8,7 @@ which there is no mapping left is known, and not mapped.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +18,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts, Template
+from arrowcache.lifetimes import Mutex, forgets_in_child, is_exiting, unforked
 from arrowcache.native import maps
 from arrowcache.native.rows import entries_of
-from arrowcache.reading.mutex import Mutex
 from arrowcache.reading.segment_arrays import SegmentArrays, are_among
 from arrowcache.storage import mapping
 from arrowcache.storage.layout import SegmentInfo, Settings
@@ -105,9 +103,9 @@ class MappedSegments:
         self._mutex = Mutex("the mapping of segments")
         self._table = _Table.of(np.zeros(0, np.int64), maps.files("/", ()))
         self._claims: list[Claim] = []  # of snapshots that may read them; replaced as a whole
-        self._released: deque[tuple[Claim, int, Callable[[], None]]] = deque()
         self._doubted: set[int] = set()  # by seq: a read of it failed, and it was not checked since
         self.last: SegmentArrays | None = None  # of the last snapshot
+        forgets_in_child(self)
 
     @classmethod
     def of(cls, store: Store) -> MappedSegments:
@@ -120,7 +118,7 @@ class MappedSegments:
             identity = file_identity(os.stat(store.folder.lease_lock))
         except OSError:  # the folder is gone: what is mapped of it can be read still
             identity = None
-        with _caches_lock:
+        with unforked:  # nor does another thread come in between
             found = _of_store.get(store) if identity is None else _of_identity.get(identity)
             if found is None or found._kind != (store.settings.schema, store.settings.segment_bytes):
                 found = cls(store.settings)
@@ -147,24 +145,25 @@ class MappedSegments:
         that is just at work here: that thread does it then, as soon as it is done. While the interpreter
         ends nothing is unmapped or unleased: a thread may still be copying, and the kernel does both.
         """
-        self._released.append((claim, count, then))
-        self._let_go()
+        self._mutex.tell((claim, count, then), self._take_in)
 
     def _let_go(self) -> None:
-        while self._released and not self._mutex.is_held and not mapping.is_exiting():
-            with self._mutex.held():
-                while self._released:
-                    claim, count, then = self._released[0]
-                    if count > claim.released:
-                        try:
-                            self._unmap(self._unused(claim, count))
-                        except OSError:  # mapped implies leased: later, then
-                            return
-                        claim.released = count  # after it: what is cut short is done anew
-                    if claim.released == len(claim.seqs):
-                        self._claims = [each for each in self._claims if each is not claim]
-                    then()
-                    self._released.popleft()
+        self._mutex.settle(self._take_in)
+
+    def _take_in(self, released: tuple[Claim, int, Callable[[], None]]) -> bool:
+        claim, count, then = released
+        if is_exiting():
+            return False
+        if count > claim.released:
+            try:
+                self._unmap(self._unused(claim, count))
+            except OSError:  # mapped implies leased: later, then
+                return False
+            claim.released = count  # after it: what is cut short is done anew
+        if claim.released == len(claim.seqs):
+            self._claims = [each for each in self._claims if each is not claim]
+        then()
+        return True
 
     def _unused(self, claim: Claim, count: int) -> NDArray[np.int64]:
         """What nobody else claims of the `count` oldest segments of a claim, those that it still has."""
@@ -371,7 +370,7 @@ class MappedSegments:
                 maps.unmap([file])
         return layout
 
-    def _forget_in_child(self) -> None:
+    def forget_in_child(self) -> None:
         """A forked child inherits no mapping and no lease."""
         for file in self._table.files(np.flatnonzero(self._table.words[:, maps.FD] >= 0)):
             file.close()  # a thread was about to map it
@@ -382,14 +381,5 @@ class MappedSegments:
             self._let_go()  # what was cut short
 
 
-def _after_fork_in_child() -> None:
-    global _caches_lock
-    _caches_lock = threading.Lock()
-    for each in {id(each): each for each in [*_of_store.values(), *_of_identity.values()]}.values():
-        each._forget_in_child()
-
-
 _of_store: weakref.WeakKeyDictionary[Store, MappedSegments] = weakref.WeakKeyDictionary()
 _of_identity: weakref.WeakValueDictionary[tuple[int, int], MappedSegments] = weakref.WeakValueDictionary()
-_caches_lock = threading.Lock()
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache import linux
+from arrowcache.lifetimes import forgets_in_child
 from arrowcache.units import format_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class SharedMemory(mmap.mmap):
 
     def __new__(cls, fd: int) -> Self:
         self = super().__new__(cls, fd, os.fstat(fd).st_size)
-        _inherited.add(self)
+        forgets_in_child(self)
+        _living.add(self)
         self.fd = fd
         self.parts = {}
         return self
@@ -159,7 +161,7 @@ def address_of(memory: mmap.mmap) -> int:
 
 def shared_part(address: int, nbytes: int) -> tuple[SharedMemory, int, int] | None:
     """The memory, address and bytes of the part, given by another process, that some bytes lie in."""
-    for memory in [*_inherited]:
+    for memory in [*_living]:
         start = address_of(memory)
         if memory.parts and 0 <= address - start < len(memory):
             offsets = sorted(memory.parts)
@@ -194,12 +196,4 @@ def _stretch(fd: int, parts: int) -> None:
             nbytes //= 2
 
 
-_inherited: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for memory in list(_inherited):
-        memory.forget_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+_living: weakref.WeakSet[SharedMemory] = weakref.WeakSet()

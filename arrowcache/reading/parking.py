@@ -11,15 +11,14 @@ Guarantees: a loader that nobody iterates leases nothing for longer than that se
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable
 
 from arrowcache.errors import WorkerError
+from arrowcache.lifetimes import Origin, is_exiting
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import start
-from arrowcache.storage.mapping import is_exiting
 
 _log = logging.getLogger("arrowcache")
 
@@ -45,7 +44,7 @@ class Parking:
         self._thread = self._new_thread()
         self._is_one = threading.Lock()  # taken by the one that runs
         self._is_closed = False
-        self._pid = os.getpid()
+        self._origin = Origin()
 
     def begin(self) -> None:
         """An epoch begins: snapshots that are parked stay until `drop`.
@@ -69,7 +68,7 @@ class Parking:
         self._leave(snapshot, _DROP)
 
     def _leave(self, snapshot: Snapshot, said: str) -> None:
-        if self._pid != os.getpid() or is_exiting():
+        if not self._origin.is_here or is_exiting():
             return
         snapshot.on_contention(self.drop)
         with self._lock:
@@ -92,7 +91,7 @@ class Parking:
 
     def close(self) -> None:
         """Let go of everything. Idempotent. Blocks: while its thread closes a snapshot, at most 5 s."""
-        if self._pid != os.getpid() or is_exiting():  # no thread ends any more; the kernel lets go of all
+        if not self._origin.is_here or is_exiting():  # no thread ends any more; the kernel lets go of all
             return
         with self._lock:
             self._is_closed = True

@@ -30,13 +30,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from arrowcache.errors import CacheFormatError, CorruptSegmentError, warn
+from arrowcache.lifetimes import Mutex, forgets_in_child
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import explaining
@@ -76,12 +76,16 @@ class Agreement:
         self._has_warned = False
         self._hold_nothing()
         self._closed = False
+        forgets_in_child(self)
 
     def _hold_nothing(self) -> None:
-        self._pid = os.getpid()
         self._held: set[_Held] = set()
-        self._ended: deque[Container[int]] = deque()
-        self._lock = threading.Lock()  # never waited for: whoever has it works for the others, too
+        self._left: list[str] = []  # files that this rank no longer holds
+        self._mutex = Mutex("the end of an epoch")
+
+    def forget_in_child(self) -> None:
+        """The kernel's locks stay with the parent."""
+        self._hold_nothing()
 
     def snapshot(
         self,
@@ -139,7 +143,8 @@ class Agreement:
 
     def release(self, epoch: int) -> None:
         """The epoch ended here: let go of its file, at once or when all local ranks have joined."""
-        self._unlink(self._let_go((epoch,)))
+        self._let_go((epoch,))
+        self._unlink()
 
     def settle(self) -> bool:
         """Let go of the segments of epochs that all local ranks have begun by now.
@@ -148,13 +153,15 @@ class Agreement:
         a loader gives up segments of its own, and now and then while it is idle.
         Returns: whether an epoch is held still.
         """
-        self._unlink(self._let_go(()))
+        self._let_go(())
+        self._unlink()
         return bool(self._held)
 
     def close(self) -> None:
         """Let go of everything, whoever has joined. Idempotent."""
         self._closed = True
-        self._unlink(self._let_go(_EVERY_EPOCH))
+        self._let_go(_EVERY_EPOCH)
+        self._unlink()
 
     def __del__(self) -> None:
         if not self._closed:
@@ -276,39 +283,30 @@ class Agreement:
 
     # ending
 
-    def _let_go(self, ended: Container[int]) -> list[str]:
+    def _let_go(self, ended: Container[int]) -> None:
         """End epochs, and let go of all that is not needed any more; waits for nothing.
 
-        The garbage collector may call this at any point of any thread, also of one that is just
-        doing it: that one does this, too, before it is done.
-
-        Returns: the files that this rank no longer holds.
+        The garbage collector may call this at any point of any thread.
         """
-        if self._pid != os.getpid():
-            self._hold_nothing()  # a forked child: the kernel's locks stayed with its parent
-        self._ended.append(ended)
-        left = []
-        while self._ended and not self._lock.locked():
-            with self._lock:
-                while self._ended:
-                    ended = self._ended.popleft()
-                    for held in self._held.copy():
-                        held.has_ended |= held.epoch in ended
-                        if self._closed or held.is_joined_by(self._membership.local_world_size):
-                            held.unlease()
-                            if self._closed or held.has_ended:
-                                held.close()
-                                self._held.discard(held)
-                                left.append(held.name)
-        return left
+        self._mutex.tell(ended, self._take_in)
 
-    def _unlink(self, left: Sequence[str]) -> None:
+    def _take_in(self, ended: Container[int]) -> None:
+        for held in self._held.copy():
+            held.has_ended |= held.epoch in ended
+            if self._closed or held.is_joined_by(self._membership.local_world_size):
+                held.unlease()
+                if self._closed or held.has_ended:
+                    held.close()
+                    self._held.discard(held)
+                    self._left.append(held.name)
+
+    def _unlink(self) -> None:
         """Unlink files that nobody holds now, if cache.lock can be had soon: else they get swept."""
-        if not left:
-            return
-        with suppress(OSError), self._store.locked(_UNLINK_SECONDS):  # else it is debris
-            for name in left:
-                self._store.folder.drop_ranks_file(name)
+        left, self._left = self._left, []
+        if left:
+            with suppress(OSError), self._store.locked(_UNLINK_SECONDS):  # else it is debris
+                for name in left:
+                    self._store.folder.drop_ranks_file(name)
 
     def _warn_of_absent_ranks(self) -> None:
         waiting = [held for held in self._held.copy() if held.has_ended]

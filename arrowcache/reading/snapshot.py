@@ -31,11 +31,11 @@ from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import CorruptSegmentError
+from arrowcache.lifetimes import Mutex, Origin
 from arrowcache.native.library import address_of
 from arrowcache.native.rows import Rows
 from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable
 from arrowcache.reading.mapped import Claim, MappedSegments
-from arrowcache.reading.mutex import Mutex
 from arrowcache.reading.output import output_arrays
 from arrowcache.reading.segment_arrays import SegmentArrays
 from arrowcache.reading.slots import Slot
@@ -80,7 +80,7 @@ class Snapshot(Shown):
         self._mapped = MappedSegments.of(store)
         self._folder = os.fspath(store.folder.segments)
         self._lease = lease
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._lock = threading.RLock()  # a signal handler may close it
         self._mapping = Mutex("the mapping of segments")
         self._readers = 0
@@ -451,7 +451,7 @@ class Snapshot(Shown):
 
     def close(self) -> None:
         """Unmap and unlease. Idempotent; a gather in another thread ends first, undisturbed."""
-        if self._pid != os.getpid():  # the lock may be held for ever
+        if not self._origin.is_here:  # the lock may be held for ever
             self._closed = True
             self._let_go()
             return
@@ -474,7 +474,7 @@ class Snapshot(Shown):
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close()  # first: a warning may be an error
-            is_ours = self._pid == os.getpid()  # what a child inherits is not its to close
+            is_ours = self._origin.is_here  # what a child inherits is not its to close
             has_order = not sys.is_finalizing()  # else a loader's own may come before its loader
             if self._lease is not None and is_ours and has_order:
                 warnings.warn("a snapshot was not closed", ResourceWarning, stacklevel=2)
@@ -497,15 +497,14 @@ class Snapshot(Shown):
         return Card("Snapshot", f"of {self._store.folder.path}", [Facts(facts), *shown])
 
     def _begin_read(self, beside: _Reader | None) -> None:
-        if self._pid != os.getpid():  # first: the lock may be held for ever
-            raise ValueError("the snapshot belongs to the process that forked this one: take a new one")
+        self._origin.require("the snapshot", "take a new one")  # first: the lock may be held for ever
         with self._lock:
             if self._closed and (beside is None or beside.has_ended):
                 raise ValueError("the snapshot is closed: take a new one with cache.snapshot()")
             self._readers += 1
 
     def _end_read(self, reader: _Reader) -> None:
-        if self._pid != os.getpid():  # the lock may be held for ever
+        if not self._origin.is_here:  # the lock may be held for ever
             reader.has_ended = True
             return
         with self._lock:
@@ -516,7 +515,7 @@ class Snapshot(Shown):
 
     def _let_go(self) -> None:
         unlease = self._lease.close if self._lease is not None else lambda: None
-        if self._pid == os.getpid():
+        if self._origin.is_here:
             self._mapped.release(self._claim, len(self._claim.seqs), unlease)
         else:
             unlease()

@@ -11,11 +11,9 @@ now and then while the consumer waits.
 from __future__ import annotations
 
 import math
-import os
 import resource
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arrowcache.display import Bar, Card, Facts, Part, Shown
+from arrowcache.lifetimes import forgets_in_child
 from arrowcache.reading.memory import PAGE_BYTES
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
@@ -202,7 +201,7 @@ class Meter:
         self._panel: CounterPage | None = None
         self._elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
         self._due, self._shows_a_wait = math.inf, False
-        _meters.add(self)
+        forgets_in_child(self)
 
     def show_on(
         self, panel: CounterPage | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
@@ -332,8 +331,8 @@ class Meter:
                 self.epoch_seconds += time.perf_counter() - started
         self.show()
 
-    def after_fork(self) -> None:
-        """In a child: what other threads had in progress, this lock perhaps, stayed with the parent."""
+    def forget_in_child(self) -> None:
+        """What other threads had in progress, this lock perhaps, stayed with the parent."""
         self._lock = threading.RLock()
         self._stages, self._waits, self._runs = {}, {}, {}
         self._panel, self._due, self._shows_a_wait = None, math.inf, False
@@ -384,17 +383,6 @@ def bottleneck_of(
     if stall_seconds < _NO_STALL * seconds:
         return "consumer" if batches else "none"
     return max(stages, key=lambda name: stages[name])
-
-
-_meters: weakref.WeakSet[Meter] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for meter in list(_meters):
-        meter.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Waiting:

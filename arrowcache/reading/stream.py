@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -29,6 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from arrowcache.errors import LoaderTimeoutError
+from arrowcache.lifetimes import Origin
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.gather import abandon
@@ -70,7 +70,7 @@ class Stream:
         self._epochs, self._assembly, self._parking, self._meter = epochs, assembly, parking, meter
         self._endless, self._waiting = endless, meter.waiting()
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a stream anywhere
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._making: list[Epoch] = []  # of which batches are to be made, or under way; the newest is last
         self._undelivered: list[Epoch] = []  # with batches that nobody may have got
         self._portions: Iterator[Portion] = iter(())  # of the newest epoch
@@ -117,8 +117,7 @@ class Stream:
 
     def require_own(self) -> None:
         """Raises: ValueError: this process was forked from the one that makes the batches."""
-        if self._pid != os.getpid():
-            raise ValueError("this epoch belongs to the process that forked this one: iterate anew here")
+        self._origin.require("this epoch", "iterate anew here")
 
     def take(self, timeout_seconds: float | None) -> Made | None:
         """The next batch, which is not delivered yet, on any thread; None: there is none.
@@ -157,7 +156,7 @@ class Stream:
 
     def is_ready(self) -> bool:
         """Whether `take` would return at once. Begins what comes next; waits for nothing, nor for rows."""
-        if self._pid != os.getpid() or not self._enter():
+        if not self._origin.is_here or not self._enter():
             return True
         self._may_wait = False
         try:
@@ -227,7 +226,7 @@ class Stream:
                 for epoch in self._undelivered:
                     self._epochs.take_back(epoch)
         self._meter.end_run(self)
-        if self._pid != os.getpid():  # locks may be held for ever in a forked child
+        if not self._origin.is_here:  # locks may be held for ever in a forked child
             self.ended = self._is_closed = True
             return
         with self._lock:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, warn
+from arrowcache.lifetimes import Origin
 from arrowcache.reading.options import EpochOptions
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.shortage import explaining
@@ -186,7 +187,7 @@ class EpochUsage:
 
     def __init__(self, supply: Supply) -> None:
         self._supply, self.store = supply, supply.store
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._rows = 0
         self._passes: tuple[NDArray[np.int64], int] | None = None  # over segments of these numbers
 
@@ -223,7 +224,7 @@ class EpochUsage:
         """
         rest, self._rows = self._rows - served_rows, served_rows
         passes, self._passes = None if served_rows else self._passes, None
-        if (rest > 0 or passes) and self._pid == os.getpid():
+        if (rest > 0 or passes) and self._origin.is_here:
             once_unlocked(partial(self._give_back, max(0, rest), passes))
 
     def _give_back(self, rows: int, passes: tuple[NDArray[np.int64], int] | None) -> None:

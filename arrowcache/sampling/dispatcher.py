@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import os
 import random
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+from arrowcache.lifetimes import Origin, before_threads_are_joined
 from arrowcache.sampling.task import Done, Task, failure
 from arrowcache.shortage import explained
 from arrowcache.storage.store import once_unlocked
@@ -84,7 +84,7 @@ class State:
     lock: threading.RLock = field(default_factory=threading.RLock)  # taken by `with` itself:
     # Ctrl-C can leave a condition's own locked
     changed: threading.Condition = field(init=False)
-    pid: int = field(default_factory=os.getpid)
+    origin: Origin = field(default_factory=Origin)
     with_parts: bool = False  # it ends by publishing what its tasks have; set before `stopping`
     stopping: bool = False  # set without the lock: finalizers do that, and never wait for it
     finished: bool = False  # the thread has ended
@@ -99,10 +99,6 @@ class State:
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
-
-    def is_inherited(self) -> bool:
-        """Whether this process was forked from the one that has the thread; the lock may be held for ever."""
-        return self.pid != os.getpid()
 
 
 class Dispatcher:
@@ -241,7 +237,7 @@ def shut_down(state: State, thread: threading.Thread) -> None:
 
     In a forked child it does nothing: the thread is the parent's.
     """
-    if state.is_inherited():
+    if not state.origin.is_here:
         return
     state.stopping = True
     is_here = thread is threading.current_thread()  # the garbage collector may run in any
@@ -265,12 +261,11 @@ _at_exit: weakref.WeakKeyDictionary[threading.Thread, State] = weakref.WeakKeyDi
 def _shut_down_at_exit(state: State, thread: threading.Thread) -> None:
     """Have a forgotten pool stopped before its executor waits, at exit, for tasks that have no end.
 
-    Executors wait in `threading._register_atexit`, which runs long before `atexit`, last one first:
-    so ours is registered after theirs, which happened at the latest when a task was submitted.
+    An executor has begun, at the latest, when a task was submitted.
     """
     if thread not in _at_exit:
         _at_exit[thread] = state
-        threading._register_atexit(_shut_down_all)  # type: ignore[attr-defined]
+        before_threads_are_joined(_shut_down_all)
 
 
 def _shut_down_all() -> None:

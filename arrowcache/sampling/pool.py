@@ -159,7 +159,7 @@ class Pool:
 
     def stats(self) -> PoolStats:
         """What was published so far, and at which cost; in a forked child, until it was forked."""
-        if self._state.is_inherited():
+        if not self._state.origin.is_here:  # the lock may be held for ever
             return self._counted(0)
         drawn_rows = 0 if self._state.finished else self._drawn_rows()
         with self._state.lock:
@@ -201,8 +201,7 @@ class Pool:
         segments = None if segments is None else parse_count(segments, "segments")
         rows = None if rows is None else parse_count(rows, "rows")
         timeout = parse_seconds(timeout, "timeout")
-        if self._state.is_inherited():
-            raise ValueError("the pool belongs to the process that forked this one: make a new one here")
+        self._state.origin.require("the pool", "make a new one here")
         asked = [
             format_count(count, name)
             for count, name in ((segments, "segment"), (rows, "row"))
@@ -245,7 +244,7 @@ class Pool:
         does not yield within that time is left to end by itself, publishing nothing.
         Raises: SamplerError: tasks were given up, and no `wait` raised it before.
         """
-        if self._state.is_inherited():
+        if not self._state.origin.is_here:
             return
         if publish and not self._state.stopping:
             self._state.with_parts = True

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import heapq
 import os
-import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from arrowcache.lifetimes import Mutex
 from arrowcache.storage.locks import LockFile, file_identity
 
 _leases: dict[int, weakref.ref[Lease]] = {}  # by id; single operations, which no thread can tear
@@ -49,11 +49,8 @@ class Lease:
         self._owned_from: int | None = first  # what the owner needs; None: it is done
         self._shares: Counter[int] = Counter()  # by seq, for as long as it is in `_shared`
         self._shared: list[int] = []  # heap of seqs that had shares: the oldest is looked up
-        # what ended: a share, [seq]; the owner's need of all outside (first, last); None: its need of any
-        self._ended: deque[list[int] | tuple[int, int] | None] = deque()
-        self._pid = os.getpid()
         self._given_up: set[int] = set()
-        self._lock = threading.Lock()
+        self._mutex = Mutex("the narrowing of a lease")
         try:
             self._file.outlast_mappings()  # mapped implies leased, for a process that is killed, too
         except BaseException:
@@ -85,11 +82,11 @@ class Lease:
 
         Returns: what ends it, to be called when the segment is unmapped. Idempotent.
         """
-        with self._lock:
+        with self._mutex.held():
             if seq not in self._shares:
                 heapq.heappush(self._shared, seq)
             self._shares[seq] += 1
-        self._settle()
+        self._mutex.settle(self._take_in)
         return partial(self._end, [seq])
 
     def close(self) -> None:
@@ -99,27 +96,18 @@ class Lease:
         self.is_ending = False  # last: what is leased still is shared
 
     def _end(self, whose: list[int] | tuple[int, int] | None) -> None:
-        self._ended.append(whose)
-        self._settle()
+        """A share ended, [seq]; or the owner's need of all outside (first, last); None: its need of any."""
+        self._mutex.tell(whose, self._take_in)
 
-    def _settle(self) -> None:
-        """Take in what ended, unless a thread is at work here, which then does it.
-
-        So it may wait for a thread that has come in between, but never for one that waits for this.
-        """
-        while self._ended and not self._lock.locked():
-            with self._lock:  # not a try to acquire it: Ctrl-C would come between that and its try block
-                while self._ended:
-                    whose = self._ended[0]
-                    if whose is None:
-                        self._owned_from = None
-                    elif isinstance(whose, tuple):
-                        self._narrow(*whose)
-                    elif whose:  # not yet taken in: Ctrl-C may have it told twice
-                        self._shares[whose[0]] -= 1
-                        whose.clear()
-                    self._ended.popleft()
-                self._unlock_oldest()
+    def _take_in(self, whose: list[int] | tuple[int, int] | None) -> None:
+        if whose is None:
+            self._owned_from = None
+        elif isinstance(whose, tuple):
+            self._narrow(*whose)
+        elif whose:  # not yet taken in: Ctrl-C may have it told twice
+            self._shares[whose[0]] -= 1
+            whose.clear()
+        self._unlock_oldest()
 
     def _narrow(self, first: int, last: int) -> None:
         if self._owned_from is not None:
@@ -129,7 +117,7 @@ class Lease:
             self._last = last
 
     def _unlock_oldest(self) -> None:
-        """Unlock what lies before the oldest segment that is still needed; under `_lock`."""
+        """Unlock what lies before the oldest segment that is still needed; while `_mutex` is held."""
         while self._shared and not self._shares[self._shared[0]]:
             del self._shares[heapq.heappop(self._shared)]
         needed = [self._owned_from] if self._owned_from is not None else []
@@ -151,9 +139,9 @@ class Lease:
 
 def own_leases(path: Path, seq: int) -> list[Lease]:
     """Leases of this process on one segment."""
-    pid, identity = os.getpid(), file_identity(os.stat(path))
+    identity = file_identity(os.stat(path))
     return [
         lease
         for lease in [reference() for reference in list(_leases.values())]
-        if lease is not None and lease._pid == pid and lease._file.identity == identity and lease.covers(seq)
+        if lease is not None and lease._file.identity == identity and lease.covers(seq)
     ]

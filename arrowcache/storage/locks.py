@@ -16,20 +16,16 @@ import errno
 import fcntl
 import os
 import socket
-import threading
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from arrowcache import linux
+from arrowcache.lifetimes import forgets_in_child, unforked
 from arrowcache.storage.processes import OpenFile, command, open_files
 
 _REFUSED = (errno.EAGAIN, errno.EACCES)
-
-_open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
-_opening = threading.RLock()  # held until `_open_files` has what is opened: no fork comes in between
 
 
 def file_identity(status: os.stat_result) -> tuple[int, int]:
@@ -49,9 +45,9 @@ class LockFile:
 
     def __init__(self, path: Path, flags: int = os.O_RDWR, mode: int = 0o600) -> None:
         self.path = path
-        with _opening:
+        with unforked:  # no child inherits one that is not to be told
             self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-            _open_files.add(self)
+            forgets_in_child(self)
         try:
             status = os.fstat(self.fd)
             if flags & os.O_CREAT and status.st_mode & mode != mode:  # a umask took it
@@ -92,7 +88,7 @@ class LockFile:
 
         Raises: OSError: none is left.
         """
-        with _opening:
+        with unforked:
             sender, keeper = socket.socketpair()
             with sender, keeper:
                 socket.send_fds(sender, [b"-"], [self.fd])
@@ -115,7 +111,6 @@ class LockFile:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             try:
-                _open_files.discard(self)
                 with suppress(OSError):  # closing does as well, unless a child forked meanwhile shares it
                     fcntl.flock(fd, fcntl.LOCK_UN)
                 with suppress(OSError):
@@ -125,7 +120,8 @@ class LockFile:
                 self.is_closed = True
                 self._close_keeper()
 
-    def _close_in_child(self) -> None:
+    def forget_in_child(self) -> None:
+        """Close it without unlocking."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -139,18 +135,6 @@ class LockFile:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _after_fork_in_child() -> None:
-    for file in list(_open_files):
-        file._close_in_child()
-    _open_files.clear()
-    _opening.release()
-
-
-os.register_at_fork(
-    before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_after_fork_in_child
-)
 
 
 @dataclass(frozen=True, slots=True)

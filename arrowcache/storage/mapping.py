@@ -9,8 +9,6 @@ when a daemon thread may still be copying: the kernel does it.
 
 from __future__ import annotations
 
-import _thread
-import atexit
 import errno
 import mmap
 import os
@@ -21,11 +19,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from arrowcache import linux
+from arrowcache.lifetimes import Origin, at_exit, interrupt_again, is_exiting
 from arrowcache.shortage import explained
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
-_AGAIN_SECONDS = 0.05
 _UNREADABLE = (errno.EFAULT, linux.EHWPOISON)  # what madvise says where a touch would be a SIGBUS
 _ANY_LENGTH = 2**63 - 1
 _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
@@ -144,7 +142,7 @@ class FileMapping:
     ) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         fd, self.nbytes = open_file(path, limit) if nbytes is None else (_open(path), nbytes)
-        self._pid, self._touched_bytes = os.getpid(), 0
+        self._origin, self._touched_bytes = Origin(), 0
         try:
             # Its addresses first: what Ctrl-C has nobody remember is some of these, and no mapped file.
             self.address = address = _reserve(self.nbytes)
@@ -178,17 +176,17 @@ class FileMapping:
         return pa.foreign_buffer(self.address, self.nbytes, base=self)
 
     def __del__(self) -> None:
-        if not self.address or _is_exiting:
+        if not self.address or is_exiting():
             return
         try:
             self._unmap()
         except KeyboardInterrupt:  # would be lost here: an exception cannot leave a finalizer
             self._unmap()
-            _thread.start_new_thread(_interrupt_again, ())  # threading's would wait here for its start
+            interrupt_again()
 
     def _unmap(self) -> None:
         """Idempotent, and where it is interrupted, to be called again."""
-        if os.getpid() != self._pid:  # a forked child has no such mapping
+        if not self._origin.is_here:  # a forked child has no such mapping
             _live.pop(self.address, None)
             return
         if self.address:
@@ -212,11 +210,6 @@ def _reserve(nbytes: int) -> int:
         linux.unmap_memory(start, before)
     linux.unmap_memory(start + reserved - (HUGE_PAGE - before), HUGE_PAGE - before)
     return start + before
-
-
-def _interrupt_again() -> None:
-    time.sleep(_AGAIN_SECONDS)  # until the finalizer has ended
-    _thread.interrupt_main()
 
 
 def _open(path: str | os.PathLike[str]) -> int:
@@ -252,25 +245,17 @@ def live_mappings() -> int:
     return len(_live)
 
 
-def is_exiting() -> bool:
-    """Whether the interpreter ends, and nothing is unmapped any more."""
-    return _is_exiting
-
-
 def _settle() -> None:
-    """At exit: let Arrow's threads finish with what a dataset scanned; then unmap nothing any more.
+    """At exit: let Arrow's threads finish with what a dataset scanned.
 
     They drop their last buffers a moment after the scan has returned; one that waits for the GIL
     while the interpreter ends aborts the process.
     """
-    global _is_exiting
     before, now = -1, len(_live)
     while now and now != before:
         time.sleep(0.005)
         before, now = now, len(_live)
-    _is_exiting = True
 
 
 _live: dict[int, None] = {}  # addresses; single operations, which no thread can tear
-_is_exiting = False
-atexit.register(_settle)
+at_exit(_settle)

@@ -18,12 +18,12 @@ import mmap
 import os
 import resource
 import struct
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from arrowcache import linux
+from arrowcache.lifetimes import forgets_in_child
 from arrowcache.storage.processes import OpenFile, open_files
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Page:
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page: mmap.mmap | None = page  # its last reference unmaps it and closes the descriptor
-        _pages.add(self)
+        forgets_in_child(self)
 
     @classmethod
     def made(cls, kind: Kind, folder: Path, identity: bytes) -> Self | None:
@@ -90,17 +90,8 @@ class Page:
         """Show nothing any more. Idempotent."""
         self._page = None
 
-
-_pages: weakref.WeakSet[Page] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for page in list(_pages):
-        page.close()
-    _pages.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+    def forget_in_child(self) -> None:
+        self.close()
 
 
 def path_of(page: bytes) -> str:

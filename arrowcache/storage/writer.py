@@ -7,7 +7,6 @@ Must never: publish half a sample, or keep a thread that outlives `close()`, `ab
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from arrowcache.arrow.builder import Rows, SegmentBuilder
 from arrowcache.errors import ArrowCacheError, CacheFullError
+from arrowcache.lifetimes import Origin
 from arrowcache.shortage import start
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 from arrowcache.units import parse_seconds
@@ -54,7 +54,7 @@ class Writer:
         self._closed = False
         self._flusher: threading.Thread | None = None
         self._wake: SimpleQueue[object] = SimpleQueue()  # unlike a condition, whole wherever Ctrl-C comes
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._sign = (
             store.usage.show_writing()
         )  # loaders see that somebody writes, until this ends or is gone
@@ -81,7 +81,7 @@ class Writer:
 
         In a forked child this and `abort` do nothing: the samples are the parent's.
         """
-        if self._is_inherited():
+        if not self._origin.is_here:
             return
         with self._lock:
             if not self._closed:
@@ -94,7 +94,7 @@ class Writer:
 
     def abort(self) -> None:
         """Discard what is not yet published and end; another thread's wait for room ends too. Idempotent."""
-        if self._is_inherited():
+        if not self._origin.is_here:
             return
         self._aborted.set()
         with self._lock:
@@ -108,7 +108,7 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or self._is_inherited():
+        if kind is None or not self._origin.is_here:
             self.close()
             return
         try:
@@ -124,17 +124,13 @@ class Writer:
             self.abort()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self._builder.rows and not self._is_inherited():
+        if not getattr(self, "_closed", True) and self._builder.rows and self._origin.is_here:
             self._closed = True  # else its thread could publish, meanwhile, what is said to be lost
             message = f"a writer with {self._builder.rows} unpublished samples was not closed"
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
-    def _is_inherited(self) -> bool:
-        return self._pid != os.getpid()
-
     def _take(self, sample: Mapping[str, Any], *, many: bool) -> None:
-        if self._is_inherited():
-            raise ValueError("the writer belongs to the process that forked this one: make a new one here")
+        self._origin.require("the writer", "make a new one here")
         with self._lock:
             self._require_open()
             rows = self._builder.convert(sample, many=many)

@@ -8,8 +8,6 @@ from then on there is nothing to ask for. A call that begins later is refused by
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from arrowcache.lifetimes import Origin, at_exit
 from arrowcache.reading.loader import Loader
 
 _MOST_SECONDS = 4.0  # for a call that does not heed the closing of its loader, such as a slow `where`
@@ -85,7 +84,7 @@ class _Calls:
 
 
 def _at_exit() -> None:
-    if os.getpid() != _pid:
+    if not _origin.is_here:
         return  # a fork: its threads, and whoever held the locks, stayed behind
     _calls.close()
     for loader in [*_loaders]:
@@ -96,5 +95,5 @@ def _at_exit() -> None:
 _loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
 _iterators: weakref.WeakSet[_Elements] = weakref.WeakSet()
 _calls = _Calls()
-_pid = os.getpid()
-atexit.register(_at_exit)
+_origin = Origin()
+at_exit(_at_exit)

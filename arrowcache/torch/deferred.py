@@ -6,7 +6,6 @@ next `next` of any prefetcher. In a forked child it stays for ever, with all els
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 
 from arrowcache.torch import registered
@@ -30,7 +29,7 @@ def keep(*things: object) -> None:
 def let_go(lane: Lane, seconds: float) -> None:
     """Close a lane, or have `tidy` do it. Blocks, Raises: as `Lane.close`."""
     defer(lane)
-    if lane.pid == os.getpid() and not lane.backend.is_capturing() and lane.close(seconds):
+    if lane.origin.is_here and not lane.backend.is_capturing() and lane.close(seconds):
         _deferred.pop(id(lane), None)
 
 

@@ -10,8 +10,6 @@ prefetcher, over all its iterations. It never synchronizes the device. An iterat
 
 from __future__ import annotations
 
-import atexit
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -24,10 +22,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arrowcache.lifetimes import Origin, at_exit, call_all
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.deferred import defer, let_go, tidy
 from arrowcache.torch.iteration import Counts, Iteration, Source
-from arrowcache.torch.lane import Lane, Turn, call_all
+from arrowcache.torch.lane import Lane, Turn
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ Device = str | int | torch.device
 CLOSE_SECONDS = 5.0  # that `close` waits for a device
 _MOST_DEPTH = 1024
 _CLOSED = "the prefetcher is closed: make a new one"
-_FORKED = "this prefetcher belongs to the process that forked this one: make a new one here"
+_FORKED = "this prefetcher", "make a new one here"
 
 _open: weakref.WeakSet[DevicePrefetcher] = weakref.WeakSet()
 
@@ -199,12 +198,11 @@ class DevicePrefetcher:
 
     def is_inherited(self) -> bool:
         """Whether this process was forked from the one whose devices these are."""
-        return self._lanes[0].pid != os.getpid()
+        return not self._lanes[0].origin.is_here
 
     def _alone(self, step: Callable[[], Any]) -> Any:
         """What a step returns that takes a batch, while no other thread takes one."""
-        if self.is_inherited():
-            raise ValueError(_FORKED)
+        self._lanes[0].origin.require(*_FORKED)
         if not self._turn.take():
             raise RuntimeError("another thread is in `next` of this prefetcher: one at a time takes batches")
         try:
@@ -223,8 +221,7 @@ class DevicePrefetcher:
     def _begin(self) -> None:
         if self._closed:
             raise ValueError(_CLOSED)
-        if self.is_inherited():
-            raise ValueError(_FORKED)
+        self._lanes[0].origin.require(*_FORKED)
         if (iteration := self._iteration()) is not None:
             iteration.close("a newer one began")
 
@@ -257,7 +254,7 @@ class _Iterator:
 
     def __init__(self, iterator: Iterator[Any], *, is_ours: bool) -> None:
         self._iterator, self._is_ours = iterator, is_ours
-        self._pid = os.getpid()
+        self._origin = Origin()
 
     def next(self) -> tuple[Any, None]:
         return next(self._iterator), None
@@ -270,7 +267,7 @@ class _Iterator:
 
     def close(self, error: type[BaseException] | None) -> None:  # noqa: ARG002
         iterator, self._iterator = self._iterator, iter(())
-        if self._is_ours and self._pid == os.getpid() and callable(end := getattr(iterator, "close", None)):
+        if self._is_ours and self._origin.is_here and callable(end := getattr(iterator, "close", None)):
             end()
 
 
@@ -280,4 +277,4 @@ def _close_all() -> None:
             prefetcher.close()
 
 
-atexit.register(_close_all)
+at_exit(_close_all)

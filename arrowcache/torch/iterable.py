@@ -30,6 +30,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
 from arrowcache.errors import LoaderTimeoutError
+from arrowcache.lifetimes import Origin
 from arrowcache.pickling import unpickled
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.membership import Membership
@@ -202,7 +203,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._pass: weakref.ref[_Pass] | None = None  # the last one
         self._epochs: Epochs | None = None  # of this process
         self._shard = Shard()  # of each step, as its rank
-        self._epochs_key = (0, 0, 0)
+        self._epochs_key, self._epochs_origin = (0, 0), Origin()
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next iteration be epoch `epoch`, also in workers that live on.
@@ -296,13 +297,13 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
 
     def _epochs_of(self, turn: Turn) -> Epochs:
         """Epochs of this process, as one worker of several."""
-        key = (os.getpid(), turn.worker, turn.workers)
-        if self._epochs is None or self._epochs_key != key:
+        key = turn.worker, turn.workers
+        if self._epochs is None or not self._epochs_origin.is_here or self._epochs_key != key:
             ranks = self._ranks.now().membership(self._options)
             self._shard = Shard(ranks.rank, ranks.world_size) if ranks else Shard()
             member = self._member(ranks, turn)
             self._epochs = Epochs(self._store, self._options, member, Meter(), self._shard)
-            self._epochs_key = key
+            self._epochs_key, self._epochs_origin = key, Origin()
         return self._epochs
 
     def _member(self, ranks: Membership | None, turn: Turn) -> Membership | None:

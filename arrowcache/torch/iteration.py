@@ -7,7 +7,6 @@ nothing: no batch, and no source that is not closed.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -170,7 +169,7 @@ class Iteration:
         raise StopIteration
 
     def _let_go(self, error: type[BaseException] | None) -> None:
-        if self._lanes[0].pid != os.getpid():
+        if not self._lanes[0].origin.is_here:
             keep(self._fetched, [*self._flights])
         self._fetched = self._error = None
         self._flights.clear()

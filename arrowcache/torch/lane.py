@@ -29,12 +29,11 @@ Invariants, which tests/stateful/test_device_machine.py holds against a device i
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +43,7 @@ import torch
 from torch._C import _from_dlpack  # what torch.utils.dlpack calls for a capsule, after half as long
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented there
 
+from arrowcache.lifetimes import Origin, call_all
 from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.plan import Column, Leaves, Memory, Plan, Planner
 from arrowcache.torch.structure import Build, take_apart
@@ -117,7 +117,7 @@ class Lane:
         self._streams: set[Stream] = set()  # that may have read a batch
         self._call = 0
         self.allocations = self.lent_bytes = 0
-        self.pid = os.getpid()
+        self.origin = Origin()
 
     @property
     def device_bytes(self) -> int:
@@ -130,7 +130,7 @@ class Lane:
     def is_quiet(self) -> bool:
         """Whether it may die as it is. Calls no device."""
         is_read = not any(slot.sources for slot in [*self._slots, *self._moving])
-        return self.pid == os.getpid() and is_read and len(self._streams) <= 1
+        return self.origin.is_here and is_read and len(self._streams) <= 1
 
     def collect(self) -> None:
         """At the beginning of each call: see what was let go since the last one."""
@@ -359,21 +359,6 @@ class Lane:
         if place.reader != place.stream:
             self.backend.retain(place.memory.whole, place.reader)
         places.remove(place)
-
-
-def call_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls, and then raise what the last one did that failed."""
-    error: Exception | None = None  # an ExitStack would keep its frames, and so memory, in a cycle
-    for call in calls:
-        try:
-            call()
-        except Exception as failed:  # noqa: BLE001  # it is raised below
-            error = failed
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its traceback has this frame
 
 
 class Turn:

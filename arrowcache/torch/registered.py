@@ -14,7 +14,6 @@ cut short by Ctrl-C. `tidy` sees that nobody else knows it any more.
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 import weakref
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from arrowcache.lifetimes import Origin
 from arrowcache.reading.memory import PAGE_BYTES, address_of, shared_part, size_class
 
 
@@ -57,7 +57,7 @@ class Registered:
         self._parts: dict[int, _Part] = {}  # by address
         self._unseen: dict[weakref.ref[mmap.mmap], int] = {}  # memory that may not be registered yet
         self._is_refused = False  # once: it will be again
-        self.pid = os.getpid()
+        self.origin = Origin()
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +121,7 @@ class Registered:
         """Another one that has registered a part, and may still read it: such as of an earlier prefetcher."""
         others = () if (kept := _kept.get(id(memory))) is None else kept.by
         return next(
-            (it for it in others if it is not self and it.pid == self.pid and start in it._parts), None
+            (it for it in others if it is not self and it.origin.is_here and start in it._parts), None
         )
 
     def _register(self, memory: mmap.mmap, start: int, nbytes: int) -> bool:
@@ -162,7 +162,7 @@ _ALONE = _Kept(object()).references()  # where nobody else knows it
 def tidy() -> None:
     """Give back memory that has died; in a forked child none of its parent's. One thread at a time."""
     for number, kept in [*_kept.items()]:
-        if any(each.pid != os.getpid() for each in kept.by) or kept.references() > _ALONE:
+        if any(not each.origin.is_here for each in kept.by) or kept.references() > _ALONE:
             continue
         try:
             for each in kept.by:

@@ -17,8 +17,6 @@ cache.lock). It must never raise where a result is unpickled: that is descriptor
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 import time
 import uuid
@@ -33,6 +31,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
+from arrowcache.lifetimes import Origin, at_exit, forgets_in_child
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
 from arrowcache.reading.plan import runs_of, segments_of
@@ -89,7 +88,7 @@ class Sending:
         slots: dict[tuple[str, ...], Slots],
     ) -> None:
         self.name = SnapshotName.of(str(store.folder.path), epoch.snapshot.segments)
-        self.pid = os.getpid()
+        self.origin = Origin()
         self.store, self._epoch = store, epoch
         self._batch_size, self._slots = batch_size, slots
         self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
@@ -158,7 +157,7 @@ class Sending:
 
     def close(self, *, is_stale: bool = False) -> None:
         """Unlease. A batch that arrives later is read anew, or refused if `is_stale`. Idempotent."""
-        if self.pid != os.getpid():
+        if not self.origin.is_here:
             return  # a forked child has no part in it
         if is_stale:
             _stale.append(self.name.key)
@@ -186,13 +185,13 @@ _stale: deque[str] = deque(maxlen=_REMEMBERED)
 def sending_of(name: SnapshotName) -> Sending | None:
     """The epoch of that name, if this very process sends its batches."""
     found = _sending.get(name.key)
-    return found if found is not None and found.pid == os.getpid() else None
+    return found if found is not None and found.origin.is_here else None
 
 
 def delivered(key: str, step: int) -> None:
     """A batch that a worker made has arrived."""
     found = _sending.get(key)
-    if found is not None and found.pid == os.getpid():
+    if found is not None and found.origin.is_here:
         found.delivered(step)
 
 
@@ -269,11 +268,15 @@ class _Reader:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # taken by `with`: Ctrl-C can leave a condition's own locked
         self._condition = threading.Condition(self._lock)
-        self._pid = os.getpid()
         self._key = ""
         self._taken: _Retaken | None = None
         self._used = 0.0
         self._watcher: threading.Thread | None = None
+        forgets_in_child(self)
+
+    def forget_in_child(self) -> None:
+        """Begin anew: the lock may be held by a thread that stayed behind."""
+        self.__init__()  # type: ignore[misc]
 
     def read(
         self,
@@ -318,16 +321,10 @@ class _Reader:
 _reader = _Reader()
 
 
-def _after_fork() -> None:
-    global _reader
-    _reader = _Reader()  # its lock may be held by a thread that stayed behind
-
-
 def _at_exit() -> None:
     for each in list(_sending.values()):
         each.close()
     _reader.close()
 
 
-os.register_at_fork(after_in_child=_after_fork)
-atexit.register(_at_exit)
+at_exit(_at_exit)

@@ -21,7 +21,6 @@ software:
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn
@@ -29,6 +28,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
 
+from arrowcache.lifetimes import Origin
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.portion import Made
 from arrowcache.reading.stream import Stream as EpochStream
@@ -62,7 +62,7 @@ class Ring:
         self._stream: Stream = None  # that it was used on last
         self._events: dict[Stream, Event] = {}
         self._retained: set[Stream] = set()
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._is_dropped = False
         self.batches = 0  # that were selected, or came as they are
 
@@ -109,7 +109,7 @@ class Ring:
     def drop(self) -> None:
         """Let go of its memory, for ever. Calls no device. Idempotent."""
         self._is_dropped = True
-        if self._pid != os.getpid():
+        if not self._origin.is_here:
             keep(self._columns, self._events)
         self._columns = {}
 

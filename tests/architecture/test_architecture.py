@@ -27,9 +27,9 @@ LAYERS = {  # an import may only point to a lower number
     "arrow": 1,
     "pickling": 0.5, "process": 0.5, "shortage": 0.5,
     "cgroup": 0, "display": 0, "errors": 0, "linux": 0, "native": 0,
-    "units": -1,
+    "lifetimes": -1, "units": -1,
 }  # fmt: skip
-STANDARD_LIBRARY_ONLY = ("cgroup", "display", "errors", "linux", "units")
+STANDARD_LIBRARY_ONLY = ("cgroup", "display", "errors", "lifetimes", "linux", "units")
 FRAMEWORKS = {
     "torch": ("torch", "demo"),
     "tensorflow": ("tensorflow",),
@@ -185,6 +185,28 @@ def test_the_kernel_and_the_c_library_are_called_in_one_module(module):
                 assert not node.attr.startswith(LACKED), f"{module}: {ast.unparse(node)}"
     for imported in ("ctypes", *C_LIBRARIES):
         assert imported not in imports_of(MODULES[module]) or (imported, module in OWNERS) == ("ctypes", True)
+
+
+LIFETIMES = {
+    "register_at_fork", "pthread_sigmask", "_register_atexit", "interrupt_main", "set_wakeup_fd", "settrace",
+}  # fmt: skip
+"""What only arrowcache/lifetimes.py calls, of `os`, `signal`, `threading` and `_thread`."""
+TELL_THEIR_PID = {
+    "arrowcache.process": "to a child, which looks whether its parent lives",
+    "arrowcache.reading.ranks": "to the other ranks",
+    "arrowcache.storage.page": "to who looks at what this process shows",
+}
+"""Who asks for this process' number, to tell others. Whether a thing is another process' tells its Origin."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_forks_exits_and_signals_are_seen_to_in_one_module(module):
+    if module == "arrowcache.lifetimes" or part_of(module) == "explore":
+        return
+    assert not {"atexit", "faulthandler"} & imports_of(MODULES[module]) or module.endswith("workers.worker")
+    used = {node.attr for node in ast.walk(parsed(MODULES[module])) if isinstance(node, ast.Attribute)}
+    assert not used & LIFETIMES or module == "arrowcache.process", f"{module}: {used & LIFETIMES}"
+    assert ("getpid" in used) == (module in TELL_THEIR_PID)
 
 
 CONTROL = {

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
+from arrowcache.lifetimes import Origin
 from arrowcache.pickling import unpickled
 from arrowcache.process import Message
 from arrowcache.reading.snapshot import Snapshot
@@ -56,7 +57,7 @@ class BatchMaker:
 
     def __init__(self, slots: WorkerSlots, settings: Mapping[str, Any], transform: bytes) -> None:
         self._slots = slots
-        self._pid = os.getpid()
+        self._origin = Origin()
         folder = Folder(Path(settings["cache"]))
         self._store = _CheckedStore(folder, folder.read_settings())
         schema = self._store.settings.schema
@@ -149,7 +150,7 @@ class BatchMaker:
         try:
             return self._transform(batch)
         finally:
-            if os.getpid() != self._pid:  # forked by the transform, which had both come back
+            if not self._origin.is_here:  # forked by the transform, which had both come back
                 os._exit(0)
 
     def _begin(self, epoch: int, packed: bytes) -> None:

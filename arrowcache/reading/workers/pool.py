@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import bisect
 import logging
-import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
+from arrowcache.lifetimes import forgets_in_child
 from arrowcache.pickling import unpack_error
 from arrowcache.process import Message
 from arrowcache.reading.future import Future
@@ -106,7 +105,7 @@ class Pool:
         self._start_seconds = 0.0  # that this took, until somebody takes them
         self._arrays = 1  # of a batch
         self._growths = 0  # of workers that died
-        _inherited.add(self)
+        forgets_in_child(self)
 
     def start(self) -> None:
         """Start the processes that are missing; returns at once.
@@ -395,15 +394,3 @@ class Pool:
         for request in (*waiting, *(request for worker in self._workers for request in worker.asked)):
             request.fail(error)
         self._end_start()
-
-
-_inherited: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for pool in list(_inherited):
-        pool.forget_in_child()
-    _inherited.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

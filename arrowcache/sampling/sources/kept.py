@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TypeVar
+
+from arrowcache.lifetimes import Origin
 
 
 class _Closable(Protocol):
@@ -25,16 +26,16 @@ class Kept(Generic[T]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._things: OrderedDict[Hashable, T] = OrderedDict()
-        self._pid = os.getpid()
+        self._origin = Origin()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._most,)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """What is kept under a key, made if it is not there."""
-        if self._pid != os.getpid():
+        if not self._origin.is_here:
             self._inherited = self._things  # alive, or they would be closed here
-            self._things, self._pid = OrderedDict(), os.getpid()
+            self._things, self._origin = OrderedDict(), Origin()
         if key not in self._things:
             while len(self._things) >= self._most:
                 self._things.popitem(last=False)[1].close()
@@ -50,6 +51,6 @@ class Kept(Generic[T]):
 
     def close(self) -> None:
         """Close all. Idempotent; they may be made again."""
-        if self._pid == os.getpid():
+        if self._origin.is_here:
             while self._things:
                 self._things.popitem()[1].close()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
+from arrowcache.lifetimes import Origin
 from arrowcache.sampling.sources.retries import Retries
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Store:
         self.retries = Retries.of(retries)
         self._uri = uri
         self._given = _as_filesystem(filesystem)
-        self._made: tuple[int, fs.FileSystem] | None = None
+        self._made: tuple[Origin, fs.FileSystem] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_made": None}
@@ -54,8 +55,8 @@ class Store:
         """This process' connection."""
         if self._given is not None:
             return self._given
-        if self._made is None or self._made[0] != os.getpid():  # its threads did not survive a fork
-            self._made = os.getpid(), _connect(self._uri)[0]
+        if self._made is None or not self._made[0].is_here:  # its threads did not survive a fork
+            self._made = Origin(), _connect(self._uri)[0]
         return self._made[1]
 
     @property

@@ -33,6 +33,7 @@ from processes import Script
 
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
+from arrowcache.lifetimes import Mutex
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
@@ -985,7 +986,7 @@ def test_ctrl_c_while_an_epoch_ends_leaves_nothing_leased(cache, monkeypatch):
         (MappedSegments, "_let_go"),
         (MappedSegments, "_unused"),
         (MappedSegments, "_unmap"),
-        (Lease, "_settle"),
+        (Mutex, "settle"),
         (Lease, "_unlock_oldest"),
         (Snapshot, "_let_go"),
         (Parking, "drop"),

@@ -27,12 +27,11 @@ from helpers import (
 )
 
 import arrowcache as ac
-from arrowcache import Loader, Snapshot
+from arrowcache import Loader, Snapshot, lifetimes
 from arrowcache.reading import parking
 from arrowcache.reading.crew import Crew
 from arrowcache.reading.mapped import MappedSegments
 from arrowcache.reading.parking import Parking
-from arrowcache.storage import mapping
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def test_when_the_interpreter_ends_nobody_waits_for_a_thread(cache, place, for_e
     monkeypatch.setattr(parking, "_JOIN_SECONDS", 3600.0)
     parked(cache, place)
     with pytest.MonkeyPatch.context() as ending:
-        ending.setattr(mapping, "_is_exiting", True)
+        ending.setattr(lifetimes, "_is_exiting", True)
         place.close()
         with Snapshot.take(cache.store) as snapshot:
             place.park(snapshot)

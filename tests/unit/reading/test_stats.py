@@ -237,7 +237,7 @@ def test_a_forked_child_does_not_count_what_the_parents_threads_had_in_progress(
     meter.begin_run("one")
     with meter.waiting(), meter.stage("transform"):
         clock.wall += 3.0
-        meter.after_fork()
+        meter.forget_in_child()
         clock.wall += 4.0
         stats = meter.stats(0, 0)
     assert (stats.seconds, stats.stall_seconds, stats.transform_seconds) == (0.0, 0.0, 0.0)

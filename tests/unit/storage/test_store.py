@@ -28,9 +28,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import arrowcache as ac
+from arrowcache import linux
 from arrowcache.arrow.segment import encode
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage import locks as locks_module
 from arrowcache.storage import store as store_module
 from arrowcache.storage.layout import FREED, MOST_SEQ, ranks_name, segment_name
 from arrowcache.storage.lease import Lease
@@ -72,19 +72,19 @@ def fill(cache):
 
 @pytest.mark.parametrize("moment", ["while it is held", "while it is let go", "afterwards"])
 def test_an_errand_that_takes_the_lock_is_done_as_soon_as_this_thread_has_none(cache, monkeypatch, moment):
-    done, real = [], locks_module._open_files.discard
+    done, real = [], linux.set_lock
 
     def errand():
         with cache.store.locked(0):
             done.append(moment)
 
-    def discard(file):
+    def set_lock(*arguments):
         if moment == "while it is let go" and not done:
             once_unlocked(errand)
             assert not done
-        real(file)
+        real(*arguments)
 
-    monkeypatch.setattr(locks_module._open_files, "discard", discard)
+    monkeypatch.setattr(linux, "set_lock", set_lock)
     with cache.store.locked():
         if moment == "while it is held":
             once_unlocked(errand)

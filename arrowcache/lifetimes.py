@@ -1,0 +1,252 @@
+"""Lifetimes: how what lives in a process ends: by a fork, in the garbage collector, at exit, beside Ctrl-C.
+
+- Fork. `Origin` tells a thing whether it was made in this process, or in the one that forked it: by a number
+  that rises in each forked child. What holds descriptors, memory or locks has `forget_in_child`, and
+  `forgets_in_child` has it called there. `unforked` keeps a fork from coming between two steps.
+- Finalizers. The garbage collector calls them at any point of any thread. They wait for no lock: they tell a
+  `Mutex` what ended, and whoever holds it, or takes it next, takes that in.
+- Exit. `at_exit` has things ended while threads still run, the newest first. From then on `is_exiting`, and
+  the kernel frees what is left.
+- Ctrl-C. `shielded` keeps it until its block has ended, and from processes that are started there. A handler
+  of another signal gets an error from a `Mutex` that its own thread holds, where it would wait for ever.
+
+It is the only module that asks to be told of a fork or of the interpreter's exit, or that masks a signal.
+Each of these goes on where one of several calls fails. Standard library only.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import os
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+_AGAIN_SECONDS = 0.05
+
+
+def call_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls, and then raise what the last one did that failed."""
+    error: Exception | None = None  # an ExitStack would keep its frames, and so memory, in a cycle
+    for call in calls:
+        try:
+            call()
+        except Exception as failed:  # noqa: BLE001  # it is raised below
+            error = failed
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its traceback has this frame
+
+
+# fork
+
+
+class Origin:
+    """The process that a thing was made in. Asks nothing of the kernel."""
+
+    __slots__ = ("_generation",)
+
+    def __init__(self) -> None:
+        self._generation = _generation
+
+    @property
+    def is_here(self) -> bool:
+        """False in a forked child: what its parent's threads have locked is locked there for ever."""
+        return self._generation == _generation
+
+    def require(self, what: str, remedy: str) -> None:
+        """Raises: ValueError: this process was forked from the one that `what` was made in."""
+        if self._generation != _generation:
+            raise ValueError(f"{what} belongs to the process that forked this one: {remedy}")
+
+
+class Inherited(Protocol):
+    """What a forked child has a copy of."""
+
+    def forget_in_child(self) -> None:
+        """Give up what is the parent's. The child has one thread; locks may be held for ever. Idempotent."""
+
+
+def forgets_in_child(thing: Inherited) -> None:
+    """Have a thing that lives be told in each forked child. Keeps it not alive."""
+    _inherited.add(thing)
+
+
+def at_fork(before: Callable[[], object] | None = None, in_child: Callable[[], object] | None = None) -> None:
+    """Have functions called before each fork, and in each forked child, there before things are told."""
+    _before.extend([before] if before else [])
+    _in_child.extend([in_child] if in_child else [])
+
+
+def _before_fork() -> None:
+    try:
+        call_all(_before)
+    finally:
+        unforked.acquire()
+
+
+def _after_in_parent() -> None:
+    with suppress(RuntimeError):  # Ctrl-C came before it was taken
+        unforked.release()
+
+
+def _after_in_child() -> None:
+    global _generation
+    _generation += 1
+    _after_in_parent()
+    call_all([*_in_child, *(thing.forget_in_child for thing in [*_inherited])])
+
+
+unforked = threading.RLock()  # whoever has it, for a moment, keeps forks of other threads waiting
+_generation = 0
+_inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_before: list[Callable[[], object]] = []
+_in_child: list[Callable[[], object]] = []
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+
+
+# finalizers
+
+
+class Mutex:
+    """A lock for work of many steps, which neither a finalizer nor a signal handler waits for.
+
+    Either may run in the thread that is at the work. There it would wait for ever for a plain lock, and would
+    see the work half done under a reentrant one. A finalizer says `tell` here; a handler gets an error.
+
+    Args:
+        work: for the message.
+    """
+
+    def __init__(self, work: str) -> None:
+        self._work = work
+        self._lock = threading.RLock()
+        self._told: deque[Any] = deque()
+        self.is_held = False
+        forgets_in_child(self)
+
+    def forget_in_child(self) -> None:
+        """Another thread may have been at the work; what ended was the parent's."""
+        self.__init__(self._work)  # type: ignore[misc]  # anew, at the same place
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be at the work; call `settle` after it. Blocks: while another thread is at it.
+
+        Raises: RuntimeError: this thread is at it already.
+        """
+        with self._lock:
+            if self.is_held:
+                raise RuntimeError(
+                    f"a signal handler has interrupted {self._work}, which it cannot wait for: "
+                    "do this once the handler has returned"
+                )
+            try:
+                self.is_held = True
+                yield
+            finally:
+                self.is_held = False
+
+    def tell(self, what: Any, take_in: Callable[[Any], object]) -> None:
+        """Have a thing taken in: here, or by the thread that is at the work as soon as that is done."""
+        self._told.append(what)
+        self.settle(take_in)
+
+    def settle(self, take_in: Callable[[Any], object]) -> None:
+        """Take in what was told, unless a thread is at the work.
+
+        It may wait for a thread that has come in between, but never for one that waits for this.
+
+        Args:
+            take_in: called with each thing, in their order, while this is held; again with one that Ctrl-C
+                cut short. Returns: False: not now, and none after it. Always the same function: a reference
+                to it here would be a cycle.
+        """
+        while self._told and not self.is_held:
+            with self.held():  # not a try to acquire it: Ctrl-C would come between that and its try block
+                while self._told:
+                    if take_in(self._told[0]) is False:
+                        return
+                    self._told.popleft()
+
+
+# exit
+
+
+def at_exit(call: Callable[[], object]) -> None:
+    """Have a function called at exit, before all that was to be called by now, here or by a library.
+
+    So who uses a thing ends before it. Daemon threads run still. A forked child calls it at its own exit.
+    """
+    _at_exit.insert(0, call)
+    atexit.unregister(_exit)
+    atexit.register(_exit)
+
+
+def before_threads_are_joined(call: Callable[[], object]) -> None:
+    """Have a function called earlier than `at_exit` does: before executors wait for their tasks.
+
+    Executors ask for the same, and the last one who asked is first: so ask after an executor has begun.
+    """
+    threading._register_atexit(call)  # type: ignore[attr-defined]  # it has no public name
+
+
+def is_exiting() -> bool:
+    """True once the interpreter ends: a thread may be cut off at any point, and the kernel frees all."""
+    return _is_exiting is not False  # None, once this module was cleared
+
+
+def _exit() -> None:
+    global _is_exiting
+    try:
+        call_all([*_at_exit])
+    finally:
+        _is_exiting = True
+
+
+_at_exit: list[Callable[[], object]] = []
+_is_exiting = False
+atexit.register(_exit)
+
+
+# Ctrl-C
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Keep Ctrl-C until the block has ended: then it is raised. Processes that are started have it blocked.
+
+    Short: nobody can interrupt it.
+    """
+    came: list[Any] = []
+    before, mask = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    is_main = callable(before) and threading.current_thread() is threading.main_thread()
+    try:
+        if is_main:  # where Python has it raised, whichever thread it came to
+            signal.signal(signal.SIGINT, lambda *what: came.append(what))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a process inherits
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_main:
+            signal.signal(signal.SIGINT, before)
+        if came and callable(before):
+            before(*came[-1])
+
+
+def interrupt_again() -> None:
+    """Have Ctrl-C, which came in a finalizer, raised a moment later: no exception leaves a finalizer."""
+    _thread.start_new_thread(_interrupt_again, ())  # threading's would wait here for its start
+
+
+def _interrupt_again() -> None:
+    time.sleep(_AGAIN_SECONDS)  # until the finalizer has ended
+    _thread.interrupt_main()

@@ -26,6 +26,7 @@ import sys
 PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, getattr(mmap, "MAP_NORESERVE", 0x4000)
 MADV_POPULATE_READ = 22  # Linux 5.14
+SHARED, EXCLUSIVE, UNLOCKED = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
 EHWPOISON = 133  # a page of memory, or of the disk, is broken
 
 _MFD_CLOEXEC = 1
@@ -123,6 +124,14 @@ def open_quickly(path: bytes, flags: int) -> int:
     return _checked(_quick.open(path, flags))
 
 
+def copy_beyond(fd: int, number: int) -> int:
+    """A copy of a descriptor, higher than a number, which no other program inherits.
+
+    Raises: OSError: EMFILE.
+    """
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, number + 1)
+
+
 def file_bytes(fd: int) -> int:
     """The length of a file; keeps the GIL. Raises: OSError: ESPIPE: it has none."""
     return _checked(_quick.lseek(fd, 0, os.SEEK_END))
@@ -133,14 +142,27 @@ def close_quickly(fd: int) -> None:
     _quick.close(fd)
 
 
-# locks of open file descriptions, on ranges of bytes
+# locks of open file descriptions: on whole files, and on ranges of bytes, which do not know each other
+
+
+def lock_file(fd: int) -> None:
+    """Lock a whole file for this description alone, as `flock`; never waits.
+
+    Raises: OSError: EAGAIN: another description has it.
+    """
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def unlock_file(fd: int) -> None:
+    """The inverse. Raises: OSError: as of flock."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def set_lock(fd: int, kind: int, start: int, length: int) -> None:
     """Lock a range, or unlock it; never waits.
 
     Args:
-        kind: fcntl.F_RDLCK, F_WRLCK or F_UNLCK.
+        kind: SHARED, EXCLUSIVE or UNLOCKED.
         length: 0: to the end, wherever that will be.
     Raises: OSError: EAGAIN, EACCES: another description's lock conflicts.
     """
@@ -149,9 +171,9 @@ def set_lock(fd: int, kind: int, start: int, length: int) -> None:
 
 def conflicting_lock(fd: int, start: int, length: int) -> tuple[int, int] | None:
     """Start and length of a lock that keeps this description from locking a range for writing; None: none."""
-    query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    query = _FLOCK.pack(EXCLUSIVE, os.SEEK_SET, start, length, 0)
     kind, _, first, size, _ = _FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, query))
-    return None if kind == fcntl.F_UNLCK else (first, size)
+    return None if kind == UNLOCKED else (first, size)
 
 
 # processes

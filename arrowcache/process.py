@@ -1,4 +1,4 @@
-"""Process: a child of this one, and messages to and from it.
+"""Process: a child of this one, and messages to and from it. Every process of the library is started here.
 
 A child is started as `python -c`, whatever start method `multiprocessing` uses here. It imports no main
 module, so scripts and notebooks need no precaution. It inherits no thread, no lock, no framework, and only
@@ -7,15 +7,17 @@ the named files. The thread that starts it must outlive it: the child is killed 
 A message is a dict of plain values, as JSON, and perhaps bytes under "data", over a pair of sockets without a
 name. Message boundaries are kept, the end of the other process is an end of file.
 
-Guarantees: nothing here is in /dev/shm, and a kill leaves nothing behind.
+Guarantees: a child never sees Ctrl-C, which is for the main process, from its first moment on. It dies when
+the main process dies, in whatever way. Nothing here is in /dev/shm, and a kill leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
+import faulthandler
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -27,10 +29,11 @@ from typing import Any
 
 from arrowcache import linux
 from arrowcache.errors import WorkerError
+from arrowcache.lifetimes import forgets_in_child, shielded
 
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from arrowcache.reading.workers.worker import main; main(*map(int, sys.argv[2:]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from arrowcache.process import begin\n"
+    "if begun := begin(): from {module} import main; main(*begun)"
 )
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _REAP_SECONDS = 5.0
@@ -144,51 +147,70 @@ def _message(content: bytes) -> Message:
     return message
 
 
+def one_thread() -> dict[str, str]:
+    """Variables for a process that works beside others like it: numeric libraries have one thread.
+
+    What this process' environment says stays.
+    """
+    return {name: os.environ.get(name, "1") for name in _THREADS}
+
+
 class WorkerProcess:
-    """A process that runs `worker.main`, or what `start` says.
+    """A process that runs a module's `main`, with its end of the channel and the descriptors.
 
     Owns the process, our end of its channel, and a descriptor that tells its end (`watch`).
 
     Args:
-        memory: a descriptor of memory that both have.
-        start: Python code to run; it takes the arguments that `_START` takes.
+        module: imported there, after `begin`.
+        descriptors: of files that both have.
         environment: variables that it has beside this process' own, or in their place.
     Raises: OSError: no process, or no descriptor, can be had.
     """
 
-    def __init__(
-        self,
-        memory: int,
-        *,
-        start: str | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    watch = -1
+
+    def __init__(self, module: str, *descriptors: int, environment: Mapping[str, str] | None = None) -> None:
         self.channel, theirs = Channel.pair()
         path = [entry or os.getcwd() for entry in sys.path]
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         spawn = sys.modules.get("multiprocessing.spawn")  # where it is not loaded nobody has set another
         executable = (spawn.get_executable() if spawn is not None else None) or sys.executable
         try:
-            with ExitStack() as own:
-                fds = [_beyond_standard(fd, own) for fd in (theirs.fileno(), memory)]
-                words = [json.dumps(path), *map(str, fds), str(os.getpid())]
+            with ExitStack() as own, shielded():  # `begin` unblocks Ctrl-C there, once it is ignored
+                fds = [_beyond_standard(fd, own) for fd in (theirs.fileno(), *descriptors)]
+                words = [json.dumps(path), str(os.getpid()), *map(str, fds)]
                 self._process = subprocess.Popen(
-                    [executable, *flags, "-c", start or _START, *words],
+                    [executable, *flags, "-c", _START.replace("{module}", module), *words],
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
-                    env={**dict.fromkeys(_THREADS, "1"), **os.environ, **(environment or {})},
+                    env={**os.environ, **(environment or {})},
                 )
-            self.pid = self._process.pid
-            try:
-                self.watch = _watch(self.pid)
-            except BaseException:
-                self.end()
-                raise
+                self.pid = self._process.pid
+                try:
+                    self.watch = _watch(self.pid)
+                except BaseException:
+                    self.end()
+                    raise
+                self._coming = select.poll()
+                for what in (self.watch, self.channel):
+                    self._coming.register(what, select.POLLIN)
+                forgets_in_child(self)
         except BaseException:
-            self.channel.close()
+            self.close()
             raise
         finally:
             theirs.close()
+
+    def hear(self) -> Message | None:
+        """Its next message; None: it has ended, and all that it had said was heard.
+
+        Blocks: until then. Raises: as `Channel.receive`.
+        """
+        self._coming.poll()
+        try:
+            return self.channel.receive()
+        except BlockingIOError:  # its end
+            return None
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -207,12 +229,14 @@ class WorkerProcess:
         self.wait(_REAP_SECONDS)  # in vain if it hangs in the kernel
 
     def close(self) -> None:
-        """Give up the descriptors."""
-        os.close(self.watch)
+        """Give up the descriptors. Idempotent."""
+        if self.watch >= 0:
+            fd, self.watch = self.watch, -1
+            os.close(fd)
         self.channel.close()
 
-    def forget(self) -> None:
-        """Give up the descriptors in a forked child: the process is its parent's."""
+    def forget_in_child(self) -> None:
+        """Give up the descriptors: the process is the parent's."""
         self.close()
         self._process.returncode = 0  # nobody warns of it
 
@@ -230,12 +254,23 @@ class WorkerProcess:
         return f"ended with exit code {code}"
 
 
-def tie_to(parent: int) -> bool:
-    """Leave Ctrl-C to the main process, and die when it dies. Returns: False: it has died already."""
+def begin() -> tuple[Any, ...]:
+    """Begin to be such a child: leave Ctrl-C to the main process, and die when that dies.
+
+    Returns: our end of the channel, and the descriptors; none of them, if the main process has died already.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     linux.die_with_parent()
-    return os.getppid() == parent
+    with suppress(OSError, RuntimeError, ValueError):  # no stderr
+        faulthandler.enable()
+    parent, *fds = map(int, sys.argv[2:])
+    sys.argv = sys.argv[:1]
+    if os.getppid() != parent:
+        return ()
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return Channel(socket.socket(fileno=fds[0])), *fds[1:]
 
 
 def _beyond_standard(fd: int, own: ExitStack) -> int:
@@ -245,7 +280,7 @@ def _beyond_standard(fd: int, own: ExitStack) -> int:
     """
     if fd > 2:
         return fd
-    copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    copy = linux.copy_beyond(fd, 2)
     own.callback(os.close, copy)
     return copy
 

@@ -9,15 +9,11 @@ lost with one of theirs.
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import replace
-from typing import Any
 
-from arrowcache import linux
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
 from arrowcache.sampling.task import Done, Task, digest_of, run
@@ -37,7 +33,7 @@ class ExecutorEngine:
     Args:
         workers: tasks at work at a time.
         pool: "<name>.<seed>", the file in pools/.
-        executor: somebody else's; None: processes of its own (loky), started anew when one is killed.
+        executor: somebody else's; None: processes of its own.
         ramp: early tasks fill small segments.
     """
 
@@ -57,9 +53,8 @@ class ExecutorEngine:
         self._digest = digest_of(sampler)
         self._to_be_sent = workers  # tasks that bring the sampler unasked: one for each worker that begins
         self._foreign = executor
-        self._executor: Executor | None = executor
-        self._running: dict[Future[Done], tuple[Task, Executor]] = {}
-        self._lost: list[tuple[Task, Done]] = []  # when they were begun
+        self._executor = _own(workers) if executor is None else executor
+        self._running: dict[Future[Done], Task] = {}
         with explaining(store.folder.path):
             self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
             self._watch, self._token = self._lock_token()
@@ -121,12 +116,9 @@ class ExecutorEngine:
     def _submit(self, task: Task, sent: Task) -> None:
         """Have a task run, which is sent with the sampler, or without it."""
         try:
-            if self._executor is None:
-                self._executor = _own_processes(self._workers)
-            self._running[self._executor.submit(run, sent)] = task, self._executor
+            self._running[self._executor.submit(run, sent)] = task
         except BrokenExecutor as error:
-            assert self._executor is not None
-            self._lost.append(self._lose(task, self._executor, error))
+            raise self._broken(error) from error
         except Exception as error:  # each says in its own way that it was shut down
             if self._foreign is None:
                 raise
@@ -136,15 +128,15 @@ class ExecutorEngine:
             ) from error
 
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
-        ended, self._lost = self._lost, []
-        done, _ = wait(self._running, 0 if ended else timeout_seconds, FIRST_COMPLETED)
+        done, _ = wait(self._running, timeout_seconds, FIRST_COMPLETED)
+        ended: list[tuple[Task, Done]] = []
         lacking: list[Task] = []
         for future in done:
-            task, executor = self._running[future]
+            task = self._running[future]
             try:
                 result = future.result()
             except BrokenExecutor as error:
-                ended.append(self._lose(task, executor, error))
+                raise self._broken(error) from error
             except BaseException as error:  # noqa: BLE001  # an executor may raise anything
                 ended.append(failed(task, error))
             else:
@@ -152,29 +144,18 @@ class ExecutorEngine:
                     lacking.append(task)
                 else:
                     ended.append(failed(task, _elsewhere(task)) if result.stopped else (task, result))
-        for future in done:  # none of them where `_lose` raises: `end` counts them then
+        for future in done:  # none of them where the executor broke: `end` counts them then
             del self._running[future]
         for task in lacking:
             self._submit(task, replace(task, sampler=self._sampler))
         return ended
 
-    def _lose(self, task: Task, executor: Executor, error: BrokenExecutor) -> tuple[Task, Done]:
-        """A worker was killed: processes of our own are started anew, a foreign executor is lost.
-
-        All tasks of the broken executor come here, one after another; only the first ends it.
-
-        Raises: SamplerError: a foreign one.
-        """
-        if self._foreign is not None:
-            raise SamplerError(
-                f"{self._foreign!r} lost a worker, and takes no more tasks: {error} Make a new executor, and "
-                "a pool with it, which goes on at the next task; or pass executor=None, whose workers are "
-                "replaced"
-            ) from error
-        if executor is self._executor:
-            _kill(self._executor)
-            self._executor = None
-        return failed(task, error)
+    def _broken(self, error: BrokenExecutor) -> SamplerError:
+        return SamplerError(
+            f"{self._executor!r} lost a worker, and takes no more tasks: {error} Make a new executor, and "
+            "a pool with it, which goes on at the next task; or pass executor=None, whose workers are "
+            "replaced"
+        )
 
     def drawn_rows(self) -> int:
         seen = seen_samplers(self._store.folder.path)
@@ -191,7 +172,7 @@ class ExecutorEngine:
         self._watch.unlock_range(alive_byte(self._token), 1)  # tells the tasks to publish what they have
         wait(self._running, timeout=_PARTS_SECONDS)
         self._watch.close()
-        unfinished = {*waiting, *self._claimed, *(task.number for task, _ in self._running.values())}
+        unfinished = {*waiting, *self._claimed, *(task.number for task in self._running.values())}
         left = (STOP_SECONDS - _PARTS_SECONDS) / 2
         published = self._ended(left, left)
         unfinished -= {done.number for done in published if not done.is_part}
@@ -205,9 +186,7 @@ class ExecutorEngine:
     def _ended(self, patience_seconds: float, cancelling_seconds: float) -> list[Done]:
         """End what is at work; what was published."""
         if self._foreign is None:
-            if self._executor is not None:
-                _kill(self._executor)  # ends the futures too: loky stumbles over those it finds cancelled
-                self._executor = None
+            self._executor.shutdown()
         else:
             _, at_work = wait(self._running, timeout=patience_seconds)
             for future in at_work:
@@ -240,23 +219,7 @@ def _elsewhere(task: Task) -> SamplerError:
     )
 
 
-def _own_processes(workers: int) -> Any:
-    import loky  # 20 ms that `import arrowcache` need not take
+def _own(workers: int) -> Executor:
+    from arrowcache.sampling.workers import Workers  # brings what others do without
 
-    from arrowcache.sampling.context import NamelessContext
-
-    return loky.ProcessPoolExecutor(
-        workers, context=NamelessContext(), initializer=_begin_worker, initargs=(os.getpid(),)
-    )
-
-
-def _kill(executor: Any) -> None:
-    executor.shutdown(wait=True, kill_workers=True)
-
-
-def _begin_worker(parent: int) -> None:
-    """Tie a worker process to the pool's, which ends its workers in order; if it is killed, they are too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal
-    linux.die_with_parent()
-    if os.getppid() != parent:  # it died before we asked to be told
-        os._exit(1)
+    return Workers(workers)

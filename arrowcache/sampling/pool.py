@@ -313,7 +313,7 @@ class SamplerPool(Pool):
         executor: any concurrent.futures.Executor whose workers run on this host: a ThreadPoolExecutor or
             ProcessPoolExecutor, `loky.get_reusable_executor()`, Dask's `client.get_executor()`, an
             `mpi4py.futures.MPIPoolExecutor`. The pool does not shut it down, and ends if it breaks. None:
-            processes of its own (loky), which survive notebooks and kills.
+            processes of its own, which survive notebooks and kills.
         segments: stop by itself after so many tasks; None: until stopped.
         retries: how often a failing task is tried again, with backoff, before it is given up; after a
             PermissionError never.

@@ -13,7 +13,6 @@ while the parent lives. The kernel drops the locks of a process that dies, in wh
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 from collections.abc import Iterable
@@ -60,7 +59,7 @@ class LockFile:
     def try_exclusive(self) -> bool:
         """Take the whole file's flock, if nobody has it."""
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            linux.lock_file(self.fd)
         except OSError as error:
             if error.errno in _REFUSED:
                 return False
@@ -69,7 +68,7 @@ class LockFile:
 
     def try_range(self, start: int, length: int, *, exclusive: bool) -> bool:
         """Lock a range of bytes, if no other description's lock conflicts."""
-        kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+        kind = linux.EXCLUSIVE if exclusive else linux.SHARED
         try:
             linux.set_lock(self.fd, kind, start, length)
         except OSError as error:
@@ -95,7 +94,7 @@ class LockFile:
                 self._keeper = keeper.detach()
 
     def unlock_range(self, start: int, length: int) -> None:
-        linux.set_lock(self.fd, fcntl.F_UNLCK, start, length)
+        linux.set_lock(self.fd, linux.UNLOCKED, start, length)
 
     def conflict(self, start: int, length: int) -> range | None:
         """Some range that another description has locked within the given one; None: it is free."""
@@ -112,9 +111,9 @@ class LockFile:
             fd, self.fd = self.fd, -1
             try:
                 with suppress(OSError):  # closing does as well, unless a child forked meanwhile shares it
-                    fcntl.flock(fd, fcntl.LOCK_UN)
+                    linux.unlock_file(fd)
                 with suppress(OSError):
-                    linux.set_lock(fd, fcntl.F_UNLCK, 0, 0)
+                    linux.set_lock(fd, linux.UNLOCKED, 0, 0)
             finally:
                 os.close(fd)
                 self.is_closed = True

@@ -16,6 +16,7 @@ _MOST_HELPERS = 4  # that start one another
 # How those begin that start others to help them: a module, or what is in the code of `python -c`.
 _MODULES = (("joblib.externals.loky", "worker"), ("loky.backend.popen_loky", "sampler"))
 _CODES = (
+    ("arrowcache.sampling.workers", "sampler"),
     ("arrowcache.tensorflow.intake", "import worker"),
     ("arrowcache.reading.workers", "loader worker"),
     ("multiprocessing.spawn", "worker"),

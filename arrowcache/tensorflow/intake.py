@@ -3,19 +3,16 @@
 Each worker reads its files one after another and fills one segment after another, so only its last
 one is short. What it is at stands in memory that its main process sees, also after its death.
 Guarantees: each record is published once at most, and all of them if `run` returns; a file that turns out to
-be bad leaves none of its rows; no worker outlives `run`, nor the main process, in whatever way either ends. A
-worker never publishes a part-filled segment before its share is done, and never answers Ctrl-C, which is for
-the main process.
+be bad leaves none of its rows; no worker outlives `run`. A worker never publishes a part-filled segment
+before its share is done.
 """
 
 from __future__ import annotations
 
 import select
 import selectors
-import signal
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,8 +21,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CacheFullError, SamplerError, SchemaError, WorkerError
+from arrowcache.lifetimes import shielded
 from arrowcache.pickling import pack_error, unpack_error
-from arrowcache.process import Channel, WorkerProcess
+from arrowcache.process import Channel, WorkerProcess, one_thread
 from arrowcache.reading.memory import SharedMemory
 from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.lease import own_leases
@@ -34,13 +32,6 @@ from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 from arrowcache.tensorflow.records import fingerprint_of, place, samples
 from arrowcache.units import format_count
 
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); words = list(map(int, sys.argv[2:]))\n"
-    "from arrowcache.process import tie_to\n"
-    "if tie_to(words[2]):\n"  # before TensorFlow, which takes its time
-    "    from arrowcache.tensorflow.intake import main\n"
-    "    main(*words[:2])\n"
-)
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1"}  # TensorFlow would take all memory of a GPU
 # What a worker is at; rows it took; whether it waits for room; rows, segments and bytes it published; rows of
 # its files that were there, and those that had left and come again.
@@ -119,8 +110,8 @@ class Intake:
         memory = SharedMemory.create(len(self._shares))
         memory.words[_RECORD] = _NOT_BEGUN
         self._marks.append(memory.words[:MARKS])
-        with _without_interrupts():
-            process = WorkerProcess(memory.fd, start=_START, environment=_ENVIRONMENT)
+        with shielded():  # until it is known
+            process = WorkerProcess(__name__, memory.fd, environment=one_thread() | _ENVIRONMENT)
             self._processes.append(process)
         process.channel.send(plan)
 
@@ -191,32 +182,21 @@ class Intake:
             process.close()
 
 
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Keep Ctrl-C until a process is started and known, and from the process until it ignores it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 # in a worker
 
 
-def main(end: int, memory: int) -> None:
+def main(channel: Channel, memory: int) -> None:
     """Take a share in, and say what came of it.
 
     Args:
-        end, memory: descriptors of our socket, and of what we are at.
+        memory: a descriptor of what we are at.
     """
     tf.get_logger().setLevel("ERROR")
-    with closing(socket.socket(fileno=end)) as link:
-        channel = Channel(link)
+    with closing(channel):
         try:
             plan = channel.receive()
             if plan is not None:
-                take_in(plan, SharedMemory(memory).words[:MARKS], lambda: _has_hung_up(link))
+                take_in(plan, SharedMemory(memory).words[:MARKS], lambda: _has_hung_up(channel))
         except Cancelled:
             return
         except BaseException as error:  # noqa: BLE001  # the main process raises it
@@ -323,8 +303,8 @@ def _fail(path: str, number: int, error: ValueError) -> NoReturn:
     raise ValueError(f"{place(path, number)}: {error}") from None
 
 
-def _has_hung_up(link: socket.socket) -> bool:
+def _has_hung_up(channel: Channel) -> bool:
     """Whether the main process is gone, or has given us up."""
     poll = select.poll()
-    poll.register(link, 0)
+    poll.register(channel, 0)
     return bool(poll.poll(0))

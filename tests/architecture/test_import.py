@@ -105,6 +105,7 @@ def test_a_pool_on_an_executor_of_the_users_loads_no_process_pool(tmp_path):
         "        pool.wait(timeout=60)",
     )
     assert not tops(loaded) & {"loky", "torch"}
+    assert not loaded & {"arrowcache.process", "arrowcache.sampling.workers"}
 
 
 @pytest.mark.slow

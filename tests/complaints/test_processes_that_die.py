@@ -49,9 +49,8 @@ JOB = """
 """
 KINDS = {  # whom to kill: what its command has in it; the job itself has none of the others
     "the job": "",
-    "a sampler": "popen_loky_posix",
+    "a sampler": "arrowcache.sampling.workers",
     "a worker": "arrowcache.reading.workers.worker",
-    "what looks after samplers": "resource_tracker",
 }
 
 

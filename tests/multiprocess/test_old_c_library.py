@@ -161,7 +161,7 @@ def test_a_worker_that_was_started_does_not_outlive_a_failed_launch(monkeypatch,
     memory = SharedMemory.create()
     before = open_files()
     with pytest.raises(type(error)):
-        WorkerProcess(memory.fd)
+        WorkerProcess("nothing", memory.fd)
     assert [process.returncode for process in started] == [-9]
     assert open_files() <= before
 

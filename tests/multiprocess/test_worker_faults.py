@@ -166,6 +166,7 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
     failing = f"""if True:
         import json, os, sys, time
         sys.path[:] = json.loads(sys.argv[1])
+        from arrowcache.process import begin
         from arrowcache.reading.workers import worker
 
         def work(*_):
@@ -178,7 +179,7 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
             raise MemoryError("nothing left")
 
         worker._work = work
-        worker.main(*map(int, sys.argv[2:]))
+        worker.main(*begin())
     """
     started = []
 

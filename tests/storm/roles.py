@@ -73,7 +73,6 @@ def work(post: Post) -> list[str]:
     """Returns: of an elder, what it holds more of in the end than after its first epoch."""
     multiprocessing.set_start_method("fork", force=True)  # as in a user's script, and not as a `Child` has it
     warnings.filterwarnings("ignore", "a writer has been waiting")  # for who was stopped
-    warnings.filterwarnings("ignore", "resource_tracker: process died")  # loky's, which was killed, too
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # where it hangs
     tally = Tally(post.tally)
     chance = random.Random(f"{post.seed} {post.number}")

@@ -9,7 +9,6 @@ listens; any may tell it something.
 from __future__ import annotations
 
 import math
-import select
 from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
-from arrowcache.process import Message, WorkerProcess
+from arrowcache.process import Message, WorkerProcess, one_thread
 from arrowcache.reading.future import Future
 from arrowcache.reading.memory import SharedMemory
 from arrowcache.reading.slots import Loan, array_over, lent
@@ -26,6 +25,7 @@ from arrowcache.reading.workers.packing import unpack
 from arrowcache.reading.workers.worker_slots import ENDED, PROGRESS, STAGES_OF_WORKERS
 from arrowcache.shortage import explained
 
+_MAIN = "arrowcache.reading.workers.worker"
 _MEDDLING = "a transform must leave alone descriptors that are not its own"
 
 
@@ -85,10 +85,7 @@ class WorkerHandle:
     def __init__(self, workers: int) -> None:
         self._memory = SharedMemory.create(workers)
         self._words = self._memory.words
-        self.process = WorkerProcess(self._memory.fd)
-        self._coming = select.poll()
-        for what in (self.process.watch, self.process.channel):
-            self._coming.register(what, select.POLLIN)
+        self.process = WorkerProcess(_MAIN, self._memory.fd, environment=one_thread())
         self.asked: deque[Request] = deque()
         self.drops: deque[Future[None]] = deque()  # of those who wait until it has let go
         self.is_ready = False
@@ -147,13 +144,10 @@ class WorkerHandle:
 
         Blocks: until then.
         """
-        self._coming.poll()
         try:
-            received = self.process.channel.receive()
+            received = self.process.hear()
             if received is not None and "say" not in received:
                 raise ValueError("a dict that says nothing")
-        except BlockingIOError:  # its end, and all that it said before was heard
-            return None
         except WorkerError as error:  # it may have been about anything
             self._lose(error)
             return None

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -211,10 +210,8 @@ class Pool:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def forget_in_child(self) -> None:
-        """A forked child has neither threads nor processes, and must keep nothing of them open."""
+        """A forked child has neither threads nor processes, which see to themselves."""
         self._closed.set_result(None)
-        for worker in self._workers:
-            worker.process.forget()
         self._workers, self._threads = [], []
 
     # who has it
@@ -248,7 +245,6 @@ class Pool:
                 start(thread)
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as its children do, until they ignore it
         failure: BaseException | None = None
         try:
             while self._is_needed():

@@ -6,8 +6,7 @@
     drop     let go of an epoch that has ended; answered by dropped
 
 It says `ready` once it has begun, and `lost` where it cannot begin or go on. batch_maker.py makes the
-batches. Guarantees: it ignores Ctrl-C, which is for the main process; it dies when the main process dies, in
-whatever way. It never answers with sample bytes.
+batches. Guarantees, beside those of process.py: it never answers with sample bytes.
 
 Numeric libraries get one thread each, unless the environment says otherwise, and the engine has no thread
 beside this one: workers run side by side. Keep imports few: the first batch of a worker waits for them.
@@ -15,37 +14,24 @@ beside this one: workers run side by side. Keep imports few: the first batch of 
 
 from __future__ import annotations
 
-import faulthandler
-import os
 import select
-import socket
-import sys
 from contextlib import closing, suppress
 
 from arrowcache.native.threads import threads
 from arrowcache.pickling import pack_error
-from arrowcache.process import Channel, Message, tie_to
+from arrowcache.process import Channel, Message
 from arrowcache.reading.memory import SharedMemory
 from arrowcache.reading.workers.batch_maker import BatchMaker
 from arrowcache.reading.workers.worker_slots import WorkerSlots
 
 
-def main(end: int, memory: int, parent: int) -> None:
-    """Work until the other end of the socket is closed.
+def main(channel: Channel, memory: int) -> None:
+    """Work until the other end of the channel is closed.
 
     Args:
-        end, memory: descriptors of our socket, and of our memory.
-        parent: the main process.
+        memory: a descriptor of ours.
     """
-    if not tie_to(parent):
-        return
-    with suppress(OSError, RuntimeError, ValueError):  # no stderr
-        faulthandler.enable()
-    sys.argv = sys.argv[:1]
     threads.most = 0
-    channel = Channel(socket.socket(fileno=end))
-    for fd in (end, memory):
-        os.set_inheritable(fd, False)
     with closing(channel), suppress(BrokenPipeError, ConnectionResetError):  # the main process has gone
         try:
             _work(channel, memory)

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import make_cache, sample, wait_until
 
+import arrowcache as ac
 from arrowcache.storage import processes
 from arrowcache.storage.processes import command
 
@@ -50,6 +52,7 @@ LOKY = "loky.backend.popen_loky_posix"
         (["-m", f"joblib.externals.{LOKY}", "--process-name", "LokyProcess-1:1"], "worker"),
         (["-I", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(5, 7)", "--mp"], "worker"),
         (["-c", "from arrowcache.reading.workers.worker import main; main()", "[]"], "loader worker"),
+        (["-c", "if begun := begin(): from arrowcache.sampling.workers import main"], "sampler"),
         (["-c", "from arrowcache.reading.workers import x; arrowcache.tensorflow.intake"], "import worker"),
         (["-W", "error", "-X", "dev", "-Im", LOKY, "-m", LOKY], "sampler"),
         (["train.py", "-m", LOKY], ""),
@@ -83,14 +86,17 @@ def test_a_helper_is_called_by_whose_it_is(tmp_path):
 
 
 def test_the_samplers_of_a_pool_are_named(tmp_path):
-    from loky import get_reusable_executor
+    folder = tmp_path / "pids"
+    folder.mkdir()
 
-    executor = get_reusable_executor(max_workers=1)
-    try:
-        pid = executor.submit(os.getpid).result()
-        found = command(pid)
-    finally:
-        executor.shutdown(wait=True, kill_workers=True)
+    def sampler(rng):
+        (folder / str(os.getpid())).touch()
+        while True:
+            yield sample(1)
+
+    with ac.SamplerPool(make_cache(tmp_path / "cache"), sampler, workers=1, progress=False):
+        wait_until(lambda: os.listdir(folder), "a sampler")
+        found = command(int(os.listdir(folder)[0]))
     assert found.startswith("sampler of ")
     assert found.endswith(f" (pid {os.getpid()})")
 

@@ -129,9 +129,19 @@ class Mutex:
     def __init__(self, work: str) -> None:
         self._work = work
         self._lock = threading.RLock()
+        self._holder = 0  # the thread that is at the work
         self._told: deque[Any] = deque()
-        self.is_held = False
         forgets_in_child(self)
+
+    @property
+    def is_held(self) -> bool:
+        """True while a thread is at the work."""
+        return self._holder != 0
+
+    @property
+    def is_here(self) -> bool:
+        """True while that is this thread."""
+        return self._holder == threading.get_ident()
 
     def forget_in_child(self) -> None:
         """Another thread may have been at the work; what ended was the parent's."""
@@ -144,16 +154,16 @@ class Mutex:
         Raises: RuntimeError: this thread is at it already.
         """
         with self._lock:
-            if self.is_held:
+            if self._holder:
                 raise RuntimeError(
                     f"a signal handler has interrupted {self._work}, which it cannot wait for: "
                     "do this once the handler has returned"
                 )
             try:
-                self.is_held = True
+                self._holder = threading.get_ident()
                 yield
             finally:
-                self.is_held = False
+                self._holder = 0
 
     def tell(self, what: Any, take_in: Callable[[Any], object]) -> None:
         """Have a thing taken in: here, or by the thread that is at the work as soon as that is done."""

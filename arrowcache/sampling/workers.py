@@ -72,7 +72,8 @@ class Workers(Executor):
                     future.set_result(_drawn(process, task))
                 except BaseException as error:  # noqa: BLE001  # who waits for the future is told
                     future.set_exception(explained(error) if isinstance(error, OSError) else error)
-                    process = self._end(process)
+                    self._end(process)
+                    process = None
         finally:
             self._end(process)
 

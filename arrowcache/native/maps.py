@@ -157,9 +157,11 @@ def open_alike(files: Files, kind: Kind, most: int) -> NDArray[np.bool_]:
     return alike
 
 
-def unmap(files: Sequence[File]) -> None:
+def unmap(files: Sequence[File], touched_bytes: int | None = None) -> None:
     """Unmap files, and close what is open. Idempotent, and where it is interrupted, to be called again.
 
+    Args:
+        touched_bytes: of them, where that is known: those take the time.
     Raises: OSError: not all; their `address` says which are left.
     """
     if isinstance(files, Files):
@@ -167,6 +169,7 @@ def unmap(files: Sequence[File]) -> None:
     else:
         places = np.array([ctypes.addressof(file) for file in files], np.int64)
         nbytes = sum(file.nbytes for file in files)
+    nbytes = nbytes if touched_bytes is None else touched_bytes
     one = quick if nbytes < _KEPT_GIL_BYTES and len(places) <= _KEPT_GIL_FILES else library
     if code := one.maps_unmap(address_of(places), len(places)):
         raise OSError(code, os.strerror(code))

@@ -49,6 +49,7 @@ for _library in (_libc, _quick):
     _library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _quick.mmap.restype = ctypes.c_void_p
 _quick.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_quick.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _quick.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _libc.syscall.restype = ctypes.c_long
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
@@ -192,6 +193,12 @@ def map_memory(address: int, nbytes: int, protection: int, flags: int, fd: int) 
     if result is None or result == _FAILED:
         raise _error()
     return int(result)
+
+
+def make_writable(address: int, nbytes: int) -> None:
+    """mprotect, of mapped pages. Raises: OSError: as of mprotect."""
+    if _quick.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise _error()
 
 
 def most_mappings() -> int:

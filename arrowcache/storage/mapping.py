@@ -107,10 +107,8 @@ class FileMapping:
         writable: bool = False,
         sparse: bool = False,
     ) -> None:
-        folder, name = os.path.split(os.fspath(path))
         self._origin, self._touched_bytes = Origin(), 0
-        (file,) = maps.files(folder or ".", [name])
-        self._file = file  # first: it knows what Ctrl-C has left
+        self._file = file = maps.File.at(path)  # first: it knows what Ctrl-C has left
         try:
             file.open(limit, 0)
             if file.nbytes < least:
@@ -118,12 +116,8 @@ class FileMapping:
             file.map()
             self.address, self.nbytes = file.address, file.nbytes
             if writable:
-                protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | linux.MAP_NORESERVE
-                linux.map_memory(self.address, self.nbytes, protection, flags | linux.MAP_FIXED, file.fd)
-                linux.advise(self.address, self.nbytes, mmap.MADV_DONTFORK)
-            if sparse:
-                linux.advise(self.address, self.nbytes, mmap.MADV_RANDOM)
-            else:
+                linux.make_writable(self.address, self.nbytes)
+            if not sparse:
                 will_read_on(self.address, self.nbytes)
             _live[self.address] = None
             self._on_unmap = on_unmap

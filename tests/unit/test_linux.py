@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -172,6 +173,15 @@ def test_memory_is_mapped_over_and_advised(opened, keep_gil):
     assert linux.advise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED, keep_gil=keep_gil) == errno.ENOMEM
     with pytest.raises(OSError, match="Bad file descriptor"):
         linux.map_memory(0, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, 1 << 20)
+
+
+def test_mapped_pages_are_made_writable():
+    memory = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    linux.make_writable(address_of(memory), mmap.PAGESIZE)
+    ctypes.memset(address_of(memory), 7, 1)
+    assert memory[:1] == b"\x07"
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        linux.make_writable(0, mmap.PAGESIZE)
 
 
 def test_pages_are_in_memory_or_not(tmp_path, opened):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import mmap
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import in_child, wait_until
@@ -155,6 +157,19 @@ def test_a_large_file_starts_at_a_huge_page_and_takes_one_mapping(tmp_path):
     files = [FileMapping(tmp_path / "large") for _ in range(20)]
     assert {file.address % HUGE_PAGE for file in files} == {0}
     assert len(maps().splitlines()) <= before + 25
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, HUGE_PAGE + 1])
+def test_what_is_written_stays_in_its_mapping_and_has_no_memory_reserved(tmp_path, nbytes):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(nbytes))
+    one, other = FileMapping(path, writable=True), FileMapping(path)
+    ctypes.memset(one.address, 7, 1)
+    assert other.buffer()[:1].to_pybytes() == path.read_bytes()[:1] == b"\0"
+    shown = Path("/proc/self/smaps").read_text().split(f"\n{one.address:x}-")[1].split("VmFlags: ")[1]
+    flags = shown.partition("\n")[0].split()
+    assert {"wr", "nr", "dc"} <= {*flags}, "writable, not reserved, not in a forked child"
+    assert "ac" not in flags, "it would count among what the machine has promised"
 
 
 def read_long_ago(path):

@@ -44,6 +44,11 @@ def page_aligned(nbytes: int) -> NDArray[np.uint8]:
     return memory[start : start + nbytes]
 
 
+def mapped_memory(nbytes: int) -> mmap.mmap:
+    """Memory of whole pages. Forked children share it: no write moves it to other pages."""
+    return mmap.mmap(-1, in_pages(nbytes))
+
+
 class SharedMemory(mmap.mmap):
     """An anonymous file, mapped by several processes; it lives as long as any array over it.
 
@@ -125,7 +130,7 @@ class SharedBuffers:
                 )
             bare.append(self._end)
             self._end += size
-        offset, backed = bare.pop(), _backed(nbytes)
+        offset, backed = bare.pop(), in_pages(nbytes)
         try:
             os.posix_fallocate(self._memory.fd, offset, backed)
         except OSError as error:
@@ -140,7 +145,7 @@ class SharedBuffers:
 
     def free(self, memory: NDArray[np.uint8]) -> None:
         """Give back what `allocate` gave."""
-        self._allocated_bytes -= _backed(memory.nbytes)
+        self._allocated_bytes -= in_pages(memory.nbytes)
         self._release(self.offset(memory.ctypes.data), size_class(memory.nbytes))
 
     def offset(self, address: int) -> int:
@@ -177,7 +182,8 @@ def size_class(nbytes: int) -> int:
     return max(PAGE_BYTES, 1 << (max(1, nbytes) - 1).bit_length())
 
 
-def _backed(nbytes: int) -> int:
+def in_pages(nbytes: int) -> int:
+    """The bytes of whole pages for so many bytes, at least one."""
     return -(-max(1, nbytes) // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -1,17 +1,13 @@
 """Lifetimes: how what lives in a process ends: by a fork, in the garbage collector, at exit, beside Ctrl-C.
 
-- Fork. `Origin` tells a thing whether it was made in this process, or in the one that forked it: by a number
-  that rises in each forked child. What holds descriptors, memory or locks has `forget_in_child`, and
-  `forgets_in_child` has it called there. `unforked` keeps a fork from coming between two steps.
-- Finalizers. The garbage collector calls them at any point of any thread. They wait for no lock: they tell a
-  `Mutex` what ended, and whoever holds it, or takes it next, takes that in.
-- Exit. `at_exit` has things ended while threads still run, the newest first. From then on `is_exiting`, and
-  the kernel frees what is left.
-- Ctrl-C. `shielded` keeps it until its block has ended, and from processes that are started there. A handler
-  of another signal gets an error from a `Mutex` that its own thread holds, where it would wait for ever.
+- Fork: an `Origin` tells whether a thing was made here, or in the process that forked this one. What holds
+  descriptors, memory or locks has `forget_in_child`. `unforked` keeps forks from coming between two steps.
+- Finalizers: the garbage collector calls them at any point of any thread. They wait for no lock: they tell a
+  `Mutex` what ended, and whoever is at its work takes that in.
+- Exit: `at_exit` has things ended while threads still run. Then `is_exiting`, and the kernel frees the rest.
+- Ctrl-C: `shielded` keeps it until a block has ended, and from the processes that are started there.
 
-It is the only module that asks to be told of a fork or of the interpreter's exit, or that masks a signal.
-Each of these goes on where one of several calls fails. Standard library only.
+No other module asks to be told of a fork or an exit, compares process numbers, or masks a signal.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
 
 
 class Origin:
-    """The process that a thing was made in. Asks nothing of the kernel."""
+    """The process that a thing was made in. Costs no call of the kernel."""
 
     __slots__ = ("_generation",)
 
@@ -72,16 +68,16 @@ class Inherited(Protocol):
     """What a forked child has a copy of."""
 
     def forget_in_child(self) -> None:
-        """Give up what is the parent's. The child has one thread; locks may be held for ever. Idempotent."""
+        """Give up what is the parent's. No other thread is there. Idempotent."""
 
 
 def forgets_in_child(thing: Inherited) -> None:
-    """Have a thing that lives be told in each forked child. Keeps it not alive."""
+    """Have a thing forget in each forked child, while it lives: this does not keep it alive."""
     _inherited.add(thing)
 
 
 def at_fork(before: Callable[[], object] | None = None, in_child: Callable[[], object] | None = None) -> None:
-    """Have functions called before each fork, and in each forked child, there before things are told."""
+    """Have functions called before each fork, and in each child before things forget."""
     _before.extend([before] if before else [])
     _in_child.extend([in_child] if in_child else [])
 
@@ -93,24 +89,24 @@ def _before_fork() -> None:
         unforked.acquire()
 
 
-def _after_in_parent() -> None:
+def _after_fork() -> None:
     with suppress(RuntimeError):  # Ctrl-C came before it was taken
         unforked.release()
 
 
-def _after_in_child() -> None:
+def _after_fork_in_child() -> None:
     global _generation
     _generation += 1
-    _after_in_parent()
+    _after_fork()
     call_all([*_in_child, *(thing.forget_in_child for thing in [*_inherited])])
 
 
 unforked = threading.RLock()  # whoever has it, for a moment, keeps forks of other threads waiting
-_generation = 0
+_generation = 0  # rises in each forked child
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 _before: list[Callable[[], object]] = []
 _in_child: list[Callable[[], object]] = []
-os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 
 # finalizers
@@ -120,7 +116,7 @@ class Mutex:
     """A lock for work of many steps, which neither a finalizer nor a signal handler waits for.
 
     Either may run in the thread that is at the work. There it would wait for ever for a plain lock, and would
-    see the work half done under a reentrant one. A finalizer says `tell` here; a handler gets an error.
+    see the work half done under a reentrant one. A finalizer calls `tell`; a handler gets an error.
 
     Args:
         work: for the message.
@@ -129,13 +125,23 @@ class Mutex:
     def __init__(self, work: str) -> None:
         self._work = work
         self._lock = threading.RLock()
+        self._holder = 0  # the thread that is at the work
         self._told: deque[Any] = deque()
-        self.is_held = False
         forgets_in_child(self)
 
     def forget_in_child(self) -> None:
         """Another thread may have been at the work; what ended was the parent's."""
         self.__init__(self._work)  # type: ignore[misc]  # anew, at the same place
+
+    @property
+    def is_held(self) -> bool:
+        """True while a thread is at the work."""
+        return self._holder != 0
+
+    @property
+    def is_here(self) -> bool:
+        """True while that is this thread."""
+        return self._holder == threading.get_ident()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -144,16 +150,16 @@ class Mutex:
         Raises: RuntimeError: this thread is at it already.
         """
         with self._lock:
-            if self.is_held:
+            if self._holder:
                 raise RuntimeError(
                     f"a signal handler has interrupted {self._work}, which it cannot wait for: "
                     "do this once the handler has returned"
                 )
             try:
-                self.is_held = True
+                self._holder = threading.get_ident()
                 yield
             finally:
-                self.is_held = False
+                self._holder = 0
 
     def tell(self, what: Any, take_in: Callable[[Any], object]) -> None:
         """Have a thing taken in: here, or by the thread that is at the work as soon as that is done."""
@@ -166,11 +172,10 @@ class Mutex:
         It may wait for a thread that has come in between, but never for one that waits for this.
 
         Args:
-            take_in: called with each thing, in their order, while this is held; again with one that Ctrl-C
-                cut short. Returns: False: not now, and none after it. Always the same function: a reference
-                to it here would be a cycle.
+            take_in: called with each thing in order, and again with one that Ctrl-C cut short. Returns:
+                False: not now, nor what came after it. A reference to it here would be a cycle.
         """
-        while self._told and not self.is_held:
+        while self._told and not self._holder:
             with self.held():  # not a try to acquire it: Ctrl-C would come between that and its try block
                 while self._told:
                     if take_in(self._told[0]) is False:
@@ -182,7 +187,7 @@ class Mutex:
 
 
 def at_exit(call: Callable[[], object]) -> None:
-    """Have a function called at exit, before all that was to be called by now, here or by a library.
+    """Have a function called at exit, before all that anybody has registered by now.
 
     So who uses a thing ends before it. Daemon threads run still. A forked child calls it at its own exit.
     """
@@ -192,11 +197,8 @@ def at_exit(call: Callable[[], object]) -> None:
 
 
 def before_threads_are_joined(call: Callable[[], object]) -> None:
-    """Have a function called earlier than `at_exit` does: before executors wait for their tasks.
-
-    Executors ask for the same, and the last one who asked is first: so ask after an executor has begun.
-    """
-    threading._register_atexit(call)  # type: ignore[attr-defined]  # it has no public name
+    """Have a function called before executors wait for their tasks; ask after the executor has begun."""
+    threading._register_atexit(call)  # type: ignore[attr-defined]  # the last who asks is called first
 
 
 def is_exiting() -> bool:
@@ -244,9 +246,9 @@ def shielded() -> Iterator[None]:
 
 def interrupt_again() -> None:
     """Have Ctrl-C, which came in a finalizer, raised a moment later: no exception leaves a finalizer."""
-    _thread.start_new_thread(_interrupt_again, ())  # threading's would wait here for its start
 
+    def again() -> None:
+        time.sleep(_AGAIN_SECONDS)  # until the finalizer has ended
+        _thread.interrupt_main()
 
-def _interrupt_again() -> None:
-    time.sleep(_AGAIN_SECONDS)  # until the finalizer has ended
-    _thread.interrupt_main()
+    _thread.start_new_thread(again, ())  # threading's would wait here for its start

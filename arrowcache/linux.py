@@ -23,7 +23,6 @@ import signal
 import struct
 import sys
 
-PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, getattr(mmap, "MAP_NORESERVE", 0x4000)
 MADV_POPULATE_READ = 22  # Linux 5.14
 SHARED, EXCLUSIVE, UNLOCKED = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
@@ -47,15 +46,13 @@ _NUMBERS = {
 _libc = ctypes.CDLL(None, use_errno=True)
 _quick = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL
 for _library in (_libc, _quick):
-    _library.mmap.restype = ctypes.c_void_p
-    _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    _library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_quick.mmap.restype = ctypes.c_void_p
+_quick.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_quick.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _quick.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _libc.syscall.restype = ctypes.c_long
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-_quick.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
-_quick.lseek.argtypes, _quick.lseek.restype = [ctypes.c_int, ctypes.c_long, ctypes.c_int], ctypes.c_long
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -119,27 +116,12 @@ def free_range(fd: int, start: int, nbytes: int) -> None:
         raise _error()
 
 
-def open_quickly(path: bytes, flags: int) -> int:
-    """As `os.open`; keeps the GIL."""
-    return _checked(_quick.open(path, flags))
-
-
 def copy_beyond(fd: int, number: int) -> int:
     """A copy of a descriptor, higher than a number, which no other program inherits.
 
     Raises: OSError: EMFILE.
     """
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, number + 1)
-
-
-def file_bytes(fd: int) -> int:
-    """The length of a file; keeps the GIL. Raises: OSError: ESPIPE: it has none."""
-    return _checked(_quick.lseek(fd, 0, os.SEEK_END))
-
-
-def close_quickly(fd: int) -> None:
-    """As `os.close`, but never fails; keeps the GIL."""
-    _quick.close(fd)
 
 
 # locks of open file descriptions: on whole files, and on ranges of bytes, which do not know each other
@@ -200,31 +182,29 @@ def die_with_parent() -> None:
 # memory
 
 
-def map_memory(
-    address: int,
-    nbytes: int,
-    protection: int,
-    flags: int,
-    fd: int = -1,
-    *,
-    keep_gil: bool = True,
-) -> int:
-    """mmap, of a file from its beginning: returns the address.
+def map_memory(address: int, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    """mmap, of a file from its beginning; keeps the GIL. Returns: the address.
 
     Args:
         address: 0: anywhere.
     Raises: OSError: as of mmap.
     """
-    library = _quick if keep_gil else _libc
-    result = library.mmap(address or None, nbytes, protection, flags, fd, 0)
+    result = _quick.mmap(address or None, nbytes, protection, flags, fd, 0)
     if result is None or result == _FAILED:
         raise _error()
     return int(result)
 
 
-def unmap_memory(address: int, nbytes: int, *, keep_gil: bool = True) -> None:
-    """munmap; what is not mapped stays so."""
-    (_quick if keep_gil else _libc).munmap(address, nbytes)
+def make_writable(address: int, nbytes: int) -> None:
+    """mprotect, of mapped pages. Raises: OSError: as of mprotect."""
+    if _quick.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise _error()
+
+
+def most_mappings() -> int:
+    """How many mappings the kernel allows this process; past them its own threads fail to start."""
+    with open("/proc/sys/vm/max_map_count") as file:
+        return int(file.read())
 
 
 def advise(address: int, nbytes: int, advice: int, *, keep_gil: bool = True) -> int:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from arrowcache.errors import WorkerError
+from arrowcache.linux import most_mappings
 
 MORE_ROOM = "free space on it, or cache.evict() some and cache.resize() to less"
 """What to do about a full disk: deleting needs no room, all else may."""
@@ -79,8 +80,8 @@ def _threads() -> str:
 
 
 def _most_mappings() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/vm/max_map_count").read_text().strip()
+    with suppress(OSError):  # such as for want of a descriptor
+        return str(most_mappings())
     return "?"
 
 

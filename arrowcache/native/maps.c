@@ -13,6 +13,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 static const uintptr_t HUGE_PAGE = 2 << 20;
+enum { OWN = MAP_PRIVATE | MAP_NORESERVE };  /* nobody else sees, and no memory is reserved for, what is written */
 enum { WINDOW = 32 << 10, CLOSE = 8 << 10 }; /* reading on over so much takes no longer than another call */
 static int64_t mapped;                       /* files */
 
@@ -37,7 +38,7 @@ static uint8_t *map_aligned(const maps_file *file)
     if (reserved == MAP_FAILED)
         return reserved;
     size_t before = -(uintptr_t)reserved % HUGE_PAGE;
-    uint8_t *address = mmap(reserved + before, length, PROT_READ, MAP_PRIVATE | MAP_FIXED, (int)file->fd, 0);
+    uint8_t *address = mmap(reserved + before, length, PROT_READ, OWN | MAP_FIXED, (int)file->fd, 0);
     if (address == MAP_FAILED) {
         int error = errno;
         munmap(reserved, length + HUGE_PAGE);
@@ -53,7 +54,7 @@ static uint8_t *map_aligned(const maps_file *file)
 static int64_t map_untold(maps_file *file)
 {
     size_t nbytes = (size_t)file->nbytes;
-    uint8_t *address = nbytes < HUGE_PAGE ? mmap(NULL, nbytes, PROT_READ, MAP_PRIVATE, (int)file->fd, 0)
+    uint8_t *address = nbytes < HUGE_PAGE ? mmap(NULL, nbytes, PROT_READ, OWN, (int)file->fd, 0)
                                           : map_aligned(file);
     if (address == MAP_FAILED)
         return errno;

@@ -8,6 +8,7 @@
  *     page cache as huge pages is mapped as such, which makes random reads up to twice as fast.
  *   - No forked child inherits a mapping: it would prolong the life of a file that its parent gave up. A touch reads its
  *     page alone from the disk, not megabytes around it.
+ *   - It is private: whoever makes it writable changes no file, and reserves no memory.
  *   - `address` and `fd` always say what there is: a call that was made twice does nothing the second time.
  *
  * The caller's part

@@ -25,7 +25,7 @@ _WAITED_FILES = 16  # at once, where one is on the disk
 
 
 class File(ctypes.Structure):
-    """A file, which may be open, and may be mapped: a `maps_file`. Made by `files`.
+    """A file, which may be open, and may be mapped: a `maps_file`. Made by `files`, or `File.at`.
 
     `address` is 0 where it is not mapped, `fd` is -1 where it is not open. Any thread may read them.
     """
@@ -41,6 +41,11 @@ class File(ctypes.Structure):
     device: int
     inode: int
     paths: object  # what keeps its path
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> File:
+        """One file that is neither open nor mapped."""
+        return cls(os.fsencode(path), -1)
 
     def open(self, limit: int, most: int) -> None:
         """Open it, and map it, if less than `most` files are mapped and there are addresses: see `address`.
@@ -157,18 +162,22 @@ def open_alike(files: Files, kind: Kind, most: int) -> NDArray[np.bool_]:
     return alike
 
 
-def unmap(files: Sequence[File]) -> None:
+def unmap(files: Sequence[File], touched_bytes: int | None = None) -> None:
     """Unmap files, and close what is open. Idempotent, and where it is interrupted, to be called again.
 
+    Args:
+        touched_bytes: of them, where that is known: those take the time.
     Raises: OSError: not all; their `address` says which are left.
     """
     if isinstance(files, Files):
         places, nbytes = files.places, files.nbytes
+        where = address_of(places)
     else:
-        places = np.array([ctypes.addressof(file) for file in files], np.int64)
-        nbytes = sum(file.nbytes for file in files)
-    one = quick if nbytes < _KEPT_GIL_BYTES and len(places) <= _KEPT_GIL_FILES else library
-    if code := one.maps_unmap(address_of(places), len(places)):
+        pointers = (ctypes.c_void_p * len(files))(*map(ctypes.addressof, files))
+        where, nbytes = ctypes.addressof(pointers), sum([file.nbytes for file in files])
+    nbytes = nbytes if touched_bytes is None else touched_bytes
+    one = quick if nbytes < _KEPT_GIL_BYTES and len(files) <= _KEPT_GIL_FILES else library
+    if code := one.maps_unmap(where, len(files)):
         raise OSError(code, os.strerror(code))
 
 

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts, Template
 from arrowcache.lifetimes import Mutex, forgets_in_child, is_exiting, unforked
+from arrowcache.linux import most_mappings
 from arrowcache.native import maps
 from arrowcache.native.rows import entries_of
 from arrowcache.reading.segment_arrays import SegmentArrays, are_among
@@ -28,7 +29,7 @@ from arrowcache.storage.locks import file_identity
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
-_most_mapped = mapping.most_mappings() // 2
+_most_mapped = most_mappings() // 2
 _MAPPED_A_CALL = 128  # segments: some 2 ms, while other threads wait for the GIL
 
 

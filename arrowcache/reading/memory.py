@@ -101,6 +101,11 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     return aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
+def mapped_memory(nbytes: int) -> mmap.mmap:
+    """Memory of whole pages. Forked children share it: no write moves it to other pages."""
+    return mmap.mmap(-1, in_pages(nbytes))
+
+
 class SharedMemory(mmap.mmap):
     """An anonymous file, mapped by several processes; it lives as long as any array over it.
 
@@ -182,7 +187,7 @@ class SharedBuffers:
                 )
             bare.append(self._end)
             self._end += size
-        offset, backed = bare.pop(), _backed(nbytes)
+        offset, backed = bare.pop(), in_pages(nbytes)
         try:
             os.posix_fallocate(self._memory.fd, offset, backed)
         except OSError as error:
@@ -197,7 +202,7 @@ class SharedBuffers:
 
     def free(self, memory: NDArray[np.uint8]) -> None:
         """Give back what `allocate` gave."""
-        self._allocated_bytes -= _backed(memory.nbytes)
+        self._allocated_bytes -= in_pages(memory.nbytes)
         self._release(self.offset(memory.ctypes.data), size_class(memory.nbytes))
 
     def offset(self, address: int) -> int:
@@ -234,7 +239,8 @@ def size_class(nbytes: int) -> int:
     return max(PAGE_BYTES, 1 << (max(1, nbytes) - 1).bit_length())
 
 
-def _backed(nbytes: int) -> int:
+def in_pages(nbytes: int) -> int:
+    """The bytes of whole pages for so many bytes, at least one."""
     return -(-max(1, nbytes) // PAGE_BYTES) * PAGE_BYTES
 
 

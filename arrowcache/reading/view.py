@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
+from arrowcache.linux import most_mappings
 from arrowcache.reading.values import Values
-from arrowcache.storage.mapping import FileMapping, live_mappings, most_mappings
+from arrowcache.storage.mapping import FileMapping, live_mappings
 
 _MOST_VIEWS = most_mappings() // 4  # snapshots use half of them, the process' own threads need some
 
@@ -78,7 +79,7 @@ class Viewer:
         Blocks: while the pages come from the disk.
         Raises: OSError: the file cannot be mapped.
         """
-        file = FileMapping(path, end_lease, nbytes=nbytes, writable=True, sparse=sparse)
+        file = FileMapping(path, end_lease, least=max(1, nbytes), writable=True, sparse=sparse)
         memory = np.asarray(_Memory(file))
         return {column.name: column.view(file, memory, layout, rows) for column in self._columns}
 

@@ -12,7 +12,6 @@ import logging
 import random
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -109,6 +108,7 @@ class Dispatcher:
         self._state, self._engine, self._retries = state, engine, options.retries
         self._left = options.segments  # tasks still to be claimed; None: no end
         self._at_work = 0
+        self._is_known = False  # to the interpreter, which ends a forgotten pool as it exits
         self._waiting: list[tuple[float, int, Task]] = []  # heap: when to try again, number, task
         self._failed_in_a_row = 0
         self._most_in_a_row = max(options.retries, engine.idle())
@@ -174,7 +174,9 @@ class Dispatcher:
     def _begin(self, task: Task) -> None:
         self._engine.begin(task)
         self._at_work += 1
-        _shut_down_at_exit(self._state, threading.current_thread())
+        if not self._is_known:  # an executor has begun by now, at the latest
+            before_threads_are_joined(partial(shut_down, self._state, threading.current_thread()))
+            self._is_known = True
 
     def _collect(self) -> None:
         if not self._at_work:
@@ -246,21 +248,3 @@ def drop(state: State, thread: threading.Thread) -> None:
     """As `shut_down`, for a finalizer: where this thread has cache.lock, it waits once that is let go of."""
     state.stopping = True
     once_unlocked(partial(shut_down, state, thread))
-
-
-_at_exit: weakref.WeakKeyDictionary[threading.Thread, State] = weakref.WeakKeyDictionary()
-
-
-def _shut_down_at_exit(state: State, thread: threading.Thread) -> None:
-    """Have a forgotten pool stopped before its executor waits, at exit, for tasks that have no end.
-
-    An executor has begun, at the latest, when a task was submitted.
-    """
-    if thread not in _at_exit:
-        _at_exit[thread] = state
-        before_threads_are_joined(_shut_down_all)
-
-
-def _shut_down_all() -> None:
-    for thread, state in list(_at_exit.items()):
-        shut_down(state, thread)

@@ -97,8 +97,8 @@ def _drawn(process: WorkerProcess, task: Task) -> Done:
         process.channel.send({}, pickled(task, "the task {!r}"))
     said = process.hear()
     if said is None:
-        if not process.wait(_GRACE_SECONDS):
-            process.end()
+        process.wait(_GRACE_SECONDS)
+        process.end()
         raise WorkerError(f"process {process.pid}, which drew it, {process.how_it_ended()}")
     return Done(**said)
 

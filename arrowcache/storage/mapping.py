@@ -1,10 +1,8 @@
-"""Mapping: memory maps of segment files, through libc's mmap.
+"""Mapping: what views and tables keep of segment files, which native/maps.py maps.
 
-Python's own mmap keeps a file descriptor and cannot map to a chosen address; both matter with
-thousands of segments. What gathers read is mapped by `native.maps`; here is what views and tables keep.
-Guarantees: no mapping survives into a forked child (MADV_DONTFORK), so that a child never
-prolongs the life of a file that its parent gave up; nothing is unmapped at interpreter exit,
-when a daemon thread may still be copying: the kernel does it.
+Guarantees: no mapping survives into a forked child, so that a child never prolongs the life of a file that
+its parent gave up; nothing is unmapped at interpreter exit, when a daemon thread may still be copying: the
+kernel does it.
 """
 
 from __future__ import annotations
@@ -20,28 +18,13 @@ import pyarrow as pa
 
 from arrowcache import linux
 from arrowcache.lifetimes import Origin, at_exit, interrupt_again, is_exiting
+from arrowcache.native import maps
 from arrowcache.shortage import explained
 
 PAGE_BYTES = mmap.PAGESIZE
-HUGE_PAGE = 2 << 20
 _UNREADABLE = (errno.EFAULT, linux.EHWPOISON)  # what madvise says where a touch would be a SIGBUS
 _ANY_LENGTH = 2**63 - 1
 _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
-
-
-def _mmap(
-    address: int,
-    nbytes: int,
-    protection: int,
-    flags: int,
-    fd: int = -1,
-    *,
-    keep_gil: bool = True,
-) -> int:
-    try:
-        return linux.map_memory(address, nbytes, protection, flags, fd, keep_gil=keep_gil)
-    except OSError as error:
-        raise OSError(error.errno, f"mmap of {nbytes} bytes: {explained(error).strerror}") from None
 
 
 def _takes_long(nbytes: int) -> bool:
@@ -79,23 +62,6 @@ def will_read_pages(address: int, nbytes: int) -> None:
     linux.advise(address, nbytes, mmap.MADV_RANDOM)
 
 
-def open_file(path: str | os.PathLike[str], limit: int) -> tuple[int, int]:
-    """Open a file to be mapped: (descriptor, bytes); the caller closes it.
-
-    Raises: OSError: it cannot be opened. ValueError: empty, or longer than `limit`.
-    """
-    fd = _open(path)
-    try:
-        nbytes = linux.file_bytes(fd)
-    except OSError as error:
-        linux.close_quickly(fd)
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-    if not 0 < nbytes <= limit:
-        linux.close_quickly(fd)
-        raise ValueError(f"{os.path.basename(path)} has {nbytes} bytes, a segment has 1 to {limit}")
-    return fd, nbytes
-
-
 def is_readable(address: int, nbytes: int) -> bool:
     """Read mapped pages from the disk: False where touching them would end the process by SIGBUS.
 
@@ -120,14 +86,15 @@ class FileMapping:
         on_unmap: called once the file is unmapped: mapped implies leased, so the lease ends then.
             Twice, if Ctrl-C comes in between.
         limit: of its bytes. A longer file is not mapped: there may not be as many addresses.
-        nbytes: of the file, where the caller knows them; None: the kernel is asked.
+        least: bytes that it had when it was published.
         writable: what is written through it is seen through it alone, never in the file.
         sparse: a touch reads its page alone from the disk, not megabytes around it; whoever needs more
             says so by `will_need` or `will_read_on`.
-    Raises: OSError: it cannot be opened or mapped. ValueError: empty, or longer than `limit`.
+    Raises: OSError: it cannot be opened or mapped; EIO: it is shorter now. ValueError: empty, or longer than
+        `limit`.
     """
 
-    address = 0  # nothing is mapped yet
+    _file: maps.File | None = None  # nothing is mapped yet
     _on_unmap: Callable[[], None] | None = None
 
     def __init__(
@@ -136,28 +103,32 @@ class FileMapping:
         on_unmap: Callable[[], None] | None = None,
         *,
         limit: int = _ANY_LENGTH,
-        nbytes: int | None = None,
+        least: int = 1,
         writable: bool = False,
         sparse: bool = False,
     ) -> None:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        fd, self.nbytes = open_file(path, limit) if nbytes is None else (_open(path), nbytes)
         self._origin, self._touched_bytes = Origin(), 0
+        self._file = file = maps.File.at(path)  # first: it knows what Ctrl-C has left
         try:
-            # Its addresses first: what Ctrl-C has nobody remember is some of these, and no mapped file.
-            self.address = address = _reserve(self.nbytes)
-            flags = mmap.MAP_PRIVATE | linux.MAP_NORESERVE | linux.MAP_FIXED
-            _mmap(address, self.nbytes, protection, flags, fd)
-            linux.advise(address, self.nbytes, mmap.MADV_DONTFORK)
-            if sparse:
-                linux.advise(address, self.nbytes, mmap.MADV_RANDOM)
-            _live[address] = None
+            file.open(limit, 0)
+            if file.nbytes < least:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
+            file.map()
+            self.address, self.nbytes = file.address, file.nbytes
+            if writable:
+                linux.make_writable(self.address, self.nbytes)
+            if not sparse:
+                will_read_on(self.address, self.nbytes)
+            _live[self.address] = None
             self._on_unmap = on_unmap
+        except OSError as error:
+            self._unmap()
+            raise explained_at_open(error) from None
         except BaseException:
             self._unmap()
             raise
         finally:
-            linux.close_quickly(fd)
+            file.close()
 
     def populate(self, start: int, nbytes: int) -> None:
         """`populate` for bytes of the file.
@@ -176,7 +147,7 @@ class FileMapping:
         return pa.foreign_buffer(self.address, self.nbytes, base=self)
 
     def __del__(self) -> None:
-        if not self.address or is_exiting():
+        if self._file is None or is_exiting():
             return
         try:
             self._unmap()
@@ -186,45 +157,14 @@ class FileMapping:
 
     def _unmap(self) -> None:
         """Idempotent, and where it is interrupted, to be called again."""
-        if not self._origin.is_here:  # a forked child has no such mapping
-            _live.pop(self.address, None)
+        if self._file is None:
             return
-        if self.address:
-            _live.pop(self.address, None)  # first: once unmapped, the address is anybody's
-            keep_gil = not _takes_long(self._touched_bytes)
-            address, self.address = self.address, 0
-            linux.unmap_memory(address, self.nbytes, keep_gil=keep_gil)
+        _live.pop(self._file.address, None)  # first: once unmapped, the address is anybody's
+        if not self._origin.is_here:  # a forked child has no such mapping
+            return
+        maps.unmap([self._file], self._touched_bytes)
         if self._on_unmap is not None:
             self._on_unmap()
-
-
-def _reserve(nbytes: int) -> int:
-    """Addresses for a file, without memory; from a huge page on, where it has one: see native/maps.h."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | linux.MAP_NORESERVE
-    if nbytes < HUGE_PAGE:
-        return _mmap(0, nbytes, linux.PROT_NONE, flags)
-    reserved = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + HUGE_PAGE
-    start = _mmap(0, reserved, linux.PROT_NONE, flags)
-    before = -start % HUGE_PAGE
-    if before:
-        linux.unmap_memory(start, before)
-    linux.unmap_memory(start + reserved - (HUGE_PAGE - before), HUGE_PAGE - before)
-    return start + before
-
-
-def _open(path: str | os.PathLike[str]) -> int:
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe may have its name by now
-    name = os.fsencode(path)
-    try:
-        # The time of its first reading is a change of the file's inode, which waits where the disk is busy.
-        try:
-            return linux.open_quickly(name, flags | os.O_NOATIME)
-        except PermissionError as error:
-            if error.errno != errno.EPERM:
-                raise
-        return linux.open_quickly(name, flags)  # it is another user's
-    except OSError as error:
-        raise explained_at_open(OSError(error.errno, error.strerror, os.fspath(path))) from None
 
 
 def explained_at_open(error: Exception) -> Exception:
@@ -233,11 +173,6 @@ def explained_at_open(error: Exception) -> Exception:
     if not isinstance(error, OSError) or error.errno not in what:
         return error
     return explained(error, Path(error.filename or "").parent)
-
-
-def most_mappings() -> int:
-    """Mappings that the kernel allows this process. Beyond them its own threads fail to start."""
-    return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
 def live_mappings() -> int:

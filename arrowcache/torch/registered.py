@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from arrowcache.lifetimes import Origin
-from arrowcache.reading.memory import PAGE_BYTES, address_of, shared_part, size_class
+from arrowcache.reading.memory import address_of, in_pages, mapped_memory, shared_part, size_class
 
 
 class Registers(Protocol):
@@ -65,9 +65,7 @@ class Registered:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 that start at a page. Calls no device."""
-        memory = mmap.mmap(
-            -1, _pages(nbytes)
-        )  # shared with forked children: no write moves it to other pages
+        memory = mapped_memory(nbytes)
         self._own(0, 0)  # or what has died would gather
         self._unseen[weakref.ref(memory)] = address_of(memory)
         return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
@@ -92,7 +90,7 @@ class Registered:
         if start in self._parts:  # it grew: no copy out of it is on its way, for its worker had it
             self._unregister(start)
             size = min(int(size * 1.25), size_class(size))
-        return self._register(memory, start, _pages(size))
+        return self._register(memory, start, in_pages(size))
 
     def let_go(self, memory: mmap.mmap) -> None:
         """Unregister memory, which then may end."""
@@ -170,7 +168,3 @@ def tidy() -> None:
         except Exception:  # noqa: BLE001  # whatever the device raises
             _lost.append(kept)
         del _kept[number]
-
-
-def _pages(nbytes: int) -> int:
-    return -(-max(1, nbytes) // PAGE_BYTES) * PAGE_BYTES

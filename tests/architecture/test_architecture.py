@@ -209,6 +209,26 @@ def test_forks_exits_and_signals_are_seen_to_in_one_module(module):
     assert ("getpid" in used) == (module in TELL_THEIR_PID)
 
 
+KERNEL = {
+    "fcntl": {"linux"},
+    "mmap": {"linux", "reading.memory", "storage.mapping", "storage.page", "torch.registered"},
+    "socket": {"process", "sampling.executors", "storage.locks"},
+    "subprocess": {"native.build", "process"},
+}
+"""Modules of Python that call the kernel, and who imports them: locks, memory, messages, processes."""
+
+
+@pytest.mark.parametrize("library", KERNEL)
+def test_what_calls_the_kernel_is_used_where_it_is_named(library):
+    """A lease on another system, slots on huge pages, another way to start processes are two files each."""
+    users = {
+        module.removeprefix("arrowcache.")
+        for module, path in MODULES.items()
+        if library in imports_of(path) and part_of(module) not in ("explore", "demo")
+    }
+    assert users == KERNEL[library]
+
+
 CONTROL = {
     "arrowcache.pickling": "a user's functions, from a process to those it started, and what they raised",
 }

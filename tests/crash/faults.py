@@ -20,9 +20,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
-from arrowcache import linux
 from arrowcache.native import maps
-from arrowcache.storage import folder, mapping
+from arrowcache.storage import folder
 
 CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES)
 CHANGING = (
@@ -113,14 +112,9 @@ class Faults:
                 stack.enter_context(mock.patch.object(fcntl, name, self._wrapped(name, getattr(fcntl, name))))
             for name in ("read_text",):
                 stack.enter_context(mock.patch.object(Path, name, self._wrapped(name, getattr(Path, name))))
-            for name in ("_open", "_mmap"):
-                wrapped = self._wrapped(name, getattr(mapping, name))
-                stack.enter_context(mock.patch.object(mapping, name, wrapped))
-            for name in ("open", "map"):  # of C, which maps segments for gathers
+            for name in ("open", "map"):  # of C, which maps segments
                 wrapped = self._wrapped(f"maps.{name}", getattr(maps.File, name))
                 stack.enter_context(mock.patch.object(maps.File, name, wrapped))
-            lseek = self._wrapped("lseek", linux.file_bytes)
-            stack.enter_context(mock.patch.object(linux, "file_bytes", lseek))
             stack.enter_context(mock.patch.object(os, "open", self._os_open(os.open)))
             stack.enter_context(mock.patch.object(os, "scandir", self._scandir(os.scandir)))
             yield self

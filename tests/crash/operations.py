@@ -244,7 +244,7 @@ OPERATIONS = {
     "evict": Operation(do_evict, 5, expected=frozenset({"rename", "unlink", "fcntl"}), evicts=True),
     "resize": Operation(do_resize, 20, expected=frozenset({"rename", "writev", "fsync"}), evicts=True),
     "quarantine": Operation(do_verify, 5, damaged=2, expected=frozenset({"rename", "create", "pwrite"})),
-    "verify": Operation(do_verify, expected=frozenset({"_open", "_mmap", "flock", "fcntl", "lstat"})),
+    "verify": Operation(do_verify, expected=frozenset({"maps.open", "maps.map", "flock", "fcntl", "lstat"})),
     "claim a task": Operation(do_claim, 1, expected=frozenset({"create", "pread", "pwrite"})),
     "agree": Operation(do_agree, 5, expected=frozenset({"open", "link", "pread", "unlink"})),
     "agree in a full cache": Operation(do_agree, 20, expected=frozenset({"link", "pwrite"}), evicts=True),
@@ -262,10 +262,8 @@ OPERATIONS = {
         expected=frozenset({"mkdir", "chmod", "create", "lstat"}),
     ),
     "create": Operation(do_create, 0, begin=Path, expected=frozenset({"mkdir", "chmod", "rename"})),
-    "read": Operation(
-        do_read, expected=frozenset({"_open", "lseek", "_mmap", "maps.open", "maps.map", "pread", "flock"})
-    ),
-    "read checked": Operation(do_read, begin=checked, expected=frozenset({"_open", "_mmap", "maps.open"})),
+    "read": Operation(do_read, expected=frozenset({"maps.open", "maps.map", "pread", "flock"})),
+    "read checked": Operation(do_read, begin=checked, expected=frozenset({"maps.open", "maps.map"})),
     "stats": Operation(do_stats, expected=frozenset({"scandir", "entry.stat", "listdir", "stat"})),
 }
 

@@ -33,7 +33,7 @@ from arrowcache.reading.membership import Membership
 from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import segment_name
-from arrowcache.storage.mapping import open_file
+from arrowcache.storage.mapping import FileMapping
 
 _FOLDERS = ("segments", "incoming", "quarantine", "ranks", "pools")
 _ODD_VALUES: tuple[Any, ...] = (
@@ -398,7 +398,7 @@ HARMS: dict[str, Callable[[], Any]] = {
     "wrong": _other_rows,
     "outside": lambda: os.listdir("/"),
     "upwards": lambda: os.listdir(".."),
-    "mapped": lambda: os.close(open_file("/etc/passwd", 2**62)[0]),
+    "mapped": lambda: FileMapping("/etc/passwd") and None,
     "eval": lambda: eval("'equal'"),
     "import": lambda: importlib.import_module("fuzz_of_no_such_name"),
     "unpickle": lambda: pickle.loads(pickle.dumps(Path())) and None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import select
@@ -14,6 +14,7 @@ import pytest
 from page_cache import drop_from_memory
 
 from arrowcache import linux
+from arrowcache.reading.memory import address_of
 
 NAMES = ("memfd_create", "eventfd", "pidfd_open")
 FD = "/proc/self/fd"
@@ -133,14 +134,14 @@ def test_locks_of_two_descriptions_conflict_and_say_where(tmp_path, opened):
     path.write_bytes(b"")
     one, other = (os.open(path, os.O_RDWR) for _ in range(2))
     opened += [one, other]
-    linux.set_lock(one, fcntl.F_RDLCK, 10, 5)
-    linux.set_lock(other, fcntl.F_RDLCK, 12, 1)
+    linux.set_lock(one, linux.SHARED, 10, 5)
+    linux.set_lock(other, linux.SHARED, 12, 1)
     assert linux.conflicting_lock(other, 0, 100) == (10, 5)
     assert linux.conflicting_lock(other, 0, 10) is None
     with pytest.raises(BlockingIOError):
-        linux.set_lock(other, fcntl.F_WRLCK, 14, 1)
-    linux.set_lock(one, fcntl.F_UNLCK, 0, 0)
-    linux.set_lock(other, fcntl.F_WRLCK, 14, 1)
+        linux.set_lock(other, linux.EXCLUSIVE, 14, 1)
+    linux.set_lock(one, linux.UNLOCKED, 0, 0)
+    linux.set_lock(other, linux.EXCLUSIVE, 14, 1)
     assert linux.conflicting_lock(one, 0, 100) == (12, 1)
 
 
@@ -155,37 +156,50 @@ def test_a_freed_range_of_a_file_reads_as_zeros(opened):
 
 
 @pytest.mark.parametrize("keep_gil", [False, True])
-def test_mapped_memory_is_read_advised_and_unmapped(opened, keep_gil):
+def test_memory_is_mapped_over_and_advised(opened, keep_gil):
     opened.append(fd := linux.memory_file("mapped"))
     os.write(fd, b"y" * mmap.PAGESIZE)
-    address = linux.map_memory(0, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, keep_gil=keep_gil)
-    assert f"{address:x}-" in read_maps()
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    address, flags = address_of(memory), mmap.MAP_PRIVATE | linux.MAP_FIXED
+    assert linux.map_memory(address, mmap.PAGESIZE, mmap.PROT_READ, flags, fd) == address
+    assert "memfd:mapped" in read_maps()
+    assert memory[:1] == b"y"
     assert linux.advise(address, mmap.PAGESIZE, linux.MADV_POPULATE_READ, keep_gil=keep_gil) in (
         0,
         errno.EINVAL,
     )
-    linux.unmap_memory(address, mmap.PAGESIZE, keep_gil=keep_gil)
+    memory.close()
     assert "memfd:mapped" not in read_maps()
     assert linux.advise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED, keep_gil=keep_gil) == errno.ENOMEM
     with pytest.raises(OSError, match="Bad file descriptor"):
-        linux.map_memory(0, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, 1 << 20, keep_gil=keep_gil)
+        linux.map_memory(0, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, 1 << 20)
+
+
+def test_mapped_pages_are_made_writable():
+    memory = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    linux.make_writable(address_of(memory), mmap.PAGESIZE)
+    ctypes.memset(address_of(memory), 7, 1)
+    assert memory[:1] == b"\x07"
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        linux.make_writable(0, mmap.PAGESIZE)
 
 
 def test_pages_are_in_memory_or_not(tmp_path, opened):
     path = tmp_path / "file"
     path.write_bytes(b"z" * 64 * mmap.PAGESIZE)
     opened.append(fd := os.open(path, os.O_RDONLY))
-    address = linux.map_memory(0, 64 * mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd)
+    memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    address = address_of(memory)
     assert linux.are_in_memory(address, 63 * mmap.PAGESIZE + 1)
-    linux.unmap_memory(address, 64 * mmap.PAGESIZE)
+    memory.close()
     assert linux.are_in_memory(address, mmap.PAGESIZE), "the kernel does not tell of what is not mapped"
     drop_from_memory(path)
-    address = linux.map_memory(0, 64 * mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd)
+    memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    address = address_of(memory)
     assert not linux.are_in_memory(address, 1)
     os.pread(fd, 1, 0)
     linux.advise(address, 1, linux.MADV_POPULATE_READ)
     assert linux.are_in_memory(address, 1)
-    linux.unmap_memory(address, 64 * mmap.PAGESIZE)
 
 
 def read_maps() -> str:
@@ -193,17 +207,12 @@ def read_maps() -> str:
         return maps.read()
 
 
-def test_quick_calls_open_measure_and_close_files(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 5000)
-    fd = linux.open_quickly(os.fsencode(path), os.O_RDONLY)
-    assert linux.file_bytes(fd) == 5000
-    linux.close_quickly(fd)
-    linux.close_quickly(fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        linux.file_bytes(fd)
-    with pytest.raises(FileNotFoundError):
-        linux.open_quickly(os.fsencode(tmp_path / "nothing"), os.O_RDONLY)
+def test_a_copy_of_a_descriptor_is_beyond_a_number(opened):
+    opened.append(fd := linux.memory_file("copied"))
+    opened.append(copy := linux.copy_beyond(fd, fd + 7))
+    assert copy > fd + 7
+    assert os.path.sameopenfile(fd, copy)
+    assert not os.get_inheritable(copy)
 
 
 def test_a_child_dies_with_its_parent(tmp_path):

@@ -23,14 +23,12 @@ import bisect
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
-from arrowcache.lifetimes import forgets_in_child
+from arrowcache.lifetimes import Mutex, forgets_in_child
 from arrowcache.pickling import unpack_error
 from arrowcache.process import Message
 from arrowcache.reading.future import Future
@@ -89,8 +87,7 @@ class Pool:
 
     def __init__(self, size: int, settings: Message, transform: bytes) -> None:
         self._size, self._settings, self._transform = size, settings, transform
-        self._mutex = threading.Lock()
-        self._holder = 0  # the thread that holds it
+        self._mutex = Mutex("the sharing of requests")
         self._closed: Future[None] = Future()
         self._threads: list[threading.Thread] = []
         self._workers: list[WorkerHandle] = []
@@ -113,12 +110,12 @@ class Pool:
         """
         if self._closed.done():
             raise ValueError("the loader is closed: make a new one")
-        with self._held():
+        with self._mutex.held():
             self._start_threads()
 
     def begin(self, segments: bytes) -> int:
         """Begin an epoch over packed segments, which the caller leases until `end`. Returns: its number."""
-        with self._held():
+        with self._mutex.held():
             self._epochs += 1
             self._segments = segments
             for worker in self._workers:
@@ -133,7 +130,7 @@ class Pool:
         Returns: a future, which may be cancelled at any time: the request is then not begun, or its answer
             is dropped.
         """
-        with self._held():
+        with self._mutex.held():
             self._serials += 1
             request = Request(epoch, step, ids, oldest, self._serials)
             self._waiting.append(request)
@@ -163,7 +160,7 @@ class Pool:
         if self._closed.done() or self._is_here:
             return
         deadline = time.monotonic() + _DROP_SECONDS
-        with self._held():
+        with self._mutex.held():
             drops = [(worker.is_ready, worker.drop()) for worker in self._workers]
         for is_awaited, done in drops:  # others have leased nothing, or just now
             if is_awaited:
@@ -214,22 +211,11 @@ class Pool:
         self._closed.set_result(None)
         self._workers, self._threads = [], []
 
-    # who has it
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        with self._mutex:
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = 0
-
     @property
     def _is_here(self) -> bool:
         """True if this thread holds the pool, or is one of its own: a finalizer must not wait for it then."""
         here = threading.get_ident()
-        return here == self._holder or any(thread.ident == here for thread in list(self._threads))
+        return self._mutex.is_here or any(thread.ident == here for thread in self._threads.copy())
 
     def _any_ready(self) -> bool:
         return any(worker.is_ready for worker in list(self._workers))
@@ -251,21 +237,21 @@ class Pool:
                 try:
                     worker = WorkerHandle(self._size)
                 except OSError as error:
-                    with self._held():
+                    with self._mutex.held():
                         self._note_loss(f"could not be started: {explained(error)}", was_ready=False)
                 else:
                     self._serve(worker)
         except BaseException as error:  # noqa: BLE001  # whoever waits is told
             failure = error
         if failure is not None or self._closed.done():
-            with self._held():
+            with self._mutex.held():
                 self._leave()
                 self._fail_all(failure or ValueError("the loader was closed"))
 
     def _is_needed(self) -> bool:
         """Wait until another process may be started. Returns: False: none is needed: this thread has left."""
         while not self._closed.done():
-            with self._held():
+            with self._mutex.held():
                 if not (self._is_wanted or self._waiting or self._any_ready()):
                     self._leave()
                     return False
@@ -278,21 +264,21 @@ class Pool:
     def _serve(self, worker: WorkerHandle) -> None:
         """Have a worker's messages taken in until its end."""
         try:
-            with self._held():
+            with self._mutex.held():
                 self._workers.append(worker)
                 worker.end_epoch(self._ended)
                 worker.tell({"do": "work", **self._settings}, self._transform)
                 if self._segments:
                     self._tell_of_epoch(worker)
             while not self._closed.done() and (message := worker.hear()) is not None:
-                with self._held():
+                with self._mutex.held():
                     self._answered(worker, message)
                     self._dispatch()
         finally:
-            with self._held():  # first: nobody tells it anything more
+            with self._mutex.held():  # first: nobody tells it anything more
                 self._workers = [other for other in self._workers if other is not worker]
             worker.end(_GRACE_SECONDS if worker.is_ready or not self._closed.done() else 0.0)
-            with self._held():
+            with self._mutex.held():
                 self._bury(worker)
 
     # called while it is held

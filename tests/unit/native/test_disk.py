@@ -16,9 +16,9 @@ from helpers import in_child, wait_until
 from page_cache import drop_from_memory, resident_bytes
 from plain_rows import Array, Files, Table, begun, begun_read, checked, columns_of, ended, entry, threads
 
-from arrowcache import linux
 from arrowcache.native import engine
 from arrowcache.native.engine import Failure, copy_values, fetch_rows, fetch_values, find_values, read_values
+from arrowcache.reading.memory import address_of
 
 PAGE = 4096
 KIB64 = 64 << 10
@@ -230,7 +230,8 @@ def test_values_of_a_file_that_has_gone_are_not_fetched_by_its_map():
     files = Files([4], [8], values=(500, 1000))
     table, name = Table(files.starts), np.frombuffer(os.fsencode(files.paths[0]) + b"\0", np.uint8)
     nbytes = files.paths[0].stat().st_size
-    address = linux.map_memory(0, nbytes, linux.PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    nothing = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
+    address = address_of(nothing)
     table.put([0], [entry(address, nbytes, files.layouts[0].ctypes.data, name.ctypes.data)])
 
     def body() -> None:
@@ -239,7 +240,6 @@ def test_values_of_a_file_that_has_gone_are_not_fetched_by_its_map():
 
     with in_child(body):
         pass
-    linux.unmap_memory(address, nbytes)
 
 
 # Files that have changed.

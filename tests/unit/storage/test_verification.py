@@ -28,7 +28,6 @@ from helpers import (
 from processes import Child
 
 import arrowcache as ac
-from arrowcache import linux
 from arrowcache.native import maps
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import mapping, verification
@@ -367,14 +366,6 @@ def refuse_to_map(path, code, monkeypatch):
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_a_segment_that_cannot_be_opened_is_reported_and_stays_where_it_is(cache, monkeypatch, code):
     """It was quarantined, and so went with the next eviction, though nothing may be wrong with it."""
-    opened = mapping._open
-
-    def fails(path):
-        if os.fspath(path) == str(segment_files(cache)[1]):
-            raise OSError(code, os.strerror(code), os.fspath(path))
-        return opened(path)
-
-    monkeypatch.setattr(mapping, "_open", fails)
     refuse_to_map(segment_files(cache)[1], code, monkeypatch)
     with pytest.warns(RuntimeWarning, match=f"left out: .*{os.strerror(code)}"):
         (problem,) = cache.verify()
@@ -395,14 +386,6 @@ def test_a_segment_that_cannot_be_opened_is_reported_and_stays_where_it_is(cache
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
 def test_a_segment_that_may_not_be_opened_ends_every_reading_of_the_cache(cache, monkeypatch, code):
     """It was left out, and a second user trained on the other half."""
-    opened = linux.open_quickly
-
-    def refused(path, flags):
-        if os.fsdecode(path) == str(segment_files(cache)[1]):
-            raise OSError(code, os.strerror(code))
-        return opened(path, flags)
-
-    monkeypatch.setattr(linux, "open_quickly", refused)
     refuse_to_map(segment_files(cache)[1], code, monkeypatch)
     message = "chgrp.*must be able to write all of it"
     with pytest.raises(PermissionError, match=message):
@@ -468,18 +451,18 @@ def test_a_file_longer_than_any_segment_is_damage_to_every_reader(cache):
 def test_a_file_of_more_bytes_than_there_are_addresses_is_damage_and_not_this_process_memory(
     cache, monkeypatch, how
 ):
-    length, mmap = 1 << 43, mapping._mmap
+    length, mapped = 1 << 43, maps.File.map
 
     def read_table():
         with cache.snapshot() as snapshot, pytest.raises(ac.CorruptSegmentError):
             snapshot.table()
 
-    def mmap_of_few_addresses(address, nbytes, *rest, **options):
-        if nbytes == length:
+    def map_of_few_addresses(file):
+        if file.nbytes == length:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return mmap(address, nbytes, *rest, **options)
+        mapped(file)
 
-    monkeypatch.setattr(mapping, "_mmap", mmap_of_few_addresses)
+    monkeypatch.setattr(maps.File, "map", map_of_few_addresses)
     path = segment_files(cache)[1]
     path.unlink()
     with open(path, "wb") as file:

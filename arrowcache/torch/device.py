@@ -206,7 +206,7 @@ class DevicePrefetcher:
         if not self._turn.take():
             raise RuntimeError("another thread is in `next` of this prefetcher: one at a time takes batches")
         try:
-            if any(lane.backend.is_capturing() for lane in self._lanes):
+            if any([lane.backend.is_capturing() for lane in self._lanes]):  # noqa: C419  # quicker
                 raise RuntimeError(
                     "a graph is being captured, and no batch can come meanwhile: take it before, and copy it "
                     "into the graph's static input"

@@ -159,8 +159,9 @@ class Lane:
         sources: dict[int, torch.Tensor] = {}
         others: dict[int, Any] = {}
         arrivals: dict[Stream, Event] = {}
+        holds = self.backend.holds
         for number, leaf in enumerate(leaves):
-            if self.backend.holds(leaf):
+            if holds(leaf):
                 others[number] = leaf
                 stream = self.backend.current_stream(leaf.device)
                 if stream not in arrivals:

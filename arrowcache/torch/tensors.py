@@ -66,7 +66,7 @@ def source_of(leaf: Any) -> torch.Tensor | None:
     """
     # a subclass has more to it than its bytes
     if type(leaf) is torch.Tensor and leaf.is_cpu and leaf.layout is torch.strided:
-        return None if leaf.requires_grad or leaf.is_nested or not _is_plain(leaf.dtype) else leaf
+        return None if leaf.requires_grad or leaf.is_nested or leaf.dtype in _ODD_DTYPES else leaf
     if isinstance(leaf, np.ndarray):
         try:
             return tensor_over(leaf)
@@ -119,15 +119,19 @@ def _can_be_late(kind: Hashable) -> bool:
     )
 
 
-@functools.cache
-def _is_plain(dtype: torch.dtype) -> bool:
-    """Whether torch copies and lends it as bytes: not what is quantized, or less than a byte."""
+def _is_odd(dtype: torch.dtype) -> bool:
+    """Whether torch does not copy and lend it as bytes: what is quantized, or less than a byte."""
     try:
         tensor = torch.zeros(16, dtype=torch.uint8, device="cpu").view(dtype)
         from_dlpack(to_dlpack(tensor)).copy_(tensor)
     except (RuntimeError, BufferError):
-        return False
-    return True
+        return True
+    return False
+
+
+_ODD_DTYPES = frozenset(
+    each for each in vars(torch).values() if isinstance(each, torch.dtype) and _is_odd(each)
+)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

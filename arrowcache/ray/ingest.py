@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import ExitStack
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ from arrowcache.arrow.segment import EncodedSegment, read_structure
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.sampling.executors import claim
 from arrowcache.sampling.task import Done
-from arrowcache.storage.locks import LockFile
 from arrowcache.storage.recovery import boot_id
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
@@ -51,7 +51,7 @@ class Ingest:
         self._caches, self._node = caches, node
         self._opening = threading.Lock()
         self._stopping = threading.Event()
-        self._writes: LockFile | None = None  # the sign that somebody writes to this node's cache
+        self._writes = ExitStack()  # the sign that somebody writes to this node's cache
 
     @cached_property
     def _made(self) -> Store:
@@ -123,5 +123,4 @@ class Ingest:
         """Have what waits for room, and all that is published later, not be published."""
         self._stopping.set()
         with self._opening:
-            if self._writes is not None:
-                self._writes.close()
+            self._writes.close()

@@ -82,7 +82,7 @@ class Patience:
         snapshot = self._try(take, wait) if self._is_due() else None
         if snapshot is not None:
             return snapshot
-        with self._store.usage.waiting():  # samplers, which may wait for training, see that it waits for them
+        with self._store.usage.show_waiting():  # samplers do not wait for training meanwhile
             while snapshot is None and not wait.is_cancelled():
                 if self._is_over():
                     raise LoaderTimeoutError(self._why_late())

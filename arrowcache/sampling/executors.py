@@ -168,8 +168,7 @@ class ExecutorEngine:
             wait(at_work, timeout=cancelling_seconds)
         ended, self._running = [*self._running], {}
         results = [f.result() for f in ended if f.done() and not f.cancelled() and f.exception() is None]
-        if self._writes is not None:
-            self._writes.close()
+        self._writes.close()
         return [done for done in results if done.rows]
 
 

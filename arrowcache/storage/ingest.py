@@ -9,13 +9,13 @@ Must never: publish rows under the name of a file that they are not of.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.storage.layout import SegmentInfo, Settings
-from arrowcache.storage.locks import LockFile
 from arrowcache.storage.origin import Coverage, Origin, has_place, origins_of, task_of
 from arrowcache.storage.store import RoomPolicy, Store
 
@@ -69,7 +69,7 @@ class Ingest:
         self._builder = SegmentBuilder(*settings.form)
         self._pending: list[Origin] = []  # of the rows in the builder
         self._store: Store | None = None
-        self._sign: LockFile | None = None
+        self._sign = ExitStack()  # shows that somebody writes
         self._own: set[int] = set()  # seqs of what this import published
         self._coverage = Coverage()  # of the cache, or of what was imported again
         self.published = Imported()
@@ -171,8 +171,7 @@ class Ingest:
         """Discard what is pending. Idempotent."""
         self._builder.clear()
         self._pending = []
-        if self._sign is not None:
-            self._sign.close()
+        self._sign.close()
 
     @property
     def store(self) -> Store | None:

@@ -295,7 +295,7 @@ class Store:
         Raises: CacheFullError, LockTimeoutError, Cancelled, OSError; nothing is left behind.
         """
         policy = policy or RoomPolicy()
-        with self.usage.writing():
+        with self.usage.show_writing():
             for left in reversed(range(_DISK_FULL_ATTEMPTS)):
                 started = time.monotonic()
                 part: Part | None = None

@@ -13,8 +13,8 @@ loaders know.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -104,28 +104,20 @@ class Usage:
             )
         )
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A loader waits inside: no sampler waits for training meanwhile, if a descriptor can be had."""
-        with self._show(_LOADER_WAITS) or nullcontext():
-            yield
+    def show_waiting(self) -> ExitStack:
+        """Show that a loader waits, as `show_writing`: no sampler waits for training meanwhile."""
+        return self._show(_LOADER_WAITS)
 
     def a_loader_waits(self) -> bool:
         """Raises: OSError: it cannot be told."""
         return self._is_shown(_LOADER_WAITS)
 
-    def show_writing(self) -> LockFile | None:
-        """Show that somebody writes, until the sign is closed or this process dies.
+    def show_writing(self) -> ExitStack:
+        """Show that somebody writes, until the sign is closed or dropped, or this process dies.
 
-        A forked child does not prolong it. None if no descriptor is left.
+        A context manager. A forked child does not prolong it. Shows nothing if no descriptor is left.
         """
         return self._show(_SOMEBODY_WRITES)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Somebody writes inside: as `show_writing`, if a descriptor can be had."""
-        with self.show_writing() or nullcontext():
-            yield
 
     def somebody_writes(self) -> bool:
         """A writer is open, or a sampler pool has tasks left, in this process or another.
@@ -137,20 +129,11 @@ class Usage:
         except OSError:
             return True
 
-    def _show(self, sign: int) -> LockFile | None:
-        try:
-            file = LockFile(self._folder.usage)
-        except OSError:
-            return None
-        try:
-            file.try_range(sign, 1, exclusive=False)
-        except OSError:
-            file.close()
-            return None
-        except BaseException:
-            file.close()
-            raise
-        return file
+    def _show(self, sign: int) -> ExitStack:
+        shown = ExitStack()
+        with suppress(OSError):
+            shown.enter_context(LockFile(self._folder.usage)).try_range(sign, 1, exclusive=False)
+        return shown
 
     def _is_shown(self, sign: int) -> bool:
         with LockFile(self._folder.usage) as file:

@@ -55,9 +55,7 @@ class Writer:
         self._flusher: threading.Thread | None = None
         self._wake: SimpleQueue[object] = SimpleQueue()  # unlike a condition, whole wherever Ctrl-C comes
         self._origin = Origin()
-        self._sign = (
-            store.usage.show_writing()
-        )  # loaders see that somebody writes, until this ends or is gone
+        self._sign = store.usage.show_writing()  # loaders see it until this ends or is gone
 
     def append(self, sample: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
         """Append one sample, given as keyword arguments or as one mapping.
@@ -176,8 +174,7 @@ class Writer:
     def _end(self) -> None:
         self._closed = True
         self._wake_flusher()
-        if self._sign is not None:
-            self._sign.close()
+        self._sign.close()
 
     # max_delay
 

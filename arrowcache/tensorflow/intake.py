@@ -72,7 +72,7 @@ class Intake:
             CacheFullError also: this very process leases what would have to be evicted.
         """
         try:
-            with self._store.usage.writing():
+            with self._store.usage.show_writing():
                 for number in range(len(self._shares)):
                     self._launch(number)
                 self._watch()

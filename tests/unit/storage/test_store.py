@@ -530,7 +530,7 @@ def test_a_lease_yields_where_nothing_was_published_only_if_somebody_writes(cach
         leased = cache.store.lease(yields_since=known)
         assert [segment.seq for segment in leased.segments] == seqs(cache)
         leased.lease.close()
-        with cache.store.usage.writing():
+        with cache.store.usage.show_writing():
             leased = cache.store.lease(yields_since=known)
             assert 0 < len(leased.segments) < len(seqs(cache))
             leased.lease.close()

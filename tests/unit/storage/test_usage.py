@@ -84,7 +84,7 @@ def test_a_pace_goes_by_what_comes_after_it(usage):
 
 def test_samplers_see_that_a_loader_waits(usage):
     assert not usage.a_loader_waits()
-    with usage.waiting(), usage.waiting():
+    with usage.show_waiting(), usage.show_waiting():
         assert usage.a_loader_waits()
     assert not usage.a_loader_waits()
 
@@ -149,7 +149,7 @@ def test_a_sign_of_writing_is_seen_until_the_last_one_is_closed(usage):
 
 
 def test_the_two_signs_are_told_apart(usage):
-    with usage.waiting():
+    with usage.show_waiting():
         assert usage.a_loader_waits()
         assert not usage.somebody_writes()
     assert not usage.a_loader_waits()

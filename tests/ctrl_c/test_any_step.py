@@ -217,7 +217,7 @@ class Operation:
 
 LINES = ("line", "return")
 THREADS = {"workers": 2, "worker_type": "thread", "transform": dict}
-OF_MAPS = files("reading/mapped.py", "native/maps.py")
+OF_MAPS = files("reading/mapped.py", "native/maps.py", "arrowcache/lifetimes.py")
 OF_A_FILE = files("storage/mapping.py", "arrowcache/linux.py", functions=("__init__", "_mmap", "map_memory"))
 OF_ROWS = files("arrow/builder.py", "storage/writer.py")
 OPERATIONS = {

@@ -510,8 +510,7 @@ def test_processes_that_cannot_start_are_an_error_also_where_batches_came_withou
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shuffle", ["rows", None])
-def test_a_worker_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(cache, tmp_path, shuffle):
+def test_a_worker_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(cache, tmp_path):
     died = tmp_path / "died"
 
     def transform(batch):
@@ -520,10 +519,10 @@ def test_a_worker_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(cache
             os.kill(os.getpid(), signal.SIGKILL)
         return batch
 
-    with loader_of(cache, shuffle=shuffle, seed=3, transform=transform) as loader:
+    with loader_of(cache, seed=3, transform=transform) as loader:
         made = ids_of(loader)
         assert died.exists()
-        with ac.Loader(cache, 16, shuffle=shuffle, seed=3) as plain:
+        with ac.Loader(cache, 16, seed=3) as plain:
             assert made == ids_of(plain)
         assert sorted(ids_of(loader)) == list(range(320))
         wait_until(lambda: len(worker_pids()) == 2, "the worker to be replaced")

@@ -5,22 +5,26 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+import arrowcache
+
 if TYPE_CHECKING:
     from typing import Self
 
 Code = Callable[[CodeType], bool]
+_PACKAGE = os.path.join(os.path.dirname(arrowcache.__file__), "")  # a checkout may be called so, too
 
 
 def library(code: CodeType) -> bool:
     """All of arrowcache, and the locks of `threading`; a lock in C has no step where a thread waits again."""
     if code.co_filename.endswith("threading.py"):
         return code.co_name != "_acquire_restore"
-    return "/arrowcache/" in code.co_filename
+    return code.co_filename.startswith(_PACKAGE)
 
 
 def files(*names: str, functions: tuple[str, ...] = ()) -> Code:
@@ -40,6 +44,7 @@ class Interruption:
         events: kinds of steps: "call", "return", "line", "opcode".
         error: what is raised; a function is called in its place.
         finalizers: steps there count, too.
+        blocks: lines where a block begins count, too: what was called before them has returned.
     """
 
     def __init__(
@@ -50,9 +55,10 @@ class Interruption:
         error: Any = KeyboardInterrupt,
         *,
         finalizers: bool = False,
+        blocks: bool = False,
     ) -> None:
         self._left, self._code, self._events, self._error = number, code, events, error
-        self._finalizers = finalizers
+        self._finalizers, self._blocks = finalizers, blocks
         self.where = ""
         """At which step it came; empty where it did not."""
 
@@ -71,7 +77,7 @@ class Interruption:
         frame.f_trace_opcodes = "opcode" in self._events
         if event == "call" and "return" in self._events and code.co_flags & inspect.CO_GENERATOR:
             return None  # where it goes on, an error of a trace passes over its `finally`
-        if event in self._events and not (event == "line" and _is_a_block(frame)):
+        if event in self._events and (self._blocks or event != "line" or not _is_a_block(frame)):
             if self._left == 0:
                 self.where = f"{code.co_filename}:{frame.f_lineno}: {code.co_name}"
                 if isinstance(self._error, type):

@@ -39,9 +39,9 @@ class ExecutorEngine:
         self._store, self._options, self._pool = store, options, options.pool
         self._to_be_sent = options.workers  # tasks that bring the sampler unasked: one for each worker
         self._foreign = executor
-        self._executor = _own(options.workers) if executor is None else executor
         self._running: dict[Future[Done], Task] = {}
         with explaining(store.folder.path):
+            self._executor = _own(options.workers) if executor is None else executor
             self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
             self._watch, self._token = self._lock_token()
         self._claimed = range(self._token, self._token + 1)

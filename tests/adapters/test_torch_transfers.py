@@ -13,7 +13,8 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, InterruptAtLine, make_cache, publish
+from helpers import DEADLINE_SECONDS, make_cache, publish
+from interruptions import Interruption, files
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -262,12 +263,10 @@ def test_ctrl_c_at_any_line_frees_no_memory_for_copies_that_do_not_wait_for_its_
             fake.read(kept[1], torch.ones(9, dtype=torch.int64))
         kept.clear()
         run_all_but(fake, side)
-        try:
-            with InterruptAtLine(number, ("torch/lane.py",)):
-                next(iterator)
-            is_over = True
-        except KeyboardInterrupt:
-            number += 1
+        with Interruption(number, files("torch/lane.py"), ("line",)) as interruption:
+            next(iterator)
+        is_over = not interruption.where
+        number += 1
         iterator = iter(prefetcher)
         for _ in range(3):
             next(iterator)

@@ -521,7 +521,7 @@ def interrupted(cache: ac.Cache, numbers: range) -> int:
             expected = list(host)
             ids = [batch["id"].tolist() for batch in expected]
             batches, at = iter(mine), -1
-            with Interruption(number, files(*TRACED), ("line",)):
+            with Interruption(number, files(*TRACED), ("line",), blocks=True):
                 for _ in batches:
                     pass
             try:

@@ -1,4 +1,4 @@
-"""Display: how values show themselves, as text in a terminal and as HTML in a notebook.
+"""Display: shows values as text in a terminal and as HTML in a notebook. Nobody else lays out either.
 
 A class says once what it shows: a `Card` of sentences, facts, tables, bars and timelines. `Shown` makes its
 `__str__` and its `_repr_html_` of that. Nobody else lays out text or writes HTML.

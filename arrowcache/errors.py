@@ -1,4 +1,4 @@
-"""The exception tree: one class for each thing a handler would do.
+"""Errors: the exception tree, with one class for each thing that a handler would do.
 
     ArrowCacheError
     ├── SchemaError           fix the sample or the schema

@@ -1,4 +1,4 @@
-"""Lifetimes: how what lives in a process ends: by a fork, in the garbage collector, at exit, beside Ctrl-C.
+"""Lifetimes: how things end in a process: by a fork, in the garbage collector, at exit, beside Ctrl-C.
 
 - Fork: an `Origin` tells whether a thing was made here, or in the process that forked this one. What holds
   descriptors, memory or locks has `forget_in_child`. `unforked` keeps forks from coming between two steps.

@@ -1,4 +1,4 @@
-"""Linux: the kernel's calls that Python has no name for, or that not every Python names.
+"""Linux: the kernel's calls that Python has no name for, or not every Python. Nobody else calls these.
 
 A Python built against an old C library, as those of uv and conda are, lacks `os.memfd_create`,
 `os.pidfd_open` and more, on the newest kernel too. Each call here looks for Python's name; where there is

@@ -1,4 +1,4 @@
-"""Pickling: a user's functions on their way to other processes, and what they raised on its way back.
+"""Pickling: takes a user's functions to other processes, and brings their errors back.
 
 Never a sample. Functions go by value where the other process could not import them: lambdas, closures, and
 what the main script or a notebook defines, with the globals that it has by then. That goes for the script

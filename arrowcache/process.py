@@ -1,4 +1,4 @@
-"""Process: a child of this one, and messages to and from it. Every process of the library is started here.
+"""Process: starts child processes, and carries messages to and from them. Nobody else starts one.
 
 A child is started as `python -c`, whatever start method `multiprocessing` uses here. It imports no main
 module, so scripts and notebooks need no precaution. It inherits no thread, no lock, no framework, and only

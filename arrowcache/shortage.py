@@ -1,4 +1,4 @@
-"""Shortage: what to do where the kernel refuses: files, mappings, threads, a disk that can be written to.
+"""Shortage: advice where the kernel refuses files, mappings, threads or room on the disk.
 
 An error of the operating system keeps its class, number and path, so that it is handled as before; its
 text gains the numbers and the way out.

@@ -1,4 +1,4 @@
-"""Sizes, times and counts, as people write them: parsed at the door, printed in messages."""
+"""Units: sizes, times and counts as people write them. Parsed at the door, printed in messages."""
 
 from __future__ import annotations
 

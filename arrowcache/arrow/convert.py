@@ -1,4 +1,4 @@
-"""Values of a sample to what a column stores: exact, or a SchemaError that says how.
+"""Convert: turns a sample's values into what a column stores, exactly, or raises a SchemaError that says how.
 
 A value that NumPy would have to round, wrap or guess is refused. Arrays and tensors must
 satisfy `np.can_cast(src, dst, "safe")`; Python numbers and lists must be exactly

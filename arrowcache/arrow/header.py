@@ -1,4 +1,4 @@
-"""Header: what an Arrow IPC file's own headers say: read before Arrow acts on them, and altered.
+"""Header: reads the headers of an Arrow IPC file before Arrow acts on them, and alters them.
 
 Arrow decompresses a record batch as soon as it is asked for, into as much memory as the body claims
 to need: a small file can ask for more than the machine has. So whether it would is read here first,

@@ -1,4 +1,4 @@
-"""Template: recognize the layout of a file by comparing bytes, without parsing it again.
+"""Template: recognizes the layout of a file by comparing bytes, without parsing it again.
 
 All full segments of a cache have the same layout, and so does everything that `read_structure`
 looks at: headers, footer and offsets of tensors. A template is that part of one file which

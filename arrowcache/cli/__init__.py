@@ -1,4 +1,4 @@
-"""The `arrowcache` command. What it can do is in commands.py, which needs the extra "explore".
+"""Command line: the `arrowcache` command. What it can do is in commands.py, for the extra "explore".
 
 Exit codes: 0 all is well; 1 something was wrong with the cache, such as that it is none, or an operation on
 it, or writing the output, failed; 2 wrong usage: an argument, a path where nothing is, a query, an extra

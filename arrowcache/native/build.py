@@ -1,4 +1,4 @@
-"""Build: the shared library of engine, orders and maps, compiled when the package is built.
+"""Build: compiles the shared library of engine, orders and maps, when the package is built.
 
 hatchling finds `EngineHook` here. The compiler is `$CC`, else cc, gcc or clang, else the one of the PyPI
 package ziglang, which pip then brings. A wheel's library is for the platform of its tag; that of an editable

@@ -1,4 +1,4 @@
-"""Order: rows at places of a pass, in an order that is computed as it is asked for. The face of order.h."""
+"""Order: which row is at which place of a shuffled pass, computed when asked for. The face of order.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows: those of segments, numbered one after another, as the engine reads them.
+"""Rows: the rows of several segments, numbered one after another, as the engine reads them.
 
 It is a table of segments. It is filled in place, segment by segment, as their files are mapped; threads that
 copy rows of other segments go on meanwhile.

@@ -1,4 +1,4 @@
-"""Draw one segment in a worker of any node: its content is that of the same task of a local pool.
+"""Draw: draws one segment in a worker of any node. It is the same that a local pool draws for that task.
 
 It arrives as the bytes of the file that it is going to be, in one buffer, which Ray puts into its object
 store; nothing is published here.

@@ -1,4 +1,4 @@
-"""Assembly: makes the batches of an epoch.
+"""Assembly: makes the batches of an epoch, portion by portion, in slots that it lends.
 
 It cuts an epoch into portions, in step order; stream.py decides when they are begun. A batch that is one run
 of rows of one segment is a zero-copy view, where the order has such runs. Every other batch is gathered into

@@ -1,4 +1,4 @@
-"""Epoch: one pass over a snapshot, and how the next one begins.
+"""Epoch: one pass over a snapshot, with all that it owns, and how the next one begins.
 
 An `Epoch` owns all that it takes: the lease on its segments, its part in the ranks' agreement, what the cache
 counted for it. Whoever has one ends it by `end`, or by `with`: at any point, in any thread. `Epochs` decides

@@ -1,4 +1,4 @@
-"""Fetching: has the disk read ahead of an epoch whose rows follow one another, in runs or within a window.
+"""Fetching: has the disk read ahead of an epoch that goes through its segments in order.
 
 Rows are asked for in the order of their files, some megabytes before they are needed, and in large pieces: so
 the disk reads in order, whatever the order of the rows within a window. What is in memory costs little to ask

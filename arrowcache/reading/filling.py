@@ -1,4 +1,4 @@
-"""Filling: which rows of an epoch go into a ring before each step, so that those of its window are there.
+"""Filling: which rows go into the device's ring before each step, so that the step finds its window there.
 
 Rows go there in the order of their line (order.py): oldest segment first, pass after pass. The one with
 number `n` in the line lies at place `n % ring_rows`, over the one that is `ring_rows` before it. Pure: no

@@ -1,4 +1,4 @@
-"""Gather: columns of some rows on their way out of segments.
+"""Gather: copies columns of chosen rows out of segments, by jobs of the engine.
 
 Fixed-width columns are one job of the engine, all together. A variable-length column takes two: one finds its
 values, one copies them. Rows are copied from mapped memory, or asked of the disk and read. Guarantees: once a

@@ -1,4 +1,4 @@
-"""Iterator: what a consumer has of a stream of batches. Dropping it ends the stream."""
+"""Iterator: a consumer's handle of a stream of batches. Dropping it ends the stream."""
 
 from __future__ import annotations
 

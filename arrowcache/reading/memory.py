@@ -1,4 +1,4 @@
-"""Memory: what rows are gathered into.
+"""Memory: allocates the memory that rows are gathered into: arrays, and the buffers of slots.
 
 `output_arrays` are a user's own, or new ones. Slots have theirs of an allocator, which gives memory for one
 buffer, (nbytes,) uint8. `page_aligned` gives plain memory. `SharedBuffers` gives a part of an anonymous file,

@@ -1,4 +1,4 @@
-"""Patience: how a loader waits for rows: when it looks again, and when it gives up, and why.
+"""Patience: how a loader waits for rows: when it looks again, when it gives up, and why.
 
 It waits without cache.lock and without a lease: it asks the folder when it changed, some twenty times a
 second, and only what changed is a reason to try again. As long as some sampler of the cache draws, it does

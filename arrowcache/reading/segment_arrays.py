@@ -1,4 +1,4 @@
-"""Segment arrays: what is asked of all segments of a snapshot at once, as arrays.
+"""Segment arrays: numbers, rows, sizes and times of all segments of a snapshot, as arrays.
 
 A snapshot has most segments of the one before it: they are looked at one by one only if they are new.
 """

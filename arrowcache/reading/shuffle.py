@@ -1,4 +1,4 @@
-"""Row orders: one pass over all rows. Pure: places in, row ids out, no clock.
+"""Shuffle: the orders of one pass over all rows. Pure: places in, row ids out, no clock.
 
 Every order here is a bijection of places [0, rows) to row ids [0, rows), a function of (segment sizes,
 seed, key) alone, and can be asked about any places without those before them. Rows are numbered oldest

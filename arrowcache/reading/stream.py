@@ -1,4 +1,4 @@
-"""BatchStream: the loop: batches of an epoch, or of one epoch after another, driven by who consumes them.
+"""BatchStream: the loop that makes the batches of one epoch after another. Its consumer drives it.
 
 `take` begins portions until enough batches are under way, and waits for the oldest; native threads, Python
 threads or worker processes make them meanwhile. Nothing here has a thread. A stream owns the epochs

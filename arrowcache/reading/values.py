@@ -1,4 +1,4 @@
-"""Values: gathered values of a column whose rows differ in length, and what a user gets of them.
+"""Values: a batch of a column whose rows differ in length: the values, and the form that a user gets.
 
 Ragged columns stay arrays; text and bytes become lists of Python objects, a copy each. Pure.
 """

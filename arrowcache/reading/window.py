@@ -1,4 +1,4 @@
-"""Window: an epoch as a device gets it that shuffles by itself.
+"""Window: an epoch for a device that shuffles by itself: runs of rows, and each step's places in its ring.
 
 Rows go there in the order of their files, some megabytes at a time, into a ring of rows (filling.py says
 which); a step then is the places of its rows in the ring. So the host copies runs of rows, and the order is

@@ -1,4 +1,4 @@
-"""Task: draw one segment and publish it. Runs in a worker process of any executor.
+"""Task: draws one segment and publishes it. Runs in a worker process of any executor.
 
 The content of task k is a pure function of (sampler, seed, k): its generator is
 `default_rng(SeedSequence(seed, spawn_key=(k,)))`. Early tasks fill small segments, so that a slow source

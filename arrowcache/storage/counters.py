@@ -1,4 +1,4 @@
-"""Counters: those of a loader, where other processes of the same user see them, on a page (page.py).
+"""Counters: a loader's counts and times, on a page (page.py) that other processes of the same user read.
 
     head        workers, shuffle
     record      epochs, batches, rows, bytes, stalls; then three numbers for each of TIMED: seconds that it

@@ -1,4 +1,4 @@
-"""Kernel locks on files: what makes a dead process leave nothing behind.
+"""Locks: the kernel's locks on files. It drops those of a process that dies, in whatever way.
 
 Two kinds, on purpose. `flock` guards a whole file: cache.lock, and each part by its writer.
 Open-file-description (OFD) locks guard ranges of bytes: a lease is a shared one. Both belong to

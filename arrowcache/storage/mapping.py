@@ -1,4 +1,4 @@
-"""Mapping: what views and tables keep of segment files, which native/maps.py maps.
+"""Mapping: the mapped segment files that views and tables keep. native/maps.py maps them.
 
 Guarantees: no mapping survives into a forked child, so that a child never prolongs the life of a file that
 its parent gave up; nothing is unmapped at interpreter exit, when a daemon thread may still be copying: the

@@ -1,4 +1,4 @@
-"""Page: figures of one process where other processes of the same user see them.
+"""Page: memory in which a process shows figures to other processes of the same user.
 
 One page of memory without a name, a memfd, which goes when its process does: a kill leaves nothing. Who
 looks finds it among the descriptors in /proc/<pid>/fd, under its link's name; what it says of itself is

@@ -1,4 +1,4 @@
-"""Progress: rows that samplers have drawn and not published, where other processes of the same user see them.
+"""Progress: rows that samplers have drawn and not published, on pages (page.py) as counters are.
 
 Each sampler process, or thread, has one page (page.py) for each cache that it draws for.
 

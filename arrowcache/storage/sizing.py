@@ -1,4 +1,4 @@
-"""Sizing: which rows, segments, capacity and pace fit together. Pure; its errors say what would."""
+"""Sizing: which rows, segments, capacity and pace fit together. Pure. Its errors say which would fit."""
 
 from __future__ import annotations
 

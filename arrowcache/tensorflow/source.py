@@ -1,4 +1,4 @@
-"""Source: elements that Python makes, as a tf.data dataset, and how that ends when the interpreter does.
+"""Source: elements that Python makes, as a tf.data dataset that ends when the interpreter does.
 
 TensorFlow asks for them in threads of its own, ahead of the consumer. One that is in Python when the
 interpreter ends is stopped there for good, and whoever destroys its iterator waits for it: the process

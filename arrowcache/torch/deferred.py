@@ -1,4 +1,4 @@
-"""Deferred: the end of lanes that nobody uses any more; none dies before its device is done with it.
+"""Deferred: ends lanes that nobody uses any more, each once its device is done with it.
 
 Where objects die, and while a CUDA graph is captured, no device is called: what ends then is let go by the
 next `next` of any prefetcher. In a forked child it stays for ever, with all else of its parent's devices.

@@ -1,4 +1,4 @@
-"""Descriptors: what crosses the processes of a DataLoader in place of samples.
+"""Descriptors: small values that cross the processes of a DataLoader in place of samples.
 
     main process                     worker                              main process
     EpochBatchSampler  -- DrawnRows -->   CacheDataset.__getitems__ -- ... -->   the batch

@@ -1,4 +1,4 @@
-"""DevicePrefetcher: the next batches go to a device while this one trains.
+"""DevicePrefetcher: takes the next batches to a device while this one trains.
 
 This module is the face: what users say and get. iteration.py takes batches of the source and lends them, and
 lane.py brings them to a device. The consumer's own calls of `next` drive both: there is no thread.

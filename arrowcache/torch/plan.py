@@ -1,4 +1,4 @@
-"""Plan: where the leaves of a batch go.
+"""Plan: where the leaves of a batch lie in pinned memory and on the device.
 
 A *column* is what shares memory and a copy: all small leaves of a batch, or one large one. It lies in pinned
 memory as it does on the device, so that one copy of bytes takes it there. Leaves of a column are aligned.

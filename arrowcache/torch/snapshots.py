@@ -1,4 +1,4 @@
-"""Snapshots by name: how a process reads rows that another process drew.
+"""Snapshots by name: how a process reads rows of a snapshot that another process took.
 
 The process that begins an epoch (EpochBatchSampler, in the main process) owns it here, as an `OwnedEpoch`:
 its snapshot is leased until every batch was delivered, or the epoch was given up. What travels to workers

@@ -1,4 +1,4 @@
-"""Tensors over host memory: what an array, a column or a leaf of a batch is to torch.
+"""Tensors: an array, a column or a leaf of a batch as a torch tensor over the same host memory.
 
 Numbers keep their values, or are refused: what a tensor cannot be over (a reversed, read-only or
 unaligned array, one of foreign byte order) is copied; what it would lose (a mask) is a TypeError.

@@ -1,4 +1,4 @@
-"""Transport: how batches that are made travel out of a DataLoader's worker.
+"""Transport: how finished batches travel out of a DataLoader's worker.
 
 torch puts tensors into files of /dev/shm, in the thread that sends: where there is no room for them, or
 what was made cannot be pickled, that thread prints a traceback, and the consumer waits for ever. Here

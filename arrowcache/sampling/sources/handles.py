@@ -1,4 +1,4 @@
-"""Handles: what a source has open between two reads, such as files: few, each process its own."""
+"""Handles: the few files that a source keeps open between two reads. Each process has its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retries: a read of a remote store, tried again while its error may pass.
+"""Retries: tries a read of a remote store again, while its error may pass.
 
 Some errors cannot pass: what is not there, and credentials that the store refuses. Those end at once, as
 FileNotFoundError and PermissionError with a sentence that says what to do. Other errors of the operating

@@ -13,6 +13,7 @@ newest := .[dev]
 tensorflow := .[test] tensorflow-cpu ipykernel nbclient typer
 oldest := .[demo,test] tensorflow-cpu tensorflow-io
 wheels := hatchling ziglang auditwheel
+docs := mkdocs-material mkdocstrings-python ruff
 # Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.
 PEERS := peers streaming reverb
 peers := array_record datasets grain litdata numpy pylance spdl tensordict torch torchdata torchrl webdataset
@@ -36,7 +37,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-oldest test-install test-extras \
-	fuzz bench peers pictures wheels lint format freeze clean
+	fuzz bench peers pictures wheels docs lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,6 +52,7 @@ help:
 	@echo "make peers   measure arrowcache beside its peers, and write the tables and plots of that"
 	@echo "make pictures   take README's pictures anew, of a notebook in JupyterLab; needs chromium"
 	@echo "make wheels  compile wheels of all platforms into dist/, with no compiler but the one that pip brings"
+	@echo "make docs    build the site of README, guides and reference into site/, and check its links"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make format  ruff's formatter and its safe fixes"
 	@echo "make freeze  install the newest versions and write them to constraints/newest.txt (or NAME=...)"
@@ -152,6 +154,11 @@ wheels: .envs/wheels/.stamp
 		.envs/wheels/bin/python -m hatchling build --target wheel --directory $(DIST) || exit; done
 	for wheel in $(DIST)/*-manylinux_2_28_*.whl; do .envs/wheels/bin/python -m auditwheel show $$wheel || exit; done
 
+# It reads the source and imports none of it. Open site/index.html: it needs neither a server nor the network.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: .envs/docs/.stamp
+	.envs/docs/bin/python -m mkdocs build --strict --config-file .ci/mkdocs.yml
+
 lint: .envs/newest/.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy arrowcache $(wildcard tests/typing)
@@ -187,5 +194,5 @@ freeze:
 	rm -rf .envs/freeze
 
 clean:
-	rm -rf .envs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results
+	rm -rf .envs build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

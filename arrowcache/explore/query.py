@@ -53,7 +53,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     """Ask DuckDB, in its SQL, about a cache's rows; the table is named `cache`.
 
     Scalars, text and bytes are columns of DuckDB's types, timestamps without a time zone (UTC); float16 and
-    bfloat16 are FLOAT. A tensor is an ARRAY of its shape, nested: image[1][2]; a ragged column is a LIST;
+    bfloat16 are FLOAT. A tensor is an ARRAY of its shape, nested: `image[1][2]`; a ragged column is a LIST;
     a complex number is an ARRAY of two. SQL does not tell "label" from "Label": where a cache has both, the
     second is "Label_1". The query sees no file, no variable and no network.
 

@@ -20,11 +20,12 @@ NODE = "{node}"
 class NodeCaches:
     """The caches of a cluster: where they are, and what `Cache.create` makes them of.
 
+    The other arguments are those of `Cache.create`. A cache that is there already is used, with its own
+    settings but the capacity.
+
     Args:
         path: the folder on each node's own disk. `{node}` in it becomes the node's id, which a cluster on
             one machine needs; a function of that id gives the path itself.
-        schema, capacity, segment_bytes, segment_rows, headroom, durable: of each cache, as for
-            `Cache.create`. A cache that is there already is used, with its own settings but the capacity.
         nodes: ids of the nodes that get one, from `ray.nodes()`; None: all that are alive when a pool starts.
             Those with a GPU: `[n["NodeID"] for n in ray.nodes() if n["Alive"] and "GPU" in n["Resources"]]`.
     Raises: ValueError, TypeError: nodes that are none, a path that is none.

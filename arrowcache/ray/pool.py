@@ -25,7 +25,8 @@ class SamplerPool(Pool):
     down. Task k's segment is the one that `arrowcache.SamplerPool` publishes for (sample, seed, k), and no
     task is repeated by a later pool of the same name and seed as long as one of the nodes lives on.
     A worker or node that is lost while it draws costs nothing: Ray has the task drawn elsewhere. A training
-    node that is lost takes its cache with it, and the others go on.
+    node that is lost takes its cache with it, and the others go on. The other arguments are those of
+    `arrowcache.SamplerPool`.
 
     Args:
         caches: which nodes have a cache, where and what kind of one.
@@ -33,8 +34,7 @@ class SamplerPool(Pool):
         share: "split": every node gets samples of its own, whichever asks next; "replicate": all nodes get
             the same, at the pace of the slowest.
         workers: tasks being drawn at a time, in the whole cluster, as far as it has processors.
-        seed, name, segments, retries, progress: as for `arrowcache.SamplerPool`. `retries` is also how often
-            Ray repeats a lost task.
+        retries: as for `arrowcache.SamplerPool`, and how often Ray repeats a lost task.
         in_flight: bytes that drawn segments may take in Ray's object stores, all together, until they are
             published, but one segment a node; None: half of the smallest object store.
         options: Ray's options of a drawing task, such as {"num_cpus": 2} or a `runtime_env`; one processor

@@ -68,8 +68,9 @@ class Loader:
             rows, but at most 64 MiB; with worker processes four.
         where: SegmentInfo -> bool, which segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
-        rank, world_size: this process' part of each step, and of how many; None: it is alone. Each step
-            has batch_size rows a rank, disjoint, and all ranks have equally many steps.
+        rank: this process' part of each step; None: it is alone. Each step has batch_size rows a rank,
+            disjoint, and all ranks have equally many steps.
+        world_size: how many ranks there are; None with `rank`.
         run_id: names the job whose ranks agree on snapshots; None: from TORCHELASTIC_RUN_ID, or
             MASTER_ADDR and MASTER_PORT.
         epoch_rows: rows of an epoch, of all ranks together, whatever the snapshot holds: fewer are

@@ -108,7 +108,8 @@ class Snapshot(Shown):
         """Lease the segments that are published now; a loader, by `yields_since`, may leave some out.
 
         Args:
-            where, yields_since: as of `Store.lease`.
+            where: as of `Store.lease`.
+            yields_since: as of `Store.lease`.
         """
         return cls.of(store, store.lease(where, yields_since=yields_since))
 

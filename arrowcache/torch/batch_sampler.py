@@ -41,8 +41,9 @@ class EpochBatchSampler(Sampler[list[int]]):
     Args:
         cache: a Cache, or the path of one.
         batch_size: rows of a batch, of one rank.
-        rank, world_size: None: those of torch.distributed, if it is initialized when the first epoch
-            begins; else this process is alone.
+        rank: None: that of torch.distributed, if it is initialized when the first epoch begins; else this
+            process is alone.
+        world_size: None with `rank`.
         timeout: seconds that an epoch waits for rows; None: for ever.
 
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError: no such cache.

@@ -171,9 +171,9 @@ def dataloader(
     `for`, and tells nobody of the `break`: `loader.batch_sampler.close()` ends the epoch at once. Workers
     with a transform let go of their own lease when nothing was asked of them for a second.
 
+    The other arguments are those of `CacheDataset` and `EpochBatchSampler`.
+
     Args:
-        cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and
-            `EpochBatchSampler`.
         num_workers: processes; 0: the consumer's thread does all. They live on between epochs, and end with
             this process, also when it is killed.
         timeout: seconds that an epoch waits for rows; None: for ever.

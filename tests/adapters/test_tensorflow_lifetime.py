@@ -45,7 +45,7 @@ def own(errors):
 
 @every_backend
 def test_leases_are_released_as_the_pass_moves_on(cache, backend, monkeypatch):
-    monkeypatch.setattr(sys.modules["arrowcache.tensorflow.dataset"], "_FRAME_BYTES", 10_000)  # 8 batches
+    monkeypatch.setattr(sys.modules["arrowcache.tensorflow.pipeline"], "_FRAME_BYTES", 10_000)  # 8 batches
     iterator = iter(dataset(cache, 16, shuffle="window", window_bytes="16KiB", backend=backend, prefetch=0))
     next(iterator)
     most = cache.stats().leased_bytes

@@ -41,7 +41,8 @@ class Retries:
         count: how many times after the first attempt.
         first_seconds: the longest delay before the second attempt; it doubles with each.
         most_seconds: the longest of all.
-        sleep, jitter: replaceable in tests.
+        sleep: replaceable in tests.
+        jitter: likewise: draws the share of the longest delay.
     Raises: TypeError, ValueError: what is no count, or no time.
     """
 

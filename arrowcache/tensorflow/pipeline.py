@@ -1,4 +1,4 @@
-"""dataset: a cache as a `tf.data.Dataset`, each iteration of which is an epoch over a new snapshot.
+"""pipeline: a cache as a `tf.data.Dataset`, each iteration of which is an epoch over a new snapshot.
 
 `arrowcache.Loader` chooses, leases and gathers the rows; one of TensorFlow's threads drives it, ahead. A
 backend (native.py, arrow.py) brings its batches into TensorFlow. The loader lives as long as the dataset
@@ -56,12 +56,11 @@ def dataset(
     since 1970, text and bytes tf.string, ragged columns tf.RaggedTensor. With `drop_remainder=False` the
     first dimension is None.
 
+    The other arguments are those of `arrowcache.Loader`. TensorFlow's own sharding is off: also under
+    tf.distribute give `rank` and `world_size`, and this process reads its part of the rows.
+
     Args:
-        cache, columns, shuffle, seed, where, with_ids, epoch_rows, wait_rows, window_bytes, paced: as of
-            `arrowcache.Loader`.
         drop_remainder: leave out a last batch of fewer rows.
-        rank, world_size, run_id: as of `arrowcache.Loader`: this process reads its part of the rows.
-            TensorFlow's own sharding is off, so say them also under tf.distribute.
         backend: "auto", the default, takes "native" in every TensorFlow: the faster one in all that was
             measured (benchmarks/RESULTS.md), but for rows of 1 MiB by "window", where they are even. "native"
             hands over what was gathered; "arrow" has tensorflow-io's C++ code read it, which asks for the

@@ -192,7 +192,7 @@ class Assembly:
             return self._complete(rows, columns, is_copied=True)
 
     def _runs(self, ids: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Yield rows that follow one another, of several batches together, else the rows of one batch."""
+        """Yield successive rows of several batches together, else the rows of one batch."""
         size, breaks, first = self._batch_size, _breaks(ids), 0
         while first < len(ids):
             following = bisect_right(breaks, first)

@@ -254,7 +254,7 @@ class Gather:
                 pass
 
     def values(self) -> dict[str, ColumnData]:
-        """Return variable-length columns of an ended gather. Raises: CorruptSegmentError: text is not UTF-8."""
+        """Return variable-length columns of an ended gather. Raises: CorruptSegmentError: not UTF-8."""
         return {part.name: part.column() for part in self._parts if isinstance(part, ValuesGather)}
 
 

@@ -443,7 +443,7 @@ class Snapshot(Shown):
         return len(self)
 
     def map_ahead(self) -> None:
-        """Map all segments that can be mapped, so that the folder is not needed. Errors come with their rows."""
+        """Map all segments that can be mapped: the folder is not needed then. Errors come with their rows."""
         with _Reader(self), self._mapping.held():
             for index in self._put_alike(self._rows.unknown()):
                 with suppress(CorruptSegmentError, OSError):

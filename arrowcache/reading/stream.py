@@ -172,7 +172,7 @@ class BatchStream:
             self._leave()
 
     def _enter(self) -> bool:
-        """Make this thread the consumer, which cancels all at the end. Returns: False: the stream has ended."""
+        """Make this thread the consumer, which cancels all at the end. Returns: False: it has ended."""
         with self._lock:
             if not self.ended:
                 self.consumer = threading.get_ident()

@@ -79,7 +79,7 @@ class Supply:
             ahead.close()
 
     def take(self, least_rows: int, count: Callable[[Snapshot], bool]) -> Snapshot | None:
-        """Return an open snapshot of enough rows, all mapped, as the pace allows, or None if rows are too few.
+        """Return an open snapshot of enough rows, all mapped, as the pace allows, or None: too few rows.
 
         Args:
             count: counts the epoch. Returns False if others have read too much of the snapshot meanwhile.
@@ -114,7 +114,7 @@ class Supply:
         return snapshot
 
     def retake(self, includes: Callable[[SegmentInfo], bool]) -> Snapshot:
-        """Return a mapped snapshot of the remaining segments of an epoch in progress, with the oldest rows."""
+        """Return a mapped snapshot of the remaining segments of an epoch in progress, even the oldest."""
         with ExitStack() as undo:
             snapshot = undo.enter_context(Snapshot.take(self.store, includes))
             snapshot.map_all()

@@ -119,7 +119,7 @@ class WorkerHandle:
         return done
 
     def finished(self, answer: Message) -> Finished:
-        """Return the batches of an answer. The worker leaves them alone until told that all arrays are gone."""
+        """Return the batches of an answer. The worker does not touch them while arrays over them live."""
         self.allocated_bytes, self.growths = answer["memory"]
         columns = [
             (name, kind, [self._array(*place) for place in places])

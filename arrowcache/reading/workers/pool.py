@@ -221,7 +221,7 @@ class Pool:
     # threads: each has one process after another
 
     def _start_threads(self) -> None:
-        """Start missing threads, with the mutex held. Threads that Ctrl-C or a refusal left start next time."""
+        """Start missing threads, with the mutex held. Threads that failed to start are started next time."""
         while len(self._threads) < self._size:
             self._threads.append(threading.Thread(target=self._run, name="arrowcache-process", daemon=True))
         for thread in self._threads:

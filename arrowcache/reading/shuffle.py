@@ -36,7 +36,7 @@ class RowOrder(Pass):
         super().__init__(rows, *stages, runs=runs)
         self._segments = segments
 
-    def span(self, place: int) -> range:  # unused: the span is the same everywhere
+    def span(self, place: int) -> range:  # noqa: ARG002 - here the same everywhere
         """Indices of the segments in use at a place in [0, rows).
 
         No segment before `start` has a row at this place or later: its lease can end. No segment

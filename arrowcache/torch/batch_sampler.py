@@ -217,7 +217,7 @@ class EpochRows(Iterator[list[int]]):
 
 
 def _refuse_shard(caller: FrameType) -> None:
-    """Raise ValueError for Accelerate's BatchSamplerShard: it drops batches, and an epoch has one rank's alone.
+    """Raise ValueError for Accelerate's BatchSamplerShard: it drops batches, which an epoch here needs.
 
     Only the caller shows it: the batches that it keeps pass unchanged.
     """

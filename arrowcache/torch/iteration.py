@@ -25,7 +25,7 @@ class Source(Protocol):
     """A source of batches, which learns of their delivery."""
 
     def next(self) -> tuple[Any, Any]:
-        """Return the next batch and its receipt. Blocks: until it is ready. Raises: StopIteration: no more."""
+        """Return the next batch and its receipt. Blocks: until ready. Raises: StopIteration: none left."""
 
     def is_ready(self) -> bool:
         """True if `next` would not wait, as far as is known."""
@@ -73,9 +73,7 @@ class Iteration:
     ) -> None:
         self._course = Course()
         self._calls = 0
-        self._fetched: tuple[list[Flight], Any] | None = (
-            None  # a batch with copies still to begin, and its receipt
-        )
+        self._fetched: tuple[list[Flight], Any] | None = None  # with copies to begin, and receipt
         self._flights: deque[tuple[list[Flight], Any]] = deque()
         self._error: Exception | None = None  # of the source, or its end: raised after earlier batches
         self._is_inside = False  # a thread is in `__next__`

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Choice:
-    """Draws numbers from 0 to n - 1 in proportion to their weights. A draw takes one number of the generator."""
+    """Draws numbers from 0 to n - 1 in proportion to their weights, by one random number a draw."""
 
     def __init__(self, weights: Sequence[float] | NDArray[np.float64]) -> None:
         self._ends = np.cumsum(np.asarray(weights, np.float64))

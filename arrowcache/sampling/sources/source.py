@@ -26,7 +26,7 @@ class Source(ABC):
     """Base class of sources. A context manager: leaving it closes its files."""
 
     schema: Schema
-    """What a sample holds: `Cache.create(path, source.schema, ...)`."""
+    """The schema of its samples: `Cache.create(path, source.schema, ...)`."""
 
     ramp: bool = True
     """Early tasks of a pool fill small segments; False: full ones from the start, of whole groups that were

@@ -150,7 +150,7 @@ class Cache(Shown):
         return Snapshot.take(self.store, where)
 
     def stats(self) -> CacheStats:
-        """Return counts of the present segments and rows, and of all processes' use."""
+        """Return counts of the present content, and of its use by all processes."""
         return self.store.stats()
 
     def verify(self, repair: bool = True) -> list[Problem]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
-# : From Okabe and Ito (2008): distinct for the color-blind, too, and visible on white and on black.
+#: From Okabe and Ito (2008): distinct for the color-blind, too, and visible on white and on black.
 BLUE, ORANGE, PURPLE, GREEN, SKY, RED = COLORS = (
     "#2f7fc1", "#e69f00", "#b66dbd", "#009e73", "#56b4e9", "#d55e00",
 )  # fmt: skip
@@ -127,7 +127,6 @@ def _rows(rows: Iterable[Sequence[object]], styles: Sequence[str], tag: str = "t
 
 
 def _legend(names: Iterable[tuple[str, str]]) -> Markup:
-    """Make a legend of (name, color)."""
     square = f"display: inline-block; width: 0.7em; height: 0.7em; margin-right: 0.35em; border: {_LINE}"
     entries = (
         element(

@@ -75,7 +75,7 @@ def parse_count(value: object, name: str, least: int = 1, most: int | None = MOS
 
 
 def as_int(value: object) -> int:
-    """`operator.index`, but refuses NumPy's bool, as NumPy 2 does; NumPy 1 would only warn.
+    """`operator.index`, which takes bool, but refuses NumPy's bool in NumPy 1 too, which would only warn.
 
     Raises: TypeError: not an int.
     """

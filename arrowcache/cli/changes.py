@@ -319,7 +319,6 @@ def _say_what_stays(settings: Settings, capacity: int | None, segment_bytes: int
 
 
 def _interrupted(rows: int, total: int | None, cache: Path, was_made: bool) -> str:
-    """Return the message after Ctrl-C."""
     if not rows:
         return "interrupted: nothing was imported"
     of_all = "" if total is None else f" of {total:,}"

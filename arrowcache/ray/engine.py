@@ -3,8 +3,8 @@
 For each task it has Ray draw a segment in any worker, and then hands the reference to one node's actor
 (`share="split"`: the one with the fewest segments waiting) or to all of them (`"replicate"`). Guarantees:
 - content: task k's segment is what a local pool publishes for it, however often Ray draws it again;
-- no task is published by two nodes of a split. Only if a node died while it published, its copy is
-  gone with its disk, and a living one publishes it;
+- no task is published by two nodes of a split, except after a node died while it published: its copy
+  is gone with its disk, and a living node publishes the task;
 - bounded: at most `workers` tasks are being drawn, and all segments drawn or on their way take
   at most `in_flight_bytes` of the object stores (but one segment a node). For a full cache the node's
   segments wait, then nothing more is drawn for it, and at last nothing at all;

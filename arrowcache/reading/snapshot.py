@@ -380,7 +380,7 @@ class Snapshot(Shown):
         Args:
             batch_rows: rows of a view. None means one view a segment.
             columns: names of the columns. None means all. Text and bytes cannot be views.
-        Yields: name -> (rows, *shape); `Values(data, offsets)` for a ragged column, with copied offsets
+        Yields: name -> (rows, *shape); `Values(data, offsets)` for a ragged column, with new offsets
             and a view as data.
         Blocks: while pages come from the disk.
         Raises: ValueError: a copy would be needed: a column of text or bytes, `batch_rows` rows

@@ -76,7 +76,7 @@ class Viewer:
                 lease.
             sparse: as of `FileMapping`: for rows already asked of the disk.
         Returns: name -> (len(rows), *shape), writable; of a ragged column `Values(data, offsets)`,
-            whose `data` is a view and whose offsets are copied.
+            whose `data` is a view and whose offsets are new.
         Blocks: while the pages come from the disk.
         Raises: OSError: the file cannot be mapped.
         """

@@ -33,7 +33,7 @@ from arrowcache.units import format_bytes, format_count, format_seconds, parse_c
 if TYPE_CHECKING:
     from typing import Self
 
-# : Set by torchrun, Accelerate and Lightning; by srun; by mpirun of Open MPI; by that of Intel MPI and MPICH.
+#: Set by torchrun, Accelerate and Lightning; by srun; by mpirun of Open MPI; by that of Intel MPI and MPICH.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _SEEN_SECONDS = 1.0  # between two looks at the samplers' progress
 

@@ -255,7 +255,6 @@ def _flat(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _lists(flat: NDArray[Any]) -> list[pa.Array]:
-    """Return an array as one row."""
     return [pa.ListArray.from_arrays(np.array([0, len(flat)], np.int32), pa.array(flat))]
 
 

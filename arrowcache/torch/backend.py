@@ -266,7 +266,6 @@ def _last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _devices() -> str:
-    """List the available devices, for messages."""
     found = ["'cpu'"]
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind)

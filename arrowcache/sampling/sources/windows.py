@@ -212,7 +212,6 @@ class ArrayWindows(Source):
 
 
 def _windows(fields: Sequence[str], window: Window | Mapping[str, Window]) -> dict[str, tuple[int, ...]]:
-    """Return the window of each field."""
     if not isinstance(window, Mapping):
         window = dict.fromkeys(fields, window)
     if set(window) != set(fields):

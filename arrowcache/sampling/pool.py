@@ -195,7 +195,7 @@ class Pool:
                 discarded, and drawn again, if its sampler takes more than some 3 s for its next sample, or if
                 it finds no room within that time.
         Blocks: until the workers are gone, at most about 5 s; a task of a user's executor that
-        does not yield within that time is left to end by itself, and publishes nothing.
+            does not yield within that time is left to end by itself, and publishes nothing.
         Raises: SamplerError: tasks were given up, and no `wait` raised that before.
         """
         if not self._state.origin.is_here:

@@ -81,7 +81,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
         Args:
             indices: the `DrawnRows` that an EpochBatchSampler yielded.
         Returns: the batch. In a worker it may be a message that becomes the batch on arrival; torch's
-        default_collate accepts it.
+            default_collate accepts it.
         """
         rows = self._checked(indices)
         worker = get_worker_info()

@@ -10,20 +10,18 @@ Owners:
 
 Invariants, which tests/stateful/test_device_machine.py holds against a device in software:
 
-1. A batch is lent after the consumer's stream was told to wait for its copies. 2. A place is written after
-all work that its readers' streams were given while the place could be seen. When it is
-   freed, the stream that owns its memory waits for its copies and its readers. Memory that a source made on
-   the device is freed after the work of the stream that the batch was lent to.
+1. A batch is lent after the consumer's stream was told to wait for its copies.
+2. A place is written after all work that its readers' streams were given while the place could be seen. When
+   it is freed, the stream that owns its memory waits for its copies and its readers. Memory that a source
+   made on the device is freed after the work of the stream that the batch was lent to.
 3. Pinned memory and sources do not change, and are not given back to the system, before their copy is over;
    nor is a leaf that moves by a `to` of its own.
-4. An event is recorded on one stream, for ever, and before any wait for it. A slot's is recorded anew
-   when its batch was lent; a stream's, whenever memory that it used becomes free: a later wait waits for
-   more.
+4. An event is recorded on one stream, for ever, and before any wait for it. A slot's is recorded anew when
+   its batch was lent; a stream's, whenever memory that it used becomes free: a later wait waits for more.
 5. The processor waits for a device only with nothing in flight. That is device time, no stall, and has no
    timeout. Only the source's time counts as stall.
 6. The death of a tensor runs no code of this library: weak references without a callback are polled. torch
-keeps a
-   storage's Python object as long as any tensor, view, array or node of autograd over it lives.
+   keeps a storage's Python object as long as any tensor, view, array or node of autograd over it lives.
 7. Where objects die, and while a CUDA graph is captured, no device is called.
 8. The caller's current device and stream do not change, and no other device wakes up.
 9. After any failure the next iteration is right, with depth + 2 places a column, and the kept ones.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import pyarrow.dataset
 
-_LOOK_SECONDS = 2.0  # that a display waits for cache.lock
+_LOOK_SECONDS = 2.0  # longest wait of a display for cache.lock
 
 
 class Cache(Shown):
@@ -59,30 +59,31 @@ class Cache(Shown):
     ) -> Cache:
         """Make a cache in a new or empty folder.
 
-        It is this user's alone (mode 0700), unless the folder is there and was made for a group (mode 2770 or
-        770): then its members share the cache.
+        The folder is this user's alone (mode 0700). An existing folder of a group (mode 2770 or
+        770) keeps its mode: the group's members share the cache.
 
         Args:
             path: the folder, on a local disk.
-            schema: what a sample holds.
-            capacity: the budget in bytes for everything under the folder. A RuntimeWarning says where the
+            schema: fields of a sample.
+            capacity: the budget in bytes for everything under the folder. A RuntimeWarning tells if the
                 disk holds less.
             segment_bytes: upper bound on a segment's file.
             segment_rows: rows of a full segment. None means as many as segment_bytes allows.
-            headroom: share of the capacity, in [0, 1), that a loader's epoch leaves to writers where the
-                cache is nearly full and somebody writes, so that samplers go on while it runs: it leaves out
+            headroom: share of the capacity, in [0, 1), that a loader's epoch leaves to writers if the cache
+                is nearly full and somebody writes, so that samplers go on while the epoch runs: it leaves out
                 the oldest rows. At least two segments. 0 leaves none: samplers wait for the epoch's end.
             durable: sync each segment before it is published, and its name before publishing
-                returns, so that a power cut loses nothing that was published, and nothing needs to be
+                returns. A power cut then loses no published segment, and nothing needs to be
                 checked after one. Each publish waits for the disk: a writer has some third (segments of
-                1 MiB) to half (64 MiB) of its speed. Without, a power cut may lose or damage the
-                segments of the last seconds; what it damaged is found out, and quarantined, before a
-                row of it is read.
-            exist_ok: open a cache that is there already; another capacity resizes it, its other
+                1 MiB) to half (64 MiB) of its speed. Otherwise a power cut may lose or damage the
+                segments of the last seconds; damaged ones are found, and quarantined, before a
+                row of them is read.
+            exist_ok: open an existing cache; another capacity resizes it, its other
                 settings stay.
-            pace: how far training and sampling may run ahead of each other, see `set_pace`.
-        Raises: ValueError: sizes that do not fit together. FileExistsError: a cache is there.
-            CacheFormatError: the folder holds something else. SchemaError: exist_ok and another
+            pace: limits on how far training and sampling run ahead of each other, see `set_pace`. None means
+                no limit.
+        Raises: ValueError: sizes that do not fit together. FileExistsError: a cache exists.
+            CacheFormatError: the folder is not a cache. SchemaError: exist_ok and another
             schema.
         """
         if not isinstance(schema, Schema):
@@ -100,7 +101,7 @@ class Cache(Shown):
 
         Args:
             path: its folder.
-            check: what is checked when a segment is first mapped: "structure", or "bytes" too.
+            check: checks of a segment when it is first mapped: "structure", or "bytes" too.
         Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, or a newer format: nothing was
             touched. PermissionError: this user may not read and write all of it.
         """
@@ -116,7 +117,7 @@ class Cache(Shown):
 
     @property
     def store(self) -> Store:
-        """The layer below, for the package's own use."""
+        """The store of this cache, for the package's own use. Raises: ValueError: closed."""
         if self._closed:
             raise ValueError("the cache is closed: open it again with Cache.open")
         return self._store
@@ -124,44 +125,45 @@ class Cache(Shown):
     def writer(
         self, on_full: str = "wait", timeout: float | None = None, max_delay: float | None = None
     ) -> Writer:
-        """A writer of samples; use it in a `with` block, or close it.
+        """Return a writer of samples; use it in a `with` block, or close it.
 
         While it is open, epochs that begin leave the cache's headroom to writers.
 
         Args:
-            on_full: "wait" for room (a warning after 30 s names what it waits for), or "raise".
-            timeout: seconds to wait at most. None means no limit.
+            on_full: "wait" for room (a warning after 30 s names the reason), or "raise".
+            timeout: longest wait in seconds. None means no limit.
             max_delay: seconds after which a part-filled segment is published.
         """
         return Writer(self.store, on_full=on_full, timeout=timeout, max_delay=max_delay)
 
     def snapshot(self, where: Callable[[SegmentInfo], bool] | None = None) -> Snapshot:
-        """Lease what is published now, every row; use it in a `with` block, or close it.
+        """Lease all rows that are published now; use it in a `with` block, or close it.
 
-        Until then nothing of it is evicted: of a full cache writers wait, or raise, as they were told.
+        Until then none of its segments is evicted: of a full cache writers wait, or raise, by their
+        `on_full`.
 
         Args:
-            where: which segments, by SegmentInfo(seq, rows, task, nbytes, ...); None for all.
-        Raises: TypeError: `where` is no function.
+            where: SegmentInfo(seq, rows, task, nbytes, ...) -> True for segments to read. None means all.
+        Raises: TypeError: `where` is not a function.
         """
         require_function(where, "where")
         return Snapshot.take(self.store, where)
 
     def stats(self) -> CacheStats:
-        """Counts of what the cache holds now, of all processes."""
+        """Return counts of the present content, and of its use by all processes."""
         return self.store.stats()
 
     def verify(self, repair: bool = True) -> list[Problem]:
         """Check every segment's structure and bytes, names, tasks and the capacity.
 
-        Blocks: reads the whole cache; nobody waits for it.
-        Returns: the problems, empty when all is well. What fails is quarantined if `repair`.
+        Blocks: reads the whole cache; no other process waits for it.
+        Returns: the problems, empty if there are none. Damaged segments are quarantined if `repair`.
         """
         return verification.verify(self.store, repair=repair)
 
     def dataset(self) -> pyarrow.dataset.Dataset:
-        """A pyarrow dataset of every row, over the mapped files; it leases them while it lives."""
-        import pyarrow.dataset  # 20 ms that few need
+        """Return a pyarrow dataset of every row, over the mapped files, which stay leased while it lives."""
+        import pyarrow.dataset  # takes 20 ms, and few need it
 
         with self.snapshot() as snapshot:
             return pyarrow.dataset.dataset(snapshot.table())
@@ -174,17 +176,17 @@ class Cache(Shown):
         return sum(segment.allocated_bytes for segment in self.store.evict(parse_bytes(nbytes, "nbytes")))
 
     def resize(self, capacity: int | str) -> None:
-        """Change the capacity for all processes; what no longer fits is evicted.
+        """Change the capacity for all processes; the oldest segments are evicted if they no longer fit.
 
-        Warns: RuntimeWarning: it is raised to more than the disk holds.
-        Raises: ValueError: under four segments, or what the pace's min_rows take. CacheFullError: leased
-            segments do not fit. Nothing is changed then.
+        Warns: RuntimeWarning: the new capacity is more than the disk holds.
+        Raises: ValueError: under four segments, or under the size of the pace's min_rows. CacheFullError:
+            leased segments do not fit. Nothing is changed then.
         """
         self.store.resize(parse_bytes(capacity, "capacity"))
 
     @property
     def pace(self) -> Pace | None:
-        """How far training and sampling may run ahead of each other. None means no limit."""
+        """The limits on how far training and sampling run ahead of each other. None means no limit."""
         with explaining(self.path):
             self.store.refresh_settings()
         return self.store.settings.pace
@@ -192,7 +194,7 @@ class Cache(Shown):
     def set_pace(self, pace: Pace | None) -> None:
         """Set the pace of all processes' loaders, samplers and writers, now. None removes it.
 
-        Raises: TypeError: it is no Pace. ValueError: the cache never holds its min_rows.
+        Raises: TypeError: not a Pace. ValueError: the cache cannot hold its min_rows.
             LockTimeoutError, OSError: as of a publish.
         """
         with explaining(self.path):
@@ -220,10 +222,10 @@ class Cache(Shown):
         return f"<Cache {printable(self.path)}: {len(self.schema)} columns, capacity {capacity}>"
 
     def _card(self) -> Card:
-        """What it holds now, or why that cannot be told: to look at a cache never raises, nor waits long."""
+        """The present content, or why it is unknown. Never raises, and waits at most some seconds."""
         try:
             store = self.store
-            store.segments()  # files that were not seen before are looked at without cache.lock
+            store.segments()  # new files are looked at without cache.lock
             stats, segments, _ = store.survey(_LOOK_SECONDS)
             return Card("Cache", str(self.path), [*overview(stats, segments, self._looks), self.schema.table])
         except FileNotFoundError:

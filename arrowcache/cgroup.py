@@ -1,9 +1,10 @@
-"""Control groups: how much memory the kernel lets this process have.
+"""Control groups: the memory that the kernel lets this process have.
 
 A container, a batch job and a service each have a control group with a limit. Groups are nested like folders,
 and the kernel shows them as folders: each group around a process' own limits it too. /proc/<pid>/cgroup says
-which group a process is in, /proc/<pid>/mountinfo where groups are shown. Both count from the process' cgroup
-namespace: "/.." is the group around the namespace's own, whose name nobody inside can know.
+names a process' groups, /proc/<pid>/mountinfo the folders that show groups. Both count from the process'
+cgroup
+namespace: "/.." is the group around the namespace's own, whose name is unknown inside.
 
 There are two versions, and a machine may have both at a time: a version 1 hierarchy for memory, version 2
 for all. Standard library only.
@@ -22,10 +23,10 @@ _LIMITS = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}  # by the
 
 
 def memory_bytes(process: str | os.PathLike[str] = "/proc/self") -> int:
-    """Memory that a process may use: the machine's, or the least that one of its control groups allows.
+    """Return the memory that a process may use: the machine's, or the least limit of its control groups.
 
-    A limit that cannot be read is none. `memory.high` is none either: above it the kernel slows a group
-    down, and refuses it nothing. Limits change while processes run, so each call reads them: less than 1 ms.
+    A limit that cannot be read is ignored. So is `memory.high`: above it the kernel slows a group
+    down, and refuses nothing. Limits change while processes run, so each call reads them: less than 1 ms.
 
     Args:
         process: its folder in /proc.
@@ -35,7 +36,7 @@ def memory_bytes(process: str | os.PathLike[str] = "/proc/self") -> int:
 
 
 def _limits(process: str | os.PathLike[str]) -> Iterator[int]:
-    """Of the process' own group, and of each around it that is mounted somewhere."""
+    """Yield the limits of the process' own group, and of each mounted group around it."""
     own = _own_groups(process)
     for kind, root, folder in _mounts(process):
         inside = _inside(own[kind], root) if kind in own else None
@@ -47,7 +48,7 @@ def _limits(process: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _own_groups(process: str | os.PathLike[str]) -> dict[str, str]:
-    """The type of mount that shows a hierarchy with memory -> the group's path in it."""
+    """Return the group's path for each type of mount that shows a hierarchy with memory."""
     groups = {}
     for number, controllers, path in _GROUP.findall(_read(os.path.join(process, "cgroup"))):
         if number == "0":
@@ -58,7 +59,7 @@ def _own_groups(process: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _mounts(process: str | os.PathLike[str]) -> list[tuple[str, str, str]]:
-    """(type, group, folder that shows it) of the mounts where limits of memory may be."""
+    """Return (type, group, folder that shows it) of mounts that may show limits of memory."""
     mounts = {}
     for found in _MOUNT.findall(_read(os.path.join(process, "mountinfo"))):
         root, folder, kind, options = map(_unescaped, found)
@@ -68,9 +69,9 @@ def _mounts(process: str | os.PathLike[str]) -> list[tuple[str, str, str]]:
 
 
 def _inside(path: str, root: str) -> list[str] | None:
-    """The way from a mount's group down to a process'; None: that is not within it.
+    """Return the names from a mount's group down to a process', or None if it is not inside.
 
-    As far down as names are known: to the mount's own group, where that is around the namespace's.
+    The names end at the mount's own group if that is around the namespace's.
     """
     group, around = _parts(path), _parts(root)
     ups, ups_around = group.count(".."), around.count("..")

@@ -9,7 +9,7 @@ read single row groups of it, as they would from S3, and distort what they read.
 out: it never enters the store, and accuracy is measured on distorted copies of it.
 
 The exit code is 0 only if the network learned, the snapshots grew, segments were evicted and
-`cache.verify()` found nothing wrong; otherwise what failed is printed.
+`cache.verify()` found no problem; otherwise it prints what failed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def distort(digits: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.f
 class DistortedDigits:
     """A sampler: random row groups of the store, each digit distorted a few times.
 
-    It travels to the sampler processes as its URI; each opens the store once, at its first task.
+    It is pickled as its URI; each sampler process opens the store once, at its first task.
     """
 
     def __init__(self, store: str) -> None:
@@ -115,7 +115,7 @@ class DistortedDigits:
         self.row_groups: list[pads.ParquetFileFragment] = []
 
     def open(self) -> list[pads.ParquetFileFragment]:
-        """List the row groups; of the files, only the footers are read."""
+        """List the row groups; only the footers of the files are read."""
         fragments = pads.dataset(self.store, format="parquet").get_fragments()
         return [group for fragment in fragments for group in fragment.split_by_row_group()]
 
@@ -134,7 +134,7 @@ class DistortedDigits:
 
 
 class Classifier:
-    """A small convolutional network and its optimizer; nothing here knows of a cache."""
+    """A small convolutional network and its optimizer; it does not know of the cache."""
 
     def __init__(self) -> None:
         def block(channels_in: int, channels_out: int) -> nn.Module:
@@ -168,7 +168,7 @@ HEADER = "epoch      s  segments    rows  evicted  sampler MB/s  loader MB/s  st
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One line of the table."""
+    """The results of one epoch: one line of the table."""
 
     number: int
     seconds: float
@@ -195,7 +195,7 @@ def train(
     loader: Loader,
     held_out: tuple[Tensor, Tensor],
 ) -> Iterator[Epoch]:
-    """Train without end, an epoch a snapshot, and yield what each epoch was like."""
+    """Train without end, an epoch a snapshot, and yield the results of each epoch."""
     for number in itertools.count():
         start, drawn, loaded = time.perf_counter(), pool.stats(), loader.stats()
         segments: set[int] = set()
@@ -221,7 +221,7 @@ def train(
 
 
 def failures(epochs: Sequence[Epoch], problems: Sequence[object]) -> list[str]:
-    """What this job promises to show, and did not; empty when all is well."""
+    """Return the promises of this job that failed, as sentences."""
     first, last = epochs[0], epochs[-1]
     failed = [f"cache.verify() found: {problem}" for problem in problems]
     if last.accuracy_percent < max(80, first.accuracy_percent + 20):
@@ -251,9 +251,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job, print its table; return 0 only if it showed what it promises."""
+    """Run the job, print its table; return 0 only if all its promises held."""
     options = parse_arguments(arguments)
-    # A kill ends the job like Ctrl-C does: through the `with` blocks, leaving no process or file.
+    # A kill ends the job like Ctrl-C: through the `with` blocks, leaving no process or file.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     torch.manual_seed(0)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - options.workers))
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 SCHEMA,
                 capacity=options.capacity,
                 segment_bytes="2MiB",
-                headroom=0.25,  # what samplers may renew during one epoch
+                headroom=0.25,  # room for the samplers during one epoch
             ) as cache,
             ac.SamplerPool(cache, DistortedDigits(store), workers=options.workers, progress=False) as pool,
             Loader(cache, BATCH_SIZE, drop_last=False, with_ids=True, wait_rows=256) as loader,
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(epoch, flush=True)
                 if len(epochs) >= options.epochs or time.perf_counter() > deadline:
                     break
-            pool.stop()  # verify a cache that nobody is changing any more
+            pool.stop()  # verify a cache that does not change any more
             failed = failures(epochs, cache.verify())
     print()
     for failure in failed:

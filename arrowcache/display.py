@@ -1,11 +1,11 @@
 """Display: shows values as text in a terminal and as HTML in a notebook. Nobody else lays out either.
 
-A class says once what it shows: a `Card` of sentences, facts, tables, bars and timelines. `Shown` makes its
-`__str__` and its `_repr_html_` of that. Nobody else lays out text or writes HTML.
+A class describes itself once: a `Card` of sentences, facts, tables, bars and timelines. `Shown` makes its
+`__str__` and its `_repr_html_` of the card. No other module lays out text or writes HTML.
 
-A name of a user's, or of a file, shows as itself and moves nothing. The HTML has no script, nothing from
-elsewhere, and its style is inline, so that it meets no other output's. Text takes the notebook's own color,
-lines JupyterLab's variables, with colors that are seen on white and on black where those are not.
+A user's or a file's name shows as itself and moves nothing. The HTML has no script and no external resource,
+and its style is inline, so that it does not affect other output. Text takes the notebook's own color, lines
+JupyterLab's variables, with colors visible on white and on black as a fallback.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import NamedTuple
 
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
-#: Of Okabe and Ito (2008): told apart by the color-blind, too; seen on white and on black.
+#: From Okabe and Ito (2008): distinct for the color-blind, too, and visible on white and on black.
 BLUE, ORANGE, PURPLE, GREEN, SKY, RED = COLORS = (
     "#2f7fc1", "#e69f00", "#b66dbd", "#009e73", "#56b4e9", "#d55e00",
 )  # fmt: skip
 GREY = "#8c8c8c"
-_FILLS = "█▓▒░▚▞"  # a terminal's for COLORS
+_FILLS = "█▓▒░▚▞"  # a terminal's characters for COLORS
 _LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.35))"
 _WIDTH = "max-width: 46em"
 _TEXT_WIDTH = 40  # characters of a bar
 _MOST_CELLS, _CELL_HEIGHT = 100, 40
 _MOST_NAME = 40
-_MOST_OPEN = 20  # rows of a table; of more, a notebook shows the total first
+_MOST_OPEN = 20  # rows of a table; a notebook shows the total of a longer one first
 
 
 # Text
 
 
 def printable(value: object) -> str:
-    """Text with all that is not to be seen, or would move the rest, as escapes: line ends, controls."""
+    """Return text with escapes for characters that are invisible or move others: line ends, controls."""
     text = str(value)
     if text.isprintable():
         return text
@@ -46,12 +46,12 @@ def printable(value: object) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """At most so many characters, the last of them "…" if some are left out."""
+    """Return at most `most` characters, the last of them "…" if some are left out."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _columns(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> str:
-    """Rows in columns, two blanks between them; those in `right` are aligned to the right."""
+    """Lay out rows in columns, two blanks between them; columns in `right` are aligned to the right."""
     lines = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
 
@@ -63,7 +63,7 @@ def _columns(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> str
 
 
 def _width(text: str) -> int:
-    """Columns of a terminal."""
+    """Return the number of terminal columns of a text."""
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
     )
@@ -73,28 +73,28 @@ def _width(text: str) -> int:
 
 
 class Markup(str):
-    """Text that is HTML already; all other is escaped where it becomes part of one."""
+    """Text that is HTML already; other text is escaped when it becomes part of some."""
 
     __slots__ = ()
 
 
 def escape(value: object) -> Markup:
-    """Any text, such as a user's or a file's name, so that it shows as itself."""
+    """Escape a text, such as a user's or a file's name, so that it shows as itself."""
     return value if isinstance(value, Markup) else Markup(html.escape(printable(value)))
 
 
 def join(parts: Iterable[object]) -> Markup:
-    """Parts one after another, each escaped unless it is Markup."""
+    """Join parts, each escaped unless it is Markup."""
     return Markup("".join(map(escape, parts)))
 
 
 def element(tag: str, *content: object, **attributes: object) -> Markup:
-    """An element; `_` in an attribute's name is `-`, and one of None is left out."""
+    """Make an element; `_` in an attribute's name becomes `-`, and an attribute of None is left out."""
     return Markup(f"{empty_element(tag, **attributes)}{join(content)}</{tag}>")
 
 
 def empty_element(tag: str, **attributes: object) -> Markup:
-    """One without an end, such as an image."""
+    """Make an element without an end tag, such as an image."""
     shown = "".join(
         f' {name.replace("_", "-")}="{html.escape(printable(value))}"'
         for name, value in attributes.items()
@@ -104,12 +104,12 @@ def empty_element(tag: str, **attributes: object) -> Markup:
 
 
 def note(*content: object) -> Markup:
-    """A line in small print."""
+    """Make a line in small print."""
     return element("div", *content, style="font-size: 0.87em; opacity: 0.85; margin: 0.15em 0")
 
 
 def page(title: str, body: Markup) -> str:
-    """A document of its own, in the reader's choice of light or dark."""
+    """Make a document of its own, in the reader's choice of light or dark."""
     head = element("title", title) + Markup('<meta charset="utf-8">')
     style = "color-scheme: light dark; background: Canvas; color: CanvasText; font-family: sans-serif"
     return f"<!DOCTYPE html>\n<html><head>{head}</head>{element('body', body, style=style)}</html>\n"
@@ -127,7 +127,6 @@ def _rows(rows: Iterable[Sequence[object]], styles: Sequence[str], tag: str = "t
 
 
 def _legend(names: Iterable[tuple[str, str]]) -> Markup:
-    """What colors stand for: (name, color)."""
     square = f"display: inline-block; width: 0.7em; height: 0.7em; margin-right: 0.35em; border: {_LINE}"
     entries = (
         element(
@@ -146,7 +145,7 @@ def _legend(names: Iterable[tuple[str, str]]) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and values, a line each."""
+    """Names and values, one a line."""
 
     rows: Sequence[tuple[str, object]]
 
@@ -161,7 +160,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a head; `total` is a sentence on all of them, `right` heads of columns of numbers."""
+    """Rows under a head; `total` is a sentence about all of them, `right` names columns of numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -186,13 +185,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of parts, and what they are.
+    """A bar of parts, with a legend.
 
     Args:
-        parts: (name, amount), as many as COLORS at most; what is nothing is left out.
-        format_amount: an amount as text.
-        whole: the amount of the bar's whole length; 0: all parts together.
-        rest: the name of what is left of it.
+        parts: (name, amount), at most as many as COLORS; parts of 0 are left out.
+        format_amount: function that makes text of an amount.
+        whole: the amount of the bar's whole length. 0 means all parts together.
+        rest: the name of the rest of the whole.
     """
 
     parts: Sequence[tuple[str, float]]
@@ -201,7 +200,7 @@ class Bar:
     rest: str = ""
 
     def _shown(self) -> list[tuple[float, str, str, str]]:
-        """(share of the length, name with amount, color, character) of each part that is something."""
+        """Return (share of the length, name with amount, color, character) of each part above 0."""
         whole = max(self.whole, sum(amount for _, amount in self.parts)) or 1
         shown = [
             (amount / whole, f"{name} {self.format_amount(amount)}", color, fill)
@@ -247,21 +246,21 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Segments side by side, oldest first, at least one: how old, how many rows, by which sampler.
+    """Segments side by side, oldest first, at least one: their ages, rows and samplers.
 
-    Neighbours share a cell where there are more than can be drawn.
+    Neighbours share a cell if there are more segments than cells.
     """
 
     marks: Sequence[Mark]
 
     def cells(self) -> list[Sequence[Mark]]:
-        """Of equally many marks each, but for one more."""
+        """Return the cells, each with the same number of marks, or one more."""
         count = min(len(self.marks), _MOST_CELLS)
         ends = [len(self.marks) * cell // count for cell in range(count + 1)]
         return [self.marks[start:stop] for start, stop in itertools.pairwise(ends)]
 
     def samplers(self) -> list[tuple[str, str]]:
-        """Each sampler, most rows first, and its share of them; those without a color of their own as one."""
+        """Return each sampler, most rows first, and its share of them; those without a color are summed."""
         ranked = sorted(_rows_of(self.marks).items(), key=lambda entry: (-entry[1], entry[0]))
         if len(ranked) > len(COLORS):
             others = ranked[len(COLORS) :]
@@ -270,7 +269,7 @@ class Timeline:
         return [(name, format_share(count, rows)) for name, count in ranked]
 
     def span(self) -> str:
-        """Numbers and ages of the first and the last."""
+        """Describe the numbers and ages of the first and the last segment."""
         first, last = self.marks[0], self.marks[-1]
         if first is last:
             return f"seq {first.seq}, published {_age(first)} ago"
@@ -299,7 +298,6 @@ class Timeline:
 
 
 def _rows_of(marks: Iterable[Mark]) -> Counter[str]:
-    """Rows by sampler."""
     rows: Counter[str] = Counter()
     for mark in marks:
         rows[mark.sampler] += mark.rows
@@ -307,7 +305,7 @@ def _rows_of(marks: Iterable[Mark]) -> Counter[str]:
 
 
 def _age(mark: Mark) -> str:
-    return format_seconds(max(0.0, mark.age_seconds))  # below zero where a clock was set back
+    return format_seconds(max(0.0, mark.age_seconds))  # negative if a clock was set back
 
 
 def _drawn(at: int, cell: Sequence[Mark], highest: float, colors: dict[str, str]) -> Markup:
@@ -337,7 +335,7 @@ Part = str | Facts | Table | Bar | Timeline
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What an object shows: what it is, which one if that is told, and its parts below each other."""
+    """The description of an object: its kind, perhaps its name, and its parts below each other."""
 
     title: str
     subtitle: str
@@ -360,7 +358,7 @@ class Card:
 
 
 class Shown:
-    """A class whose objects show themselves, by a card, where they are printed and in a notebook."""
+    """Base class of objects that show a card when they are printed, and in a notebook."""
 
     __slots__ = ()
 

@@ -33,15 +33,15 @@ class CacheFullError(ArrowCacheError):
 
 
 class CacheFormatError(ArrowCacheError):
-    """A folder is not a cache, or one of a format this version does not know."""
+    """A folder is not a cache, or has a format that this version does not know."""
 
 
 class CorruptSegmentError(ArrowCacheError):
-    """A segment's file is not what was published."""
+    """A segment's file differs from the published one."""
 
 
 class SamplerError(ArrowCacheError):
-    """A sampler failed, more often than it may, or a file to be imported is damaged."""
+    """A sampler failed, more often than allowed, or a file to be imported is damaged."""
 
 
 class MissingSegmentsError(ArrowCacheError, LookupError):
@@ -49,7 +49,7 @@ class MissingSegmentsError(ArrowCacheError, LookupError):
 
 
 class WorkerError(ArrowCacheError):
-    """Worker processes cannot start, died of a batch, or failed with what cannot be sent."""
+    """Worker processes cannot start, died at a batch, or failed with an error that cannot be sent."""
 
 
 class LoaderTimeoutError(ArrowCacheError, TimeoutError):
@@ -61,7 +61,7 @@ class LockTimeoutError(ArrowCacheError, TimeoutError):
 
 
 def sentence_of(error: BaseException) -> str:
-    """What an error says to a person who needs no traceback: one line."""
+    """Return the message of an error for a person who needs no traceback: one line."""
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     else:
@@ -70,9 +70,9 @@ def sentence_of(error: BaseException) -> str:
 
 
 def warn(message: str) -> None:
-    """Give a RuntimeWarning that names the user's line, however deep below it this is.
+    """Give a RuntimeWarning that names the user's line, however deep the call is.
 
-    Raises: RuntimeWarning: a filter makes an error of it.
+    Raises: RuntimeWarning: a filter turns it into an error.
     """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("arrowcache."):

@@ -1,13 +1,13 @@
 """Lifetimes: how things end in a process: by a fork, in the garbage collector, at exit, beside Ctrl-C.
 
-- Fork: an `Origin` tells whether a thing was made here, or in the process that forked this one. What holds
-  descriptors, memory or locks has `forget_in_child`. `unforked` keeps forks from coming between two steps.
+- Fork: an `Origin` tells whether an object was made in this process, or before its fork. Objects with
+  descriptors, memory or locks have `forget_in_child`. `unforked` keeps forks from coming between two steps.
 - Finalizers: the garbage collector calls them at any point of any thread. They wait for no lock: they tell a
-  `Mutex` what ended, and whoever is at its work takes that in.
-- Exit: `at_exit` has things ended while threads still run. Then `is_exiting`, and the kernel frees the rest.
-- Ctrl-C: `shielded` keeps it until a block has ended, and from the processes that are started there.
+  `Mutex` which object ended, and the thread at work handles it.
+- Exit: `at_exit` ends objects while threads still run. Then `is_exiting`, and the kernel frees the rest.
+- Ctrl-C: `shielded` delays it until a block has ended, and blocks it in processes that are started there.
 
-No other module asks to be told of a fork or an exit, compares process numbers, or masks a signal.
+No other module registers for a fork or an exit, compares process numbers, or masks a signal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AGAIN_SECONDS = 0.05
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls, and then raise what the last one did that failed."""
+    """Make all calls, then raise the error of the last failed one."""
     error: Exception | None = None  # an ExitStack would keep its frames, and so memory, in a cycle
     for call in calls:
         try:
@@ -46,7 +46,7 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
 
 
 class Origin:
-    """The process that a thing was made in. Costs no call of the kernel."""
+    """The process in which an object was made. Costs no call of the kernel."""
 
     __slots__ = ("_generation",)
 
@@ -55,29 +55,29 @@ class Origin:
 
     @property
     def is_here(self) -> bool:
-        """False in a forked child: what its parent's threads have locked is locked there for ever."""
+        """False in a forked child: locks that its parent's threads held stay locked there for ever."""
         return self._generation == _generation
 
     def require(self, what: str, remedy: str) -> None:
-        """Raises: ValueError: this process was forked from the one that `what` was made in."""
+        """Raises: ValueError: this process was forked from the one in which `what` was made."""
         if self._generation != _generation:
             raise ValueError(f"{what} belongs to the process that forked this one: {remedy}")
 
 
 class Inherited(Protocol):
-    """What a forked child has a copy of."""
+    """An object that a forked child has a copy of."""
 
     def forget_in_child(self) -> None:
-        """Give up what is the parent's. No other thread is there. Idempotent."""
+        """Give up the parent's resources. No other thread runs then. Idempotent."""
 
 
 def forgets_in_child(thing: Inherited) -> None:
-    """Have a thing forget in each forked child, while it lives: this does not keep it alive."""
+    """Call `forget_in_child` of an object in each forked child, while it lives; keeps no reference."""
     _inherited.add(thing)
 
 
 def at_fork(before: Callable[[], object] | None = None, in_child: Callable[[], object] | None = None) -> None:
-    """Have functions called before each fork, and in each child before things forget."""
+    """Call functions before each fork, and in each child before objects forget."""
     _before.extend([before] if before else [])
     _in_child.extend([in_child] if in_child else [])
 
@@ -101,7 +101,7 @@ def _after_fork_in_child() -> None:
     call_all([*_in_child, *(thing.forget_in_child for thing in [*_inherited])])
 
 
-unforked = threading.RLock()  # whoever has it, for a moment, keeps forks of other threads waiting
+unforked = threading.RLock()  # a thread that holds it, for a moment, delays forks of other threads
 _generation = 0  # rises in each forked child
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 _before: list[Callable[[], object]] = []
@@ -115,39 +115,39 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 class Mutex:
     """A lock for work of many steps, which neither a finalizer nor a signal handler waits for.
 
-    Either may run in the thread that is at the work. There it would wait for ever for a plain lock, and would
-    see the work half done under a reentrant one. A finalizer calls `tell`; a handler gets an error.
+    Either may run in the thread at work. There a plain lock would make it wait for ever, and a reentrant one
+    would show it the work half done. A finalizer calls `tell`; a handler gets an error.
 
     Args:
-        work: for the message.
+        work: name of the work, for the message.
     """
 
     def __init__(self, work: str) -> None:
         self._work = work
         self._lock = threading.RLock()
-        self._holder = 0  # the thread that is at the work
+        self._holder = 0  # the thread at work
         self._told: deque[Any] = deque()
         forgets_in_child(self)
 
     def forget_in_child(self) -> None:
-        """Another thread may have been at the work; what ended was the parent's."""
-        self.__init__(self._work)  # type: ignore[misc]  # anew, at the same place
+        """Begin anew: another thread may have been at work; the ended objects were the parent's."""
+        self.__init__(self._work)  # type: ignore[misc]  # anew, in the same object
 
     @property
     def is_held(self) -> bool:
-        """True while a thread is at the work."""
+        """True while a thread is at work."""
         return self._holder != 0
 
     @property
     def is_here(self) -> bool:
-        """True while that is this thread."""
+        """True while this thread is at work."""
         return self._holder == threading.get_ident()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be at the work; call `settle` after it. Blocks: while another thread is at it.
+        """Do the work inside; call `settle` after it. Blocks: while another thread is at work.
 
-        Raises: RuntimeError: this thread is at it already.
+        Raises: RuntimeError: this thread is at work already.
         """
         with self._lock:
             if self._holder:
@@ -162,18 +162,18 @@ class Mutex:
                 self._holder = 0
 
     def tell(self, what: Any, take_in: Callable[[Any], object]) -> None:
-        """Have a thing taken in: here, or by the thread that is at the work as soon as that is done."""
+        """Handle an object: here, or in the thread at work as soon as its work is done."""
         self._told.append(what)
         self.settle(take_in)
 
     def settle(self, take_in: Callable[[Any], object]) -> None:
-        """Take in what was told, unless a thread is at the work.
+        """Handle the told objects, unless a thread is at work.
 
-        It may wait for a thread that has come in between, but never for one that waits for this.
+        It may wait for a thread that has come in between, but never for one that waits for this thread.
 
         Args:
-            take_in: called with each thing in order, and again with one that Ctrl-C cut short. Returns:
-                False: not now, nor what came after it. A reference to it here would be a cycle.
+            take_in: called with each object in order, and again with one that Ctrl-C cut short. Returns:
+                False: not now, nor the objects after it. A reference to it in the mutex would be a cycle.
         """
         while self._told and not self._holder:
             with self.held():  # not a try to acquire it: Ctrl-C would come between that and its try block
@@ -187,9 +187,10 @@ class Mutex:
 
 
 def at_exit(call: Callable[[], object]) -> None:
-    """Have a function called at exit, before all that anybody has registered by now.
+    """Call a function at exit, before all functions registered by now.
 
-    So who uses a thing ends before it. Daemon threads run still. A forked child calls it at its own exit.
+    So the user of a resource ends before it. Daemon threads still run. A forked child calls it at its own
+    exit.
     """
     _at_exit.insert(0, call)
     atexit.unregister(_exit)
@@ -197,13 +198,13 @@ def at_exit(call: Callable[[], object]) -> None:
 
 
 def before_threads_are_joined(call: Callable[[], object]) -> None:
-    """Have a function called before executors wait for their tasks; ask after the executor has begun."""
-    threading._register_atexit(call)  # type: ignore[attr-defined]  # the last who asks is called first
+    """Call a function before executors wait for their tasks; register after the executor has begun."""
+    threading._register_atexit(call)  # type: ignore[attr-defined]  # the last one registered is called first
 
 
 def is_exiting() -> bool:
     """True once the interpreter ends: a thread may be cut off at any point, and the kernel frees all."""
-    return _is_exiting is not False  # None, once this module was cleared
+    return _is_exiting is not False  # None once this module was cleared
 
 
 def _exit() -> None:
@@ -224,17 +225,17 @@ atexit.register(_exit)
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Keep Ctrl-C until the block has ended: then it is raised. Processes that are started have it blocked.
+    """Delay Ctrl-C until the block has ended, then raise it. Processes started in the block have it blocked.
 
-    Short: nobody can interrupt it.
+    For short blocks: nobody can interrupt them.
     """
     came: list[Any] = []
     before, mask = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     is_main = callable(before) and threading.current_thread() is threading.main_thread()
     try:
-        if is_main:  # where Python has it raised, whichever thread it came to
+        if is_main:  # Python raises it there, whichever thread gets the signal
             signal.signal(signal.SIGINT, lambda *what: came.append(what))
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a process inherits
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by processes
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -245,7 +246,7 @@ def shielded() -> Iterator[None]:
 
 
 def interrupt_again() -> None:
-    """Have Ctrl-C, which came in a finalizer, raised a moment later: no exception leaves a finalizer."""
+    """Raise a Ctrl-C that came in a finalizer a moment later: no exception leaves a finalizer."""
 
     def again() -> None:
         time.sleep(_AGAIN_SECONDS)  # until the finalizer has ended

@@ -1,15 +1,15 @@
 """Linux: the kernel's calls that Python has no name for, or not every Python. Nobody else calls these.
 
-A Python built against an old C library, as those of uv and conda are, lacks `os.memfd_create`,
-`os.pidfd_open` and more, on the newest kernel too. Each call here looks for Python's name; where there is
-none it makes the system call by its number. A processor whose numbers are not known here, and a kernel
-without the call, answer with ENOSYS.
+A Python built against an old C library, such as uv's and conda's, lacks `os.memfd_create`,
+`os.pidfd_open` and more, on the newest kernel too. Each call here uses Python's name; if there is
+none it makes the system call by its number. On a processor whose numbers are not known here, or a kernel
+without the call, the error is ENOSYS.
 
-No other module calls the C library; native/ is a library of its own. Nothing here decides anything: what an
-error means, and what is done without the call, is the caller's. Standard library only.
+No other module calls the C library; native/ is a library of its own. This module decides nothing: the caller
+handles errors and missing calls. Standard library only.
 
-Some calls take less time than handing over the GIL does: those keep it, as they say. All others let go of
-it. Wherever memory is named, it is by its address: the caller knows that it is there.
+Some calls take less time than releasing the GIL does: their docstrings say that they keep it. All others
+release it. Memory is named by its address: the caller must keep it alive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
-_COUNT = struct.Struct("=Q")  # what an eventfd reads and writes
+_COUNT = struct.Struct("=Q")  # the counter of an eventfd
 
 _GENERIC = {"memfd_create": 279, "eventfd2": 19, "pidfd_open": 434}
 _NUMBERS = {
@@ -60,10 +60,10 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def memory_file(name: str) -> int:
-    """A descriptor of an empty file in memory, which no other program inherits.
+    """Return a descriptor of an empty file in memory, which no other program inherits.
 
     Args:
-        name: what its link in /proc says: `/memfd:<name> (deleted)`.
+        name: part of its link in /proc: `/memfd:<name> (deleted)`.
     Raises: OSError: ENOSYS, EPERM: an old kernel, or a sandbox; EMFILE, ENFILE, ENOMEM.
     """
     if hasattr(os, "memfd_create"):
@@ -72,12 +72,12 @@ def memory_file(name: str) -> int:
 
 
 def anonymous_file() -> int:
-    """A descriptor of an empty file without a name, which inherits to nobody by itself."""
+    """Return a descriptor of an empty file without a name, which no other program inherits."""
     try:
         return memory_file("arrowcache")
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise  # else: an old kernel, or a sandbox
+            raise  # otherwise: an old kernel, or a sandbox
         import tempfile
 
         with tempfile.TemporaryFile(prefix="arrowcache-") as file:
@@ -85,10 +85,10 @@ def anonymous_file() -> int:
 
 
 def event(count: int = 0, *, semaphore: bool = False) -> int:
-    """A descriptor of a counter, which no other program inherits. It is readable above zero; nothing blocks.
+    """Return a descriptor of a counter, readable above zero. No other program inherits it; nothing blocks.
 
     Args:
-        semaphore: `take_event` counts down by one; else to zero.
+        semaphore: `take_event` counts down by one, instead of to zero.
     Raises: OSError: EMFILE, ENFILE, ENOMEM.
     """
     flags = _EFD_CLOEXEC | _EFD_NONBLOCK | (_EFD_SEMAPHORE if semaphore else 0)
@@ -98,12 +98,12 @@ def event(count: int = 0, *, semaphore: bool = False) -> int:
 
 
 def add_event(fd: int) -> None:
-    """Count up by one. Raises: BlockingIOError: it is as high as it can be."""
+    """Count up by one. Raises: BlockingIOError: the counter is at its maximum."""
     os.write(fd, _COUNT.pack(1))
 
 
 def take_event(fd: int) -> None:
-    """Count down, as `event` says. Raises: BlockingIOError: it is zero."""
+    """Count down, as `event` says. Raises: BlockingIOError: the counter is zero."""
     os.read(fd, _COUNT.size)
 
 
@@ -117,7 +117,7 @@ def free_range(fd: int, start: int, nbytes: int) -> None:
 
 
 def copy_beyond(fd: int, number: int) -> int:
-    """A copy of a descriptor, higher than a number, which no other program inherits.
+    """Copy a descriptor to a higher number than this one; no other program inherits the copy.
 
     Raises: OSError: EMFILE.
     """
@@ -136,7 +136,7 @@ def lock_file(fd: int) -> None:
 
 
 def unlock_file(fd: int) -> None:
-    """The inverse. Raises: OSError: as of flock."""
+    """Unlock a whole file. Raises: OSError: as of flock."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
@@ -145,14 +145,14 @@ def set_lock(fd: int, kind: int, start: int, length: int) -> None:
 
     Args:
         kind: SHARED, EXCLUSIVE or UNLOCKED.
-        length: 0: to the end, wherever that will be.
+        length: number of bytes. 0 means to the end, wherever that will be.
     Raises: OSError: EAGAIN, EACCES: another description's lock conflicts.
     """
     fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
 
 
 def conflicting_lock(fd: int, start: int, length: int) -> tuple[int, int] | None:
-    """Start and length of a lock that keeps this description from locking a range for writing; None: none."""
+    """Return start and length of a lock that prevents an exclusive lock of a range, or None."""
     query = _FLOCK.pack(EXCLUSIVE, os.SEEK_SET, start, length, 0)
     kind, _, first, size, _ = _FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, query))
     return None if kind == UNLOCKED else (first, size)
@@ -162,7 +162,7 @@ def conflicting_lock(fd: int, start: int, length: int) -> tuple[int, int] | None
 
 
 def process_file(pid: int) -> int:
-    """A descriptor of a process, which is readable once it has ended.
+    """Return a descriptor of a process, which is readable once the process has ended.
 
     Raises: OSError: ENOSYS, EPERM: Linux before 5.3, or a sandbox; ESRCH; EMFILE, ENFILE.
     """
@@ -172,9 +172,9 @@ def process_file(pid: int) -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends.
+    """Let the kernel kill this process when the thread that started it ends.
 
-    Who calls looks afterwards whether the parent is still there: it may have ended before.
+    The caller must check afterwards that the parent still lives: it may have ended before.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -186,7 +186,7 @@ def map_memory(address: int, nbytes: int, protection: int, flags: int, fd: int) 
     """mmap, of a file from its beginning; keeps the GIL. Returns: the address.
 
     Args:
-        address: 0: anywhere.
+        address: address of the mapping. 0 means anywhere.
     Raises: OSError: as of mmap.
     """
     result = _quick.mmap(address or None, nbytes, protection, flags, fd, 0)
@@ -202,7 +202,7 @@ def make_writable(address: int, nbytes: int) -> None:
 
 
 def most_mappings() -> int:
-    """How many mappings the kernel allows this process; past them its own threads fail to start."""
+    """Return the number of mappings that the kernel allows; beyond it the process' threads fail to start."""
     with open("/proc/sys/vm/max_map_count") as file:
         return int(file.read())
 
@@ -214,7 +214,7 @@ def advise(address: int, nbytes: int, advice: int, *, keep_gil: bool = True) -> 
 
 
 def are_in_memory(address: int, nbytes: int) -> bool:
-    """Whether mapped pages are in memory, from an address at a page on; True where nobody can tell."""
+    """True if mapped pages are in memory, from an address at a page on, or if this is unknown."""
     pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
     return bool(_quick.mincore(address, nbytes, pages)) or all(page & 1 for page in pages.raw)
 

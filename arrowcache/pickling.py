@@ -1,8 +1,8 @@
 """Pickling: takes a user's functions to other processes, and brings their errors back.
 
-Never a sample. Functions go by value where the other process could not import them: lambdas, closures, and
-what the main script or a notebook defines, with the globals that it has by then. That goes for the script
-also in a process that multiprocessing started, as `torch.multiprocessing.spawn` starts ranks: the script has
+Never a sample. Functions go by value if the other process could not import them: lambdas, closures, and
+definitions of the main script or a notebook, with their globals at that time. This includes the script
+in a process that multiprocessing started, as `torch.multiprocessing.spawn` starts ranks: the script has
 another name there.
 """
 
@@ -36,11 +36,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
 
 def pickled(functions: object, what: str, instead: str = "") -> bytes:
-    """A user's functions, for `unpickled`.
+    """Pickle a user's functions, for `unpickled`.
 
     Args:
-        what: names them, for messages, as `str.format` makes it of them: "the transform {!r}".
-        instead: another way out than to open things later, such as "pass workers=0".
+        what: their name in messages, a `str.format` template for them: "the transform {!r}".
+        instead: advice other than to open resources later, such as "pass workers=0".
     Raises: TypeError: they cannot be pickled.
     """
     try:
@@ -54,7 +54,7 @@ def pickled(functions: object, what: str, instead: str = "") -> bytes:
 
 def _dumped(functions: object) -> bytes:
     script = sys.modules.get("__mp_main__")
-    if script is not None and script.__name__ == "__mp_main__":  # and only there
+    if script is not None and script.__name__ == "__mp_main__":  # set there only
         cloudpickle.register_pickle_by_value(script)
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -63,10 +63,10 @@ def _dumped(functions: object) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """The inverse, in another process, where the script's classes become these ones.
+    """Unpickle functions in another process, where the script's classes become these ones.
 
-    Else what a function makes of one could not be sent back by the class' name: it would be another class.
-    Raises: what fails: any Exception.
+    Otherwise an object of such a class could not be sent back by its class' name: it would be another class.
+    Raises: any Exception of unpickling.
     """
     functions, classes = cloudpickle.loads(data)
     for each in classes:
@@ -77,14 +77,14 @@ def unpickled(data: bytes) -> Any:
 
 
 class WorkerTraceback(Exception):
-    """Where in a worker process an exception was raised: the cause of what the main process raises."""
+    """The traceback of a worker process: the cause of the error that the main process raises."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
 
 
 def pack_error(error: BaseException) -> str:
-    """An exception with its traceback, for a message; as text alone where it cannot be pickled."""
+    """Pack an exception with its traceback for a message; as text alone if it cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     try:
         packed = cloudpickle.dumps(error)
@@ -96,7 +96,7 @@ def pack_error(error: BaseException) -> str:
 
 
 def unpack_error(packed: str) -> BaseException:
-    """What to raise in the main process: the exception itself, its worker's traceback as its cause."""
+    """Return the exception to raise in the main process, with its worker's traceback as its cause."""
     text, inner = pickle.loads(base64.b64decode(packed))
     error: BaseException | None = None
     if inner is not None:
@@ -106,7 +106,7 @@ def unpack_error(packed: str) -> BaseException:
             error = None
     if not isinstance(error, BaseException):
         return WorkerError(f"a worker process failed with what cannot be pickled:\n{text}")
-    if isinstance(error, StopIteration) or not isinstance(error, Exception):  # as if all was well
+    if isinstance(error, StopIteration) or not isinstance(error, Exception):  # would look like a normal end
         error = RuntimeError(f"a transform raised {error!r}")
     error.__cause__ = WorkerTraceback(text)
     return error

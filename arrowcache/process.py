@@ -37,16 +37,16 @@ _START = (
 )
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _REAP_SECONDS = 5.0
-_INLINE_BYTES = 32 << 10  # a longer message travels as a file, so that sending never waits for the reader
+_INLINE_BYTES = 32 << 10  # a longer message is sent as a file, so that sending never waits for the reader
 _INLINE, _IN_FILE = b"I", b"F"
-_LENGTH_BYTES = 4  # of what tells how long the JSON is; "data" follows it
+_LENGTH_BYTES = 4  # of the JSON's length; "data" follows the JSON
 _FILE = struct.Struct("i")
 
 Message = dict[str, Any]
 
 
 def _file_of(data: bytes) -> int:
-    """An anonymous file with these bytes; the caller closes it."""
+    """Return an anonymous file with these bytes; the caller closes it."""
     fd = linux.anonymous_file()
     view = memoryview(data)
     while view:
@@ -55,7 +55,7 @@ def _file_of(data: bytes) -> int:
 
 
 def _bytes_of(fd: int) -> bytes:
-    """The bytes of a file, which stays open; others may read it at the same time."""
+    """Return the bytes of a file, which stays open; others may read it at the same time."""
     pieces, nbytes = [], 0
     while piece := os.pread(fd, 1 << 24, nbytes):
         pieces.append(piece)
@@ -64,14 +64,14 @@ def _bytes_of(fd: int) -> bytes:
 
 
 class Channel:
-    """One end. Owns its socket."""
+    """One end of a channel. Owns its socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """Our end, which never blocks, and the socket to be inherited by the other process."""
+        """Return this process' end, which never blocks, and the socket for the other process to inherit."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         return cls(ours), theirs
@@ -83,7 +83,7 @@ class Channel:
         """Send a message.
 
         Raises: BrokenPipeError, ConnectionResetError: the other process is gone. BlockingIOError: it has
-            not read for long. OSError: the message cannot be sent now, for example for want of a descriptor.
+            not read for long. OSError: the message cannot be sent now, for example without a free descriptor.
         """
         text = json.dumps(message).encode()
         content = len(text).to_bytes(_LENGTH_BYTES, "little") + text + data
@@ -91,7 +91,7 @@ class Channel:
             try:
                 self._socket.send(_INLINE + content)
             except OSError as error:
-                if error.errno != errno.EMSGSIZE:  # of a socket whose buffer is a small one
+                if error.errno != errno.EMSGSIZE:  # of a socket whose buffer is small
                     raise
             else:
                 return
@@ -102,16 +102,16 @@ class Channel:
             os.close(fd)
 
     def receive(self) -> Message | None:
-        """The next message; None: the other process is gone.
+        """Return the next message, or None if the other process is gone.
 
-        Raises: BlockingIOError: there is none, of an end that never blocks. ValueError: what came is no
+        Raises: BlockingIOError: there is none, at an end that never blocks. ValueError: not a valid
             message. WorkerError: this process has no descriptor left for its file; the message is lost.
         """
         try:
             content, extra, flags, _ = self._socket.recvmsg(  # socket.recv_fds of Python 3.11 takes no flags
                 _INLINE_BYTES + 1, socket.CMSG_LEN(_FILE.size), socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionResetError:  # it died with messages unread: told once, before what it has said
+        except ConnectionResetError:  # it died with messages unread: raised once, before its own messages
             return self.receive()
         if not content:
             return None
@@ -129,7 +129,7 @@ class Channel:
             os.close(fd)
 
     def hang_up(self) -> None:
-        """Have either end see the end of messages, whoever waits there."""
+        """End the messages at both ends, also for a waiting thread."""
         with suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -148,9 +148,9 @@ def _message(content: bytes) -> Message:
 
 
 def one_thread() -> dict[str, str]:
-    """Variables for a process that works beside others like it: numeric libraries have one thread.
+    """Return variables for a process that works beside others like it: numeric libraries use one thread.
 
-    What this process' environment says stays.
+    Variables set in this process' environment keep their values.
     """
     return {name: os.environ.get(name, "1") for name in _THREADS}
 
@@ -158,13 +158,13 @@ def one_thread() -> dict[str, str]:
 class WorkerProcess:
     """A process that runs a module's `main`, with its end of the channel and the descriptors.
 
-    Owns the process, our end of its channel, and a descriptor that tells its end (`watch`).
+    Owns the process, this end of its channel, and a descriptor that is readable at its end (`watch`).
 
     Args:
-        module: imported there, after `begin`.
-        descriptors: of files that both have.
-        environment: variables that it has beside this process' own, or in their place.
-    Raises: OSError: no process, or no descriptor, can be had.
+        module: module imported there, after `begin`.
+        descriptors: descriptors that it inherits.
+        environment: variables added to this process' own, or in their place.
+    Raises: OSError: no process, or no descriptor, is available.
     """
 
     watch = -1
@@ -173,7 +173,7 @@ class WorkerProcess:
         self.channel, theirs = Channel.pair()
         path = [entry or os.getcwd() for entry in sys.path]
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        spawn = sys.modules.get("multiprocessing.spawn")  # where it is not loaded nobody has set another
+        spawn = sys.modules.get("multiprocessing.spawn")  # if it is not loaded, nobody has set another one
         executable = (spawn.get_executable() if spawn is not None else None) or sys.executable
         try:
             with ExitStack() as own, shielded():  # `begin` unblocks Ctrl-C there, once it is ignored
@@ -202,7 +202,7 @@ class WorkerProcess:
             theirs.close()
 
     def hear(self) -> Message | None:
-        """Its next message; None: it has ended, and all that it had said was heard.
+        """Return its next message, or None once it has ended and all its messages were read.
 
         Blocks: until then. Raises: as `Channel.receive`.
         """
@@ -213,12 +213,12 @@ class WorkerProcess:
             return None
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         with suppress(OSError):
             self._process.kill()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end, at most so long. Returns: True: it has ended."""
+        """Wait for its end, at most this many seconds. Returns: True if it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
         return self._process.returncode is not None
@@ -229,19 +229,19 @@ class WorkerProcess:
         self.wait(_REAP_SECONDS)  # in vain if it hangs in the kernel
 
     def close(self) -> None:
-        """Give up the descriptors. Idempotent."""
+        """Close the descriptors. Idempotent."""
         if self.watch >= 0:
             fd, self.watch = self.watch, -1
             os.close(fd)
         self.channel.close()
 
     def forget_in_child(self) -> None:
-        """Give up the descriptors: the process is the parent's."""
+        """Close the descriptors: the process is the parent's."""
         self.close()
-        self._process.returncode = 0  # nobody warns of it
+        self._process.returncode = 0  # suppresses a warning
 
     def how_it_ended(self) -> str:
-        """Its end in words, for messages."""
+        """Describe its end, for messages."""
         code = self._process.returncode
         if code is None:
             return "was killed and does not end"
@@ -255,9 +255,9 @@ class WorkerProcess:
 
 
 def begin() -> tuple[Any, ...]:
-    """Begin to be such a child: leave Ctrl-C to the main process, and die when that dies.
+    """Begin as such a child: leave Ctrl-C to the main process, and die with it.
 
-    Returns: our end of the channel, and the descriptors; none of them, if the main process has died already.
+    Returns: this end of the channel, and the descriptors; none if the main process has died already.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -274,9 +274,9 @@ def begin() -> tuple[Any, ...]:
 
 
 def _beyond_standard(fd: int, own: ExitStack) -> int:
-    """The descriptor, or a copy that `own` closes: a child's numbers 0 to 2 are its standard streams.
+    """Return the descriptor, or a copy that `own` closes: a child's numbers 0 to 2 are its standard streams.
 
-    A process whose own are closed, such as a daemon, gets these numbers for whatever it opens.
+    A process without standard streams, such as a daemon, gets these numbers for its own files.
     """
     if fd > 2:
         return fd
@@ -286,7 +286,7 @@ def _beyond_standard(fd: int, own: ExitStack) -> int:
 
 
 def _watch(pid: int) -> int:
-    """A descriptor that is readable once the process has ended."""
+    """Return a descriptor that is readable once the process has ended."""
     try:
         return linux.process_file(pid)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Shortage: advice where the kernel refuses files, mappings, threads or room on the disk.
 
-An error of the operating system keeps its class, number and path, so that it is handled as before; its
-text gains the numbers and the way out.
+An error of the operating system keeps its class, number and path, so that handlers still match; its
+text gains the numbers and the advice.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from arrowcache.errors import WorkerError
 from arrowcache.linux import most_mappings
 
 MORE_ROOM = "free space on it, or cache.evict() some and cache.resize() to less"
-"""What to do about a full disk: deleting needs no room, all else may."""
+"""Advice for a full disk: deleting needs no room, all other work may."""
 
 
 def explained(error: OSError, folder: Path | None = None) -> OSError:
-    """The same error with what to do; itself, if it says so already, or if nothing is known.
+    """Return the same error with advice; itself, if it has some already, or if there is none.
 
     Args:
-        folder: of the cache that it is about.
+        folder: folder of the cache that it is about.
     """
     if error.errno is None or error.strerror != os.strerror(error.errno):
         return error
@@ -43,7 +43,7 @@ def explained(error: OSError, folder: Path | None = None) -> OSError:
 
 @contextmanager
 def explaining(folder: Path | None = None) -> Iterator[None]:
-    """Errors of the operating system that pass say what to do, for a cache in this folder."""
+    """Add advice to errors of the operating system from the block, for a cache in this folder."""
     try:
         yield
     except OSError as error:
@@ -59,7 +59,7 @@ def explaining(folder: Path | None = None) -> Iterator[None]:
 def start(thread: threading.Thread) -> None:
     """Start a thread.
 
-    Raises: WorkerError: the kernel has none; it can be tried again.
+    Raises: WorkerError: the kernel refuses more threads; it can be tried again.
     """
     try:
         thread.start()
@@ -80,7 +80,7 @@ def _threads() -> str:
 
 
 def _most_mappings() -> str:
-    with suppress(OSError):  # such as for want of a descriptor
+    with suppress(OSError):  # such as without a free descriptor
         return str(most_mappings())
     return "?"
 

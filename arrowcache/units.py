@@ -11,7 +11,7 @@ _UNITS = {"B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate(("k" if base == 1000 else "K", "M", "G", "T"), start=1)
 }
-MOST_COUNTED = 1 << 62  # one and a step more fit into 64 bits
+MOST_COUNTED = 1 << 62  # such a number and a step more fit into 64 bits
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*")
 
 
@@ -42,9 +42,9 @@ def parse_bytes(size: int | str, name: str) -> int:
 
 
 def parse_seconds(seconds: float | None, name: str) -> float | None:
-    """Check a time to wait; None and infinity are no bound.
+    """Check a time to wait. None and infinity mean no limit.
 
-    Raises: ValueError: negative or not a number. TypeError: no number.
+    Raises: ValueError: negative or not a number. TypeError: not a number.
     """
     if seconds is None:
         return None
@@ -75,7 +75,7 @@ def parse_count(value: object, name: str, least: int = 1, most: int | None = MOS
 
 
 def as_int(value: object) -> int:
-    """`operator.index`, which takes a bool, but not NumPy's: that would pass in NumPy 1, with a warning.
+    """`operator.index`, which takes bool, but refuses NumPy's bool in NumPy 1 too, which would only warn.
 
     Raises: TypeError: not an int.
     """
@@ -118,7 +118,7 @@ def format_share(part: float, whole: float) -> str:
 
 
 def require_function(function: object, name: str) -> None:
-    """Make sure that an argument is a function, or None for none.
+    """Check that an argument is a function or None.
 
     Raises: TypeError: it is neither.
     """

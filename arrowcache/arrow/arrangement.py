@@ -25,7 +25,7 @@ _LEAST_COMMON_BYTES = 512
 _WORD_BYTES = 8  # Arrow's own alignment
 
 Span = tuple[int, int]
-"""Where a buffer begins in the file, and its bytes."""
+"""The begin of a buffer in the file, and its bytes."""
 
 
 def needs_gaps(schema: Schema) -> bool:

@@ -61,7 +61,7 @@ def require_plain(file: memoryview) -> None:
 
 
 def structure_spans(file: memoryview, rows: int) -> Iterator[tuple[int, int]]:
-    """Where a file has its headers and offsets: all that is read to check its structure.
+    """The headers and offsets of a file: all that is read to check its structure.
 
     A span is asked for before it is read: where the disk does not give it, stop here. Where headers lead
     nowhere these end, and reading them says so.

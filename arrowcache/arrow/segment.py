@@ -71,7 +71,7 @@ class EncodedSegment:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the buffers of one segment's columns lie: byte offsets from the file's start.
+    """The places of the buffers of one segment's columns: byte offsets from the file's start.
 
     `fixed` has the values of each fixed-width column, `variable` (offsets, values) of each
     variable-length one, both in the schema's physical order; `buffers` has them all, one after another.

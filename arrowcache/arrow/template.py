@@ -83,9 +83,9 @@ class KnownLayouts:
         self._seen: dict[tuple[int, int], None] = {}  # met once, oldest first: many never come again
 
     def find(self, nbytes: int, rows: int) -> Template | None:
-        """What a file of so many bytes and rows is to be compared with.
+        """Return the template for files of this length and number of rows, or None.
 
-        None: none is known, so it must be checked the complete way, as one that is of another kind.
+        Without one, a file must be checked completely, like a file of another kind.
         """
         template = self._templates.pop((nbytes, rows), None)
         if template is not None:

@@ -67,7 +67,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _open_closed_streams() -> None:
-    """What a shell closed, as by `>&-`, is nowhere: libraries write without asking whether they can."""
+    """Replace standard streams that a shell closed, as by `>&-`: libraries write without asking."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)  # open until the process ends

@@ -164,7 +164,7 @@ def _row(total: Imported) -> Counts:
 
 
 def _report(store: Store, changes: Mapping[str, Counts], json: bool) -> None:
-    """What came and went, and what the cache holds now."""
+    """Summarize changes, and the present content of the cache."""
     stats = store.stats()
     counts = {**changes, "held now": (stats.rows, stats.segments, stats.published_bytes)}
     columns = ("rows", "segments", "bytes")
@@ -319,7 +319,6 @@ def _say_what_stays(settings: Settings, capacity: int | None, segment_bytes: int
 
 
 def _interrupted(rows: int, total: int | None, cache: Path, was_made: bool) -> str:
-    """What is said after Ctrl-C."""
     if not rows:
         return "interrupted: nothing was imported"
     of_all = "" if total is None else f" of {total:,}"

@@ -74,7 +74,7 @@ def _arrowcache(
 
 @app.command()
 def info(cache: CachePath, json: AsJson = False) -> None:
-    """What a cache holds, its schema and settings, and who uses it."""
+    """Show the content of a cache, its schema and settings, and its users."""
     opened = ac.Cache.open(cache)
     seen, settings = observe(opened), opened.store.settings
     stats, row_bytes = seen.stats, seen.stats.published_bytes // max(1, seen.stats.rows)
@@ -126,7 +126,7 @@ def info(cache: CachePath, json: AsJson = False) -> None:
 
 
 def _users(seen: Observation) -> Iterator[tuple[str, str]]:
-    """Who uses a cache, each in a line."""
+    """Show the users of a cache, one a line."""
     for lease in seen.leases:
         who = lease.command if lease.pid is None else f"pid {lease.pid} ({lease.command})"
         count = format_count(lease.segments, "segment")

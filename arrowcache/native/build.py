@@ -2,7 +2,7 @@
 
 hatchling finds `EngineHook` here. The compiler is `$CC`, else cc, gcc or clang, else the one of the PyPI
 package ziglang, which pip then brings. A wheel's library is for the platform of its tag; that of an editable
-install lies beside the source. One library serves every version of Python.
+install is beside the source. One library serves every version of Python.
 
 Must never be imported by the package: it is in no wheel. Run as a script it needs no hatchling.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ImportError:  # `python arrowcache/native/build.py` needs no more than a compiler
+except ImportError:  # `python arrowcache/native/build.py` needs only a compiler
     BuildHookInterface = list  # type: ignore[misc, assignment]  # nobody looks for the hook then
 
 
@@ -36,11 +36,11 @@ _GLIBC = "2.28"
 
 
 class NoCompilerError(Exception):
-    """Nothing here can compile C."""
+    """No C compiler was found."""
 
 
 def compiler() -> list[str]:
-    """The command that compiles C on this machine.
+    """Return the command that compiles C on this machine.
 
     Raises: NoCompilerError: there is none.
     """
@@ -63,7 +63,7 @@ def compiler() -> list[str]:
 def compile_engine(library: Path) -> None:
     """Compile the engine; the library appears at its path whole, or not at all.
 
-    Raises: NoCompilerError; RuntimeError: the compiler's own words.
+    Raises: NoCompilerError; RuntimeError: the compiler's own message.
     """
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".engine-") as folder:
         made = Path(folder) / library.name
@@ -84,12 +84,12 @@ def refresh() -> None:
 
 
 class EngineHook(BuildHookInterface[Any]):
-    """Hatchling calls it for a wheel, and for an editable install."""
+    """The build hook that Hatchling calls for a wheel, and for an editable install."""
 
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """Packages that pip brings for the build: a compiler, where there is none."""
+        """Return packages that pip installs for the build: a compiler, if there is none."""
         try:
             compiler()
         except NoCompilerError:
@@ -97,7 +97,7 @@ class EngineHook(BuildHookInterface[Any]):
         return []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and say which platform the wheel is for."""
+        """Compile, and set the platform of the wheel."""
         named = os.environ.get(PLATFORM_VARIABLE) or f"linux_{platform.machine()}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{named}"
@@ -110,7 +110,7 @@ class EngineHook(BuildHookInterface[Any]):
         build_data["force_include"][os.fspath(library)] = f"arrowcache/native/{LIBRARY}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
-        """The wheel has its copy."""
+        """Remove the library after the wheel has its copy."""
         if version != "editable":
             self._folder.cleanup()
 

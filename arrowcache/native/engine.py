@@ -1,13 +1,13 @@
-"""Engine: jobs, which bring rows of segments into arrays. The face of engine.h; threads.py has the threads.
+"""Engine: jobs that copy rows of segments into arrays. The face of engine.h; threads.py has the threads.
 
-A call begins a job and returns. Rows are named by their numbers (`Rows`). Rows that are in memory are copied
+A call begins a job and returns. Rows are given by their numbers (`Rows`). Rows that are in memory are copied
 from mapped files (`copy_rows`); rows that may be on the disk are asked for, then read (`read_rows`). Columns
 of variable width take two jobs: `find_values`, then `copy_values` or `read_values`. `fetch_rows` and
 `fetch_values` have the disk begin to read rows that follow one another. The thread that waits for a copy
 helps, so a copy ends also where there are no other threads.
 
-Guarantees: numbers are checked before a byte is copied. Once a job has ended, in whatever way, nothing
-touches what it was given. Ctrl-C ends a wait within milliseconds. A job that the kernel holds for more than
+Guarantees: numbers are checked before a byte is copied. An ended job, in whatever way it ended, touches none
+of its arguments. Ctrl-C ends a wait within milliseconds. A job that the kernel holds for more than
 5 s, as on a dead disk, is left behind with all that it touches, and a ResourceWarning. A job that a forked
 child inherits raises there.
 
@@ -37,7 +37,7 @@ PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
 _FIXED, _LENGTHS, _VALUES = range(3)
 _COPY, _ASK, _READ, _FETCH = range(4)
 _DONE = -1  # no number was out of range
-_INLINE_BYTES = 64 << 10  # less is not worth waking a thread
+_INLINE_BYTES = 64 << 10  # fewer bytes are not worth waking a thread
 _HELD_GIL_CHUNKS = 16  # 4 MiB, copied in 0.4 ms; beside a busy thread the GIL takes 5 ms to come back
 _NOTHING = (0,) * 4  # of `engine_job`: there are no values, nothing is read
 _BEGUN = (0,) * 9  # of `engine_job`, which the engine fills in
@@ -45,11 +45,11 @@ _WAY, _DAMAGED, _FAILED, _ERROR, _MISSED = 1, *range(15, 19)
 
 
 class Column(NamedTuple):
-    """A column of fixed width on its way.
+    """A column of fixed width to be copied.
 
     Args:
-        buffer: which of a segment's buffers it is.
-        row_bytes: of a row, at least 1.
+        buffer: index of its buffer in a segment.
+        row_bytes: bytes of a row, at least 1.
         out: address of memory for all rows, one after another.
     """
 
@@ -59,9 +59,9 @@ class Column(NamedTuple):
 
 
 class Columns:
-    """Columns of fixed width on their way, as of `Column`: a table, made once and moved for each job.
+    """Columns of fixed width to be copied, as of `Column`: a table, made once and moved for each job.
 
-    `row_bytes` are those of a row of all of them.
+    `row_bytes` are those of a row of all columns.
     """
 
     __slots__ = ("_table", "address", "count", "row_bytes")
@@ -72,7 +72,7 @@ class Columns:
         self.count, self.row_bytes = words // 3, sum(self._table[1::3])
 
     def at(self, addresses: Iterable[int]) -> Columns:
-        """The same columns on their way to other memory: for each an address, as `Column.out`."""
+        """Return the same columns with other memory: for each an address, as `Column.out`."""
         moved = object.__new__(Columns)
         moved._table = self._table[:]
         moved._table[2::3] = array("q", addresses)
@@ -82,7 +82,7 @@ class Columns:
 
     @property
     def pieces(self) -> int:
-        """A row is read in so many."""
+        """The number of pieces in which a row is read."""
         return sum(-(-width // PIECE_BYTES) for width in self._table[1::3])
 
 
@@ -95,17 +95,17 @@ class Failure:
 
 
 class Job:
-    """Rows on their way. Its owner calls `take` until that returns True, or `cancel`; one thread at a time.
+    """Rows being copied. Its owner calls `take` until that returns True, or `cancel`; one thread at a time.
 
-    All that it touches stays alive until its end was seen, also where the job dies before that.
+    All its arguments stay alive until its end was seen, even if the job object dies before.
 
-    `refused` is -1, or the index of a row number that is out of range or whose segment is not known; nothing
+    `refused` is -1, or the index of a row number that is out of range or whose segment is not known; no row
     was copied then. Valid once the job has ended.
     """
 
     refused = _DONE
     _is_left_behind = False
-    _cancelled = 0  # when, by time.monotonic_ns
+    _cancelled = 0  # by time.monotonic_ns
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Job:
         pieces: int = 0,
         drops: bool = False,
     ) -> None:
-        got = np.zeros(pieces, np.uint8) if pieces else None  # those that are copied
+        got = np.zeros(pieces, np.uint8) if pieces else None  # True for copied pieces
         places = kind, way, rows.address, address_of(ids), len(ids), columns.address, columns.count, *values
         self._job = array("q", (*places, 0 if got is None else address_of(got), drops, *_BEGUN))
         self._keep, self._address = (rows, ids, columns, got, keep), self._job.buffer_info()[0]
@@ -152,7 +152,7 @@ class Job:
         _under_way.pop(self._address, None)
 
     def take(self, seconds: float) -> bool:
-        """Help with a copy, then wait for the job. Returns: True: it has ended.
+        """Help with a copy, then wait for the job. Returns: True if it has ended.
 
         Blocks: at most so long, and the time of one chunk more; Ctrl-C is seen at a chunk's end.
         Raises: RuntimeError: this process was forked from the one that copies.
@@ -175,15 +175,15 @@ class Job:
         return self._has_ended
 
     def go_on(self) -> None:
-        """Begin the second part, if there is one and the first has ended: not here."""
+        """Begin the second part, if there is one and the first has ended: a plain job has none."""
 
     def cancel(self, seconds: float | None = None) -> bool:
-        """End it. Returns: False: the kernel holds a thread that copies, and what it touches must stay.
+        """End it. Returns: False: the kernel holds a thread that copies, and its memory must stay.
 
         Args:
-            seconds: how long to wait for what was begun; None: 5 s since the first call, and then it is left
-                behind.
-        Idempotent. No Ctrl-C keeps it from its end; one that came in those 5 s is raised after it.
+            seconds: longest wait for work in progress. None means 5 s from the first call; then the job is
+                left behind.
+        Idempotent. Ctrl-C does not prevent the end: one that came in those 5 s is raised after it.
         """
         interrupt: BaseException | None = None
         while not (self._has_ended or threads is None):  # as it is once the interpreter has ended so far
@@ -224,12 +224,12 @@ class Job:
 
     @property
     def missed(self) -> int:
-        """Pages of a copy, or pieces of a read, that were not in memory. Valid once it has ended."""
+        """Pages of a copy, or pieces of a read, that were not in memory. Valid once the job has ended."""
         return self._job[_MISSED]
 
     @property
     def failure(self) -> Failure | None:
-        """A row that could not be read; None: all were. Valid once it has ended."""
+        """A row that could not be read, or None. Valid once the job has ended."""
         index = self._job[_FAILED] - 1
         return None if index < 0 else Failure(index, self._job[_ERROR])
 
@@ -242,7 +242,7 @@ class Job:
 
 
 class _UnderWay(weakref.ref[Job]):
-    """What a job touches, from its beginning until its end was seen; and the job, if it lives."""
+    """The arguments of a job, from its beginning until its end was seen; and the job, if it lives."""
 
     __slots__ = ("address", "handle", "kept")
     address: int
@@ -267,9 +267,9 @@ _lost: deque[_UnderWay] = deque()  # told without a line of Python, in which a C
 
 
 class Read(Job):
-    """Rows that may be on the disk: they are asked for, then those that were not in memory are read.
+    """Rows that may be on the disk: they are asked for, then the missing ones are read.
 
-    Ctrl-C in any line of it is no harm: at worst it reads once more.
+    Ctrl-C in any line does no harm: at worst rows are read once more.
     """
 
     _is_asking = True  # a read may have to follow
@@ -278,7 +278,7 @@ class Read(Job):
     def go_on(self) -> None:
         """Begin to read the rows that were not in memory, if all have been asked for."""
         if self._is_asking and super().has_ended():
-            self._missed = self._missed or self._job[_MISSED]  # which a read that is begun sets anew
+            self._missed = self._missed or self._job[_MISSED]  # the read sets it anew
             if self._missed:
                 self._job[_WAY] = _READ
                 self._has_ended = False
@@ -310,9 +310,9 @@ class Read(Job):
 
 
 class Found(Job):
-    """A job that finds where the values of some rows are, and where they go.
+    """A job that finds the places of some rows' values, and the places to copy them to.
 
-    Once it has ended, `source` (n,) are places in their files, `offsets` (n + 1,) are those of the copied
+    Once it has ended, `source` (n,) are places in the files, `offsets` (n + 1,) are those of the copied
     values, in bytes, and `damaged` is the index of a row whose offsets point out of its file, or -1.
     """
 
@@ -323,7 +323,7 @@ class Found(Job):
         nbytes = self.source.nbytes
         super().__init__(_LENGTHS, way, rows, ids, columns, keep, nbytes=nbytes, values=self.places)
         if self._is_late:
-            self.take(0)  # the values can be on their way the sooner
+            self.take(0)  # so that the values can be begun sooner
 
     @property
     def damaged(self) -> int:
@@ -331,13 +331,13 @@ class Found(Job):
 
 
 def copy_now(rows: Rows, ids: NDArray[np.int64], columns: Columns) -> tuple[int, int] | None:
-    """Copy columns of a few rows from memory, here and now; the GIL is kept.
+    """Copy columns of a few rows from memory, here and now; keeps the GIL.
 
     Args:
         ids: (n,) int64, C-contiguous.
-        columns: of fixed width.
-    Returns: as of a `Job`: `refused` and `missed`. None: there are too many rows, or some are not mapped;
-        nothing was done.
+        columns: columns of fixed width.
+    Returns: `refused` and `missed` of a `Job`, or None if nothing was done: rows are too many, or some are
+        not mapped.
     """
     if len(ids) * columns.row_bytes > _INLINE_BYTES:
         return None
@@ -350,14 +350,14 @@ def copy_now(rows: Rows, ids: NDArray[np.int64], columns: Columns) -> tuple[int,
 def copy_rows(
     rows: Rows, ids: NDArray[np.int64], columns: Columns | Sequence[tuple[int, int, int]], keep: object = None
 ) -> Job:
-    """Have columns of some rows copied from memory; returns at once.
+    """Begin to copy columns of some rows from memory; returns at once.
 
     Rows of segments that are not mapped are read from their files.
 
     Args:
         ids: (n,) int64 numbers of rows.
-        columns: of fixed width; `Columns` cost less.
-        keep: what keeps their memory where it is, and the files mapped; it is kept until the job has ended.
+        columns: columns of fixed width; `Columns` cost less.
+        keep: owner of their memory and of the mappings; kept until the job has ended.
     """
     ids, columns = np.ascontiguousarray(ids, np.int64), _table(columns)
     return Job(_FIXED, _COPY, rows, ids, columns, keep, nbytes=len(ids) * columns.row_bytes)
@@ -371,7 +371,7 @@ def read_rows(
     *,
     drops: bool = False,
 ) -> Read:
-    """Have columns of some rows read from their files, side by side; returns at once.
+    """Begin to read columns of some rows from their files, side by side; returns at once.
 
     Args:
         rows, ids, columns, keep: as of `copy_rows`.
@@ -390,24 +390,24 @@ def find_values(
     *,
     on_disk: bool = False,
 ) -> Found:
-    """Have the values of a variable-length column of some rows found; returns at once.
+    """Begin to find the values of a variable-length column of some rows; returns at once.
 
     Args:
         ids: as of `copy_rows`.
-        buffer: which of a segment's buffers has the offsets; the one after it has the values.
-        element_bytes: of what the offsets count.
-        keep: as of `copy_rows`; until the values are brought, too.
-        on_disk: the offsets may be there.
+        buffer: index of the segments' buffer of offsets; the next buffer has the values.
+        element_bytes: bytes of the unit of the offsets.
+        keep: as of `copy_rows`; kept until the values are copied, too.
+        on_disk: True if the offsets may be on the disk.
     """
     column = Columns([Column(buffer, element_bytes)])
     return Found(_READ if on_disk else _COPY, rows, np.ascontiguousarray(ids, np.int64), column, keep)
 
 
 def copy_values(found: Found, out: NDArray[np.uint8]) -> Job:
-    """Have the values copied that were found, from memory; returns at once.
+    """Begin to copy found values from memory; returns at once.
 
     Args:
-        found: it has ended; its rows are still mapped.
+        found: an ended job, whose rows are still mapped.
         out: (found.offsets[-1],) bytes.
     """
     kept, column = (found, out), Columns([Column(0, 1, address_of(out))])
@@ -415,7 +415,7 @@ def copy_values(found: Found, out: NDArray[np.uint8]) -> Job:
 
 
 def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) -> Read:
-    """Have the values read that were found, from their files; returns at once.
+    """Begin to read found values from their files; returns at once.
 
     Args: as of `copy_values` and `read_rows`.
     """
@@ -427,10 +427,10 @@ def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) ->
 def fetch_rows(
     rows: Rows, first: int, last: int, columns: Columns | Sequence[tuple[int, int, int]], keep: object = None
 ) -> Job:
-    """Have the disk begin to read rows first..last-1; returns at once. What is out of range is left out.
+    """Have the disk begin to read rows first..last-1; returns at once. Rows out of range are left out.
 
     Args:
-        columns: of fixed width; `out` is unused.
+        columns: columns of fixed width; `out` is unused.
         keep: as of `copy_rows`.
     """
     return Job(_FIXED, _FETCH, rows, np.array([first, last], np.int64), _table(columns), keep)

@@ -1,4 +1,4 @@
-"""Library: the compiled C of this folder, loaded twice: `library` lets go of the GIL, `quick` keeps it."""
+"""Library: the compiled C of this folder, loaded twice: `library` releases the GIL, `quick` keeps it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-VERSION = 3  # ENGINE_VERSION of the headers that the faces here are for
+VERSION = 3  # ENGINE_VERSION of the matching headers
 PATH = Path(__file__).with_name("libengine.so")
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """The address of an array's first byte."""
+    """Return the address of an array's first byte."""
     try:  # the other way takes four times as long
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
-    except (TypeError, ValueError):  # it is empty, strided, of times, or not to be written to
+    except (TypeError, ValueError):  # empty, strided, of times, or read-only
         return int(array.__array_interface__["data"][0])
 
 
 def declare(name: str, result: type | None, *arguments: type) -> None:
-    """Say what a function takes and gives.
+    """Set the argument types and the result type of a function.
 
     Raises: ImportError: the library has no such function.
     """

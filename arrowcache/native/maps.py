@@ -1,6 +1,6 @@
 """Maps: read-only mappings of whole files, without a descriptor each. The face of maps.h.
 
-Owns: what it maps, until `unmap`. Guarantees: no forked child inherits a mapping or counts one.
+Owns: its mappings, until `unmap`. Guarantees: no forked child inherits a mapping or counts one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from arrowcache.native.library import address_of, declare, library, quick
 _TOO_LONG, _WAITS = -1, -2  # MAPS_LENGTH and MAPS_WAITS of the header
 PATH, FD, ADDRESS, NBYTES, DEVICE, INODE = range(6)  # words of a `maps_file`
 WORDS = 6
-_KEPT_GIL_BYTES, _KEPT_GIL_FILES = 8 << 20, 16  # unmapping so much takes some 0.1 ms
-_WAITED_FILES = 16  # at once, where one is on the disk
+_KEPT_GIL_BYTES, _KEPT_GIL_FILES = 8 << 20, 16  # unmapping up to these takes some 0.1 ms
+_WAITED_FILES = 16  # at once, if one is on the disk
 
 
 class File(ctypes.Structure):
     """A file, which may be open, and may be mapped: a `maps_file`. Made by `files`, or `File.at`.
 
-    `address` is 0 where it is not mapped, `fd` is -1 where it is not open. Any thread may read them.
+    `address` is 0 if it is not mapped, `fd` is -1 if it is not open. Any thread may read them.
     """
 
     _fields_ = (
@@ -40,18 +40,18 @@ class File(ctypes.Structure):
     nbytes: int
     device: int
     inode: int
-    paths: object  # what keeps its path
+    paths: object  # owner of its path
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> File:
-        """One file that is neither open nor mapped."""
+        """Return a file that is neither open nor mapped."""
         return cls(os.fsencode(path), -1)
 
     def open(self, limit: int, most: int) -> None:
-        """Open it, and map it, if less than `most` files are mapped and there are addresses: see `address`.
+        """Open it, and map it if fewer than `most` files are mapped and addresses are left: see `address`.
 
-        Keeps the GIL. Whoever opened it calls `close`; it stays mapped until `unmap`.
-        Raises: OSError: it cannot be opened. ValueError: it has not 1 to `limit` bytes.
+        Keeps the GIL. The caller must call `close`; the file stays mapped until `unmap`.
+        Raises: OSError: the file cannot be opened. ValueError: it has not 1 to `limit` bytes.
         """
         code = quick.maps_open(self, limit, most)
         if code == _TOO_LONG:
@@ -61,7 +61,7 @@ class File(ctypes.Structure):
             raise OSError(code, os.strerror(code), os.fsdecode(self.path))
 
     def map(self) -> None:
-        """Map it, which is open, however many are mapped. Raises: OSError: there are no addresses."""
+        """Map an open file, however many are mapped. Raises: OSError: no addresses are left."""
         if code := quick.maps_map(self):
             raise OSError(code, os.strerror(code), os.fsdecode(self.path))
 
@@ -71,11 +71,11 @@ class File(ctypes.Structure):
 
 
 class Kind:
-    """Files that are alike: as long, and equal in some parts.
+    """A kind of files: of the same length, and equal in some parts.
 
     Args:
-        nbytes: of a file.
-        parts: (where it begins in a file, its bytes), in rising order, without overlap.
+        nbytes: length of a file.
+        parts: (its begin in a file, its bytes), in rising order, without overlap.
     """
 
     def __init__(self, nbytes: int, parts: Sequence[tuple[int, bytes]]) -> None:
@@ -88,21 +88,22 @@ class Kind:
         self.address = address_of(self._words)
 
     def has(self, file: File) -> bool:
-        """Whether a file that is open is of this kind; False also where it cannot be read.
+        """True if an open file is of this kind; False also if it cannot be read.
 
-        Lets go of the GIL only where it waits for the disk.
+        Releases the GIL only while it waits for the disk.
         """
         alike = quick.maps_is_alike(file, self.address, False)
         return bool(library.maps_is_alike(file, self.address, True) if alike == _WAITS else alike)
 
 
 class Files(Sequence[File]):
-    """Some rows of a table of files. What is done to a file is done to its row.
+    """Some rows of a table of files. A change of a file changes its row.
 
     Args:
-        words: (n, 6) int64, C-contiguous: what a `maps_file` holds: path, fd, address, nbytes, device, inode.
-        rows: (m,) which; None: all.
-        paths: what keeps the paths.
+        words: (n, 6) int64, C-contiguous, the words of a `maps_file`: path, fd, address, nbytes, device,
+            inode.
+        rows: (m,) indices of the rows. None means all.
+        paths: owner of the paths.
     """
 
     def __init__(
@@ -121,21 +122,21 @@ class Files(Sequence[File]):
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """(m,) where each `maps_file` is."""
+        """The address of each `maps_file`, (m,)."""
         return address_of(self.words) + self.words.strides[0] * self._rows
 
     @property
     def nbytes(self) -> int:
-        """Of all, as far as they were opened."""
+        """The bytes of all files that were opened."""
         return int(self.words[self._rows, NBYTES].sum())
 
 
 def files(folder: str, names: Sequence[str]) -> Files:
-    """Files that are neither open nor mapped.
+    """Return files that are neither open nor mapped.
 
     Args:
-        folder: its absolute path.
-        names: in it, of ASCII.
+        folder: their folder's absolute path.
+        names: their names, of ASCII.
     """
     before = os.fsencode(f"\0{folder}/")
     text = np.frombuffer(before + before.join([name.encode() for name in names]) + b"\0", np.uint8)
@@ -147,10 +148,10 @@ def files(folder: str, names: Sequence[str]) -> Files:
 
 
 def open_alike(files: Files, kind: Kind, most: int) -> NDArray[np.bool_]:
-    """Map those files that are of a kind, as `File.open`, and leave none open.
+    """Map the files that are of a kind, as `File.open`, and leave none open.
 
     Keeps the GIL, some ten microseconds a file, unless it waits for the disk.
-    Returns: (m,) False: it is of another kind, or cannot be opened, and is not mapped.
+    Returns: (m,) True for mapped files. False: of another kind, or it cannot be opened.
     """
     alike, places, done = np.zeros(len(files), np.bool_), files.places, 0
     one, count = quick, len(files)
@@ -163,11 +164,11 @@ def open_alike(files: Files, kind: Kind, most: int) -> NDArray[np.bool_]:
 
 
 def unmap(files: Sequence[File], touched_bytes: int | None = None) -> None:
-    """Unmap files, and close what is open. Idempotent, and where it is interrupted, to be called again.
+    """Unmap files, and close open ones. Idempotent; call it again after an interrupt.
 
     Args:
-        touched_bytes: of them, where that is known: those take the time.
-    Raises: OSError: not all; their `address` says which are left.
+        touched_bytes: bytes of them that were touched, if known: unmapping takes time for these.
+    Raises: OSError: some are left; their `address` shows which.
     """
     if isinstance(files, Files):
         places, nbytes = files.places, files.nbytes

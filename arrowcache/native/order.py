@@ -30,7 +30,7 @@ class Stage(NamedTuple):
     """Blocks of places, each shuffled by itself.
 
     Args:
-        edges: (n + 1,) int64, ascending from 0: where each block begins, and where the last one ends.
+        edges: (n + 1,) int64, ascending from 0: the begin of each block, and the end of the last one.
         keys: (KEYS,) uint64 that select the shuffle.
     """
 
@@ -39,10 +39,10 @@ class Stage(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Runs of places that stages shuffle in place of single ones, and where their rows are.
+    """Runs of places that stages shuffle in place of single ones, and the rows of the runs.
 
     Args:
-        run_rows: of each.
+        run_rows: rows of each run.
         starts: (n,) int64, ascending from 0: places.
         shifts: (n,) int64: from each start on, the row is the place plus this.
     """
@@ -53,12 +53,12 @@ class Runs(NamedTuple):
 
 
 class Pass:
-    """All rows in some order: their numbers at any places. Several threads may ask at once.
+    """All rows in some order: returns the rows at any places. Several threads may ask at once.
 
     Args:
-        rows: how many, at most 2**62.
-        stages: shuffle the places, one after another; none: row i is at place i.
-        runs: then the places of the stages are those of whole runs, rows // runs.run_rows.
+        rows: number of rows, at most 2**62.
+        stages: shuffles of the places, one after another. Without any, row i is at place i.
+        runs: if given, the stages shuffle whole runs, rows // runs.run_rows places.
     """
 
     def __init__(self, rows: int, *stages: Stage, runs: Runs | None = None) -> None:
@@ -77,7 +77,7 @@ class Pass:
         self._at = ctypes.addressof(made)
 
     def __call__(self, first: int, count: int, times: int = 1, apart: int = 0) -> NDArray[np.int64]:
-        """The rows at `count` places from `first` on, then at those from `first + apart` on, and so on.
+        """Return the rows at `count` places from `first` on, then from `first + apart` on, and so on.
 
         Returns: (times * count,).
         Raises: IndexError: a place outside the pass.

@@ -1,7 +1,7 @@
 """Rows: the rows of several segments, numbered one after another, as the engine reads them.
 
-It is a table of segments. It is filled in place, segment by segment, as their files are mapped; threads that
-copy rows of other segments go on meanwhile.
+It is a table of segments. It is filled in place, segment by segment, as their files are mapped. Meanwhile
+threads copy rows of other segments.
 
 Must never: have the address of a segment that is unmapped while its rows may still be asked for. The caller
 keeps all memory whose addresses are in the table.
@@ -27,11 +27,11 @@ _BLOCKS_A_SEGMENT = 4
 
 
 def entries_of(words: NDArray[np.int64], layouts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What `Rows.put` is told of some files: (n, words of an `engine_segment`).
+    """Return the entries of some files for `Rows.put`: (n, words of an `engine_segment`).
 
     Args:
-        words: (n, words of one) of `maps.Files`. One without an address is read, not copied.
-        layouts: (n,) addresses of int64 that say where each buffer begins, in bytes of the file.
+        words: (n, words of one) of `maps.Files`. Files without an address are read, not copied.
+        layouts: (n,) addresses of int64 arrays with the begin of each buffer, in bytes of the file.
     """
     told = np.zeros((len(words), _SEGMENT_WORDS), np.int64)
     told[:, _FROM_WORDS] = words[:, _WORDS]
@@ -43,7 +43,7 @@ class Rows:
     """Rows of segments, none of which is mapped at first.
 
     Args:
-        starts: (n + 1,) int64 numbers of the segments' first rows, and how many rows there are.
+        starts: (n + 1,) int64 numbers of the segments' first rows, then the number of all rows.
     """
 
     def __init__(self, starts: NDArray[np.int64]) -> None:
@@ -63,10 +63,10 @@ class Rows:
         self.address = address_of(self._words)
 
     def put(self, indices: ArrayLike, entries: ArrayLike) -> None:
-        """Tell where the files of segments are, by their `entries_of`. The indices rise."""
+        """Set the places of segments, from their files' `entries_of`. The indices rise."""
         at: Any = np.asarray(indices, np.int64)
         if len(at) and at[-1] - at[0] + 1 == len(at):
-            at = slice(at[0], at[-1] + 1)  # it is faster
+            at = slice(at[0], at[-1] + 1)  # a slice is faster
         told = np.asarray(entries, np.int64).reshape(-1, _SEGMENT_WORDS)
         self._table[at, _NBYTES:_FIRST_ROW] = told[:, _NBYTES:_FIRST_ROW]
         self._table[at, _PATH:] = told[:, _PATH:]
@@ -78,7 +78,7 @@ class Rows:
         self._words[_FIRST] = first
 
     def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64] | int:
-        """The segment of each row (n,); or the index of a number that is out of range."""
+        """Return the segment of each row (n,), or the index of a number that is out of range."""
         segments = np.empty(len(ids), np.int64)
         ids = np.ascontiguousarray(ids, np.int64)
         bad = quick.engine_segments(self.address, address_of(ids), len(ids), address_of(segments))
@@ -86,15 +86,15 @@ class Rows:
 
     @property
     def is_known(self) -> bool:
-        """Whether all segments were put."""
+        """True if all segments were put."""
         return bool(self._is_known.all())
 
     def knows(self, segment: int) -> bool:
-        """Whether a segment was put."""
+        """True if this segment was put."""
         return bool(self._is_known[segment])
 
     def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """The segments that were not put yet, each once and in order: of these, or of all."""
+        """Return the segments that were not put yet, each once and in order: of these, or of all."""
         is_unknown = ~self._is_known
         if segments is not None:
             is_asked = np.zeros(len(is_unknown), np.bool_)

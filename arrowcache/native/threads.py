@@ -1,7 +1,7 @@
-"""Threads: this process' native threads, which do the jobs of engine.py.
+"""Threads: this process' native threads, which run the jobs of engine.py.
 
-Owns: the engine of this process and its threads. They are started by the first job with work for more than
-one, end before a fork and at exit, and are started again by the next job.
+Owns: the engine of this process and its threads. The first job with work for more than one thread starts
+them. They end before a fork and at exit, and the next job starts them again.
 
 Guarantees: a thread that the kernel holds for more than 5 s, as on a dead disk, is left behind, with a
 ResourceWarning, and another one takes its place. A forked child has an engine of its own.
@@ -22,11 +22,11 @@ from arrowcache.native.library import declare, library
 class Threads:
     """The process' engine and its threads.
 
-    `handle` is the engine: another one in a forked child. `most` is how many threads there are to be: fewer
+    `handle` is the engine: another one in a forked child. `most` is the number of threads to start: fewer
     in a process that works beside others like it.
     """
 
-    patience_nanoseconds = 5_000_000_000  # with what the kernel holds
+    patience_nanoseconds = 5_000_000_000  # for threads that the kernel holds
 
     def __init__(self) -> None:
         self.handle = library.engine_new()
@@ -35,18 +35,18 @@ class Threads:
         self.most = _thread_count()
         self.are_started = self._is_closed = False
         self._lock = threading.RLock()  # a signal handler may copy rows, too
-        self._held = 0  # those that the kernel holds, for which there are others
+        self._held = 0  # threads that the kernel holds, replaced by others
 
     def start(self) -> None:
-        """Start them, unless they are, or the process ends."""
+        """Start them, unless they run, or the process ends."""
         with self._lock:
             if not self.are_started and not self._is_closed:
-                self._held = library.engine_stop(self.handle, 0)  # none but these run
+                self._held = library.engine_stop(self.handle, 0)  # only these run
                 library.engine_start(self.handle, self.most + self._held)
                 self.are_started = True
 
     def leave_behind(self) -> None:
-        """The kernel holds one, perhaps for ever: warn, and start another one in its place."""
+        """Warn of a thread that the kernel holds, perhaps for ever, and start another in its place."""
         with self._lock:
             if self.are_started:
                 self._held += 1
@@ -54,7 +54,7 @@ class Threads:
         _warn()
 
     def stop(self) -> bool:
-        """End them, until the next job needs them. Returns: whether all have ended. Blocks: at most 5 s."""
+        """End them until the next job. Returns: True if all have ended. Blocks: at most 5 s."""
         if not self.are_started:
             return True
         try:
@@ -69,7 +69,7 @@ class Threads:
             _warn()
 
     def forget_in_child(self) -> None:
-        """Anew: the lock may be another thread's, and the threads are the parent's."""
+        """Begin anew: another thread may hold the lock, and the threads are the parent's."""
         self.__init__()  # type: ignore[misc]
 
 
@@ -79,7 +79,7 @@ def _warn() -> None:
 
 
 def _thread_count() -> int:
-    """One for two processors, two for eight, four for 64; the machine's ranks share them."""
+    """Return one for two processors, two for eight, four for 64; the machine's ranks share them."""
     ranks = 1
     with suppress(ValueError):
         ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

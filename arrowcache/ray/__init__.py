@@ -1,12 +1,12 @@
 """Ray: samplers all over a cluster, a cache on every training node. Importing this package imports ray.
 
-    caches.py    NodeCaches: which nodes have a cache, where, and what kind of one
+    caches.py    NodeCaches: the nodes with a cache, its path, and its settings
     pool.py      SamplerPool: samplers at work, from construction until `stop()`
-    engine.py    where its tasks are numbered and run: draw anywhere, publish where training is
+    engine.py    numbers and runs tasks: draw anywhere, publish where training is
     drawing.py   draw one segment, in a worker of any node
     ingest.py    publish it: the actor of a node
 
-A record batch travels once, as the file it is going to be, through Ray's object store.
+A record batch is sent once, as the segment's file, through Ray's object store.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""NodeCaches: one cache on the disk of every training node. A value: it travels to where it is used."""
+"""NodeCaches: one cache on the disk of every training node. A value, sent to its users."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ NODE = "{node}"
 
 @dataclass(frozen=True)
 class NodeCaches:
-    """The caches of a cluster: where they are, and what `Cache.create` makes them of.
+    """The caches of a cluster: their places, and the arguments of `Cache.create` for them.
 
     The other arguments are those of `Cache.create`. A cache that is there already is used, with its own
     settings but the capacity.
 
     Args:
-        path: the folder on each node's own disk. `{node}` in it becomes the node's id, which a cluster on
-            one machine needs; a function of that id gives the path itself.
-        nodes: ids of the nodes that get one, from `ray.nodes()`; None: all that are alive when a pool starts.
-            Those with a GPU: `[n["NodeID"] for n in ray.nodes() if n["Alive"] and "GPU" in n["Resources"]]`.
-    Raises: ValueError, TypeError: nodes that are none, a path that is none.
+        path: the folder on each node's own disk. `{node}` in it becomes the node's id, needed for a cluster
+            on one machine; a function of that id returns the path itself.
+        schema, capacity, segment_bytes, segment_rows, headroom, durable: of each cache, as for
+            `Cache.create`. An existing cache is used, with its own settings but the given capacity.
+        nodes: ids of the nodes that get one, from `ray.nodes()`. None means all that are alive when a pool
+            starts. Those with a GPU: `[n["NodeID"] for n in ray.nodes() if n["Alive"] and "GPU" in
+            n["Resources"]]`.
+    Raises: ValueError, TypeError: not nodes, or not a path.
     """
 
     path: str | os.PathLike[str] | Callable[[str], str | os.PathLike[str]]
@@ -47,15 +50,15 @@ class NodeCaches:
             raise ValueError(f"nodes={self.nodes!r} must be ids of nodes, at least one, or None for all")
 
     def path_on(self, node: str) -> Path:
-        """Where the cache of a node is, on that node."""
+        """Return the path of a node's cache on that node."""
         if callable(self.path):
             return Path(self.path(node)).absolute()
         return Path(os.fspath(self.path).replace(NODE, node)).absolute()
 
     def node_ids(self) -> list[str]:
-        """The nodes that have a cache, in an order that every driver agrees on.
+        """Return the nodes that have a cache, in the same order in every driver.
 
-        Raises: ValueError: one of `nodes` is not in the cluster, or not alive; none is.
+        Raises: ValueError: one of `nodes` is not in the cluster, or not alive; there are none.
         """
         alive = sorted(node["NodeID"] for node in alive_nodes())
         if self.nodes is None:
@@ -68,14 +71,14 @@ class NodeCaches:
         return sorted(set(self.nodes))
 
     def local(self) -> Cache:
-        """Open the cache of the node on which this runs, as in the training function of Ray Train.
+        """Open the cache of the current node, as in the training function of Ray Train.
 
-        Raises: FileNotFoundError: none was made here; a pool makes them when it starts.
+        Raises: FileNotFoundError: there is none; a pool makes the caches when it starts.
         """
         return Cache.open(self.path_on(ray.get_runtime_context().get_node_id()))
 
     def make(self, node: str) -> Cache:
-        """Make the cache of the node on which this runs, or open the one that is there.
+        """Make the cache of the current node, or open an existing one.
 
         Raises: as `Cache.create`.
         """
@@ -92,6 +95,6 @@ class NodeCaches:
 
 
 def alive_nodes() -> list[dict[str, Any]]:
-    """What Ray says of each node of the cluster that is alive."""
+    """Return Ray's description of each living node of the cluster."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # it has no types
     return [node for node in nodes if node["Alive"]]

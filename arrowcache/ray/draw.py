@@ -1,6 +1,6 @@
 """Draw: draws one segment in a worker of any node. It is the same that a local pool draws for that task.
 
-It arrives as the bytes of the file that it is going to be, in one buffer, which Ray puts into its object
+The result is the bytes of the segment's file, in one buffer, which Ray puts into its object
 store; nothing is published here.
 """
 
@@ -18,7 +18,7 @@ from arrowcache.sampling.task import Done, Sampler, Task, draw, failure
 
 
 class _Kept(NamedTuple):
-    """What a worker keeps between tasks."""
+    """State that a worker keeps between tasks."""
 
     key: tuple[bytes, Form]
     sampler: Sampler
@@ -32,9 +32,9 @@ def draw_segment(task: Task, form: Form, sampler: bytes) -> tuple[Done, NDArray[
     """Draw task k's segment.
 
     Args:
-        sampler: pickled; Ray has it once a node.
-    Returns: what became of it, and the file's bytes; None: it failed, as `Done.error` tells. A task that is
-        cancelled answers with what it has.
+        sampler: the pickled sampler; Ray has it once a node.
+    Returns: the result, and the file's bytes, or None if the task failed, as `Done.error` tells. A task that
+        is cancelled returns its part.
     """
     started = time.monotonic()
     try:
@@ -53,7 +53,7 @@ def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], in
     is_part = False
     try:
         draw(_kept.sampler, task, _kept.builder, _never)
-    except KeyboardInterrupt:  # so Ray ends a task from outside
+    except KeyboardInterrupt:  # Ray ends a task from outside so
         is_part = True
         if not _kept.builder.rows:
             raise

@@ -3,18 +3,19 @@
 For each task it has Ray draw a segment in any worker, and then hands the reference to one node's actor
 (`share="split"`: the one with the fewest segments waiting) or to all of them (`"replicate"`). Guarantees:
 - content: task k's segment is what a local pool publishes for it, however often Ray draws it again;
-- no task is published by two nodes of a split, but where a node died while it published: what it had is
-  gone with its disk, and a living one publishes it;
-- bounded: at most `workers` tasks are being drawn, and all that is drawn or on its way, together, takes
-  at most `in_flight_bytes` of the object stores (but one segment a node): a full cache has its node's
+- no task is published by two nodes of a split, except after a node died while it published: its copy
+  is gone with its disk, and a living node publishes the task;
+- bounded: at most `workers` tasks are being drawn, and all segments drawn or on their way take
+  at most `in_flight_bytes` of the object stores (but one segment a node). For a full cache the node's
   segments wait, then nothing more is drawn for it, and at last nothing at all;
 - numbers: each is claimed in the cache of the first living node, in the order of ids, and recorded in
   those of all others before it is drawn: whichever nodes are left, a later pool goes on behind it. Two
   pools of a name and seed at the same time share the numbers as long as that first node lives.
 
-When the driver dies, Ray ends its actors and tasks. Where the user shuts Ray down before the pool, the
-engine says so: a call that waits within Ray just then, and a reference that is dropped, may never come back
-or end the process, so it waits for futures, which Ray resolves, and keeps what it has until it is dropped.
+When the driver dies, Ray ends its actors and tasks. If the user shuts Ray down before the pool, the engine
+raises an error. A call that waits within Ray just then, or a reference that is dropped, may never return or
+end the process. So the engine waits for futures, which Ray resolves, and keeps references until it is
+dropped.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ _log = logging.getLogger("arrowcache")
 
 START_SECONDS = 120.0  # for the first actor of a node: a worker process, and its imports
 ANSWER_SECONDS = 60.0  # for a node's claim
-_STORE_SHARE = 0.5  # of the smallest object store, for what is in flight
+_STORE_SHARE = 0.5  # of the smallest object store, for segments in flight
 _AHEAD = 2  # segments a node, beside those being drawn: one being published, one on its way
-_LOOK_SECONDS = 0.1  # whether Ray still runs, at least so often
-_FORCE_SECONDS = 1.0  # of STOP_SECONDS, for what has to be killed
-_PARTS_SECONDS = 1.5  # for tasks to answer with what they have, and again for it to be published
+_LOOK_SECONDS = 0.1  # between two looks whether Ray still runs
+_FORCE_SECONDS = 1.0  # of STOP_SECONDS, for tasks that have to be killed
+_PARTS_SECONDS = 1.5  # for tasks to answer with their part, and again to publish it
 _LOST = (RayActorError, ActorUnschedulableError)
 
 
 @dataclass(slots=True)
 class Node:
-    """A node with a cache, and what was published there."""
+    """A node with a cache, and the counts of segments published there."""
 
     actor: Any
     alive: bool = True
@@ -68,7 +69,7 @@ class Node:
 
 @dataclass(slots=True)
 class _Drawn:
-    """A segment in the object stores, and who is still to publish it."""
+    """A segment in the object stores, and the nodes that must still publish it."""
 
     task: Task
     done: Done
@@ -80,12 +81,12 @@ class RayEngine:
     """The `Engine` of a cluster. The constructor starts an actor on each node and opens its cache.
 
     Args:
-        options: of the pool. `retries` is also how often Ray repeats a task whose worker or node was lost,
-            and starts an actor anew.
-        replicate: every node gets every segment; else each gets its own.
-        in_flight_bytes: see the module; None: half of the smallest object store of a node.
-        ray_options: Ray's of a drawing task, such as `num_cpus`, `resources`, `runtime_env`.
-    Raises: ValueError, SchemaError, CacheFormatError: caches that cannot be had, or that differ.
+        options: options of the pool. `retries` is also the number of times that Ray repeats a task whose
+            worker or node was lost, and starts an actor anew.
+        replicate: every node gets every segment. False: each segment goes to one node.
+        in_flight_bytes: see the module. None means half of the smallest object store of a node.
+        ray_options: Ray's options of a drawing task, such as `num_cpus`, `resources`, `runtime_env`.
+    Raises: ValueError, SchemaError, CacheFormatError: caches that cannot be opened, or that differ.
         TimeoutError: an actor did not start.
     """
 
@@ -102,10 +103,10 @@ class RayEngine:
         self._sampler: Any = ray.put(options.sampler)  # once, and from there to each node that draws
         self._drawing: dict[Future[Done], tuple[Task, Any, Any]] = {}  # -> task, its reference, its file's
         self._publishing: dict[Future[Done], tuple[_Drawn, str]] = {}  # -> segment, node
-        self._again: list[int] | None = None  # to be drawn again; None: nobody was asked yet
-        self._asked: Future[Any] | None = None  # the node that was asked last
-        self._outcomes: list[tuple[Task, Done]] = []  # that `collect` has not told yet
-        self._least: int | None = None  # the next task's number; None: nobody was asked yet
+        self._again: list[int] | None = None  # tasks to be drawn again; None: no node was asked yet
+        self._asked: Future[Any] | None = None  # the request to the node that was asked last
+        self._outcomes: list[tuple[Task, Done]] = []  # results that `collect` has not returned yet
+        self._least: int | None = None  # the next task's number; None: no node was asked yet
         self._job = ray.get_runtime_context().get_job_id()
         self._ended = False
         retried = {"scheduling_strategy": "SPREAD", "max_retries": options.retries}
@@ -123,7 +124,7 @@ class RayEngine:
         self._most = max(len(self.nodes), min(ahead, bound // self._form.segment_bytes))
 
     def _is_connected(self) -> bool:
-        """Whether Ray still runs: where it does not, almost anything that it is asked would start it anew."""
+        """True if Ray still runs. If it does not, almost any request would start it anew."""
         return ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job
 
     def _require_ray(self, ended: BaseException | None = None) -> None:
@@ -135,24 +136,24 @@ class RayEngine:
 
     @contextmanager
     def _asking_ray(self) -> Iterator[None]:
-        """Around each call of Ray. Raises: SamplerError: Ray was shut down, before or meanwhile."""
+        """Wraps each call of Ray. Raises: SamplerError: Ray was shut down, before or meanwhile."""
         self._require_ray()
         try:
             yield
-        except (Exception, SystemExit) as error:  # whatever a call happens to meet then
+        except (Exception, SystemExit) as error:  # any error that a call meets then
             self._require_ray(error)
             raise
 
     def _ask(self, node: str, method: str, *arguments: Any) -> Future[Any]:
-        """What a node's actor will answer. Raises: SamplerError: Ray was shut down."""
+        """Send a request to a node's actor. Raises: SamplerError: Ray was shut down."""
         with self._asking_ray():
             answer: Future[Any] = getattr(self.nodes[node].actor, method).remote(*arguments).future()
         return answer
 
     def _wait(self, answers: Collection[Future[Any]], timeout_seconds: float) -> set[Future[Any]]:
-        """Those that are there.
+        """Return the answers that have come.
 
-        Blocks: until there is one, at most so long.
+        Blocks: until one has, at most this long.
         Raises: SamplerError: Ray was shut down, before or meanwhile.
         """
         deadline = time.monotonic() + timeout_seconds
@@ -172,14 +173,14 @@ class RayEngine:
         return [self._options.task(number) for number in self._returned(count) or self._numbers(count)]
 
     def _returned(self, count: int) -> list[int]:
-        """Tasks that an earlier pool published parts of, and that are to be drawn again."""
+        """Return tasks to be drawn again, of which an earlier pool published parts."""
         if self._again is None:
             self._again = self._answer(self._living()[0], "claim_returned", self._pool) or []
         numbers, self._again = self._again[:count], self._again[count:]
         return numbers
 
     def _numbers(self, count: int) -> range:
-        if self._least is None:  # one that was in a pool without the keeper may be ahead of it
+        if self._least is None:  # a node that was in a pool without the first node may be ahead of it
             self._least = max(self._claim(node, 0, 0) or 0 for node in self._living())
         first = None
         while first is None:
@@ -192,12 +193,12 @@ class RayEngine:
         return range(first, self._least)
 
     def _claim(self, node: str, count: int, least: int) -> int | None:
-        """Have a node claim numbers; the first of them. None: it was lost."""
+        """Have a node claim numbers. Returns: the first, or None: the node was lost."""
         first: int | None = self._answer(node, "claim", self._pool, count, least)
         return first
 
     def _answer(self, node: str, method: str, *arguments: Any) -> Any:
-        """What a node's actor answers; None: it was lost."""
+        """Return the answer of a node's actor, or None if the node was lost."""
         self._asked = self._ask(node, method, *arguments)
         if not self._wait([self._asked], ANSWER_SECONDS):
             raise SamplerError(
@@ -221,13 +222,13 @@ class RayEngine:
             for answer in self._wait(answers, timeout_seconds):
                 if answer in self._drawing:
                     self._hand_over(answer)
-                elif answer in self._publishing:  # else it went with a lost node
+                elif answer in self._publishing:  # else its node was lost
                     self._finish(answer)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def _hand_over(self, answer: Future[Done]) -> None:
-        """A segment was drawn, or was not: then its task has ended."""
+        """Publish a segment that was drawn; a failed task has ended."""
         task, _, file = self._drawing.pop(answer)
         try:
             done = answer.result()
@@ -240,9 +241,9 @@ class RayEngine:
             self._publish(_Drawn(task, replace(done, waiting_seconds=0.0), file))
 
     def _publish(self, drawn: _Drawn) -> None:
-        """Hand a segment to the nodes that are to have it.
+        """Hand a segment to the nodes that need it.
 
-        Raises: SamplerError: none is left.
+        Raises: SamplerError: no node is left.
         """
         chosen = self._living()
         if not self._replicate:
@@ -256,19 +257,17 @@ class RayEngine:
             self._publishing[answer] = drawn, node
 
     def _finish(self, answer: Future[Done]) -> None:
-        """A node has published a segment, or could not, or was lost."""
+        """Handle the end of a node's publish: published, failed or lost."""
         drawn, node = self._publishing[answer]
         try:
             done = answer.result()
         except _LOST:
             self._lose(node)
             return
-        except (
-            RayError
-        ) as error:  # what was raised there; or the segment was lost, and could not be drawn again
+        except RayError as error:  # raised there; or the segment was lost, and could not be drawn again
             for other, (each, name) in list(self._publishing.items()):
                 if each is drawn:
-                    del self._publishing[other]  # of a replica: it may publish, which the next try will not
+                    del self._publishing[other]  # of a replica: it may publish; the next try drops that
                     self.nodes[name].at_work -= 1
             self._outcomes.append(failed(drawn.task, error))
             return
@@ -288,16 +287,16 @@ class RayEngine:
         each.waiting_seconds += done.waiting_seconds
 
     def _lose(self, node: str) -> None:
-        """A node is gone, and its cache: what it had not published goes to another one, or is done without.
+        """Handle the loss of a node and its cache: other nodes get its unpublished segments, if needed.
 
-        Raises: SamplerError: none is left.
+        Raises: SamplerError: no node is left.
         """
         if not self.nodes[node].alive:
             return
         self.nodes[node].alive = False
         with self._asking_ray():
-            ray.kill(self.nodes[node].actor)  # one that was only cut off would publish what others get now
-        self._living()  # or there is none
+            ray.kill(self.nodes[node].actor)  # a node that was only cut off would publish segments of others
+        self._living()  # raises if there is none
         _log.warning(f"node {node} was lost with its cache: the others go on")
         for answer, (drawn, name) in list(self._publishing.items()):
             if name == node:
@@ -309,7 +308,7 @@ class RayEngine:
                     self._outcomes.append((drawn.task, drawn.done))
 
     def _living(self) -> list[str]:
-        """The nodes that live, at least one. Raises: SamplerError: none does."""
+        """Return the living nodes. Raises: SamplerError: there are none."""
         if living := [name for name, node in self.nodes.items() if node.alive]:
             return living
         raise SamplerError(
@@ -317,7 +316,7 @@ class RayEngine:
         )
 
     def drawn_rows(self) -> int:
-        return 0  # what tasks on other nodes have drawn is not seen before it arrives
+        return 0  # rows drawn on other nodes are not seen before they arrive
 
     def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
         if self._ended or not self._is_connected():
@@ -329,10 +328,10 @@ class RayEngine:
         published: list[Done] = []
         try:
             for _, report, _ in self._drawing.values():
-                ray.cancel(report)  # it answers with what it has
+                ray.cancel(report)  # it answers with its part
             drawn, _ = wait(self._drawing, _PARTS_SECONDS)
             for answer in drawn:
-                self._hand_over(answer)  # what was cancelled before it had anything counts as failed
+                self._hand_over(answer)  # a task cancelled without a part counts as failed
             wait(self._publishing, _PARTS_SECONDS)
             published = self._published_meanwhile()
             unfinished -= {done.number for done in published if not done.is_part}
@@ -361,7 +360,7 @@ class RayEngine:
             left = deadline - time.monotonic()
             wait([*stopped, *self._publishing, *self._drawing], max(0.0, left - _FORCE_SECONDS))
             results = self._published_meanwhile()
-            for _, report, _ in self._drawing.values():  # a sampler that does not listen, as one in C
+            for _, report, _ in self._drawing.values():  # a sampler that ignores Ctrl-C, such as one in C
                 ray.cancel(report, force=True)
             wait(self._drawing, max(0.0, deadline - time.monotonic()))
             for actor in living:
@@ -385,7 +384,7 @@ class RayEngine:
 
 
 def _actor(caches: NodeCaches, node: str, retries: int) -> Any:
-    """Start a node's actor; it needs no processor, most of the time it waits."""
+    """Start a node's actor. It needs no processor: most of the time it waits."""
     options: dict[str, Any] = {
         "num_cpus": 0,
         "concurrency_groups": GROUPS,
@@ -397,7 +396,7 @@ def _actor(caches: NodeCaches, node: str, retries: int) -> Any:
 
 
 def _opened(caches: NodeCaches, nodes: Mapping[str, Node]) -> Form:
-    """Make or open all caches; what a segment is, which must be the same in each."""
+    """Make or open all caches. Returns: the form of a segment, which must be the same in each."""
     answers = {name: node.actor.open.remote() for name, node in nodes.items()}
     opened: dict[str, Opened] = {}
     for name, answer in answers.items():
@@ -434,5 +433,5 @@ def _described(form: Form) -> str:
 
 
 def _smallest_store_bytes() -> int:
-    """The least memory that any node has for objects."""
+    """Return the least memory that any node has for objects."""
     return min(int(node["Resources"].get("object_store_memory", 0)) for node in alive_nodes())

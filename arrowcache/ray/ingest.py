@@ -1,8 +1,8 @@
-"""Ingest: the actor of a node. It alone writes to the node's cache what samplers elsewhere drew.
+"""Ingest: the actor of a node. Only it writes to the node's cache the segments that samplers drew elsewhere.
 
 It publishes one segment at a time, straight from Ray's object store: the bytes are written once, to the
-segment's file, after their structure was checked. What it is asked while it waits for room, it answers
-in another thread.
+segment's file, after their structure was checked. Another thread answers requests while it waits for
+room.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ GROUPS = {"publishing": 1, "asking": 2}
 
 
 class Opened(NamedTuple):
-    """What a node's cache is.
+    """A node's cache, once it is open.
 
-    `identity` is the same for two nodes that have one folder.
+    `identity` is the same for two nodes that share one folder.
     """
 
     form: Form
@@ -42,16 +42,16 @@ class Opened(NamedTuple):
 
 
 class Ingest:
-    """What a node does with segments that were drawn anywhere. Made by Ray, on that node.
+    """Publishes on a node segments that were drawn anywhere. Made by Ray, on that node.
 
-    Ray makes it anew where its process was killed: it knows nothing that the cache does not.
+    Ray makes it anew if its process was killed: its whole state is in the cache.
     """
 
     def __init__(self, caches: NodeCaches, node: str) -> None:
         self._caches, self._node = caches, node
         self._opening = threading.Lock()
         self._stopping = threading.Event()
-        self._writes = ExitStack()  # the sign that somebody writes to this node's cache
+        self._writes = ExitStack()  # shows that somebody writes to this node's cache
 
     @cached_property
     def _made(self) -> Store:
@@ -62,7 +62,7 @@ class Ingest:
 
     @property
     def _store(self) -> Store:
-        with self._opening:  # threads of both groups
+        with self._opening:  # threads of both groups may come first
             return self._made
 
     @ray.method(concurrency_group="asking")
@@ -92,7 +92,7 @@ class Ingest:
 
     @ray.method(concurrency_group="asking")
     def give_back(self, pool: str, numbers: list[int]) -> None:
-        """Have claimed tasks be drawn again by a later pool."""
+        """Let a later pool draw claimed tasks again."""
         with self._store.locked():
             self._store.folder.return_tasks(pool, numbers)
         if self._store.settings.durable:
@@ -103,7 +103,7 @@ class Ingest:
         """Publish a drawn segment, given as its file's bytes: a view of Ray's object store.
 
         Blocks: while there is no room, until `stop`.
-        Raises: CorruptSegmentError: they are no segment of this cache. CacheFullError, OSError.
+        Raises: CorruptSegmentError: the bytes are not a segment of this cache. CacheFullError, OSError.
         """
         started = time.monotonic()
         if self._stopping.is_set():
@@ -120,7 +120,7 @@ class Ingest:
 
     @ray.method(concurrency_group="asking")
     def stop(self) -> None:
-        """Have what waits for room, and all that is published later, not be published."""
+        """Publish nothing more: neither segments that wait for room, nor later ones."""
         self._stopping.set()
         with self._opening:
             self._writes.close()

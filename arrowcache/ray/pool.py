@@ -29,19 +29,20 @@ class SamplerPool(Pool):
     `arrowcache.SamplerPool`.
 
     Args:
-        caches: which nodes have a cache, where and what kind of one.
+        caches: the caches of the cluster's nodes.
         sample: `sample(rng) -> iterable of samples`, as for `arrowcache.SamplerPool`.
-        share: "split": every node gets samples of its own, whichever asks next; "replicate": all nodes get
-            the same, at the pace of the slowest.
-        workers: tasks being drawn at a time, in the whole cluster, as far as it has processors.
-        retries: as for `arrowcache.SamplerPool`, and how often Ray repeats a lost task.
+        share: "split": every node gets different samples, in the order of requests; "replicate": all nodes
+            get the same, at the pace of the slowest.
+        workers: number of tasks drawn at a time, in the whole cluster, limited by its processors.
+        seed, name, segments, retries, progress: as for `arrowcache.SamplerPool`. `retries` is also the number
+            of times that Ray repeats a lost task.
         in_flight: bytes that drawn segments may take in Ray's object stores, all together, until they are
-            published, but one segment a node; None: half of the smallest object store.
+            published; each node may always have one segment. None means half of the smallest object store.
         options: Ray's options of a drawing task, such as {"num_cpus": 2} or a `runtime_env`; one processor
             each, spread over the cluster, unless said otherwise.
-    Blocks: until all caches are open: some seconds, for workers that start.
-    Raises: ValueError, TypeError, SchemaError, CacheFormatError: what does not fit. RuntimeError: Ray is
-        not running.
+    Blocks: until all caches are open: some seconds, while workers start.
+    Raises: ValueError, TypeError, SchemaError, CacheFormatError: an argument does not fit. RuntimeError: Ray
+        is not running.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class SamplerPool(Pool):
         super().__init__(self._engine, drawn)
 
     def stats(self) -> PoolStats:
-        """What was published so far, and at which cost; a segment on several nodes counts once."""
+        """Return counts of published segments, and their cost; a segment on several nodes counts once."""
         return super().stats()
 
     def node_stats(self) -> dict[str, PoolStats]:
-        """What was published on each node, by its id, also on those that were lost since.
+        """Return counts of published segments on each node, by its id, also on nodes that were lost since.
 
         Retries and failures are of tasks, which belong to no node: 0.
         """

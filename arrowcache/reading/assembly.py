@@ -37,22 +37,22 @@ from arrowcache.storage.store import Store
 Batch = dict[str, Any]
 
 _VIEWS = 8  # batches over one mapping
-_AGE_ROWS = 64  # of those that are drawn at once, whose age is looked up
-_DRAWN_ROWS = 4096  # of the order, at once
-_WARM_BYTES = 8 << 20  # under way: more slots leave the processor's cache
+_AGE_ROWS = 64  # rows drawn at once whose age is looked up
+_DRAWN_ROWS = 4096  # rows of the order drawn at once
+_WARM_BYTES = 8 << 20  # bytes under way: more slots leave the processor's cache
 _MOST_UNDER_WAY, _MOST_FETCHED = 8, 64
 _MOST_BATCHES = 256  # of a portion
 _ELEMENTS_UNDER_GIL = 500
-_PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying so much
+_PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying this
 
 
 class Assembly:
     """Makes portions of epochs.
 
     Args:
-        store: of the cache.
+        store: store of the cache.
         options: which batches there are, and how they are made.
-        meter: told what their making takes.
+        meter: counts the time of each stage.
     """
 
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
@@ -63,7 +63,7 @@ class Assembly:
         self._viewer = viewer if options.views and viewer.names else None
         self._views_required = False
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
-        self._batch_bytes = max(1, self._row_bytes * self._batch_size)  # of the last one that was made
+        self._batch_bytes = max(1, self._row_bytes * self._batch_size)  # of the last batch made
         self._threads = self._new_threads()
         self.temperature = Temperature()
         self._columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
@@ -75,27 +75,27 @@ class Assembly:
     def gather_into(
         self, allocate: Callable[[int], NDArray[np.uint8]], portion_bytes: int = _PORTION_BYTES
     ) -> None:
-        """Have batches gathered into memory that this gives, before any is made.
+        """Gather batches into memory of this allocator. Call it before any batch is made.
 
         Args:
             allocate: as of `Slots`.
-            portion_bytes: of batches that lie side by side.
+            portion_bytes: size of small batches that lie side by side.
         """
         most = 1
         if self._threads is None and self._viewer is not None:
             most = min(_VIEWS, FETCHED_BYTES // self._batch_bytes)
         elif self._threads is None and len(self._fixed) == len(self.names):
             most = min(_MOST_BATCHES, portion_bytes // self._batch_bytes)
-        self._most_batches = max(1, most)  # of a portion; those that are copied lie side by side
+        self._most_batches = max(1, most)  # batches of a portion; copied ones lie side by side
         rows = self._batch_size * (self._most_batches if self._viewer is None else 1)
         self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
         self.slots = self._new_slots()
 
     def prepare(self) -> None:
-        """An epoch is wanted soon: nothing has to start."""
+        """Nothing has to start."""
 
     def wanted(self) -> int:
-        """The number of batches that are to be under way or ready."""
+        """Return the number of batches to keep under way or ready."""
         workers, prefetch = self._options.workers, self._options.prefetch
         if prefetch is not None:
             return prefetch + workers
@@ -103,19 +103,19 @@ class Assembly:
             usual = batches_ahead(self._batch_size, self._batch_bytes)
         else:
             usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
-        if self._viewer is not None:  # which costs no memory before it is made
+        if self._viewer is not None:  # views cost no memory ahead
             usual = max(usual, self._most_batches + min(_MOST_FETCHED, FETCHED_BYTES // self._batch_bytes))
         return usual + workers
 
     def after_fork(self) -> None:
-        """In a child: another thread may have been at the slots, and will never be done."""
+        """Make new slots and threads in a child: another thread may have held the old ones."""
         self.slots, self._threads = self._new_slots(), self._new_threads()
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
-        """An epoch's batches, cut into portions; each `next` begins one.
+        """Yield an epoch's batches, cut into portions; each `next` begins one.
 
         Args:
-            awaited: somebody waits for the first.
+            awaited: True if somebody waits for the first.
         """
         epoch.snapshot.temperature = self.temperature
         step, steps, size = 0, epoch.order.steps, 1 if awaited else self._most_batches
@@ -132,26 +132,26 @@ class Assembly:
             step, size = end, min(2 * size, self._most_batches)
 
     def end(self, epoch: Epoch) -> None:
-        """Nothing more is made of an epoch; call it before its snapshot is closed."""
+        """Make nothing more of an epoch; call this before its snapshot is closed."""
 
     def drop(self) -> None:
-        """Let go of what is leased of epochs that ended: nothing here."""
+        """Release leases on epochs that ended: none here."""
 
     def close(self) -> None:
-        """End the threads of a transform."""
+        """End the threads of the transform."""
         if self._threads is not None:
             self._threads.close()
 
     def require_views(self) -> None:
-        """Have a batch that cannot be a view raise ValueError."""
+        """Raise ValueError for each batch from now on that cannot be a view."""
         self._views_required = True
 
     def slot_stats(self) -> tuple[int, int]:
-        """Bytes of memory for batches, and how often some was added."""
+        """Return the bytes of memory for batches, and how often some was added."""
         return self.slots.allocated_bytes, self.slots.growths
 
     def in_progress(self) -> list[tuple[str, float]]:
-        """The stages that other processes are at, and since when: none here."""
+        """Return the stages of other processes and their starts: none here."""
         return []
 
     def _begin(self, rows: BatchRows, batches: int, fetched: Sequence[Gather]) -> Portion:
@@ -169,7 +169,7 @@ class Assembly:
             return [made._replace(batch=self._options.transform(made.batch))]
 
     def made(self, rows: BatchRows) -> Iterator[ReadyBatch]:
-        """Batches without a transform, made by this thread; those before one that fails come first."""
+        """Yield batches without a transform, made by this thread; those before a failed one come first."""
         if self._viewer is None:
             yield self._copied(rows)
             return
@@ -192,7 +192,7 @@ class Assembly:
             return self._complete(rows, columns, is_copied=True)
 
     def _runs(self, ids: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Rows of some batches that follow one another, all together; or of one batch that do not."""
+        """Yield successive rows of several batches together, else the rows of one batch."""
         size, breaks, first = self._batch_size, _breaks(ids), 0
         while first < len(ids):
             following = bisect_right(breaks, first)
@@ -205,7 +205,7 @@ class Assembly:
             first = stop
 
     def _viewed(self, viewer: Viewer, rows: BatchRows) -> Iterator[ReadyBatch]:
-        """Batches of one run of rows: views of them, as far as they are of one segment, else copies."""
+        """Yield batches of one run of rows: views where they are of one segment, else copies."""
         ids, size = rows.ids, self._batch_size
         with self.meter.reading(self.temperature):
             view = rows.epoch.snapshot.view(int(ids[0]), len(ids), viewer, is_fetched=True)
@@ -219,7 +219,7 @@ class Assembly:
             yield self._copied(rows)
 
     def cut(self, rows: BatchRows, whole: dict[str, Any], *, is_copied: bool) -> Iterator[ReadyBatch]:
-        """Batches that lie side by side."""
+        """Yield batches that lie side by side."""
         size, count = self._batch_size, len(rows.ids)
         if count <= size:
             yield self._complete(rows, whole, is_copied=is_copied)
@@ -230,7 +230,7 @@ class Assembly:
             yield self._complete(rows._replace(ids=rows.ids[of_batch]), columns, is_copied=is_copied)
 
     def _complete(self, rows: BatchRows, columns: dict[str, Any], *, is_copied: bool) -> ReadyBatch:
-        """Add the columns that cannot be views, and where rows come from."""
+        """Add the columns that cannot be views, and the origin of the rows."""
         epoch, ids, published = rows
         batch: Batch = columns
         if len(self._fixed) == len(self.names):
@@ -251,15 +251,13 @@ class Assembly:
 
 
 class BatchRows(NamedTuple):
-    """Rows of some batches of an epoch; `published` as of `ReadyBatch`."""
-
     epoch: Epoch
     ids: NDArray[np.int64]
     published: float
 
 
 class _Viewed(Portion):
-    """Batches that are made, as views if they can be, once the disk was asked for their rows."""
+    """Batches that are made, as views if possible, after the disk was asked for their rows."""
 
     def __init__(self, assembly: Assembly, rows: BatchRows, batches: int, fetched: Sequence[Gather]) -> None:
         self.epoch, self.batches = rows.epoch, batches
@@ -279,9 +277,9 @@ class _Viewed(Portion):
 
 
 class Gathered(_Viewed):
-    """Columns of rows on their way, those of fixed width into a slot.
+    """Columns of rows that are being gathered, those of fixed width into a slot.
 
-    Waiting for them counts as "gather" or "store".
+    The wait for them counts as "gather" or "store".
     """
 
     def __init__(
@@ -317,7 +315,7 @@ class Gathered(_Viewed):
         self._gather.go_on()
 
     def columns(self) -> dict[str, Any]:
-        """What was gathered, once it has ended."""
+        """Return the gathered columns, once it has ended."""
         self._assembly.temperature.note(len(self._rows.ids), self._gather.missed)
         columns: dict[str, Any] = self._slot.arrays()
         if len(columns) < len(self._names):
@@ -333,9 +331,9 @@ class Gathered(_Viewed):
 
 
 def _breaks(ids: NDArray[np.int64]) -> list[int]:
-    """The places of rows that do not follow the row before them.
+    """Return the places of rows that do not follow the row before them.
 
-    In pieces: NumPy lets go of the GIL for more elements, and a busy thread gives it back after 5 ms.
+    Works in pieces: for more elements NumPy lets go of the GIL, and a busy thread gives it back after 5 ms.
     """
     breaks: list[int] = []
     for start in range(0, len(ids) - 1, _ELEMENTS_UNDER_GIL):
@@ -345,12 +343,11 @@ def _breaks(ids: NDArray[np.int64]) -> list[int]:
 
 
 def mean_published(epoch: Epoch, ids: NDArray[np.int64]) -> float:
-    """The mean time at which rows were published, of some of them."""
+    """Return the mean publication time of rows, estimated from some of them."""
     return epoch.snapshot.published(ids[:: -(-len(ids) // _AGE_ROWS)])
 
 
 def _rows_of(column: ColumnData, rows: slice) -> ColumnData:
-    """Some rows of a view, as a view."""
     if not isinstance(column, Values):
         return column[rows]
     ends = column.offsets[rows.start : rows.stop + 1]

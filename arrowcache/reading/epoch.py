@@ -1,11 +1,11 @@
 """Epoch: one pass over a snapshot, with all that it owns, and how the next one begins.
 
-An `Epoch` owns all that it takes: the lease on its segments, its part in the ranks' agreement, what the cache
-counted for it. Whoever has one ends it by `end`, or by `with`: at any point, in any thread. `Epochs` decides
-when there is enough to begin, takes the snapshot (alone, or with the other ranks), and goes on where a loaded
-state says.
-Guarantees: epochs are numbered 0, 1, 2, ...; none is empty but the rest of one that was resumed; nothing is
-leased while it waits for rows; rows that an epoch did not serve, because it was ended early, are given back,
+An `Epoch` owns all that it takes: the lease on its segments, its part in the ranks' agreement, its counts in
+the cache. Its owner ends it by `end`, or by `with`: at any point, in any thread. `Epochs` decides
+when there are enough rows, takes the snapshot (alone, or with the other ranks), and goes on from a loaded
+state.
+Guarantees: epochs are numbered 0, 1, 2, ...; none is empty but the rest of a resumed one; nothing is
+leased while waiting for rows; the count of rows that an epoch did not serve is given back,
 unless its process was killed.
 """
 
@@ -42,14 +42,14 @@ _ALL = slice(None)  # steps of an epoch
 
 
 class Epoch:
-    """One pass: what it reads, in which order, how far its delivery is, and what the cache counts for it.
+    """One pass: its snapshot and order, the progress of its delivery, and its counts in the cache.
 
-    It owns its snapshot, its part in the ranks' agreement, and the rows and passes that were counted. It is
-    there before it has any of them, so that ending it lets go of all, wherever its beginning failed. A forked
+    It owns its snapshot, its part in the ranks' agreement, and its counts of rows and passes. The object
+    exists before it owns any of them, so that ending it releases all, wherever its beginning failed. A forked
     child gives nothing back.
     """
 
-    snapshot: Snapshot  # of its own: this and the next two are there once it has begun
+    snapshot: Snapshot  # owned; set by `begin`, with the next two
     plan: Plan
     order: Order
 
@@ -63,25 +63,25 @@ class Epoch:
         *,
         was_resumed: bool,
     ) -> None:
-        self.number, self.was_resumed = number, was_resumed  # it is the rest of one that was planned
-        self.delivered = 0  # steps, of those that are made here
+        self.number, self.was_resumed = number, was_resumed  # it is the rest of a planned epoch
+        self.delivered = 0  # steps, of those made here
         self._supply, self._agreement, self._meter = supply, agreement, meter
         self._batch_size, self._is_in_order = batch_size, False
-        self._rows = 0  # that count as served
-        self._passes: tuple[NDArray[np.int64], int] | None = None  # over segments of these numbers
+        self._rows = 0  # rows that count as served
+        self._passes: tuple[NDArray[np.int64], int] | None = None  # passes over segments with these numbers
         self._origin = Origin()
         self._began = time.time()
-        self._held_up_seconds = 0.0  # that writers waited for its lease, as counted so far
+        self._held_up_seconds = 0.0  # seconds that writers waited for its lease, counted so far
         self._is_let_go = False
 
     def begin(self, plan: Plan, order: Order) -> None:
-        """It has all that it needs."""
+        """Set the plan and the order; then the epoch has begun."""
         self.plan, self.order, self._is_in_order = plan, order, plan.is_in_order
 
     # what the cache counts
 
     def count(self, snapshot: Snapshot) -> bool:
-        """Count its passes over a snapshot; False: others did, of some of it, meanwhile: take another."""
+        """Count its passes over a snapshot. Returns: False: others counted some; take another one."""
         supply, store, most = self._supply, self._supply.store, self._supply.most_passes()
         if not supply.is_paced:
             return True
@@ -95,20 +95,20 @@ class Epoch:
         return True
 
     def keep_passes(self) -> None:
-        """Other ranks may read it: its passes count, whatever becomes of it here."""
+        """Keep the count of its passes: other ranks may read the snapshot."""
         self._passes = None
 
     def serve(self, rows: int) -> None:
-        """Count rows that it serves."""
+        """Count rows to be served."""
         if self._supply.is_paced:
             with self._supply.store.locked():
                 self._supply.store.usage.add_served(rows)
                 self._rows = rows
 
     def give_back(self) -> None:
-        """What it has not served does not count any more. Idempotent.
+        """Take back the count of rows that were not served. Idempotent.
 
-        Never fails: it is called as things end, perhaps by the garbage collector, in a thread that has
+        Never fails: it may be called by the garbage collector, in a thread that has
         cache.lock.
         """
         served = self.delivered * self._batch_size
@@ -120,7 +120,7 @@ class Epoch:
     # how far it is
 
     def rest(self) -> Plan:
-        """The part that was not delivered yet."""
+        """Return the part that was not delivered yet."""
         return self.plan.at(self.order.position_after(self.delivered))
 
     @property
@@ -128,18 +128,18 @@ class Epoch:
         return self.delivered >= self.order.steps
 
     def deliver(self) -> None:
-        """The consumer gets a batch: segments whose rows were all delivered are let go, if it is in order."""
+        """Count a delivered batch. An epoch in order also releases segments whose rows were all delivered."""
         self.delivered += 1
         if self._is_in_order:
             self.release_oldest(self.order.segments_span(self.delivered).start)
 
     def release_oldest(self, count: int) -> None:
-        """Let go of the first `count` segments: so may the ranks' agreement, if all have joined."""
+        """Release the first `count` segments, also in the ranks' agreement, if all ranks have joined."""
         if self.snapshot.release_oldest(count) and self._agreement is not None:
             self._agreement.settle()
 
     def note_held_up(self) -> None:
-        """Count how long writers have waited for its lease, before it goes, or now. Never fails."""
+        """Count how long writers have waited for its lease. Call it before the lease ends. Never fails."""
         with suppress(OSError, ArrowCacheError):
             held_up_seconds = self._supply.store.held_up_seconds(self.snapshot.covers)
             waited = min(held_up_seconds, time.time() - self._began)
@@ -148,18 +148,18 @@ class Epoch:
             self._meter.hold_up(more)
 
     def let_go(self, leave_to: Callable[[Snapshot], None] = Snapshot.close) -> None:
-        """All of its batches are made: unlease its segments. Idempotent; never fails.
+        """Unlease its segments, when all of its batches are made. Idempotent; never fails.
 
         Args:
             leave_to: closes the snapshot, perhaps later.
         """
-        snapshot = getattr(self, "snapshot", None)  # else nothing was taken
+        snapshot = getattr(self, "snapshot", None)  # missing if nothing was taken
         if snapshot is not None and not self._is_let_go:
             self.note_held_up()
             leave_to(snapshot)
             if self._agreement is not None:
                 self._agreement.release(self.number)
-            self._is_let_go = True  # last: what Ctrl-C cut short is done by the next call
+            self._is_let_go = True  # last: the next call completes one that Ctrl-C cut short
 
     def __enter__(self) -> Self:
         return self
@@ -168,7 +168,7 @@ class Epoch:
         self.end()
 
     def end(self) -> None:
-        """No more of its batches are delivered: let go of all that it has. Idempotent; never fails."""
+        """Release all that it owns; no more batches are delivered. Idempotent; never fails."""
         self.let_go()
         self.give_back()  # last: it may wait for cache.lock
 
@@ -177,9 +177,9 @@ class Epochs:
     """Begins one epoch after another.
 
     Args:
-        store: of the cache.
-        options: of every epoch.
-        meter: told what the waiting took.
+        store: the cache's store.
+        options: options of every epoch.
+        meter: counts the wait.
     """
 
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
@@ -190,17 +190,17 @@ class Epochs:
         self.supply = Supply(store, options)
         self._resumed: Plan | None = None
         self._missing = "skip"
-        self._lost_ahead: int | None = None  # an epoch of the ranks that this one cannot read
+        self._lost_ahead: int | None = None  # the number of a ranks' epoch that this rank cannot read
         self.next = 0  # the number of the next epoch
-        self.progress: Epoch | None = None  # the one of which batches are delivered, or were last
+        self.progress: Epoch | None = None  # the epoch whose batches are delivered, or were last
 
     def join(self, membership: Membership | None, shard: Shard | None = None) -> None:
-        """Be this rank of this job from the next epoch on; None: what it was, at first alone.
+        """Be this rank of this job from the next epoch on. None keeps the rank, at first a single process.
 
         No epoch is in progress.
 
         Args:
-            shard: the part of each step that is this one's, where the membership does not say it.
+            shard: this rank's part of each step, where the membership does not say it.
         Raises: ValueError: the options do not fit so many ranks.
         """
         if self._has_joined and membership in (None, self._membership):
@@ -212,23 +212,23 @@ class Epochs:
         self._membership, self._shard, self._has_joined = membership, shard, True
         self._agreement = None if membership is None else Agreement(self._store, membership)
         if membership is not None and membership.rank % membership.local_world_size:
-            self.supply.warns = False  # the first rank of this node does
+            self.supply.warns = False  # the first rank of this node warns
 
     def require(self, plan: Plan) -> None:
-        """Make sure that all is there of what remains of a planned epoch.
+        """Check that all segments of the rest of a planned epoch are present.
 
-        Raises: MissingSegmentsError: segments of it have left the cache.
+        Raises: MissingSegmentsError: some have left the cache.
         """
         with self._store.locked():
             listed = [segment for segment in self._store.segments() if plan.includes(segment)]
         self._order(plan, listed, "raise")
 
     def resume(self, plan: Plan, missing: str) -> None:
-        """Have the next epoch be the rest of a planned one, or one of its number if nothing is planned.
+        """Let the next epoch be the rest of a planned one, or one of its number if nothing is planned.
 
         Args:
-            missing: rows whose segments have left the cache: "skip" them, with a warning; "raise"; or "keep"
-                the steps that they were in, as of `ResumedSteps`.
+            missing: treatment of rows whose segments have left the cache: "skip" them, with a warning;
+                "raise"; or "keep" their steps, as of `ResumedSteps`.
         """
         self.next = plan.epoch
         self._resumed = plan if len(plan.seqs) else None
@@ -236,17 +236,17 @@ class Epochs:
         self.progress = None
 
     def planned(self) -> Plan:
-        """The next epoch, as a state: what was loaded, or nothing but its number."""
+        """Return the next epoch as a plan: the loaded state, or its number alone."""
         return self.unplanned(self.next) if self._resumed is None else self._resumed
 
     def unplanned(self, number: int) -> Plan:
-        """An epoch of which nothing is known but its number."""
+        """Return the plan of an epoch of which only the number is known."""
         return self._plan(number, None)
 
     def expected_steps(self) -> int:
-        """Batches of the next epoch, if it began now: at least one, since an epoch waits for that.
+        """Return the number of batches of the next epoch, if it began now; at least one.
 
-        Leases for a moment, maps nothing; other ranks are not asked.
+        Leases for a moment, maps nothing, and does not ask other ranks.
         """
         plan = self._resumed
         if plan is None:
@@ -255,7 +255,7 @@ class Epochs:
         return max(1, self._whole_order(plan).steps)
 
     def pass_over(self, plan: Plan) -> bool:
-        """Have the next epoch be the one after a planned epoch, if no step is left of that."""
+        """Let the next epoch be the one after a planned epoch, if no step of the planned one is left."""
         if not len(plan.seqs) or self._whole_order(plan).steps:
             return False
         self.next, self._resumed, self.progress = plan.epoch + 1, None, None
@@ -267,8 +267,8 @@ class Epochs:
         Args:
             made: the range of steps that this process makes.
         Blocks: until enough rows are published.
-        Returns: None: it was cancelled while it waited.
-        Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `resume`.
+        Returns: the epoch, or None: the wait was cancelled.
+        Raises: LoaderTimeoutError: too few rows came in time. MissingSegmentsError: see `resume`.
         """
         self._lost_ahead = None
         epoch = self._begin(self.planned().epoch, self._resumed, wait, made=made)
@@ -285,46 +285,46 @@ class Epochs:
     def begin_after(self, previous: Epoch, wait: Wait | None = None) -> Epoch | None:
         """Begin the epoch after one whose batches are all under way, before they are delivered.
 
-        It changes nothing here: an epoch of which no batch is delivered was never begun.
+        This object does not change: an epoch of which no batch is delivered was never begun.
         Args:
-            wait: None: begin it if there is enough for it now, else return None.
+            wait: None begins it only if there are enough rows now, else returns None.
         Blocks, Returns, Raises: as `begin`.
         """
         return self._begin(previous.number + 1, None, wait, ahead=True)
 
     def look_ahead(self) -> Iterator[None]:
-        """Look what is published: the next epoch then begins the sooner. In slices, between what is given."""
+        """Look at published segments in advance, one slice a `next`: the next epoch begins sooner."""
         yield from self._store.look_ahead()
 
     def take_ahead(self) -> Iterator[None]:
-        """Take the snapshot for `begin_after`, in slices; `drop_ahead` lets go of it."""
+        """Take the snapshot for `begin_after`, one slice each `next`; `drop_ahead` releases it."""
         yield from self.supply.take_ahead()
 
     def drop_ahead(self) -> None:
         self.supply.drop()
 
     def take_back(self, epoch: Epoch) -> None:
-        """Nobody asked for a batch of an epoch that was begun: so the next one is that epoch."""
+        """Let the next epoch be this one, which was begun and of which no batch was asked for."""
         if epoch is self.progress:
             self.next = epoch.number
             self._resumed = epoch.plan if epoch.was_resumed else None
             self._meter.take_back_epoch()
 
     def came_to(self, epoch: Epoch) -> None:
-        """The first batch of an epoch that was begun ahead is delivered."""
+        """Record that the first batch of an epoch begun ahead is delivered."""
         if self._agreement is not None:
             self._agreement.came_to(epoch.number)
         self._come_to(epoch)
 
     def came_to_error(self) -> None:
-        """The consumer got an error in place of a batch: perhaps that of an epoch begun ahead."""
+        """Record that the consumer got an error, perhaps that of an epoch begun ahead."""
         if self._lost_ahead == self.next:
             self.next += 1
 
     def settle(self) -> bool:
-        """Let go of what the ranks' agreement holds of epochs that all have joined.
+        """Release the agreement's segments of epochs that all ranks have joined.
 
-        Returns: whether it holds any still.
+        Returns: True if the agreement still holds some.
         """
         return self._agreement is not None and self._agreement.settle()
 
@@ -341,7 +341,7 @@ class Epochs:
     def _begin(
         self, number: int, resumed: Plan | None, wait: Wait | None, *, made: slice = _ALL, ahead: bool = False
     ) -> Epoch | None:
-        """An epoch that owns all that was taken for it; where this fails, all was let go."""
+        """Return an epoch that owns all that was taken for it; a failure releases all."""
         options, was_resumed = self._options, resumed is not None
         epoch = Epoch(
             number, self.supply, self._agreement, self._meter, options.batch_size, was_resumed=was_resumed
@@ -372,7 +372,7 @@ class Epochs:
                 rows -= max(0, order.steps * options.batch_size - (plan.stream_rows - plan.position))
             epoch.serve(rows)
             epoch.begin(plan, order)
-            self.supply.known = snapshot.next_seq  # the next one goes by what is published after it
+            self.supply.known = snapshot.next_seq  # the next epoch counts segments published after this one
             undo.pop_all()
         return epoch
 
@@ -393,9 +393,9 @@ class Epochs:
         )
 
     def _order(self, plan: Plan, present: Sequence[SegmentInfo], missing: str) -> Order:
-        """The order of a plan over what is there of it.
+        """Return the order of a plan over its present segments.
 
-        Raises: MissingSegmentsError: not all is, and that is not accepted; nothing has changed.
+        Raises: MissingSegmentsError: some are missing, and that is not accepted; nothing has changed.
         """
         options = self._options
         order = order_of(
@@ -416,7 +416,7 @@ class Epochs:
         return EpochOrder(plan, self._options.batch_size, self._shard, self._options.drop_last)
 
     def _take(self, epoch: Epoch, *, ahead: bool) -> Snapshot | None:
-        """The snapshot of a new epoch, if there is enough for one; it counts once, for all ranks."""
+        """Take the snapshot of a new epoch, counted once for all ranks, or return None: too few rows."""
         own: Snapshot | None = None
 
         def take() -> Snapshot | None:
@@ -437,14 +437,14 @@ class Epochs:
     def _agreed(
         self, epoch: Epoch, position: int, take: Callable[[], Snapshot | None], *, ahead: bool = False
     ) -> Snapshot | None:
-        """The snapshot of `take`, or the one that another rank of the same job has taken already."""
+        """Return the snapshot of `take`, or the one that another rank of the same job has taken already."""
         if self._agreement is None:
             snapshot = take()
         else:
             terms = self._options.terms() | {"position": position, "order_version": ORDER_VERSION}
             try:
                 snapshot = self._agreement.snapshot(epoch.number, terms, take, ahead=ahead)
-            except CorruptSegmentError:  # the other ranks, which read it, go on to the next one
+            except CorruptSegmentError:  # the other ranks can read it, and go on to the next one
                 if ahead:
                     self._lost_ahead = epoch.number
                 else:

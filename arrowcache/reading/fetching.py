@@ -1,8 +1,8 @@
 """Fetching: has the disk read ahead of an epoch that goes through its segments in order.
 
 Rows are asked for in the order of their files, some megabytes before they are needed, and in large pieces: so
-the disk reads in order, whatever the order of the rows within a window. What is in memory costs little to ask
-for, so it is always done.
+the disk reads in order, whatever the order of the rows within a window. Asking for rows that are in memory
+costs little, so rows are always asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
 
-FETCHED_BYTES = 8 << 20  # ahead of what is read
+FETCHED_BYTES = 8 << 20  # bytes asked for ahead of the reader
 _FETCHED_SHARE = 1.25  # of the rows of a portion, while the window's next segments are fetched
 
 
@@ -29,7 +29,7 @@ class Fetching:
     def __init__(self, epoch: Epoch, names: Sequence[str]) -> None:
         self._epoch, self._names = epoch, names
         self._is_window = epoch.plan.shuffle == "window"
-        self._fetched_rows = 0  # of a window: all before are fetched, or passed
+        self._fetched_rows = 0  # rows of a window that are fetched, or were passed
         self._ahead_steps = 0
         if self._is_window and epoch.order.steps:
             rows_a_step = max(1, len(epoch.snapshot) // epoch.order.steps)
@@ -38,7 +38,7 @@ class Fetching:
             self._fetched_rows = epoch.snapshot.rows_before(epoch.order.segments_span(0).start)
 
     def before(self, step: int, ids: NDArray[np.int64]) -> Sequence[Gather]:
-        """Have the disk read ahead as a portion of these rows begins; keep the result until it ends."""
+        """Begin to read ahead as a portion of these rows begins; keep the result until the portion ends."""
         if self._is_window:
             return self._fetch_window(step, len(ids))
         if self._epoch.plan.shuffle == "rows" or not len(ids):
@@ -52,7 +52,7 @@ class Fetching:
         return bool(int(ids[-1]) - int(ids[0]) == len(ids) - 1)
 
     def _fetch_window(self, step: int, rows: int) -> Sequence[Gather]:
-        """Ask for all that the first step may read, then ahead at an even rate: rows are there in time."""
+        """Ask for the first step's whole window, then ahead at an even rate, so that rows arrive in time."""
         order, snapshot = self._epoch.order, self._epoch.snapshot
         first = self._fetched_rows
         here = snapshot.rows_before(order.segments_span(step).stop)

@@ -1,43 +1,43 @@
 """Filling: which rows go into the device's ring before each step, so that the step finds its window there.
 
-Rows go there in the order of their line (order.py): oldest segment first, pass after pass. The one with
-number `n` in the line lies at place `n % ring_rows`, over the one that is `ring_rows` before it. Pure: no
+Rows go there in the order of their line (order.py): oldest segment first, pass after pass. The row with
+number `n` in the line lies at place `n % ring_rows`, over the row `ring_rows` before it. Pure: no
 clock.
 
 A step needs all rows up to the end of its window at once; that end moves by half a window at a time. So more
-rows than it needs go there before each step, while there is room: twice as many as the step takes. The next
-half of the window is there in time, and no step but the first waits for so many.
+rows than needed go there before each step, while there is room: twice as many as the step takes. The next
+half of the window is there in time, and no step but the first waits for that many.
 """
 
 from __future__ import annotations
 
 from arrowcache.reading.order import Order
 
-_SHARE = 2  # of the rows of a step: half as many again would be too few for the first half of a window
+_SHARE = 2  # per row of the steps: 1.5 would be too few for the first half of a window
 
 
 class Filling:
     """Fills a ring for one epoch.
 
     Args:
-        order: of the epoch.
-        pass_rows: of its snapshot.
-        ring_rows: that the ring holds.
-        run_rows: most that go there at a time.
+        order: the epoch's order.
+        pass_rows: rows of its snapshot.
+        ring_rows: rows that the ring holds.
+        run_rows: most rows copied at a time.
     """
 
     def __init__(self, order: Order, pass_rows: int, ring_rows: int, run_rows: int) -> None:
         self._order, self._pass_rows = order, pass_rows
         self._ring_rows, self._run_rows = ring_rows, run_rows
         self._end = order.span_in_line(order.steps - 1).stop if order.steps else 0
-        self._filled = 0  # all rows of the line before this are there, or were, or are not needed
+        self._filled = 0  # all rows of the line before this were copied, or are not needed
         self._due = 0
 
     def before(self, step: int) -> list[range] | None:
-        """Runs of the line that go into the ring before a step; their places follow one another, too.
+        """Return runs of the line to be copied into the ring before a step, at successive places.
 
-        Call it for the steps one after another; those that need no ring may be left out.
-        Returns: None: the ring is too small for this step. Nothing goes there.
+        Call it for the steps in order; steps that need no ring may be left out.
+        Returns: the runs, or None if the ring is too small for this step.
         """
         span = self._order.span_in_line(step)
         if len(span) > self._ring_rows:

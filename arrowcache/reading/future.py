@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class CancelledError(Exception):
-    """It was cancelled before it began."""
+    """The future was cancelled before its work began."""
 
 
 class Future(Generic[T]):
@@ -31,23 +31,21 @@ class Future(Generic[T]):
         self._pending.acquire()
 
     def begin(self) -> bool:
-        """Claim the work. Returns: False: it was begun or cancelled before."""
+        """Claim the work. Returns: False: the work was begun or cancelled before."""
         return self._claim.acquire(blocking=False)
 
     def cancel(self) -> bool:
-        """Keep the work from beginning. Returns: False: it was begun or cancelled before."""
+        """Keep the work from beginning. Returns: False: the work was begun or cancelled before."""
         if not self._claim.acquire(blocking=False):
             return False
         self.set_exception(CancelledError())
         return True
 
     def set_result(self, result: T) -> None:
-        """End it."""
         self._result = result
         self._end()
 
     def set_exception(self, error: BaseException) -> None:
-        """End it with an exception."""
         self._error = error
         self._end()
 
@@ -57,11 +55,10 @@ class Future(Generic[T]):
             self._pending.release()
 
     def done(self) -> bool:
-        """True if it has ended."""
         return self._is_done
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end. Returns: True: it has ended. Blocks: at most so long."""
+        """Wait for the end, at most this many seconds. Returns: True if the future has ended."""
         if not self._is_done and self._pending.acquire(timeout=max(0.0, seconds)):
             self._end()  # for others who wait
         return self._is_done
@@ -69,8 +66,8 @@ class Future(Generic[T]):
     def result(self, seconds: float = _thread.TIMEOUT_MAX) -> T:
         """The result of the work.
 
-        Blocks: until it has ended, at most so long.
-        Raises: the exception that the work ended with; CancelledError; TimeoutError: it has not ended.
+        Blocks: until the future has ended, at most `seconds`.
+        Raises: the exception of the work; CancelledError; TimeoutError: the future has not ended.
         """
         if not self.wait(seconds):
             raise TimeoutError(f"it has not ended within {seconds:g} s")

@@ -1,8 +1,8 @@
 """Gather: copies columns of chosen rows out of segments, by jobs of the engine.
 
 Fixed-width columns are one job of the engine, all together. A variable-length column takes two: one finds its
-values, one copies them. Rows are copied from mapped memory, or asked of the disk and read. Guarantees: once a
-gather has ended, in whatever way, it touches nothing; an error of reading names the segment.
+values, one copies them. Rows are copied from mapped memory, or asked of the disk and read. Guarantees: a
+gather that has ended, in whatever way, touches nothing; an error of reading names the segment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from arrowcache.shortage import explained
 from arrowcache.storage.verification import unfit
 
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
-_MOMENT_SECONDS = 0.01  # what is begun in memory has ended by then
+_MOMENT_SECONDS = 0.01  # work in memory has ended by then
 
 Named = Callable[[int], str]
 """Told that a row could not be read, by its index among those that were asked for: its segment's name."""
@@ -37,7 +37,7 @@ Part: TypeAlias = "engine.Job | engine.Read | ValuesGather"
 
 
 class OutsideError(Exception):
-    """A row is out of range: the index of its number among those that were given."""
+    """A row is out of range: the index of its number among the given ones."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -48,8 +48,9 @@ class Gatherer:
     """Begins gathers of columns of a list of segments, whose rows are numbered one after another.
 
     Args:
-        schema: the segments'.
-        rows: where they are; their buffers are those of the fixed columns, then two of each variable one.
+        schema: schema of the segments.
+        rows: places of the rows. Each segment has a buffer for each fixed column, then two for each variable
+            one.
 
     Must never be asked for rows of a segment that its caller has not leased.
     """
@@ -65,7 +66,7 @@ class Gatherer:
         self._tables: dict[tuple[str, ...], engine.Columns] = {}  # by the columns' names
 
     def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Index of each row's segment (n,), of rows (n,).
+        """Return the index of each row's segment (n,), of rows (n,).
 
         Raises: OutsideError: a row is out of range.
         """
@@ -78,7 +79,7 @@ class Gatherer:
         """Copy columns of a few rows, here and now.
 
         Args: as of `begin`; the files stay mapped meanwhile.
-        Returns: pages that were not in memory. None: nothing was done: they are many, or not all mapped.
+        Returns: pages that were not in memory, or None if nothing was done: rows are many, or not all mapped.
         Raises: OutsideError: as `begin`.
         """
         columns = self._columns(out)
@@ -107,9 +108,9 @@ class Gatherer:
         Args:
             ids: (n,) row numbers.
             names: of the columns.
-            out: for each that has a fixed width, the address of (n, *shape) of its numpy_dtype, to be filled.
-            keep: what keeps that memory, and the files mapped; for as long as anything may touch them.
-            named: tells segments.
+            out: addresses to be filled, of each fixed-width column: (n, *shape) of its numpy_dtype.
+            keep: owner of that memory and of the mappings; kept as long as anything may touch them.
+            named: returns the name of a row's segment.
             then: as of `Gather`; also where this raises.
             is_cold: rows may be on the disk: have it read them side by side.
             drops: rows that are read from the disk leave the page cache again.
@@ -119,7 +120,7 @@ class Gatherer:
         columns = self._columns(out)
         others = () if len(names) == len(out) else [name for name in names if name not in out]
         if not columns and not others:
-            self.segments_of(ids)  # they are checked, whatever is asked of them
+            self.segments_of(ids)  # checked, whichever columns are asked for
         gather = Gather(named, then)
         try:
             if columns and is_cold:
@@ -143,7 +144,7 @@ class Gatherer:
         """Have the disk begin to read columns of rows first..last-1: a hint, which ends where it is dropped.
 
         Args:
-            keep: kept until it has ended.
+            keep: object kept until it has ended.
         """
         fetch = Gather()
         if columns := self._columns(dict.fromkeys(names, 0)):
@@ -155,7 +156,7 @@ class Gatherer:
         return fetch
 
     def _columns(self, out: Mapping[str, int]) -> engine.Columns | None:
-        """The columns of fixed width that go to these addresses; None: there is none."""
+        """Return the fixed-width columns that go to these addresses, or None if there are none."""
         names = tuple(filter(self._fixed.__contains__, out))
         if not names:
             return None
@@ -166,10 +167,10 @@ class Gatherer:
 
 
 class Gather:
-    """Columns of some rows on their way. Its owner calls `take` until that returns True, or `cancel`.
+    """Columns of some rows that are being gathered. Its owner calls `take` until True, or `cancel`.
 
     Args:
-        named: tells segments.
+        named: returns the name of a row's segment.
         then: called once it has ended, in whatever way; idempotent.
     """
 
@@ -181,13 +182,13 @@ class Gather:
         self._parts: list[Part] = []
 
     def add(self, part: Part) -> None:
-        """What brings some columns, and is begun. Raises: OutsideError: it was refused."""
+        """Add a part, already begun, that gathers some columns. Raises: OutsideError: it was refused."""
         self._parts.append(part)
         if part.refused >= 0:
             raise OutsideError(part.refused)
 
     def take(self, seconds: float) -> bool:
-        """Help, then wait. Returns: True: it has ended.
+        """Help copying, then wait. Returns: True if it has ended.
 
         Blocks: as `engine.Job.take`.
         Raises: OutsideError: as `Gatherer.begin`; CorruptSegmentError: a file has changed since it was
@@ -243,22 +244,22 @@ class Gather:
     def _end(self) -> None:
         if self._then is not None:
             self._then()
-            self._then = None  # last: where Ctrl-C comes in between, it is called again
+            self._then = None  # last: called again if Ctrl-C comes before
 
     def __del__(self) -> None:
-        if getattr(self, "_then", None) is not None:  # else it has ended, or Ctrl-C came before it was made
+        if getattr(self, "_then", None) is not None:  # else it has ended, or was never made
             try:
                 self.cancel()
             except BaseException:  # noqa: BLE001  # nobody would get it, and its parts end by themselves
                 pass
 
     def values(self) -> dict[str, ColumnData]:
-        """Columns of variable length, once it has ended. Raises: CorruptSegmentError: text is not UTF-8."""
+        """Return variable-length columns of an ended gather. Raises: CorruptSegmentError: not UTF-8."""
         return {part.name: part.column() for part in self._parts if isinstance(part, ValuesGather)}
 
 
 class ValuesGather:
-    """A column of variable length on its way: first where its values are, then the values."""
+    """A column of variable length that is being gathered: its values are first found, then copied."""
 
     _copy: engine.Job | engine.Read | None = None
     _is_over = False
@@ -290,7 +291,7 @@ class ValuesGather:
     def _begin_copy(self) -> None:
         if self.refused >= 0:
             raise OutsideError(self.refused)
-        if self._found.failure is not None:  # which `Gather` tells
+        if self._found.failure is not None:  # which `Gather` reports
             self._is_over = True
             return
         if self._found.damaged >= 0:
@@ -325,22 +326,22 @@ class ValuesGather:
 
 
 def unreadable(name: str, why: str) -> CorruptSegmentError:
-    """The error of a segment that was checked, and whose file can't be read any more."""
+    """Return the error of a segment that was checked, and whose file can't be read any more."""
     return CorruptSegmentError(
         f"segment {name} can't be read any more ({why}): run cache.verify(), and look at the disk"
     )
 
 
 class Cancellable(Protocol):
-    """What can be ended, as `Gather.cancel` ends."""
+    """Work that can be ended, as `Gather.cancel` ends."""
 
     def cancel(self, seconds: float | None = None) -> bool: ...
 
 
 def abandon(begun: Cancellable) -> None:
-    """`cancel`, for one who cannot wait: what the disk holds for longer than a moment ends by itself.
+    """Cancel work without waiting: reads that the disk holds for longer than a moment end by themselves.
 
-    Nobody may ask anything of it afterwards. Blocks: for a moment; as `cancel`, if no thread can be started.
+    Nobody may ask it for anything afterwards. Blocks: for a moment; as `cancel`, if no thread can be started.
     """
     if begun.cancel(_MOMENT_SECONDS):
         return

@@ -18,7 +18,7 @@ class Batches(Protocol):
     def __next__(self) -> Batch: ...
 
     def close(self) -> None:
-        """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
+        """End the epoch: drop its batches, release its snapshot. Idempotent."""
 
 
 class EpochIterator:
@@ -27,8 +27,8 @@ class EpochIterator:
     Threads that share it take turns: each batch goes to one of them.
 
     Args:
-        timeout_seconds: how long a step waits; None: for ever.
-        finish: the last touch of each batch, by the loader, which so lives as long as this.
+        timeout_seconds: longest wait of a step. None means no limit.
+        finish: converts each batch; a method of the loader, which so lives as long as this.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class EpochIterator:
     def __next__(self) -> Batch:
         """The next batch.
 
-        Blocks: until it is made, at most the loader's timeout.
-        Raises: LoaderTimeoutError; what a transform raised; RuntimeError: a newer epoch began, or a
+        Blocks: until the batch is made, at most the loader's timeout.
+        Raises: LoaderTimeoutError; the error of a transform; RuntimeError: a newer epoch began, or a
             state was loaded, also while this waits.
         """
         self._stream.require_own()  # first: in a forked child the turn may be taken for ever
@@ -67,9 +67,9 @@ class EpochIterator:
         return batch
 
     def close(self) -> None:
-        """End the epoch: its batches are dropped, its snapshot is let go. Idempotent."""
+        """End the epoch: drop its batches, release its snapshot. Idempotent."""
         self._stream.close()
 
     def __del__(self) -> None:
-        if (stream := getattr(self, "_stream", None)) is not None:  # else Ctrl-C came before it was made
+        if (stream := getattr(self, "_stream", None)) is not None:  # missing if Ctrl-C came before it was set
             stream.drop()

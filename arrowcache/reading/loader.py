@@ -1,7 +1,7 @@
 """Loader: epochs over a cache, as batches of NumPy arrays.
 
-`iter` takes the snapshot, so whatever was published before it is in the epoch. `next` begins batches ahead,
-which native threads copy, and hands out the oldest: no Python thread lies on their way. One epoch is
+`iter` takes the snapshot, so the epoch has all rows published before it. `next` begins batches ahead,
+which native threads copy, and hands out the oldest: no Python thread takes part in that. One epoch is
 delivered at a time. This module is the face. stream.py is the loop; epoch.py begins epochs; plan.py and
 order.py say which rows a batch has; assembly.py makes batches, in memory of slots.py or view.py;
 temperature.py says how rows are read; parking.py keeps an ended epoch for a second.
@@ -48,50 +48,51 @@ class Loader:
 
     Args:
         cache: a Cache, or the path of one.
-        batch_size: rows of a batch; below 2**31, and no more than fit into the memory.
+        batch_size: rows of a batch; below 2**31, and few enough to fit into memory.
         shuffle: "rows" (the whole snapshot, uniformly; from the disk row by row); "window" (within a window
             that slides from the oldest segment to the newest; it reads the disk in order, and lets samplers
             replace the segments that it has passed); "blocks" (runs of batch_size contiguous rows, in random
             order); None (oldest first). Batches of "blocks" and None are zero-copy views where they are one
             run of rows.
-        seed: with the epoch's number it decides the order, for given segments.
-        columns: which; None for all.
-        drop_last: leave out an incomplete last batch; else it is short, or with several ranks padded
-            with the epoch's first rows.
-        transform: called with each batch, ahead, in a thread or process of a worker; its result is yielded.
-        workers: threads or processes that run the transform, at most 256; 0: one thread does.
+        seed: selects the order, together with the epoch's number and the segments.
+        columns: names of the columns. None means all.
+        drop_last: leave out an incomplete last batch. Otherwise it is short, or padded with the epoch's
+            first rows if there are several ranks.
+        transform: function called with each batch, ahead, in a worker thread or process. The loader yields
+            its result.
+        workers: number of threads or processes that run the transform, at most 256. 0 means one thread.
         worker_type: "process" (for transforms that hold the GIL; they must be picklable by cloudpickle, and
             return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes) or "thread" (for
             transforms that release it).
-        prefetch: batches that are begun ahead, beside those that workers are at; at most 65536. None: two to
-            eight, as many as the processor's cache holds; while rows come from the disk, as many as have 256
-            rows, but at most 64 MiB; with worker processes four.
-        where: SegmentInfo -> bool, which segments to read.
+        prefetch: number of batches begun ahead, beside those in workers; at most 65536. None means two to
+            eight, as many as the processor's cache holds; while rows come from the disk, as many as have
+            256 rows, but at most 64 MiB; with worker processes four.
+        where: SegmentInfo -> bool, True for segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
-        rank: this process' part of each step; None: it is alone. Each step has batch_size rows a rank,
-            disjoint, and all ranks have equally many steps.
-        world_size: how many ranks there are; None with `rank`.
-        run_id: names the job whose ranks agree on snapshots; None: from TORCHELASTIC_RUN_ID, or
+        rank, world_size: rank of this process, and number of ranks. None means a single process. Each step
+            has batch_size rows a rank, disjoint, and all ranks have equally many steps.
+        run_id: name of the job whose ranks agree on snapshots. None means TORCHELASTIC_RUN_ID, or
             MASTER_ADDR and MASTER_PORT.
-        epoch_rows: rows of an epoch, of all ranks together, whatever the snapshot holds: fewer are
+        epoch_rows: rows of an epoch, of all ranks together, independent of the snapshot's size. Fewer are
             drawn without replacement, more are reshuffled passes.
-        wait_rows: an epoch waits until so many rows, and one full step, are published.
-        timeout: seconds that a step waits for its batch, and an epoch for rows: counted from the last row
-            that a sampler of the cache drew, if that is later; but once segments are published and bring it
-            no more rows for so long, as where `where` refuses them or the cache is full, it gives up. It
-            gives up after a second where there are too few rows for a step, nobody writes, and there is no
-            other rank that might begin to. None: for ever, but for the last case.
-        window_bytes: of shuffle="window"; None: a quarter of the memory or of the capacity, the lesser.
-        paced: keep the cache's pace, and count what is served; False: neither, such as for validation.
+        wait_rows: number of rows that must be published before an epoch begins; one full step always must.
+        timeout: seconds that a step waits for its batch, and an epoch for rows. An epoch counts from the last
+            row that a sampler of the cache drew, if that is later. It also gives up when published segments
+            have brought no new rows for `timeout` seconds, because `where` refuses them or the cache is full.
+            It gives up after a second where there are too few rows for a step, nobody writes, and no other
+            rank might begin to. None means no limit, except in this last case.
+        window_bytes: size of the window of shuffle="window". None means a quarter of the memory or of the
+            capacity, the lesser.
+        paced: keep the cache's pace, and count the rows served. False does neither, such as for validation.
 
-    Batches are (batch_size, *shape) arrays over reused memory that nothing overwrites while any
+    Batches are (batch_size, *shape) arrays over reused memory that is not overwritten while any
     array over it lives, or views of mapped files, written to in private; text and bytes come as lists,
     ragged columns as `Values(data, offsets)`.
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError,
         CacheFormatError: no such cache.
     """
 
-    _may_yield_views = True  # over the cache's files; loaders for a framework may not
+    _may_yield_views = True  # over the cache's files; loaders of a framework may forbid it
 
     def __init__(
         self,
@@ -155,9 +156,10 @@ class Loader:
     def __iter__(self) -> Batches:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.
 
-        One whose iterator is dropped before its first `next` was never begun: the next is that epoch.
+        If its iterator is dropped before the first `next`, the epoch was never begun: the next `iter` begins
+        it.
         Blocks: until `wait_rows` rows are published.
-        Raises: LoaderTimeoutError: they were not in time. MissingSegmentsError: see `load_state_dict`.
+        Raises: LoaderTimeoutError: too few rows came in time. MissingSegmentsError: see `load_state_dict`.
         """
         return self._begin(endless=False)
 
@@ -177,12 +179,12 @@ class Loader:
         return None if progress is None else progress.order.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this loader: which rows of the epoch were delivered, without those on their way.
+        """Return the state of this loader: the delivered rows of the epoch, without batches on their way.
 
-        Returns: plain ints, strings and lists, a few hundred bytes, and some 15 more for each segment of
-            other rows than the one before it: the same on all ranks, and loadable with
-            `torch.load(weights_only=True)`. After a `break`, of the epoch that was left; after its
-            end, of the next one.
+        Returns: plain ints, strings and lists, a few hundred bytes, and some 15 more for each segment whose
+            number of rows differs from the one before it: the same on all ranks, and loadable with
+            `torch.load(weights_only=True)`. After a `break` it is the state of the epoch that was left; after
+            the end of an epoch, of the next one.
         """
         progress = self._epochs.progress
         if progress is None or self._is_over(progress):
@@ -190,17 +192,17 @@ class Loader:
         return progress.rest().to_state()
 
     def load_state_dict(self, state: dict[str, Any], missing: str = "skip") -> None:
-        """Have the next `for` finish the epoch that a state is of, then go on with the one after it.
+        """Let the next `for` finish the epoch of a saved state, then go on with the one after it.
 
         The rest of the epoch has the rows that were not delivered, each once, in the order of the state
         (its seed and shuffle), whatever this loader's batch_size, workers and ranks.
 
         Args:
             state: what `state_dict` returned, of a loader of this cache.
-            missing: rows whose segments have left the cache since: "skip" them, with a warning, or
-                "raise".
-        Raises: ValueError: no such state. MissingSegmentsError: missing="raise", and rows are missing.
-            Nothing has changed then.
+            missing: treatment of rows whose segments have left the cache since: "skip" them, with a warning,
+                or "raise".
+        Raises: ValueError: not a valid state. MissingSegmentsError: missing="raise", and rows are missing;
+            nothing has changed then.
         """
         if missing not in ("skip", "raise"):
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
@@ -213,10 +215,10 @@ class Loader:
         self._epochs.resume(plan, missing)
 
     def assert_zero_copy(self) -> None:
-        """Make sure that batches are views, now and later: nothing of them is copied.
+        """Require that batches are views, now and later: nothing is copied.
 
         Afterwards a batch that cannot be a view raises ValueError in its step.
-        Raises: ValueError: what needs a copy, and what to change; a closed loader.
+        Raises: ValueError: says which option needs a copy, and what to change; or the loader is closed.
         """
         if self._closed:
             raise ValueError(_CLOSED)
@@ -244,7 +246,7 @@ class Loader:
         self._assembly.require_views()
 
     def stats(self) -> LoaderStats:
-        """Counts of what was delivered so far, of waits for it, and of samplers' waits for this loader."""
+        """Return counts of delivered batches, of waits for them, and of samplers' waits for this loader."""
         if self._epochs.progress is not None:
             self._epochs.progress.note_held_up()
         slot_bytes, slot_growths = self._assembly.slot_stats()
@@ -253,7 +255,7 @@ class Loader:
     def close(self) -> None:
         """End the epoch, and the threads and processes of workers; lease nothing afterwards. Idempotent.
 
-        Blocks: at most some seconds, for a transform that runs.
+        Blocks: at most some seconds, for a running transform.
         """
         self._closed = True
         self._end_current()
@@ -273,14 +275,14 @@ class Loader:
         self.close()
 
     def __len__(self) -> int:
-        """There is none: a TypeError, which says what to do instead, also where a DataLoader asks."""
+        """Raises: TypeError: a loader has no length. The message also helps users of a DataLoader."""
         raise TypeError(_NO_DATASET)
 
     def __bool__(self) -> bool:
         return True
 
     def __getitem__(self, index: object) -> NoReturn:
-        """There are none, as `len`."""
+        """Raises: TypeError: a loader has no rows by number."""
         raise TypeError(_NO_DATASET)
 
     def __reduce__(self) -> NoReturn:
@@ -292,7 +294,7 @@ class Loader:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            once_unlocked(self.close)  # its threads, which that waits for, may want the cache's lock
+            once_unlocked(self.close)  # close waits for threads that may want the cache's lock
 
     def __repr__(self) -> str:
         return (
@@ -301,23 +303,23 @@ class Loader:
         )
 
     def _kind_of_assembly(self) -> type[Assembly | RemoteAssembly]:
-        """What makes batches; loaders for a device may have them made there."""
+        """Return the class that makes batches; loaders for a device may make them there."""
         if not self._options.workers or self._options.worker_type != "process":
             return Assembly
-        from arrowcache.reading.workers import remote  # brings much that others do without
+        from arrowcache.reading.workers import remote  # imports much that other loaders do not need
 
         return remote.RemoteAssembly
 
     def _finish(self, batch: Batch) -> Batch:
-        """The last touch, in the consumer's thread; loaders for a framework convert here."""
+        """Convert a batch in the consumer's thread; loaders for a framework override this."""
         return batch
 
     def _hand_out(self, stream: BatchStream) -> Batches:
-        """The iterator that the consumer gets; loaders for a device have one of their own."""
+        """Return the consumer's iterator; loaders for a device have their own."""
         return EpochIterator(stream, self._options.timeout, self._finish)
 
     def _join(self) -> None:
-        """Be the rank that is found now; loaders for a framework may find another before each epoch."""
+        """Join as the rank found now; loaders for a framework may find another before each epoch."""
         self._epochs.join(self._options.membership)
 
     def _begin(self, *, endless: bool) -> Batches:
@@ -346,7 +348,7 @@ class Loader:
                 stream.close()
                 raise
         finally:
-            if self._closed:  # meanwhile, by another thread or the handler of a signal: all of it, then
+            if self._closed:  # closed meanwhile, by another thread or a signal handler
                 self.close()
 
     def _is_over(self, epoch: Epoch) -> bool:

@@ -1,8 +1,8 @@
 """Mapped: the segments of a cache that are mapped in this process, each by itself, for all its snapshots.
 
 Guarantees: mapped implies leased, by whoever called `acquire`; a mapped file's structure was
-checked; all caches of a process together map at most half of vm.max_map_count segments. One for
-which there is no mapping left is known, and not mapped.
+checked; all caches of a process together map at most half of vm.max_map_count segments. A segment
+for which no mapping is left is known, and read without one.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _MAPPED_A_CALL = 128  # segments: some 2 ms, while other threads wait for the GI
 
 
 class _Table(NamedTuple):
-    """Segments by their number: whatever is mapped is here. It is replaced as a whole; lines change in place.
+    """All mapped segments, by number. The table is replaced as a whole; lines change in place.
 
-    `layouts` are addresses of where a segment's buffers lie, as of `entries_of`; 0: it was not checked, and
-    nobody may read it. `keeps` has its layout, and what keeps its path.
+    `layouts` are addresses of where a segment's buffers lie, as of `entries_of`; 0 means unchecked: nobody
+    may read that segment. `keeps` has its layout, and the owner of its path.
     """
 
-    seqs: NDArray[np.int64]  # which rise
+    seqs: NDArray[np.int64]  # ascending
     words: NDArray[np.int64]  # of `maps.Files`
     layouts: NDArray[np.int64]
-    was_read: NDArray[np.bool_]  # its bytes were checked
+    was_read: NDArray[np.bool_]  # True if its bytes were checked
     keeps: NDArray[np.object_]  # (n, 2)
 
     @classmethod
     def of(cls, seqs: NDArray[np.int64], files: maps.Files) -> _Table:
-        """A table of segments of which nothing is mapped."""
+        """Return a table of segments of which none is mapped."""
         count = len(seqs)
         keeps = np.full((count, 2), None, object)
         for line in range(count):
@@ -56,46 +56,46 @@ class _Table(NamedTuple):
         return cls(seqs, files.words, np.zeros(count, np.int64), np.zeros(count, np.bool_), keeps)
 
     def lines(self, seqs: ArrayLike) -> NDArray[np.int64]:
-        """Where segments are: of those that are here, in the order that is given."""
+        """Return the lines of segments that are in the table, in the given order."""
         wanted = np.asarray(seqs, np.int64)
         return self.seqs.searchsorted(wanted[are_among(wanted, self.seqs)])
 
     def entries(self, lines: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What `Rows.put` is told of them."""
+        """Return the entries for `Rows.put` of some lines."""
         return entries_of(self.words[lines], self.layouts[lines])
 
     def files(self, lines: NDArray[np.int64]) -> maps.Files:
         return maps.Files(self.words, lines, self)
 
     def some(self, lines: NDArray[Any]) -> _Table:
-        """The table of some lines."""
+        """Return the table of some lines."""
         return _Table(*[column[lines] for column in self])
 
     def plus(self, more: _Table) -> _Table:
-        """The table with those of another one, none of which is here."""
+        """Return this table with the lines of another one; they have no segment in common."""
         pairs = [*zip(self, more, strict=True)]
         both = _Table(*[np.concatenate(pair) for pair in pairs])
         return both if (np.diff(both.seqs) > 0).all() else both.some(both.seqs.argsort())
 
 
 class Claim:
-    """Segments that a reader needs mapped, oldest first, and gives up from the oldest on.
+    """Segments that a reader needs mapped, oldest first; it releases them from the oldest on.
 
-    `seqs`: their numbers, which rise. `released`: so many of the oldest are not claimed any more. Before
+    `seqs`: their numbers, ascending. `released`: number of the oldest that are not claimed any more. Before
     `acquire` none is claimed.
     """
 
     def __init__(self, seqs: NDArray[np.int64]) -> None:
         self.seqs = seqs
         self.released = len(seqs)
-        self.keeps: list[object] = []  # what its reader may have been told of, and the table has no more
+        self.keeps: list[object] = []  # memory that `Rows` may refer to, and the table no longer keeps
 
 
 class MappedSegments:
     """The mapped segments of one cache in this process. Thread-safe.
 
     Args:
-        settings: of the cache.
+        settings: the cache's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -103,47 +103,47 @@ class MappedSegments:
         self._known = KnownLayouts(settings.schema)
         self._mutex = Mutex("the mapping of segments")
         self._table = _Table.of(np.zeros(0, np.int64), maps.files("/", ()))
-        self._claims: list[Claim] = []  # of snapshots that may read them; replaced as a whole
-        self._doubted: set[int] = set()  # by seq: a read of it failed, and it was not checked since
+        self._claims: list[Claim] = []  # of snapshots that may read the segments; replaced as a whole
+        self._doubted: set[int] = set()  # seqs whose read failed, until they are checked again
         self.last: SegmentArrays | None = None  # of the last snapshot
         forgets_in_child(self)
 
     @classmethod
     def of(cls, store: Store) -> MappedSegments:
-        """Those that all readers of a cache share in this process, however often it was opened.
+        """Return the mapped segments that all readers of a cache share in this process.
 
-        A cache is known by its lease.lock, not by its path. Whatever is mapped is leased, which keeps that
+        A cache is known by its lease.lock, not by its path. A mapped segment is leased, which keeps that
         file open: while anything is mapped, no other cache can get its identity.
         """
         try:
             identity = file_identity(os.stat(store.folder.lease_lock))
-        except OSError:  # the folder is gone: what is mapped of it can be read still
+        except OSError:  # the folder is gone: mapped segments can still be read
             identity = None
-        with unforked:  # nor does another thread come in between
+        with unforked:  # and no other thread comes in between
             found = _of_store.get(store) if identity is None else _of_identity.get(identity)
             if found is None or found._kind != (store.settings.schema, store.settings.segment_bytes):
                 found = cls(store.settings)
                 if identity is not None:
                     _of_identity[identity] = found
             if _of_store.get(store) is not found:
-                _of_store[store] = found  # it lives as long as a store of it
+                _of_store[store] = found  # it lives as long as a store of the cache
             return found
 
     def acquire(self, claim: Claim) -> None:
-        """Keep its segments mapped, once they are; the caller leases them until it released them.
+        """Keep a claim's segments mapped, once they are. The caller leases them until it has released them.
 
-        It claims all of them or none, also when Ctrl-C comes in between.
+        All segments are claimed or none, also when Ctrl-C comes in between.
         """
         with self._mutex.held():
             claim.released, self._claims = 0, [*self._claims, claim]
         self._let_go()
 
     def release(self, claim: Claim, count: int, then: Callable[[], None] = lambda: None) -> None:
-        """Unmap the `count` oldest segments of a claim that no other one has; then call `then`.
+        """Unmap the `count` oldest segments of a claim that no other claim has; then call `then`.
 
-        `then` ends their lease, and may be called twice: what Ctrl-C cuts short is done anew, by whatever
-        is asked of this next. The garbage collector may call this at any point of any thread, also of one
-        that is just at work here: that thread does it then, as soon as it is done. While the interpreter
+        `then` ends their lease, and may be called twice: the next call here repeats a release that Ctrl-C cut
+        short. The garbage collector may call this at any point of any thread. A thread that is at work here
+        completes the release when it is done. While the interpreter
         ends nothing is unmapped or unleased: a thread may still be copying, and the kernel does both.
         """
         self._mutex.tell((claim, count, then), self._take_in)
@@ -158,16 +158,16 @@ class MappedSegments:
         if count > claim.released:
             try:
                 self._unmap(self._unused(claim, count))
-            except OSError:  # mapped implies leased: later, then
+            except OSError:  # mapped implies leased: try later
                 return False
-            claim.released = count  # after it: what is cut short is done anew
+            claim.released = count  # last: a release that was cut short is repeated
         if claim.released == len(claim.seqs):
             self._claims = [each for each in self._claims if each is not claim]
         then()
         return True
 
     def _unused(self, claim: Claim, count: int) -> NDArray[np.int64]:
-        """What nobody else claims of the `count` oldest segments of a claim, those that it still has."""
+        """Return the segments that no other claim has, of the `count` oldest that a claim still has."""
         seqs = claim.seqs[claim.released : count]
         for other in self._claims:
             if other is not claim and len(seqs):
@@ -175,12 +175,12 @@ class MappedSegments:
         return seqs
 
     def _unmap(self, seqs: ArrayLike) -> None:
-        """Unmap what is mapped of these. Raises: OSError: not all; what is left is as it was."""
+        """Unmap those that are mapped. Raises: OSError: some stay mapped, as they were."""
         table = self._table
         lines = table.lines(seqs)
         if not len(lines):
             return
-        layouts, table.layouts[lines] = table.layouts[lines], 0  # first: what Ctrl-C leaves nobody may read
+        layouts, table.layouts[lines] = table.layouts[lines], 0  # first: Ctrl-C may come next
         try:
             maps.unmap(table.files(lines))
         finally:
@@ -193,12 +193,12 @@ class MappedSegments:
     def known(
         self, seqs: NDArray[np.int64], *, check_bytes_below: int
     ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Which of some acquired segments are known: the others are to be mapped, or checked, by `map`.
+        """Tell which acquired segments are known. `map` maps or checks the others.
 
         Args:
-            seqs: (n,) their numbers, which rise.
-            check_bytes_below: below this number their bytes were to be checked, too.
-        Returns: (n,), and of the known ones what `Rows.put` is told.
+            seqs: (n,) their numbers, ascending.
+            check_bytes_below: segments below this number are known only if their bytes were checked.
+        Returns: a mask (n,), and the entries for `Rows.put` of the known ones.
         """
         table = self._table
         is_known = are_among(seqs, table.seqs)
@@ -206,7 +206,7 @@ class MappedSegments:
         doubted = np.array(sorted(self._doubted), np.int64)
         is_right = (table.layouts[lines] != 0) & ~are_among(table.seqs[lines], doubted)
         is_right &= (table.seqs[lines] >= check_bytes_below) | table.was_read[lines]
-        if maps.count() < _most_mapped:  # else those without a mapping stay so
+        if maps.count() < _most_mapped:  # else segments without a mapping stay so
             is_right &= table.words[lines, maps.ADDRESS] != 0
         is_known[is_known] = is_right
         return is_known, table.entries(lines[is_right])
@@ -218,19 +218,19 @@ class MappedSegments:
         return layout
 
     def doubt(self, seq: int) -> None:
-        """A read of a segment failed: who maps it next checks it anew."""
+        """Note that a read of a segment failed: the next `map` checks it anew."""
         with self._mutex.held():
             self._doubted.add(seq)
         self._let_go()
 
     def map_alike(self, segments: Sequence[SegmentInfo], store: Store) -> None:
-        """Map acquired segments whose layout is known, if they are not yet; see `known`.
+        """Map acquired segments whose layout is known, if they are not mapped yet; see `known`.
 
-        What is of another layout, cannot be opened or is damaged is left to `map`.
+        A segment that has another layout, cannot be opened or is damaged is left to `map`.
 
         Args:
-            segments: their bytes need no check.
-            store: who asks: its folder has the files.
+            segments: segments whose bytes need no check.
+            store: the caller's store, whose folder has the files.
         """
         kinds: dict[tuple[int, int], list[SegmentInfo]] = {}
         for segment in segments:
@@ -256,7 +256,7 @@ class MappedSegments:
                 self._unmap(unknown)
 
     def _add(self, segments: Sequence[SegmentInfo], store: Store) -> NDArray[np.int64]:
-        """Have lines of those that have none yet. Returns: their numbers."""
+        """Add lines of segments that have none yet. Returns: the numbers of the segments."""
         seqs = np.array([segment.seq for segment in segments], np.int64)
         is_new = ~are_among(seqs, self._table.seqs)
         names = [segment.name for segment, new in zip(segments, is_new.tolist(), strict=True) if new]
@@ -269,16 +269,16 @@ class MappedSegments:
         """Note that segments were checked, and their layout."""
         for line in lines.tolist():
             self._table.keeps[line, 0] = layout
-        self._table.layouts[lines] = layout.buffers.buffer_info()[0]  # last: now they may be read
+        self._table.layouts[lines] = layout.buffers.buffer_info()[0]  # last: now readers may use them
 
     def map(self, segment: SegmentInfo, store: Store, *, check_bytes: bool) -> NDArray[np.int64]:
-        """Map and check an acquired segment, if it is not yet; where no mapping is left it is only checked.
+        """Map and check an acquired segment, if it is not mapped yet; only check it where no mapping is left.
 
         Args:
-            store: who asks: its folder has the file.
-            check_bytes: check its bytes too, also where another reader has mapped it without.
-        Returns: what `Rows.put` is told.
-        Raises: CorruptSegmentError: what is wrong; it is not mapped then, but for others who read it.
+            store: the caller's store, whose folder has the file.
+            check_bytes: check its bytes too, also if another reader mapped it without.
+        Returns: the entry for `Rows.put`.
+        Raises: CorruptSegmentError: says what is wrong; only other readers may have it mapped then.
             OSError: the process has too little memory or too many files open.
         """
         with self._mutex.held():
@@ -298,8 +298,8 @@ class MappedSegments:
                     self._check(line, file, segment, store, check_bytes)
                 return
             for claim in self._claims:
-                claim.keeps.append(table.keeps[line].copy())  # it may have been told of it without a mapping
-            self._unmap([segment.seq])  # what Ctrl-C has left, or found no mapping
+                claim.keeps.append(table.keeps[line].copy())  # `Rows` may know it without a mapping
+            self._unmap([segment.seq])  # also one that Ctrl-C left, or that has no mapping
         self._add([segment], store)
         (line,) = self._table.lines([segment.seq]).tolist()
         file = self._table.files(np.array([line]))[0]
@@ -329,7 +329,7 @@ class MappedSegments:
         self._know(np.array([line]), layout)
 
     def _read_again(self, known: maps.File, segment: SegmentInfo, store: Store) -> None:
-        """Check a file without its mapping, which may end before its address says: others may read that."""
+        """Check a file by reading. Its mapping may be longer than the file, and others may use it."""
         (file,) = maps.files(os.fspath(store.folder.segments), [segment.name])
         try:
             file.open(self._settings.segment_bytes, 0)
@@ -346,7 +346,7 @@ class MappedSegments:
         self._doubted.discard(segment.seq)
 
     def _check_read(self, file: maps.File, segment: SegmentInfo, store: Store) -> None:
-        """Check all bytes of an open file, past its mapping: what the disk does not give is an OSError."""
+        """Check all bytes of an open file by reading, so that a disk failure is an OSError."""
         with open(file.fd, "rb", buffering=0, closefd=False) as whole:
             data = pa.py_buffer(whole.read())
         check_file(data, store, segment, check_bytes=True)
@@ -354,7 +354,7 @@ class MappedSegments:
     def _check(
         self, line: int, file: maps.File, segment: SegmentInfo, store: Store, check_bytes: bool
     ) -> Layout:
-        """Check a file the complete way; one that is open is mapped for as long as that takes."""
+        """Check a file completely; an open file is mapped for as long as the check takes."""
         was_mapped = file.address
         file.map()
         try:
@@ -372,14 +372,14 @@ class MappedSegments:
         return layout
 
     def forget_in_child(self) -> None:
-        """A forked child inherits no mapping and no lease."""
+        """Drop all: a forked child inherits no mapping and no lease."""
         for file in self._table.files(np.flatnonzero(self._table.words[:, maps.FD] >= 0)):
             file.close()  # a thread was about to map it
         self.__init__(self._settings)  # type: ignore[misc]  # anew, at the same place
 
     def __del__(self) -> None:
         if hasattr(self, "_doubted"):
-            self._let_go()  # what was cut short
+            self._let_go()  # a release that was cut short
 
 
 _of_store: weakref.WeakKeyDictionary[Store, MappedSegments] = weakref.WeakKeyDictionary()

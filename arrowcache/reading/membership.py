@@ -1,4 +1,4 @@
-"""Membership: which rank of which job a loader is, from its arguments and the environment."""
+"""Membership: the rank and job of a loader, from its arguments and the environment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from arrowcache.units import as_int, parse_count
 
 _MOST_RANKS = 1 << 20  # a step of all of them is counted in 64 bits
-_NO_ELASTIC_RUN = "none"  # torchrun's TORCHELASTIC_RUN_ID where it was given no --rdzv-id
+_NO_ELASTIC_RUN = "none"  # torchrun's TORCHELASTIC_RUN_ID without --rdzv-id
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Which rank of which run a loader is. `local_world_size` ranks read on this node."""
+    """The rank of a loader in its run. `local_world_size` ranks read on this node."""
 
     rank: int
     world_size: int
@@ -22,13 +22,13 @@ class Membership:
 
 
 def membership(rank: int | None, world_size: int | None, run_id: str | None) -> Membership | None:
-    """What a loader's arguments and the environment say about its rank.
+    """Return the rank and run of a loader, from its arguments and the environment.
 
     The run is `run_id`, else TORCHELASTIC_RUN_ID (not torchrun's "none"), else
     MASTER_ADDR:MASTER_PORT; the local ranks are LOCAL_WORLD_SIZE, else all.
 
-    Returns: None for a loader that has nobody to agree with: no rank, or a world of one.
-    Raises: ValueError, TypeError: what does not fit, or is missing.
+    Returns: None for a loader without others to agree with: no rank, or a world of one.
+    Raises: ValueError, TypeError: an argument does not fit, or is missing.
     """
     if run_id is not None and not isinstance(run_id, str):
         raise TypeError(f"run_id must be a str, not {run_id!r}")

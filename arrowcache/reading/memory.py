@@ -1,9 +1,9 @@
 """Memory: allocates the memory that rows are gathered into: arrays, and the buffers of slots.
 
-`output_arrays` are a user's own, or new ones. Slots have theirs of an allocator, which gives memory for one
-buffer, (nbytes,) uint8. `page_aligned` gives plain memory. `SharedBuffers` gives a part of an anonymous file,
-which another process finds by its offset. Memory that a device reads by itself comes from
-torch/registered.py, which also registers parts of such files.
+`output_arrays` are a user's own, or new ones. Slots get memory from an allocator, one buffer, (nbytes,)
+uint8, at a time. `page_aligned` gives plain memory. `SharedBuffers` gives a part of an anonymous file, which
+another process finds by its offset. Memory that a device reads by itself comes from torch/registered.py,
+which also registers parts of such files.
 
 Guarantee: a buffer of a file has its memory before anybody writes. Otherwise a full disk or memory would be a
 SIGBUS, not an error.
@@ -38,9 +38,9 @@ _MOST_BYTES, _LEAST_BYTES = 1 << 40, 1 << 28  # of addresses, not of memory
 
 
 def page_aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Memory that starts at a page, like the columns of a segment's file.
+    """Return memory that starts at a page, like the columns of a segment's file.
 
-    Where it starts a little after one, as large NumPy arrays do (16 bytes), each load of a copy from
+    In memory that starts a little after a page, as large NumPy arrays do (16 bytes), each load of a copy from
     page-aligned memory seems to depend on the store before it, whose address has the same low 12
     bits: 1.7 instead of 10 GB/s, on the machine of benchmarks/RESULTS.md.
     """
@@ -52,10 +52,10 @@ def page_aligned(nbytes: int) -> NDArray[np.uint8]:
 def output_arrays(
     schema: Schema, names: Sequence[str], rows: int, out: Mapping[str, NDArray[Any]] | None
 ) -> dict[str, NDArray[Any]]:
-    """An array of `rows` rows for each fixed-width column: a user's own, where given, else a new one.
+    """Return an array of `rows` rows for each fixed-width column: a user's own, where given, else a new one.
 
-    Raises: TypeError: `out` is no mapping. ValueError: one in it is of a column not asked for, or cannot be
-        filled; two of them overlap.
+    Raises: TypeError: `out` is no mapping. ValueError: an array in it is of a column not asked for, or
+        cannot be filled; two arrays overlap.
     """
     out = {} if out is None else out
     if not isinstance(out, Mapping):
@@ -93,7 +93,7 @@ def output_arrays(
 
 
 def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Memory for a copy: `page_aligned` where that matters."""
+    """Return memory for a copy: `page_aligned` where alignment matters."""
     return np.empty(nbytes, np.uint8) if nbytes < PAGE_BYTES else page_aligned(nbytes)
 
 
@@ -102,22 +102,22 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def mapped_memory(nbytes: int) -> mmap.mmap:
-    """Memory of whole pages. Forked children share it: no write moves it to other pages."""
+    """Return memory of whole pages. Forked children share it: no write moves it to other pages."""
     return mmap.mmap(-1, in_pages(nbytes))
 
 
 class SharedMemory(mmap.mmap):
     """An anonymous file, mapped by several processes; it lives as long as any array over it.
 
-    It is sparse and far larger than what is ever used of it. So it is mapped once, and nothing in it moves.
+    It is sparse and far larger than the part in use, so it is mapped once, and nothing in it moves.
     `words` are its first page, int64; buffers follow. It owns its descriptor.
 
-    A forked child may write into arrays that it inherits: its parent does not see that. But the parent uses
-    their memory again for other batches, so the child must copy a batch that it wants to keep.
+    A forked child may write into arrays that it inherits: its parent does not see that. But the parent reuses
+    their memory for other batches, so the child must copy a batch that it keeps.
     """
 
     fd = -1
-    parts: dict[int, int]  # bytes in use, by offset, of parts that another process gives
+    parts: dict[int, int]  # offset -> bytes in use, of parts that another process gives
 
     def __new__(cls, fd: int) -> Self:
         self = super().__new__(cls, fd, os.fstat(fd).st_size)
@@ -131,7 +131,7 @@ class SharedMemory(mmap.mmap):
     def create(cls, parts: int = 1) -> Self:
         """Make one. `parts` of them share the addresses that this process may use.
 
-        Raises: OSError: neither a memfd nor a temporary file can be had.
+        Raises: OSError: neither a memfd nor a temporary file is available.
         """
         fd = linux.anonymous_file()
         try:
@@ -144,11 +144,11 @@ class SharedMemory(mmap.mmap):
 
     @property
     def words(self) -> NDArray[np.int64]:
-        """The first page, (512,) on most machines; it is there before anybody writes."""
+        """Return the first page, (512,) on most machines; its memory is allocated before the first write."""
         return np.frombuffer(self, np.int64, PAGE_BYTES // 8)
 
     def forget_in_child(self) -> None:
-        """Map it privately: a write of the child is not seen by its parent."""
+        """Map the memory privately in a forked child: its parent does not see its writes."""
         flags = mmap.MAP_PRIVATE | linux.MAP_FIXED | linux.MAP_NORESERVE
         linux.map_memory(self.words.ctypes.data, len(self), mmap.PROT_READ | mmap.PROT_WRITE, flags, self.fd)
 
@@ -174,9 +174,9 @@ class SharedBuffers:
         self._allocated_bytes = 0
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """(nbytes,) uint8 that start at a page.
+        """Return (nbytes,) uint8 that start at a page.
 
-        Raises: MemoryError: there is no memory, or no address space, for it.
+        Raises: MemoryError: memory or address space is exhausted.
         """
         size, bare = size_class(nbytes), self._bare.setdefault(size_class(nbytes), [])
         if not bare:
@@ -201,28 +201,28 @@ class SharedBuffers:
         return np.frombuffer(self._memory, np.uint8, nbytes, offset)
 
     def free(self, memory: NDArray[np.uint8]) -> None:
-        """Give back what `allocate` gave."""
+        """Give back memory from `allocate`."""
         self._allocated_bytes -= in_pages(memory.nbytes)
         self._release(self.offset(memory.ctypes.data), size_class(memory.nbytes))
 
     def offset(self, address: int) -> int:
-        """The offset of an address in the file: other processes find it by that."""
+        """Return the offset of an address in the file, by which other processes find it."""
         return address - self._start
 
     def _release(self, offset: int, size: int) -> None:
         if not self._keeps:
-            with suppress(OSError):  # a file system that cannot: the memory stays
+            with suppress(OSError):  # a file system without hole punching: the memory stays
                 self._memory.madvise(mmap.MADV_REMOVE, offset, size)
         self._bare[size].append(offset)
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where a mapping begins."""
+    """Return the address of a mapping's first byte."""
     return int(np.frombuffer(memory, np.uint8, 1).ctypes.data)
 
 
 def shared_part(address: int, nbytes: int) -> tuple[SharedMemory, int, int] | None:
-    """The memory, address and bytes of the part, given by another process, that some bytes lie in."""
+    """Return the memory, address and bytes of the part that contains some bytes, or None."""
     for memory in [*_living]:
         start = address_of(memory)
         if memory.parts and 0 <= address - start < len(memory):
@@ -235,17 +235,17 @@ def shared_part(address: int, nbytes: int) -> tuple[SharedMemory, int, int] | No
 
 
 def size_class(nbytes: int) -> int:
-    """The bytes of addresses that a part of so many bytes has at least."""
+    """Return the least bytes of addresses of a part for this number of bytes."""
     return max(PAGE_BYTES, 1 << (max(1, nbytes) - 1).bit_length())
 
 
 def in_pages(nbytes: int) -> int:
-    """The bytes of whole pages for so many bytes, at least one."""
+    """Return the bytes of whole pages for this number of bytes, at least one page."""
     return -(-max(1, nbytes) // PAGE_BYTES) * PAGE_BYTES
 
 
 def _stretch(fd: int, parts: int) -> None:
-    """Make a file as long as addresses allow."""
+    """Make a file as long as the limits of this process allow."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     nbytes = _MOST_BYTES if limit == resource.RLIM_INFINITY else min(_MOST_BYTES, limit // 8)
     nbytes = max(_LEAST_BYTES, nbytes // parts // PAGE_BYTES * PAGE_BYTES)

@@ -1,8 +1,8 @@
 """Options: the arguments of a loader, checked, as one frozen value.
 
-`Loader` says what each means, and spells them out for readers and editors. All other faces pass on keyword
-arguments of the types below; `spelled_out` has `help()` and completion show them one by one. Nothing behind
-a face takes an option by itself: it takes the value.
+`Loader` documents each argument, and spells them out for readers and editors. All other faces pass on keyword
+arguments of the types below; `spelled_out` has `help()` and completion show them one by one. Code behind
+a face never takes a single option: it takes the value.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class LoaderArguments(EpochArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """The arguments of `Loader`, with its defaults; and what follows from them for a cache.
+    """The arguments of `Loader`, with its defaults, and values derived from them for a cache.
 
     Args:
-        settings: of the cache.
+        settings: settings of the cache.
         may_view: batches may be views of the cache's files.
     Raises: ValueError, TypeError: an argument that does not fit.
     """
@@ -132,31 +132,30 @@ class LoaderOptions:
 
     @property
     def views(self) -> bool:
-        """Whether batches that are one run of rows are views."""
+        """True if batches that are one run of rows are views."""
         return self.may_view and self.shuffle in ("blocks", None)
 
     @property
     def membership(self) -> Membership | None:
-        """Which rank of which job the arguments say; None: it is alone.
+        """Return the rank and job of the arguments, or None for a single process.
 
-        Raises: ValueError, TypeError: what does not fit, or is missing.
+        Raises: ValueError, TypeError: an argument does not fit, or is missing.
         """
         return membership(self.rank, self.world_size, self.run_id)
 
     def terms(self) -> dict[str, Term]:
-        """Those that decide an epoch's order: ranks agree on them."""
+        """Return the options that decide an epoch's order: ranks agree on them."""
         return {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
 
     def step_rows(self, world_size: int) -> int:
-        """Rows of one step of all ranks."""
         return self.batch_size * world_size
 
     def needed_rows(self, world_size: int) -> int:
-        """Rows that an epoch waits for."""
+        """Return the number of rows that an epoch waits for."""
         return max(self.wait_rows, self.step_rows(world_size) if self.drop_last else 1)
 
     def require_step(self, world_size: int) -> None:
-        """Make sure that an epoch of given rows has a step of all ranks.
+        """Check that an epoch of `epoch_rows` has a step of all ranks.
 
         Raises: ValueError: it has none.
         """
@@ -168,16 +167,16 @@ class LoaderOptions:
             )
 
     def require_fit(self, store: Store, world_size: int) -> None:
-        """`require_step`, and the capacity, as it is now, may hold the rows that an epoch waits for.
+        """Check `require_step`, and that the present capacity can hold the rows that an epoch waits for.
 
-        Raises: ValueError: it cannot. A cache that is to be resized later must be so before.
+        Raises: ValueError: it cannot. Resize the cache first then.
         """
         self.require_step(world_size)
         rows = self.needed_rows(world_size)
         least = rows * row_bytes(store.settings.schema)  # variable-length data not counted
         if least <= store.settings.capacity_bytes:
             return
-        store.refresh_settings()  # somebody may have resized it
+        store.refresh_settings()  # another process may have resized it
         capacity_bytes = store.settings.capacity_bytes
         if least > capacity_bytes:
             fact, way = f"wait_rows={rows} take", "lower wait_rows"
@@ -190,7 +189,7 @@ class LoaderOptions:
 
 
 def spelled_out(arguments: type[EpochArguments]) -> Callable[[Face], Face]:
-    """Decorates a face that passes on such keyword arguments: its signature shows each, with its default."""
+    """Decorate a face that passes on such keyword arguments: its signature shows each, with its default."""
 
     def spell_out(face: Face) -> Face:
         own = [*inspect.signature(face).parameters.values()]
@@ -216,7 +215,7 @@ def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:
 
 
 def parse_flag(value: bool, name: str) -> bool:
-    """Raises: TypeError: it is neither True nor False."""
+    """Raises: TypeError: the value is neither True nor False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
     return value

@@ -1,4 +1,4 @@
-"""Order: which rows go into which batch. Pure: values in, row ids out, no clock.
+"""Order: the rows of each batch. Pure: values in, row ids out, no clock.
 
 An order is a function of (segment sizes, seed, epoch, rank, world size): any part of an epoch can
 be computed without what came before, so resuming anywhere costs nothing. An epoch is a stream of
@@ -29,7 +29,7 @@ _CHUNK_ROWS = 8192  # of the planned order, looked at at once
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of each step one rank takes."""
+    """The part of each step that one rank takes."""
 
     rank: int = 0
     world_size: int = 1
@@ -40,13 +40,13 @@ class Shard:
 
 
 class Order(ABC):
-    """What is left of an epoch, in steps of one rank: row ids of a snapshot. Several threads may ask.
+    """The remaining steps of one rank in an epoch: row ids of a snapshot. Several threads may ask.
 
     Args:
-        rows: that are left, of all ranks together.
-        batch_size: of one rank.
-        shard: this rank's.
-        drop_last: leave out an incomplete last step; else it is short (one rank), or padded by wrapping
+        rows: rows that are left, of all ranks together.
+        batch_size: rows of one rank's batch.
+        shard: this rank's part.
+        drop_last: leave out an incomplete last step. Otherwise it is short (one rank), or padded by wrapping
             around to the first rows (several).
     """
 
@@ -71,24 +71,24 @@ class Order(ABC):
 
     @abstractmethod
     def _stream(self, first: int, last: int) -> NDArray[np.int64]:
-        """Rows first..last-1 of what is left, and after its end those of the padding."""
+        """Return rows first..last-1 of the remaining stream, and after its end the padding rows."""
 
     @abstractmethod
     def position_after(self, steps: int) -> int:
-        """The epoch's position after so many steps of all ranks: that of a resume."""
+        """Return the epoch's position after a number of steps of all ranks, where a resume goes on."""
 
     @abstractmethod
     def segments_span(self, step: int) -> range:
-        """Indices of the segments in use at a step, of all ranks together.
+        """Return indices of the segments in use at a step, of all ranks together.
 
-        Segments before `start` are not read by this step or later ones; those from `stop` on not by
-        this step or earlier ones of its pass. All, while a later pass or padding is to read them.
+        Segments before `start` are not read by this step or later ones; segments from `stop` on not by this
+        step or earlier ones of its pass. It is all segments while a later pass or padding will read them.
         """
 
     # The line: the rows of all passes, one pass after another, oldest segment first in each.
 
     def in_line(self, step: int) -> NDArray[np.int64] | None:
-        """This rank's rows of a step, by their numbers in the line; None: some are padding.
+        """Return this rank's rows of a step, as numbers in the line, or None if some are padding.
 
         Row `i` of pass `n` has the number `n * rows of a pass + i`.
         """
@@ -96,7 +96,7 @@ class Order(ABC):
         return None if first + len(ids) > self.rows else ids + self._rows_before(first, first + len(ids))
 
     def span_in_line(self, step: int) -> range:
-        """The part of the line that is in use at a step, of all ranks together, but for padding.
+        """Return the part of the line in use at a step, of all ranks together, without padding.
 
         Nothing before `start` is read by this step or later ones, nothing from `stop` on by this step or
         earlier ones.
@@ -107,15 +107,15 @@ class Order(ABC):
 
     @abstractmethod
     def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
-        """Rows of the passes before that of each of rows first..last-1 of what is left."""
+        """Return the rows of earlier passes, for each of rows first..last-1 of the remaining stream."""
 
     @abstractmethod
     def _in_use(self, position: int) -> range:
-        """The part of the line that is in use at a position of the planned stream."""
+        """Return the part of the line in use at a position of the planned stream."""
 
 
 class EpochOrder(Order):
-    """The order of a plan whose segments are all there; padding repeats the epoch's first rows."""
+    """The order of a plan whose segments are all present; padding repeats the epoch's first rows."""
 
     def __init__(self, plan: Plan, batch_size: int, shard: Shard, drop_last: bool) -> None:
         super().__init__(plan.stream_rows - plan.position, batch_size, shard, drop_last)
@@ -123,7 +123,7 @@ class EpochOrder(Order):
         self._pass_rows = int(self._starts[-1])
         self._start, self._end = plan.position, plan.stream_rows
 
-        def row_order(number: int) -> RowOrder:  # without self: a cycle would keep it for longer
+        def row_order(number: int) -> RowOrder:  # without self: a cycle would keep the order alive
             key = (plan.epoch, number)
             match plan.shuffle:
                 case "rows":
@@ -169,7 +169,7 @@ class EpochOrder(Order):
         return self._segments[order.span(first - before).start : order.span(last - before).stop]
 
     def pass_span(self, position: int) -> tuple[int, range]:
-        """The pass that a position is in, and the segments in use there by that pass."""
+        """Return the pass at a position, and the segments in use there by this pass."""
         number, place = divmod(position, self._pass_rows)
         return number, self._pass(number).span(place)
 
@@ -184,48 +184,48 @@ class EpochOrder(Order):
 
 
 class Present:
-    """Which of a plan's segments are still there, and their rows in the numbering of a snapshot of these."""
+    """The segments of a plan that are still present, and their rows in a snapshot of these."""
 
     def __init__(self, plan: Plan, present: Sequence[SegmentInfo]) -> None:
         self._starts = starts_of(plan.rows)
         self._is_there = are_among(plan.seqs, np.array([segment.seq for segment in present], np.int64))
-        self.segments_before = starts_of(self._is_there)  # of each planned one
+        self.segments_before = starts_of(self._is_there)  # number of present segments before each planned one
         rows = plan.rows * self._is_there
         self.starts = starts_of(rows)  # of each planned segment, in the snapshot
         self.rows = int(self.starts[-1])
         self._shift = self.starts[:-1] - self._starts[:-1]
 
     def renumber(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Row ids in the snapshot, of those planned ones that are there; which of the given these are."""
+        """Return row ids in the snapshot of the planned rows that are present, and a mask of these rows."""
         segments = self._starts.searchsorted(ids, side="right") - 1
         is_there = self._is_there[segments]
         return (ids + self._shift[segments])[is_there], is_there
 
 
 class ResumedOrder(Order):
-    """The order of a plan over those of its segments that are still there.
+    """The order of a plan over its segments that are still present.
 
-    Rows of segments that are gone are passed over, and what remains is cut into full steps anew, so that all
-    ranks have equally many. Every whole pass has equally many rows that are there: a pass is walked, in
-    chunks, as it is come to. Padding repeats the first rows.
+    Rows of missing segments are skipped, and the remaining rows are cut into full steps anew, so that all
+    ranks have the same number. Every whole pass has the same number of present rows. A pass is walked in
+    chunks, when it is reached. Padding repeats the first rows.
     """
 
     def __init__(
         self, plan: Plan, segments: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
     ) -> None:
         self._plan, self._present = plan, Present(plan, segments)
-        self._planned = EpochOrder(plan.at(0), 1, Shard(), drop_last=False)  # its steps are positions
+        self._planned = EpochOrder(plan.at(0), 1, Shard(), drop_last=False)  # steps are positions
         planned, present, pass_rows = self._planned, self._present, int(plan.rows.sum())
 
         @lru_cache(maxsize=4)
         def chunk(first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-            """Rows that are there in a part of the planned stream, and their positions."""
+            """Return the rows present in a part of the planned stream, and their positions."""
             ids, is_there = present.renumber(planned.batches(first, stop))
             return ids, is_there.nonzero()[0] + first
 
-        @lru_cache(maxsize=3)  # the first, the current and the next one
+        @lru_cache(maxsize=3)  # the first, the current and the next pass
         def chunks(number: int) -> tuple[list[int], NDArray[np.int64]]:
-            """Where the chunks of a pass begin, and its end; how many rows are there before each."""
+            """Return the bounds of a pass' chunks, and the number of present rows before each."""
             first = max(number * pass_rows, plan.position)
             stop = min((number + 1) * pass_rows, plan.stream_rows)
             edges = [*range(first, stop, _CHUNK_ROWS), stop]
@@ -233,7 +233,7 @@ class ResumedOrder(Order):
             return edges, starts_of(counts)
 
         self._chunk, self._chunks, self._pass_rows = chunk, chunks, pass_rows
-        rows = self._first_rows = 0  # of the pass that the position is in
+        rows = self._first_rows = 0  # rows of the position's pass
         if self._present.rows and plan.position < plan.stream_rows:
             self._first_pass, last_pass = plan.position // pass_rows, (plan.stream_rows - 1) // pass_rows
             rows = self._first_rows = int(self._chunks(self._first_pass)[1][-1])
@@ -248,7 +248,7 @@ class ResumedOrder(Order):
         return self._plan.stream_rows - self._plan.position - self.rows
 
     def _from(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Some rows from one on, of those that are left, and their positions."""
+        """Return some of the remaining rows, from one on, and their positions."""
         number, place = self._first_pass, row
         if row >= self._first_rows:
             later, place = divmod(row - self._first_rows, self._present.rows)
@@ -262,7 +262,7 @@ class ResumedOrder(Order):
         return self._walk(first, last)[0]
 
     def _walk(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows first..last-1 of what is left, as of `_stream`, and their positions."""
+        """Return rows first..last-1 of the remaining stream, as of `_stream`, and their positions."""
         ids, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         while first < last:
             some, their_positions = self._from(first % self.rows)
@@ -294,12 +294,12 @@ class ResumedOrder(Order):
 
 
 class ResumedSteps(EpochOrder):
-    """As `ResumedOrder`, but each step keeps its number, whatever is gone.
+    """As `ResumedOrder`, but each step keeps its number, even if rows are missing.
 
-    So workers that resume an epoch need not know of each other how far each had come: none takes a row that
-    another one has delivered. Of a step of which rows are gone, the others are dealt out among the ranks
-    anew, evenly; a step that has fewer rows than there are ranks is left out by all, and has none. So ranks
-    have equally many steps, if they agree on what is there.
+    So workers can resume an epoch without knowing how far each other had come: none takes a row that
+    another has delivered. If rows of a step are missing, its other rows are dealt out among the ranks
+    anew, evenly. If fewer rows than ranks remain, all ranks skip the step. So ranks have the same number
+    of steps, if they agree on which segments are present.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class ResumedSteps(EpochOrder):
         return range(int(before[planned.start]), int(before[planned.stop]))
 
     def lost_rows(self, steps: range) -> int:
-        """Rows of this rank's part of these steps whose segments are gone. Walks the order."""
+        """Return the rows of this rank's part of these steps whose segments are missing. Walks the order."""
         size, lost = self.batch_size, 0
         at_once = max(1, _CHUNK_ROWS // size)
         for first in range(steps.start, steps.stop, at_once):
@@ -347,10 +347,10 @@ def order_of(
     *,
     keeps_steps: bool = False,
 ) -> Order:
-    """The order of a plan over the segments that are still there, in the numbering of a snapshot of these.
+    """Return the order of a plan over the segments still present, with row ids of a snapshot of these.
 
     Args:
-        keeps_steps: each step keeps its number, whatever is gone.
+        keeps_steps: each step keeps its number, even if rows are missing.
     """
     if len(present) == len(plan.seqs):
         return EpochOrder(plan, batch_size, shard, drop_last)

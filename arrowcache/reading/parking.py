@@ -1,8 +1,8 @@
 """Parking: keeps an ended epoch's segments mapped for a second, so that the next epoch finds them mapped.
 
-It owns snapshots of epochs that ended. It lets go of them after a second, or sooner: when a writer of this
+It owns snapshots of epochs that ended. It releases them after a second, or sooner: when a writer of this
 process waits for them, when the next epoch has mapped its segments, or when the loader is closed. A thread
-waits for that second, and sleeps while an epoch runs. What was left to it it closes at once. Where ranks
+waits for that second, and sleeps while an epoch runs. It closes snapshots of `leave` at once. Where ranks
 agreed on an epoch, it goes on looking until all have joined it.
 
 Guarantees: a loader that nobody iterates leases nothing for longer than that second.
@@ -25,15 +25,15 @@ _log = logging.getLogger("arrowcache")
 _PARKED_SECONDS = 1.0
 _LOOK_SECONDS = 0.25  # between two looks whether the other ranks have joined
 _JOIN_SECONDS = 5.0
-_PARK, _STAY, _DROP, _END = "park", "stay", "drop", "end"  # said to the thread
+_PARK, _STAY, _DROP, _END = "park", "stay", "drop", "end"  # messages to the thread
 
 
 class Parking:
     """Thread-safe; the garbage collector may call it anywhere.
 
     Args:
-        settle: called after an epoch until it returns False: nothing is left to be let go.
-        also_drop: has others, such as worker processes, let go of epochs that ended.
+        settle: called after an epoch until it returns False, when nothing is left to release.
+        also_drop: has others, such as worker processes, release epochs that ended.
     """
 
     def __init__(self, settle: Callable[[], bool], also_drop: Callable[[], None]) -> None:
@@ -42,17 +42,17 @@ class Parking:
         self._parked: list[Snapshot] = []
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()  # safe to use in a finalizer
         self._thread = self._new_thread()
-        self._is_one = threading.Lock()  # taken by the one that runs
+        self._is_one = threading.Lock()  # held by the thread that runs
         self._is_closed = False
         self._origin = Origin()
 
     def begin(self) -> None:
-        """An epoch begins: snapshots that are parked stay until `drop`.
+        """Keep parked snapshots until `drop`, as an epoch begins.
 
-        Where no thread can be started nothing is parked after it.
+        If no thread can be started, nothing is parked afterwards.
         """
         if self._thread.ident is None:
-            self._thread = self._new_thread()  # what Ctrl-C cut short may have started the one before
+            self._thread = self._new_thread()  # the last one may have been started before Ctrl-C
             try:
                 start(self._thread)
             except WorkerError:
@@ -60,11 +60,11 @@ class Parking:
         self._said.put(_STAY)
 
     def park(self, snapshot: Snapshot) -> None:
-        """An epoch ended: keep its snapshot for a second."""
+        """Keep the snapshot of an epoch that ended for a second."""
         self._leave(snapshot, _PARK)
 
     def leave(self, snapshot: Snapshot) -> None:
-        """Have the thread close a snapshot: the disk frees files that were evicted as they are unmapped."""
+        """Have the thread close a snapshot: unmapping evicted files takes the disk's time."""
         self._leave(snapshot, _DROP)
 
     def _leave(self, snapshot: Snapshot, said: str) -> None:
@@ -80,7 +80,7 @@ class Parking:
             self.drop()
 
     def drop(self) -> None:
-        """Let go of every lease that is not the running epoch's."""
+        """Release every lease but the running epoch's."""
         with self._lock:
             parked = self._parked.copy()
         for snapshot in parked:
@@ -90,15 +90,15 @@ class Parking:
         self._also_drop()
 
     def close(self) -> None:
-        """Let go of everything. Idempotent. Blocks: while its thread closes a snapshot, at most 5 s."""
-        if not self._origin.is_here or is_exiting():  # no thread ends any more; the kernel lets go of all
+        """Release everything. Idempotent. Blocks: while its thread closes a snapshot, at most 5 s."""
+        if not self._origin.is_here or is_exiting():  # no thread ends any more; the kernel releases all
             return
         with self._lock:
             self._is_closed = True
         try:
             self._said.put(_END)
             if self._thread.ident is not None and self._thread is not threading.current_thread():
-                self._thread.join(_JOIN_SECONDS)  # what it is closing is leased until it is done
+                self._thread.join(_JOIN_SECONDS)  # a snapshot is leased until the thread has closed it
         finally:
             self.drop()
 
@@ -123,7 +123,7 @@ class Parking:
                 seconds = _PARKED_SECONDS if said is _PARK else None
 
     def _let_go(self) -> float | None:
-        """The second is over. Returns: when to look again; None: not before the next epoch has ended."""
+        """Release all after the second. Returns: seconds to the next look; None: wait for an epoch's end."""
         try:
             self.drop()
             return _LOOK_SECONDS if self._settle() else None

@@ -1,8 +1,8 @@
 """Patience: how a loader waits for rows: when it looks again, when it gives up, and why.
 
-It waits without cache.lock and without a lease: it asks the folder when it changed, some twenty times a
-second, and only what changed is a reason to try again. As long as some sampler of the cache draws, it does
-not give up, unless what they publish brings it no rows.
+A wait holds neither cache.lock nor a lease. It asks the folder for changes, some twenty times a
+second, and tries again only after a change. As long as some sampler of the cache draws, it does
+not give up, unless published segments bring it no rows.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from arrowcache.storage.progress import SeenSampler, State, seen_samplers
 from arrowcache.units import format_bytes, format_count, format_seconds
 
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.005, 0.04
-# after a change: another one at the same tick of the file system's clock looks like it
+# after a change: another one at the same tick of the file system's clock looks the same
 _SETTLING_SECONDS = 0.1
-_TRY_SECONDS = 1.0  # whatever changed: a `where` may go by the time, and bytes that were freed are in no name
-_LOOK_SECONDS = 0.25  # between two looks for somebody who writes
+_TRY_SECONDS = 1.0  # tried without a change: `where` may depend on the time, and freed bytes change no name
+_LOOK_SECONDS = 0.25  # between two looks for a writer
 _GRACE_SECONDS = 1.0  # for a writer between two of its segments, or a sampler that is just starting
 
 
 class Wait(NamedTuple):
-    """What who waits may do meanwhile: `before` lets go of leases, before it waits."""
+    """Calls during a wait: `before` releases leases before the wait begins."""
 
     is_cancelled: Callable[[], bool] = lambda: False
     before: Callable[[], None] = lambda: None
 
 
 class Patience:
-    """That of one wait: for the timeout without rows, and without a sampler that draws some.
+    """One wait. It ends after the timeout without rows, and without a sampler that draws some.
 
     Args:
-        supply: what its tries find.
-        options, world_size: of the epoch that is waited for.
-        meter: told what the waiting took.
-        with_ranks: what other ranks of the job do is a reason to try again, too.
+        supply: finds the rows.
+        options, world_size: options and ranks of the epoch.
+        meter: counts the wait.
+        with_ranks: also try again after other ranks of the job changed something.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Patience:
         self._pause = _LEAST_PAUSE_SECONDS
         self._looked = self._unwritten_since = 0.0
         self._samplers: list[SeenSampler] = []
-        self._most_rows = -1  # no try yet: what is there by then was not published meanwhile
-        self._ends = self._ends_then = (-1, -1)  # the oldest and the newest segment: now, as rows last grew
-        self._vain_since = 0.0  # segments are published, and the rows do not grow
+        self._most_rows = -1  # no try yet: rows of the first try were not published meanwhile
+        self._ends = self._ends_then = (-1, -1)  # oldest and newest segment: now, and when rows last grew
+        self._vain_since = 0.0  # since when segments are published without new rows
 
     def wait(self, take: Callable[[], Snapshot | None], wait: Wait) -> Snapshot | None:
-        """What `take` gives at last; it leases nothing while it gives None. Ctrl-C ends the wait at once.
+        """Call `take`, which leases nothing while it returns None, until a snapshot comes. Ctrl-C ends it.
 
-        Returns: None: it was cancelled.
-        Raises: LoaderTimeoutError: the wait is over; or no more rows come, and no other rank is there, which
-            may be about to start the samplers. Says why.
+        Returns: the snapshot, or None if the wait was cancelled.
+        Raises: LoaderTimeoutError: the wait is over; or no more rows come, and no other rank is there that
+            may be about to start the samplers. The message says why.
         """
         snapshot = self._try(take, wait) if self._is_due() else None
         if snapshot is not None:
@@ -101,7 +101,7 @@ class Patience:
         if snapshot is not None:
             return snapshot
         supply = self._supply
-        if not supply.pace_says:  # else it did not look, or at what the pace leaves it
+        if not supply.pace_says:  # else the supply did not count all rows
             self._ends = (supply.listed[0].seq, supply.listed[-1].seq) if supply.listed else (-1, -1)
             if supply.rows > self._most_rows:
                 self._most_rows, self._ends_then, self._vain_since = supply.rows, self._ends, 0.0
@@ -111,7 +111,7 @@ class Patience:
         return None
 
     def _is_due(self) -> bool:
-        """Something may have changed since the last time that this was true; the first time it is."""
+        """True if something may have changed since the last True; the first call is True."""
         now, times = time.monotonic(), self._times()
         if times != self._seen:
             self._seen, self._changed, self._pause = times, now, _LEAST_PAUSE_SECONDS
@@ -125,16 +125,16 @@ class Patience:
         for path in self._watched:
             try:
                 times.append(os.stat(path).st_mtime_ns)
-            except OSError:  # of a folder that is gone; who tries again says so
+            except OSError:  # the folder is gone; the next try says so
                 times.append(-1)
         return times
 
     # whether it is over
 
     def _is_over(self) -> bool:
-        """The timeout has passed since this wait began, and since a sampler of the cache drew a row.
+        """True if the timeout has passed since the wait began, and since a sampler of the cache drew a row.
 
-        Or it is in vain, however much samplers draw.
+        Also true if the wait is in vain, even while samplers draw.
         """
         timeout = self._timeout_seconds
         if timeout is None:
@@ -145,13 +145,13 @@ class Patience:
         return self._is_in_vain() or time.monotonic() - max(since, self._last_row()) > timeout
 
     def _is_in_vain(self) -> bool:
-        """For the timeout by now segments were published, and the rows for the epoch did not grow."""
+        """True if segments were published for the timeout by now, without more rows for the epoch."""
         if self._timeout_seconds is None or not self._vain_since:
             return False
         return time.monotonic() - self._vain_since > self._timeout_seconds
 
     def _nobody_writes(self) -> bool:
-        """For a second by now no writer was open, no pool had tasks left, and no sampler was seen."""
+        """True if for a second no writer was open, no pool had tasks left, and no sampler was seen."""
         now = time.monotonic()
         if now - self._looked > _LOOK_SECONDS:
             self._looked = now
@@ -198,7 +198,7 @@ class Patience:
         return f"{fact}; or have it be content with what is there: lower wait_rows or batch_size"
 
     def _why_never(self) -> str:
-        """Why what is there is not enough, where nobody writes more; empty: more may come."""
+        """Return why the rows are not enough, where nobody writes more, or "" if more may come."""
         supply, options = self._supply, self._options
         step_rows = options.step_rows(self._world_size)
         is_short = options.drop_last and options.wait_rows <= supply.rows < step_rows
@@ -212,7 +212,7 @@ class Patience:
                 "to it: look at what `where` accepts, or start samplers"
             )
         ranks = f" of {format_count(self._world_size, 'rank')}" if self._world_size > 1 else ""
-        smaller = supply.rows // self._world_size  # of which a step is there; 0: of none
+        smaller = supply.rows // self._world_size  # number of rows that have a step; 0: none has
         lower = f", or lower batch_size to {smaller}" if smaller else ""
         return (
             f"{path} has {format_count(supply.rows, 'row')}{supply.accepted}, one step{ranks} takes "
@@ -235,7 +235,7 @@ class Patience:
         return f"{fact}lower wait_rows or batch_size, or look at what `where` accepts"
 
     def _why_no_sampler_helped(self) -> str:
-        """How far samplers are, and which way out helps then."""
+        """Describe how far samplers are, and what to do."""
         self._look()
         at_work = self._at_work()
         if not at_work and self._store.usage.somebody_writes():

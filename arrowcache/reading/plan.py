@@ -1,7 +1,7 @@
-"""Plan: which rows an epoch has, in which order, and where it goes on. Plain values.
+"""Plan: the rows of an epoch, their order, and the position where it goes on. Plain values.
 
-A plan names segments and their rows, never files or addresses, so it outlives the process: it is
-what `Loader.state_dict()` holds, as plain ints, strings and lists. An epoch resumed from a plan
+A plan names segments and their rows, never files or addresses, so it outlives the process.
+`Loader.state_dict()` holds a plan as plain ints, strings and lists. An epoch resumed from a plan
 runs over the order of the *planned* segments; rows of those that have left the cache meanwhile are
 passed over. Delivered rows and remaining rows together are the epoch, each exactly once, whatever
 the batch size, workers and world size before and after.
@@ -22,18 +22,18 @@ SHUFFLES = ("rows", "window", "blocks", None)
 
 _FORMAT, _VERSION = "arrowcache.loader", 2
 _PLAIN = ("epoch", "position", "seed", "shuffle", "epoch_rows", "window_rows", "block_rows")
-_OTHER_ORDER = 1  # the version of states, as of 0.1.0, whose shuffles gave another order
-_MOST_SEGMENTS = 1 << 20  # what is read from a state is bounded before memory is taken for it
+_OTHER_ORDER = 1  # version of states in 0.1.0, whose shuffles gave another order
+_MOST_SEGMENTS = 1 << 20  # bounds what is read from a state before memory is taken for it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """An epoch, from a position of its stream (of all ranks together) on.
 
-    `seqs` and `rows` are of its segments, oldest first. `shuffle` is "rows" (all of them, uniformly),
-    "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size of its begin), or None
-    (oldest first). `epoch_rows`: fewer than there are are the first of a pass (if "rows", a draw without
-    replacement), more are reshuffled passes; None: one pass.
+    `seqs` and `rows` describe its segments, oldest first. `shuffle` is "rows" (all of them, uniformly),
+    "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size at its begin), or None
+    (oldest first). `epoch_rows` below the number of rows takes the first of a pass (if "rows", a draw without
+    replacement); above, reshuffled passes. None means one pass.
     """
 
     epoch: int
@@ -48,25 +48,25 @@ class Plan:
 
     @property
     def stream_rows(self) -> int:
-        """Rows of the whole epoch, of all ranks together."""
+        """Return the rows of the whole epoch, of all ranks together."""
         return int(self.rows.sum()) if self.epoch_rows is None else self.epoch_rows
 
     @property
     def is_in_order(self) -> bool:
-        """Whether segments are read one after another, oldest first."""
+        """True if segments are read one after another, oldest first."""
         return self.shuffle in ("window", None)
 
     def at(self, position: int) -> Plan:
-        """The same epoch from another position on."""
+        """Return the same epoch from another position on."""
         return replace(self, position=position)
 
     def includes(self, segment: SegmentInfo) -> bool:
-        """Whether a segment is one of the planned ones."""
+        """True if a segment is one of the planned ones."""
         index = int(self.seqs.searchsorted(segment.seq))
         return index < len(self.seqs) and self.seqs[index] == segment.seq and self.rows[index] == segment.rows
 
     def to_state(self) -> dict[str, Any]:
-        """Plain ints, strings, lists and None; segments as runs."""
+        """Return plain ints, strings, lists and None; segments as runs."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         segments = runs_of(self.seqs, self.rows).tolist()
         return {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
@@ -76,9 +76,9 @@ class Plan:
         """The inverse of `to_state`.
 
         Args:
-            most_rows: of a segment of the cache that is read: whoever resumes walks what rows are planned.
-        Raises: ValueError: it is no such state, or one of another version or cache; or rows are left of an
-            epoch that was begun in an order of 0.1.0. Says what is wrong.
+            most_rows: most rows of a segment in the cache; bounds the work of a resume.
+        Raises: ValueError: not a valid state, or one of another version or cache, or one with rows left of an
+            epoch begun in an order of 0.1.0. The message says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
@@ -138,14 +138,14 @@ class Plan:
 
 
 def runs_of(seqs: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Segments, oldest first, as runs: (n, 3) int64 of first seq, how many in a row, rows of each."""
+    """Return segments, oldest first, as runs: (n, 3) int64 of first seq, number of segments, rows of each."""
     firsts = np.flatnonzero((np.diff(seqs, prepend=-2) != 1) | (np.diff(rows, prepend=-1) != 0))
     counts = np.diff(np.append(firsts, len(seqs)))
     return np.stack([seqs[firsts], counts, rows[firsts]], axis=1)
 
 
 def segments_of(runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The inverse of `runs_of`: seq and rows of each segment."""
+    """The inverse of `runs_of`. Returns the seq and the rows of each segment."""
     firsts, counts, rows = runs.T
     before = np.cumsum(counts) - counts
     return np.repeat(firsts - before, counts) + np.arange(counts.sum()), np.repeat(rows, counts)

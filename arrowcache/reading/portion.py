@@ -1,6 +1,6 @@
-"""Portion: batches of an epoch that are begun together, and what is known of a batch once it is made.
+"""Portion: batches of an epoch that are begun together; and one batch once it is made, with its counts.
 
-A portion is begun by whoever makes it (assembly.py, workers/remote.py); stream.py waits for it, or ends it.
+Whoever makes a portion begins it (assembly.py, workers/remote.py); stream.py waits for it, or ends it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class ReadyBatch(NamedTuple):
-    """A batch ready for delivery, and what is counted then.
+    """A batch ready for delivery, with its counts.
 
-    `batch` is a dict of columns, what a transform made of one, or a run or step of window.py. `published` is
-    the mean of its rows, in seconds since 1970; `epoch` the one it belongs to.
+    `batch` is a dict of columns, the result of a transform, or a run or step of window.py. `published` is
+    the mean time at which its rows were published, in seconds since 1970.
     """
 
     batch: Any
@@ -32,10 +32,10 @@ class ReadyBatch(NamedTuple):
 class Portion:
     """Batches that were begun. One thread at a time calls its methods.
 
-    Here nothing is under way: `made` makes the batches.
+    In this base class nothing is under way: `made` makes the batches.
 
     Args:
-        epoch, batches: of which they are, and how many.
+        epoch, batches: their epoch and their number.
     """
 
     is_in_parts = False  # it has a second part, which `go_on` begins
@@ -44,18 +44,18 @@ class Portion:
         self.epoch, self.batches = epoch, batches
 
     def take(self, seconds: float) -> bool:  # noqa: ARG002
-        """Wait for its end, at most so long. Returns: True: it has ended."""
+        """Wait for its end, at most this many seconds. Returns: True if it has ended."""
         return True
 
     def go_on(self) -> None:
         """Begin its second part, if the first has ended; returns at once."""
 
     def made(self) -> Iterable[ReadyBatch]:
-        """The batches, once it has ended. Raises: the error of their making, after the batches before it."""
+        """Yield the batches, once it has ended. Raises: an error of their making, after earlier batches."""
         return ()
 
     def cancel(self, seconds: float | None = None) -> bool:  # noqa: ARG002
-        """Have it touch nothing any more; as of `Gather`. Idempotent. 0 seconds: only begin no more of it."""
+        """End it as `Gather.cancel`: it touches nothing any more. Idempotent. 0 seconds: begin no more."""
         return True
 
 
@@ -64,7 +64,7 @@ class Elsewhere(Portion):
 
     Args:
         finish: makes the batches of the result.
-        keep: is kept until then.
+        keep: object kept alive until then.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Ranks: how the ranks of one job on one node come to read the same snapshot in an epoch.
+"""Ranks: the agreement of the ranks of one job on one node to read the same snapshot in an epoch.
 
 Without a framework and without a collective: through one file an epoch in the cache's `ranks/`.
-The first rank to link it proposes its own snapshot; whoever comes later finds it, and reads just
+The first rank to link it proposes its own snapshot; every later rank finds it, and reads just
 those segments. This module owns the file and a lease on its segments; the loader owns the snapshot.
 
     begin     is there a file? Under cache.lock: does some rank hold it? Then join it: check the
@@ -9,7 +9,7 @@ those segments. This module owns the file and a lease on its segments; the loade
               Else take a snapshot, holding nothing meanwhile; look again; link a file that is
               whole, held and joined before anybody can see it.
     joined    a file keeps its segments leased until all local ranks have joined it, even where
-              the epoch of this rank ended before. Then only the loaders' own leases count.
+              the epoch of this rank ended before. After that only the loaders' own leases count.
     over      the epoch ended here and all have joined: let go of the file. The last one to let
               go unlinks it. A file that nobody holds is debris: never read, swept by the next
               proposal and by whoever seeks room.
@@ -18,12 +18,12 @@ Guarantees:
 - ranks that join one file read the same rows, in the same order, or an error says why not;
 - holding is a kernel lock: a rank that is killed leaves nothing that a person must clean;
 - no rank waits for another, and one that waits for rows holds nothing of that epoch;
-- a path is never made of what a file or a user says: a run's name goes through `ranks_name`;
+- a path is never made of the text of a file or a user: a run's name goes through `ranks_name`;
 - ending an epoch is safe in any thread, finalizers and forked children included. A child is
   never its parent: it holds nothing, and a beginning there is one more process that joins.
 
-A rank that begins an epoch only after all others closed their loaders finds no file, and reads what
-is there then.
+A rank that begins an epoch only after all others closed their loaders finds no file, and reads the
+segments published by then.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.store import Store
 
-_UNLINK_SECONDS = 0.1  # what tidying up may wait for cache.lock: somebody else sweeps, too
-_WARN_AT_EPOCHS = 8  # that ended here, and that not all local ranks have begun
+_UNLINK_SECONDS = 0.1  # longest wait for cache.lock; others sweep, too
+_WARN_AT_EPOCHS = 8  # epochs that ended here, and that not all local ranks have begun
 _EVERY_EPOCH = range(2**63)
 
 #: The next loader's number, for each cache, run and rank of this process.
@@ -55,11 +55,11 @@ _numbers: dict[tuple[int, int, int, str, int], Iterator[int]] = {}
 
 
 class Agreement:
-    """One loader's part in what the ranks of its run agree on. Thread-safe.
+    """One loader's part in the agreement of the ranks of its run. Thread-safe.
 
     Args:
-        store: of the cache that is read.
-        membership: which rank of which run. Loaders count from 0 for each cache, run and rank of a
+        store: store of the cache.
+        membership: this rank of the run. Loaders count from 0 for each cache, run and rank of a
             process; those of the same number agree, so all ranks make their loaders in one order.
     """
 
@@ -84,7 +84,7 @@ class Agreement:
         self._mutex = Mutex("the end of an epoch")
 
     def forget_in_child(self) -> None:
-        """The kernel's locks stay with the parent."""
+        """Drop all: the kernel's locks stay with the parent."""
         self._hold_nothing()
 
     def snapshot(
@@ -95,22 +95,22 @@ class Agreement:
         *,
         ahead: bool = False,
     ) -> Snapshot | None:
-        """Begin an epoch: the snapshot that this node's ranks agreed on, open and all mapped.
+        """Begin an epoch: return the snapshot that this node's ranks agreed on, open and all mapped.
 
         Args:
-            epoch: its number; one that is begun again, as after a loaded state, is agreed on anew.
-            terms: what must be the same on all ranks; world_size is added.
+            epoch: its number. An epoch that is begun again, as after a loaded state, is agreed on anew.
+            terms: values that must be the same on all ranks; world_size is added.
             take: called without any lock, if nobody has begun the epoch: returns a snapshot, all
-                mapped, or None while there are too few rows. Better that it does not wait itself:
+                mapped, or None while there are too few rows. It should not wait itself:
                 by the next call another rank may have begun.
-            ahead: the rank has not come to this epoch yet, and perhaps never will: ranks work
-                ahead differently far. It counts as begun when `came_to` is called.
-        Returns: what `take` returned, or a snapshot of the segments that another rank took; None if
+            ahead: True if the rank has not come to this epoch yet, and perhaps never will: ranks work
+                ahead by different amounts. It counts as begun when `came_to` is called.
+        Returns: the result of `take`, or a snapshot of the segments that another rank took. None if
             `take` returned None. The caller closes it, and then calls `release`.
         Blocks: for cache.lock, and while another rank's segments are mapped; never for a rank.
         Raises: ValueError: the terms differ, or the segments are gone. CorruptSegmentError: one of
             them cannot be read here; the other ranks count on its rows. CacheFormatError: the file
-            was altered. LockTimeoutError, CacheFullError, OSError, and what `take` raises.
+            was altered. LockTimeoutError, CacheFullError, OSError, and errors of `take`.
         """
         self.settle()
         self._warn_of_absent_ranks()
@@ -118,14 +118,14 @@ class Agreement:
         record = {**terms, "world_size": self._membership.world_size}
         with ExitStack() as undo:
             mine = theirs = None
-            if os.path.lexists(self._store.folder.ranks / name):  # who waits for rows takes no lock else
+            if os.path.lexists(self._store.folder.ranks / name):  # a rank that waits for rows takes no lock
                 with self._store.locked():
                     theirs = self._join(name, epoch, record)
             if theirs is None:
                 mine = take()
                 if mine is None:
                     return None
-                undo.callback(mine.close)  # after theirs is mapped: what both read stays so
+                undo.callback(mine.close)  # after theirs is mapped: segments in both stay mapped
                 with self._store.locked():
                     theirs = self._join(name, epoch, record)
                     if theirs is None:
@@ -138,27 +138,27 @@ class Agreement:
         return mine if theirs is None else theirs
 
     def came_to(self, epoch: int) -> None:
-        """This rank has begun an epoch: if it begins it once more, that is agreed on anew."""
+        """Record that this rank has begun an epoch: beginning it once more is agreed on anew."""
         self._begun[epoch] += 1
 
     def release(self, epoch: int) -> None:
-        """The epoch ended here: let go of its file, at once or when all local ranks have joined."""
+        """Release the file of an epoch that ended here, at once or when all local ranks have joined."""
         self._let_go((epoch,))
         self._unlink()
 
     def settle(self) -> bool:
-        """Let go of the segments of epochs that all local ranks have begun by now.
+        """Release the segments of epochs that all local ranks have begun by now.
 
-        Reads a small file for each epoch that not all have begun yet, else nothing: call it wherever
+        Reads a small file for each epoch that not all have begun yet, otherwise nothing. Call it wherever
         a loader gives up segments of its own, and now and then while it is idle.
-        Returns: whether an epoch is held still.
+        Returns: True if an epoch is still held.
         """
         self._let_go(())
         self._unlink()
         return bool(self._held)
 
     def close(self) -> None:
-        """Let go of everything, whoever has joined. Idempotent."""
+        """Release everything, whoever has joined. Idempotent."""
         self._closed = True
         self._let_go(_EVERY_EPOCH)
         self._unlink()
@@ -226,13 +226,13 @@ class Agreement:
         if held.lease is not None:
             held.lease.on_contention = settle
         self._held.add(held)
-        self._let_go(())  # the last to join needs no lease; nor does one that was closed meanwhile
+        self._let_go(())  # the last rank to join needs no lease; nor does a closed one
 
     def _checked(self, name: str, data: bytes, epoch: int, terms: Mapping[str, Term]) -> RanksRecord:
-        """The content of a file that some rank holds, if it is what this rank would have written.
+        """Check the content of a file that some rank holds against this rank's terms, and return it.
 
-        Raises: ValueError: the terms differ. CacheFormatError: it is no such content. Whoever holds
-            it goes on with what it said before: another one in its place would part the ranks.
+        Raises: ValueError: the terms differ. CacheFormatError: the content is not valid. Whoever holds
+            the file goes on with its first content: a second file would part the ranks.
         """
         try:
             record = RanksRecord.unpack(data)
@@ -284,7 +284,7 @@ class Agreement:
     # ending
 
     def _let_go(self, ended: Container[int]) -> None:
-        """End epochs, and let go of all that is not needed any more; waits for nothing.
+        """End epochs, and release all that is not needed any more; waits for nothing.
 
         The garbage collector may call this at any point of any thread.
         """
@@ -301,10 +301,10 @@ class Agreement:
                     self._left.append(held.name)
 
     def _unlink(self) -> None:
-        """Unlink files that nobody holds now, if cache.lock can be had soon: else they get swept."""
+        """Unlink files that nobody holds now, if cache.lock is free soon; others are swept later."""
         left, self._left = self._left, []
         if left:
-            with suppress(OSError), self._store.locked(_UNLINK_SECONDS):  # else it is debris
+            with suppress(OSError), self._store.locked(_UNLINK_SECONDS):  # on failure it is debris
                 for name in left:
                     self._store.folder.drop_ranks_file(name)
 

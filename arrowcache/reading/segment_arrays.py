@@ -1,6 +1,6 @@
 """Segment arrays: numbers, rows, sizes and times of all segments of a snapshot, as arrays.
 
-A snapshot has most segments of the one before it: they are looked at one by one only if they are new.
+A snapshot shares most segments with the one before it: only new ones are looked at one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arrowcache.storage.layout import SegmentInfo
 
 
 class SegmentArrays(NamedTuple):
-    """Segments, oldest first, and (n,) of each; not to be written to."""
+    """Segments, oldest first, and an array (n,) of each fact; read-only."""
 
     segments: tuple[SegmentInfo, ...]
     seqs: NDArray[np.int64]
@@ -26,10 +26,10 @@ class SegmentArrays(NamedTuple):
 
     @classmethod
     def of(cls, segments: Sequence[SegmentInfo], before: SegmentArrays | None = None) -> SegmentArrays:
-        """Those of some segments.
+        """Return the arrays of some segments.
 
         Args:
-            before: of others; where these begin with its newest ones its arrays are used.
+            before: arrays of an earlier list; reused where its newest segments are the oldest of this one.
         """
         segments = tuple(segments)
         if before is not None and segments:
@@ -43,7 +43,7 @@ class SegmentArrays(NamedTuple):
 
 
 def are_among(seqs: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each number (n,) is among others, which rise. `np.isin` would import numpy.ma: 30 ms."""
+    """True for each number (n,) that is among others, which rise. `np.isin` would import numpy.ma: 30 ms."""
     if not len(others):
         return np.zeros(len(seqs), np.bool_)
     found: NDArray[np.bool_] = others.take(others.searchsorted(seqs), mode="clip") == seqs

@@ -2,7 +2,7 @@
 
 Every order here is a bijection of places [0, rows) to row ids [0, rows), a function of (segment sizes,
 seed, key) alone, and can be asked about any places without those before them. Rows are numbered oldest
-segment first. What the C of native/order.h computes is computed where it is asked for: nothing is drawn
+segment first. The C code of native/order.h computes rows when they are asked for: nothing is drawn
 when a pass begins, and no array of all rows is made. Several threads may ask at once.
 
 - `Sequential`: row i at place i.
@@ -10,8 +10,8 @@ when a pass begins, and no array of all rows is made. Several threads may ask at
 - `Window`: sliding over the segments, oldest first, so that leases end as an epoch moves on.
 - `Blocks`: runs of contiguous rows in random order, which are read at the speed of memory.
 
-ORDER_VERSION is raised by whatever changes an order, as is the version of states in plan.py: an epoch is
-never finished in another order than it was begun in. Ranks agree on it.
+A change of any order raises ORDER_VERSION, and the version of states in plan.py: an epoch is
+always finished in the order in which it was begun. Ranks agree on the version.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Permutation(RowOrder):
     """All rows, shuffled uniformly: a function of (rows, seed, key) alone.
 
     Args:
-        rows: how many, at most 2**62.
+        rows: number of rows, at most 2**62.
         seed: any non-negative int.
         key: further non-negative ints that select one permutation, such as epoch and pass.
-        segments: how many the rows are of.
+        segments: number of segments with these rows.
     """
 
     def __init__(self, rows: int, seed: int, key: tuple[int, ...] = (), segments: int = 1) -> None:
@@ -75,13 +75,13 @@ class Window(RowOrder):
     """Shuffled within a window that slides over the segments, oldest first.
 
     Whole segments are put together in blocks of half a window. Rows are shuffled within each block, and
-    what that gives once more within blocks that are shifted by half: from the middle of one to the
+    then once more within blocks that are shifted by half: from the middle of one to the
     middle of the next. So a row is anywhere from the middle of the block before its own to the middle
     of the one after. A window that covers everything is a uniform shuffle.
 
     Args:
-        segment_rows: of each segment, oldest first.
-        window_rows: what a window is to span, about; at least 1.
+        segment_rows: rows of each segment, oldest first.
+        window_rows: rows that a window spans, roughly; at least 1.
         seed, key: select one shuffle.
     """
 
@@ -97,15 +97,15 @@ class Window(RowOrder):
         super().__init__(len(segment_rows), rows, _stage(self._shifted, first), _stage(edges, second))
 
     def span(self, place: int) -> range:
-        block = bisect_right(self._shifted, place) - 1  # over two of those that are not shifted
+        block = bisect_right(self._shifted, place) - 1  # a shifted block overlaps two others
         first, last = max(block - 1, 0), min(block, len(self._first_segments) - 2)
         return range(self._first_segments[first], self._first_segments[last + 1])
 
 
 def _cut(starts: list[int], block_rows: int) -> list[int]:
-    """Cut segments into blocks: the first segment of each, and the number of segments.
+    """Cut segments into blocks. Returns the first segment of each block, then the number of segments.
 
-    A block ends where it is nearest to an even part of what is left, of at most `block_rows`.
+    A block ends where it is nearest to an even part of the remaining rows, of at most `block_rows`.
     """
     cuts, segments = [0], len(starts) - 1
     while cuts[-1] < segments:
@@ -127,8 +127,8 @@ class Blocks(RowOrder):
     together; an incomplete mixed one comes last. Memory is of the order of segments.
 
     Args:
-        segment_rows: of each segment, oldest first.
-        block_rows: of a run, at least 1.
+        segment_rows: rows of each segment, oldest first.
+        block_rows: rows of a run, at least 1.
         seed, key: select one shuffle.
     """
 
@@ -157,7 +157,7 @@ class Blocks(RowOrder):
 
 
 def starts_of(rows: ArrayLike) -> NDArray[np.int64]:
-    """(n + 1,) the first row of each, and the number of all."""
+    """Return the first row of each segment, then the number of all rows: (n + 1,)."""
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(rows, dtype=np.int64)))
 
 

@@ -28,7 +28,7 @@ from arrowcache.reading.memory import page_aligned
 
 _SPARE_BUFFERS = 3  # being filled, being delivered, being let go
 _MANY_BUFFERS = 6  # plus two for each slot in flight; prefetching and the batch in hand need fewer
-_GROWTH = 1.25  # a buffer larger than all before makes room for somewhat larger ones
+_GROWTH = 1.25  # a buffer larger than all before leaves room for further growth
 
 
 class _Buffer:
@@ -41,7 +41,7 @@ class _Buffer:
 
 
 class Loan(weakref.ref[object]):
-    """A buffer, for as long as its owner lives; equal to itself alone, also when that is dead."""
+    """One loan of a buffer, until its owner dies; equal to itself alone, also when it is dead."""
 
     __slots__ = ("buffer",)
     buffer: Any
@@ -51,10 +51,10 @@ class Loan(weakref.ref[object]):
 def lent(
     memory: Any, start: int, nbytes: int, buffer: object, returned: Callable[[Loan], None]
 ) -> tuple[Any, Loan]:
-    """A fresh owner of a part of writeable memory, and the loan.
+    """Return a fresh owner of a part of writeable memory, and the loan.
 
     Args:
-        buffer: the buffer that the memory is of.
+        buffer: the buffer that this memory belongs to.
         returned: gets the loan when the owner has died; the lender keeps the loan until then.
     """
     owner = (ctypes.c_char * nbytes).from_buffer(memory, start)
@@ -64,12 +64,12 @@ def lent(
 
 
 def array_over(owner: Any, dtype: Any, shape: Sequence[int]) -> NDArray[Any]:
-    """A new array over the memory that an owner has; it keeps the owner alive."""
+    """Return a new array over an owner's memory; the array keeps the owner alive."""
     return np.ndarray(tuple(shape), dtype, owner)
 
 
 class _Column:
-    """One column's buffers. `returned` is the only thing that the end of an owner touches."""
+    """One column's buffers. The end of an owner touches `returned` alone."""
 
     def __init__(self, name: str, row_shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.name, self.row_shape, self.dtype = name, row_shape, dtype
@@ -77,14 +77,14 @@ class _Column:
         self.free: list[_Buffer] = []
         self.lent: set[Loan] = set()
         self.returned: deque[Loan] = deque()
-        self.spare = _SPARE_BUFFERS  # that may lie free: as many as were lent at a time
+        self.spare = _SPARE_BUFFERS  # most free buffers: as many as were lent at a time
         self.largest_bytes = 0  # of a buffer of any size
 
 
 class Slot:
-    """Memory for one batch, one owner a column. An owner, or an array over it, keeps its memory.
+    """Memory for one batch, with one owner a column. An owner, or an array over it, keeps its memory.
 
-    `addresses` are where its rows go, by column. Dropping the slot gives it back.
+    `addresses` are where the rows go, by column. Dropping the slot gives the memory back.
     """
 
     __slots__ = ("_owned", "_rows", "addresses")
@@ -93,7 +93,7 @@ class Slot:
         self._rows, self._owned, self.addresses = rows, owned, addresses
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """name -> (rows, *shape), new arrays over the memory."""
+        """Return new arrays over the memory: name -> (rows, *shape)."""
         rows = self._rows
         return {
             column.name: array_over(owner, column.dtype, (rows, *column.row_shape))
@@ -106,10 +106,10 @@ class Slots:
 
     Args:
         columns: name -> (shape of a row, dtype).
-        rows: of a batch.
-        in_flight: batches that are begun before the first of them is delivered.
-        allocate: gives (nbytes,) uint8, such as memory that a device reads by itself.
-        free: is told of memory that is given up.
+        rows: rows of a batch.
+        in_flight: batches that are under way before the first of them is delivered.
+        allocate: gives (nbytes,) uint8, such as memory that a device can read directly.
+        free: gets memory that is given up.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Slots:
         self._lock = threading.Lock()
 
     def lend(self, rows: int) -> Slot:
-        """Memory for so many rows."""
+        """Lend memory for this number of rows."""
         owned: list[tuple[_Column, Any]] = []
         addresses: dict[str, int] = {}
         with self._lock:
@@ -142,10 +142,10 @@ class Slots:
         return Slot(rows, owned, addresses)
 
     def lend_bytes(self, kind: Hashable, nbytes: int) -> tuple[Any, int]:
-        """Memory for an array of any size: its owner, which gives it back by its end, and its address.
+        """Lend memory for an array of any size until its owner dies. Returns the owner and the address.
 
         Args:
-            kind: of arrays that use one another's memory.
+            kind: arrays of the same kind use one another's memory.
         """
         with self._lock:
             column = self._of_any_size.setdefault(kind, _Column("", (), np.dtype(np.uint8)))

@@ -1,6 +1,6 @@
 """Snapshot: an ordered, leased, immutable list of segments. An epoch reads one.
 
-It owns its lease and its claim on mapped segments. It lets go of them in the other order: segments are
+It owns its lease and its claim on mapped segments. It releases them in reverse order: segments are
 unmapped first, then unleased, all at once or oldest first. Rows are numbered 0..len-1, oldest segment first.
 Segments are mapped and checked when their rows are first asked for, or all at once by `map_all`. Rows are
 copied from memory or read from the disk, as the snapshot's `temperature` says.
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-_MAPPED_FIRST, _MAPPED_AT_ONCE = 2, 2048  # segments; two of a layout make it known
-_MEMORY_SHARE = 0.75  # of what there is: the page cache can hold so much of a cache
+_MAPPED_FIRST, _MAPPED_AT_ONCE = 2, 2048  # segments; two of a layout make the layout known
+_MEMORY_SHARE = 0.75  # of the memory: the part of a cache that fits into the page cache
 
 
 class Snapshot(Shown):
@@ -75,17 +75,17 @@ class Snapshot(Shown):
         left_out_rows: int = 0,
     ) -> None:
         self._store = store
-        self.next_seq = next_seq  # of the segment that was published next
-        self.left_out_rows = left_out_rows  # of the oldest segments: a loader left them to writers
+        self.next_seq = next_seq  # seq of the next segment to be published
+        self.left_out_rows = left_out_rows  # rows of the oldest segments that a loader left to writers
         self._mapped = MappedSegments.of(store)
         self._folder = os.fspath(store.folder.segments)
         self._lease = lease
         self._origin = Origin()
-        self._lock = threading.RLock()  # a signal handler may close it
+        self._lock = threading.RLock()  # a signal handler may close the snapshot
         self._mapping = Mutex("the mapping of segments")
         self._readers = 0
-        self._closed = True  # until there is something to be let go
-        self._released = 0  # so many of the oldest segments were given up
+        self._closed = True  # until it owns something
+        self._released = 0  # number of the oldest segments that were given up
         self.temperature = Temperature()  # of its rows; a loader has one for all its epochs
         self._suspect_below = store.suspect_below()
         self._set_segments(segments)
@@ -105,7 +105,7 @@ class Snapshot(Shown):
         *,
         yields_since: float | None = None,
     ) -> Snapshot:
-        """Lease the segments that are published now; a loader, by `yields_since`, may leave some out.
+        """Lease the segments that are published now. With `yields_since`, a loader may leave some out.
 
         Args:
             where: as of `Store.lease`.
@@ -115,7 +115,7 @@ class Snapshot(Shown):
 
     @classmethod
     def of(cls, store: Store, leased: Leased) -> Snapshot:
-        """What was leased, which is its own from now on."""
+        """Make a snapshot that owns a lease."""
         segments, lease, next_seq, left_out_rows = leased
         try:
             return cls(store, segments, lease, next_seq=next_seq, left_out_rows=left_out_rows)
@@ -135,12 +135,12 @@ class Snapshot(Shown):
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
-        """The segments that it reads, oldest first."""
+        """The segments of this snapshot, oldest first."""
         return self._segments
 
     @property
     def seqs(self) -> NDArray[np.int64]:
-        """Numbers of its segments, which rise; not to be written to."""
+        """Numbers of its segments, ascending; read-only."""
         return self._seqs
 
     @property
@@ -155,7 +155,7 @@ class Snapshot(Shown):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a row takes in the files, on average; at least 1."""
+        """Mean bytes of a row in the files; at least 1."""
         return max(1, self.nbytes // max(1, len(self)))
 
     def __len__(self) -> int:
@@ -171,7 +171,7 @@ class Snapshot(Shown):
 
         Args:
             row_ids: (n,) integers in [0, len(self)), any order, repeats allowed.
-            columns: which; None for all.
+            columns: names of the columns. None means all.
             out: for fixed-width columns, C-contiguous arrays of shape (n, *shape) and the column's
                 dtype, which share no memory; they are filled and returned. Others are allocated.
         Returns: name -> (n, *shape), row i being row_ids[i]; a list of str or bytes for a String or
@@ -179,7 +179,7 @@ class Snapshot(Shown):
         Blocks: while rows come from the disk.
         Raises: IndexError: a row outside the snapshot; nothing was written. ValueError: an unknown
             column, an unfit `out`, a closed snapshot. CorruptSegmentError: a damaged segment, which
-            was quarantined, or one whose file cannot be read any more; the other segments' rows can
+            was quarantined, or a segment whose file cannot be read any more; the other segments' rows can
             still be read.
         """
         given = np.asarray(row_ids)
@@ -203,7 +203,7 @@ class Snapshot(Shown):
     def gather_into(
         self, ids: NDArray[np.int64], names: Sequence[str], arrays: Mapping[str, NDArray[Any]]
     ) -> dict[str, ColumnData]:
-        """`gather` for callers that checked everything: loaders. `arrays` has the fixed columns.
+        """`gather` for loaders, which have checked all arguments. `arrays` has the fixed columns.
 
         Raises: OutsideError: a row is outside the snapshot.
         """
@@ -226,7 +226,7 @@ class Snapshot(Shown):
         arrays: Mapping[str, NDArray[Any]],
         reader: _Reader,
     ) -> dict[str, ColumnData]:
-        """`gather_into`, but rows of a segment that is not known yet raise OutsideError, too."""
+        """`gather_into`; rows of an unknown segment also raise OutsideError."""
         values: dict[str, ColumnData] = {}
         is_simple = len(out) == len(names) and not self.temperature.is_cold
         missed = self._gatherer.copy(ids, out) if is_simple else None
@@ -237,9 +237,9 @@ class Snapshot(Shown):
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
-        """Begin `gather_into`, with the fixed-width columns in a slot; until its end this stays open.
+        """Begin `gather_into`, with the fixed-width columns in a slot. The snapshot stays open until its end.
 
-        The caller tells `temperature` what it missed.
+        The caller notes the misses in `temperature`.
         """
         if not self._rows.is_known:
             with _Reader(self):
@@ -268,11 +268,11 @@ class Snapshot(Shown):
         )
 
     def _map_segments_of(self, ids: NDArray[np.int64]) -> None:
-        """Map what is not yet of the segments of rows. Raises: OutsideError: a row is out of range."""
+        """Map the segments of rows that are not mapped yet. Raises: OutsideError: a row is out of range."""
         self._map_some(self._rows.unknown(self._gatherer.segments_of(ids)))
 
     def _doubted(self, row: int) -> str:
-        """The name of the segment of a row that could not be read: who maps it next checks it anew."""
+        """Return the name of the segment of a row that could not be read; the next `map` checks it anew."""
         index = int(self._starts.searchsorted(row, side="right")) - 1
         self._mapped.doubt(int(self._seqs[index]))
         return self._segments[index].name
@@ -282,7 +282,7 @@ class Snapshot(Shown):
         return self.nbytes > memory_bytes() * _MEMORY_SHARE
 
     def fetch(self, first: int, last: int, names: Sequence[str]) -> Gather:
-        """Have the disk begin to read columns of rows first..last-1, which are to be asked for soon.
+        """Have the disk begin to read columns of rows first..last-1, before they are asked for.
 
         A hint, which ends when it is dropped; the snapshot stays open until then. Rows of segments that were
         not checked yet are left out.
@@ -318,7 +318,7 @@ class Snapshot(Shown):
         disk otherwise than page by page.
         """
         names = self._store.settings.schema.select(columns)
-        _Reader(self).end()  # says so if it is closed
+        _Reader(self).end()  # raises if it is closed
         return (self._read_batch(segment, names) for segment in self._segments)
 
     def _read_batch(self, segment: SegmentInfo, names: tuple[str, ...]) -> pa.RecordBatch:
@@ -326,7 +326,7 @@ class Snapshot(Shown):
             return self._batch(segment, sparse=True).select(names)
 
     def locate(self, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """The origin of rows: `_seq`, `_row` (int64) and `_age_seconds` (float64) of each."""
+        """Return the origin of rows: `_seq`, `_row` (int64) and `_age_seconds` (float64) of each."""
         segments = self._starts.searchsorted(ids, side="right") - 1
         now = dt.datetime.now(dt.timezone.utc).timestamp()
         return {
@@ -336,7 +336,7 @@ class Snapshot(Shown):
         }
 
     def published(self, ids: NDArray[np.int64]) -> float:
-        """The mean time at which rows were published, in seconds since 1970."""
+        """Return the mean time at which rows were published, in seconds since 1970."""
         return float(self._published[self._starts.searchsorted(ids, side="right") - 1].mean())
 
     def view(
@@ -345,8 +345,8 @@ class Snapshot(Shown):
         """Rows first..first+count-1 as arrays over a mapping of their own, without a copy; see view.py.
 
         Args:
-            is_fetched: they were asked of the disk: it is to read nothing around them.
-        Returns: None: they lie in several segments, or the process has too many mappings.
+            is_fetched: the disk was asked for the rows: it need not read around them.
+        Returns: the columns, or None if rows lie in several segments, or the process has too many mappings.
         Raises: CorruptSegmentError: the file was truncated, or the disk does not give its bytes.
         """
         index = int(self._starts.searchsorted(first, side="right")) - 1
@@ -373,18 +373,18 @@ class Snapshot(Shown):
     def views(
         self, batch_rows: int | None = None, columns: Sequence[str] | None = None
     ) -> Iterator[dict[str, ColumnData]]:
-        """All rows, oldest first, as zero-copy views: arrays over mappings of their own.
+        """Yield all rows, oldest first, as zero-copy views: arrays over mappings of their own.
 
-        What is written into a view is seen nowhere else. A view keeps its segment mapped and
+        A write into a view is seen nowhere else. A view keeps its segment mapped and
         leased, also after this snapshot is closed; it is dead in a forked child.
 
         Args:
-            batch_rows: rows of a view; None: one view a segment.
-            columns: which; None for all. Text and bytes cannot be views.
-        Yields: name -> (rows, *shape); `Values(data, offsets)` for a ragged column, whose offsets are
-            made and whose data are a view.
+            batch_rows: rows of a view. None means one view a segment.
+            columns: names of the columns. None means all. Text and bytes cannot be views.
+        Yields: name -> (rows, *shape); `Values(data, offsets)` for a ragged column, with new offsets
+            and a view as data.
         Blocks: while pages come from the disk.
-        Raises: ValueError: where a copy would happen: a column of text or bytes, `batch_rows` rows
+        Raises: ValueError: a copy would be needed: a column of text or bytes, `batch_rows` rows
             that lie in two segments, more views alive than the kernel allows mappings.
         """
         schema = self._store.settings.schema
@@ -393,7 +393,7 @@ class Snapshot(Shown):
         if copied := [name for name in names if name not in viewer.names]:
             raise ValueError(f"columns {copied} are made of Python objects, which are copies: leave them out")
         size = None if batch_rows is None else parse_count(batch_rows, "batch_rows")
-        _Reader(self).end()  # says so if it is closed
+        _Reader(self).end()  # raises if it is closed
         return self._views(size, viewer)
 
     def _views(self, batch_rows: int | None, viewer: Viewer) -> Iterator[dict[str, ColumnData]]:
@@ -413,7 +413,7 @@ class Snapshot(Shown):
     def release_oldest(self, count: int) -> bool:
         """Unmap and unlease the first `count` segments, whose rows nobody may ask for any more.
 
-        Returns: False: they were before, or the snapshot is closed.
+        Returns: False: they were released before, or the snapshot is closed.
         """
         with self._lock:
             if self._closed or count <= self._released:
@@ -444,7 +444,7 @@ class Snapshot(Shown):
         return len(self)
 
     def map_ahead(self) -> None:
-        """Map all segments that can be: the folder is not needed any more. Errors come with their rows."""
+        """Map all segments that can be mapped: the folder is not needed then. Errors come with their rows."""
         with _Reader(self), self._mapping.held():
             for index in self._put_alike(self._rows.unknown()):
                 with suppress(CorruptSegmentError, OSError):
@@ -475,8 +475,8 @@ class Snapshot(Shown):
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close()  # first: a warning may be an error
-            is_ours = self._origin.is_here  # what a child inherits is not its to close
-            has_order = not sys.is_finalizing()  # else a loader's own may come before its loader
+            is_ours = self._origin.is_here  # a child does not close inherited snapshots
+            has_order = not sys.is_finalizing()  # at exit a loader's snapshot may come before its loader
             if self._lease is not None and is_ours and has_order:
                 warnings.warn("a snapshot was not closed", ResourceWarning, stacklevel=2)
 
@@ -522,17 +522,17 @@ class Snapshot(Shown):
             unlease()
 
     def covers(self, seq: int) -> bool:
-        """True if its lease is on the segment of this number."""
+        """True if its lease covers the segment of this number."""
         lease = self._lease
         return lease is not None and lease.covers(seq)
 
     def on_contention(self, let_go: Callable[[], None]) -> None:
-        """Have `let_go` called when a writer of this process waits for this snapshot's lease."""
+        """Call `let_go` when a writer of this process waits for this snapshot's lease."""
         if self._lease is not None:
             self._lease.on_contention = let_go
 
     def _map_some(self, indices: NDArray[np.int64], damaged: list[int] | None = None) -> None:
-        """Map and check segments; a damaged one is noted in `damaged`, or raises."""
+        """Map and check segments; a damaged one is added to `damaged` if given, or else raises."""
         with self._mapping.held():
             for index in self._put_alike(indices):
                 try:
@@ -545,7 +545,7 @@ class Snapshot(Shown):
     def _put_alike(self, indices: NDArray[np.int64]) -> Iterator[int]:
         """Map segments whose layout is known. Yields: each of the others, in its turn.
 
-        It gives a few first, which may make the layout of the rest known.
+        It yields a few first, which may make the layout of the rest known.
         """
         left, count = self._put_known(indices), _MAPPED_FIRST
         while len(left):
@@ -557,7 +557,7 @@ class Snapshot(Shown):
             left, count = np.concatenate((some[count:], left)), min(2 * count, _MAPPED_AT_ONCE)
 
     def _put_known(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Have `_rows` tell of segments that are known by now. Returns: the others."""
+        """Put segments that are known by now into `_rows`. Returns: the others."""
         is_known, entries = self._mapped.known(self._seqs[indices], check_bytes_below=self._suspect_below)
         self._rows.put(indices[is_known], entries)
         return indices[~is_known]
@@ -602,10 +602,10 @@ class Snapshot(Shown):
 
 
 class _Reader:
-    """A reader of a snapshot, which stays open until the reader has ended: a context manager.
+    """Keeps a snapshot open until the reader has ended: a context manager.
 
-    Dropping it ends it, too, where Ctrl-C came into its end. Beside another one, which has not ended, it may
-    also begin when the snapshot was closed.
+    Dropping it also ends it, where Ctrl-C interrupted its end. Beside another reader that has not ended, it
+    may also begin after the snapshot was closed.
     Raises: ValueError: the snapshot is closed, or another process'.
     """
 
@@ -617,7 +617,7 @@ class _Reader:
         self.has_ended = False
 
     def end(self) -> None:
-        """Idempotent, and where it is interrupted, to be called again."""
+        """End it. Idempotent; call it again after an interrupt."""
         self._snapshot._end_read(self)
 
     def __enter__(self) -> None:

@@ -1,11 +1,11 @@
-"""Stats: what a loader delivered, what that took, and what to do about it.
+"""Stats: the counts of a loader: what was delivered, where the time went, and advice.
 
-`Meter` is what the consumer and workers add to; `LoaderStats` is the frozen answer to the user. Adding
-is a few additions under a lock that nobody holds for longer, so it is always on. The kernel is asked for
-memory only when the user asks. A stage is noted when it begins, one entry a thread, and counts up to the
-moment of the question: a transform that hangs is seen while it hangs. Counts are shown on the loader's panel,
-for other processes: each batch at once; seconds when something is counted, at most ten times a second, and
-now and then while the consumer waits.
+`Meter` holds the counters that the consumer and workers add to; `LoaderStats` is the frozen answer to the
+user. Adding is a few additions under a lock that is never held for longer, so counting is always on. The
+kernel is asked for memory only when the user asks. A stage is noted when it begins, one entry a thread, and
+counts up to the moment of the question: a transform that hangs is seen while it hangs. Counts are shown on
+the loader's panel, for other processes: each batch at once; seconds when something is counted, at most ten
+times a second, and now and then while the consumer waits.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats(Shown):
-    """A loader since it was made, with what is in progress now.
+    """Counts of a loader since it was made, with the stages in progress now.
 
-    `bytes` are those of delivered batches, `copied_bytes` what of them was copied (zero-copy views
-    are not); `seconds` the time inside epochs, from their `iter` on; `stall_seconds` the part of it
-    that the consumer waited, in `stalls` steps, for rows or for a batch.
+    `bytes` counts delivered batches, and `copied_bytes` the copied part of them (zero-copy views
+    are not copied). `seconds` is the time inside epochs, from their `iter` on. `stall_seconds` is the part
+    of it that the consumer waited for rows or for a batch, in `stalls` steps.
 
-    `bottleneck` is what to speed up: "consumer" (the training step: the loader waits for it),
+    `bottleneck` names the stage to speed up: "consumer" (the training step: the loader waits for it),
     "samplers" (too few rows), "pace" (the cache's: see `Pace`), "store" (rows that came from the disk),
     "gather" (memory; of views, mapping them), "transform" or "start" (of an epoch: listing, leasing and
     mapping its segments; of worker processes, once a loader); "none" before a batch was delivered or waited
-    for. `advice` says it in words, and for "store" what another shuffle would have the disk do. The seconds
-    behind it are those that the consumer, in `next`, and workers, all together, spent on each; of worker
-    processes that start, while none was ready.
+    for. `advice` puts it in words; for "store" it compares how other shuffles read the disk. The seconds
+    behind the bottleneck are the time that the consumer (in `next`) and all workers spent on each stage. The
+    start of worker processes counts while no worker is ready.
 
-    `age_seconds` is how old delivered rows were on average, since they were published (of some 64 of every
-    4,096 rows). `slot_bytes` is the memory for batches, `slot_growths` how often a buffer was added to it: it
+    `age_seconds` is the mean time since the publication of delivered rows (of some 64 of every
+    4,096 rows). `slot_bytes` is the memory for batches, `slot_growths` the number of buffers added to it: it
     goes on growing while the consumer keeps batches. `private_bytes` and `file_bytes` are the whole process'
     resident memory: its own, and pages of mapped files, which the kernel takes back when it needs them.
     `workers` and `shuffle` are the loader's.
 
     `left_out_rows` is how many of the oldest rows the epoch that began last leaves to samplers: 0, but
-    where the cache is nearly full and somebody writes to it (see `headroom` of `Cache.create`); 0 also
-    of the rest of a resumed epoch. `held_up_seconds` is how long samplers waited for room that this loader
-    leased, of those waits that lasted to the end of an epoch, or last: `advice` says so, where that is much.
+    where the cache is nearly full and somebody writes to it (see `headroom` of `Cache.create`); also 0 for
+    the rest of a resumed epoch. `held_up_seconds` is how long samplers waited for room that this loader
+    leased: waits that lasted to the end of an epoch, or still last. `advice` mentions long ones.
     """
 
     epochs: int
@@ -100,7 +100,7 @@ class LoaderStats(Shown):
 
     @property
     def advice(self) -> str:
-        """How to be faster, but for what was done already; and how to hold samplers up less."""
+        """Advice on how to be faster, and how to delay samplers less."""
         if not self.held_up_seconds or self.held_up_seconds < _NO_STALL * self.seconds:
             return self._own_advice()
         in_order = (
@@ -125,7 +125,7 @@ class LoaderStats(Shown):
         return _ADVICE[self.bottleneck]
 
     def _of_the_disk(self) -> str:
-        """How this shuffle and others read the disk."""
+        """Describe how this shuffle and others read the disk."""
         if self.shuffle in ("window", None):
             return "it is read in order already; a faster disk, "
         if self.shuffle == "blocks":
@@ -183,7 +183,7 @@ class LoaderStats(Shown):
 
 
 class Meter:
-    """Counters of one loader, of which `workers` and `shuffle` are told; any thread adds."""
+    """Counters of one loader; any thread adds. `workers` and `shuffle` are shown in the stats."""
 
     def __init__(self, workers: int = 0, shuffle: str | None = "rows") -> None:
         self._workers, self._shuffle = workers, shuffle
@@ -193,11 +193,11 @@ class Meter:
         self.epoch_seconds = self.stall_seconds = self.held_up_seconds = 0.0
         self.left_out_rows = 0
         self._age_row_seconds = 0.0
-        # in progress: since when. By thread, so that what an interrupt left behind is soon replaced
+        # Stages in progress, with their start, by thread: an entry that an interrupt left is soon replaced.
         self._stages: dict[int, tuple[str, float]] = {}
         self._waits: dict[int, float] = {}
         self._runs: dict[object, float] = {}
-        # When to show more on the panel. While it shows a wait it shows each change, until a delivery
+        # The next update of the panel. During a wait each change is shown, until a batch is delivered.
         self._panel: CounterPage | None = None
         self._elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
         self._due, self._shows_a_wait = math.inf, False
@@ -206,10 +206,10 @@ class Meter:
     def show_on(
         self, panel: CounterPage | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
     ) -> None:
-        """Show what is counted on a panel from now on; None: on none any more. The one before is closed.
+        """Show the counts on a panel from now on, or on none. Closes the panel before it.
 
         Args:
-            elsewhere: what is in progress in other processes, as `stats` takes it.
+            elsewhere: returns the stages in progress in other processes, as `stats` takes them.
         """
         with self._lock:
             before, self._panel, self._elsewhere = self._panel, panel, elsewhere
@@ -231,7 +231,7 @@ class Meter:
             self._shows_a_wait = self._shows_a_wait or bool(self._waits)
 
     def _times(self, elsewhere: Iterable[tuple[str, float]]) -> dict[str, tuple[float, list[float]]]:
-        """What each stage, the stall and the time inside epochs took; and since when each is in progress."""
+        """Return the seconds and the starts in progress of each stage, of the stall and of epochs."""
         at_it = [*self._stages.values(), *elsewhere]
         times = {
             name: (took, [since for stage, since in at_it if stage == name])
@@ -243,7 +243,7 @@ class Meter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A thread of the loader is busy with, or waits for, one of STAGES: that takes the time inside."""
+        """Count the time inside the `with` block for one of STAGES."""
         started = self.enter(name)
         try:
             yield
@@ -251,7 +251,7 @@ class Meter:
             self.leave({name: time.perf_counter() - started})
 
     def enter(self, name: str) -> float:
-        """This thread begins a stage; returns when."""
+        """Begin a stage of this thread. Returns its start."""
         started = time.perf_counter()
         with self._lock:
             self._stages[threading.get_ident()] = name, started
@@ -260,7 +260,7 @@ class Meter:
         return started
 
     def leave(self, seconds: Mapping[str, float]) -> None:
-        """Each of these stages took so long; this thread ends the one that it had begun, if it had."""
+        """Add seconds to stages, and end this thread's stage, if it has one."""
         with self._lock:
             self._stages.pop(threading.get_ident(), None)
             for name, more in seconds.items():
@@ -268,10 +268,10 @@ class Meter:
 
     @contextmanager
     def reading(self, temperature: Temperature) -> Iterator[None]:
-        """Add the time that passes inside to "gather", or, as far as the disk was waited for, to "store".
+        """Add the time inside to "gather", but the part that waited for the disk to "store".
 
         Args:
-            temperature: tells whether rows were missed in memory; pages of mapped files the kernel counts.
+            temperature: tells whether rows were missed in memory; the kernel counts pages of mapped files.
         """
         missed, before = temperature.missed, resource.getrusage(resource.RUSAGE_THREAD)
         started = self.enter("gather")
@@ -287,11 +287,11 @@ class Meter:
             self.leave({"store": on_disk, "gather": wall_seconds - on_disk})
 
     def waiting(self) -> Waiting:
-        """The consumer waits inside: for an `iter`, or in a step, whatever that gives."""
+        """Count the time inside as a wait of the consumer, for an `iter` or a step, even one that fails."""
         return Waiting(self)
 
     def deliver(self, made: ReadyBatch) -> None:
-        """A batch went to the consumer."""
+        """Count a batch that went to the consumer."""
         with self._lock:
             self.batches += 1
             self.rows += made.rows
@@ -310,7 +310,7 @@ class Meter:
             self.left_out_rows = left_out_rows
 
     def hold_up(self, seconds: float) -> None:
-        """Writers waited so long, or so much longer, for room that the loader leases."""
+        """Count seconds that writers waited for room that the loader leases."""
         with self._lock:
             self.held_up_seconds += seconds
 
@@ -319,20 +319,20 @@ class Meter:
             self.epochs -= 1
 
     def begin_run(self, run: object) -> None:
-        """The consumer is inside an epoch from now on, or several; `run` tells it from others."""
+        """Count the time from now on as inside an epoch, or several; `run` tells it from others."""
         with self._lock:
             self._runs[run] = time.perf_counter()
             self._due = 0.0 if self._panel is not None else math.inf  # the wait that begins now may be long
 
     def end_run(self, run: object) -> None:
-        """Count the time since it began. Idempotent."""
+        """Count the time since `begin_run`. Idempotent."""
         with self._lock:
             if (started := self._runs.pop(run, None)) is not None:
                 self.epoch_seconds += time.perf_counter() - started
         self.show()
 
     def forget_in_child(self) -> None:
-        """What other threads had in progress, this lock perhaps, stayed with the parent."""
+        """Drop the stages of other threads, and the lock: they stayed with the parent."""
         self._lock = threading.RLock()
         self._stages, self._waits, self._runs = {}, {}, {}
         self._panel, self._due, self._shows_a_wait = None, math.inf, False
@@ -340,11 +340,11 @@ class Meter:
     def stats(
         self, slot_bytes: int, slot_growths: int, elsewhere: Iterable[tuple[str, float]] = ()
     ) -> LoaderStats:
-        """The counts at this moment, with what is in progress; `elsewhere`: stages of other processes."""
+        """Return the counts now, with stages in progress, here and in other processes (`elsewhere`)."""
         private_bytes, file_bytes = resident_bytes()
         with self._lock:
             now = time.perf_counter()
-            # Of reading, all is "gather" until it has ended.
+            # A read in progress counts as "gather"; its end tells "store" from it.
             stages = {
                 name: took + sum(now - began for began in since)
                 for name, (took, since) in self._times(elsewhere).items()
@@ -377,7 +377,7 @@ class Meter:
 def bottleneck_of(
     batches: int, stalls: int, seconds: float, stall_seconds: float, stages: Mapping[str, float]
 ) -> str:
-    """The bottleneck, as `LoaderStats` names it; `stages` are the seconds of each of STAGES."""
+    """Return the bottleneck, as `LoaderStats` names it; `stages` are the seconds of each of STAGES."""
     if not batches and not stalls:
         return "none"
     if stall_seconds < _NO_STALL * seconds:
@@ -386,7 +386,7 @@ def bottleneck_of(
 
 
 class Waiting:
-    """A wait of the consumer: a context manager, again and again."""
+    """A wait of the consumer: a reusable context manager."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter

@@ -3,16 +3,16 @@
 `take` begins portions until enough batches are under way, and waits for the oldest; native threads, Python
 threads or worker processes make them meanwhile. Nothing here has a thread. A stream owns the epochs
 that are under way, and their snapshots, until all their batches are made or it ends. The next epoch begins
-when the last batch of one is under way, so that there is no seam; where it reads many segments, that is done
+when the last batch of one is under way, so that there is no pause; if it reads many segments, this is done
 in slices, one a step.
 
-It ends in silence by exhaustion, by `close()`, or when its iterator is dropped. It ends with an error in its
-consumer when a newer epoch begins or a state is loaded: else the consumer would take the part for the whole.
-It also ends by an error in place of a batch.
+A stream ends silently by exhaustion, by `close()`, or when its iterator is dropped. It ends with an error in
+its consumer when a newer epoch begins or a state is loaded: else the consumer would take a part of the epoch
+for all of it. It also ends by an error in place of a batch.
 
-Guarantees: batches arrive in step order, whoever made them; no batch is made before its epoch was begun, and
-none is begun after it was ended; an exception arrives where its batch would have; every wait has a deadline
-or an end; whoever ends it, all that it owns is let go, once.
+Guarantees: batches arrive in step order, whoever made them; no batch is made before its epoch was begun, or
+begun after its epoch was ended; an exception arrives in place of its batch; every wait has a deadline
+or an end; whoever ends the stream, all that it owns is released, once.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 _MOST_AHEAD = 8  # epochs, where they are short
 _MANY_SEGMENTS = 1000  # so many are listed, leased and mapped in some 2 ms
-_GRACE_SECONDS = 0.25  # for a portion that itself waits so long, and then says better what for
+_GRACE_SECONDS = 0.25  # extra time for a portion whose own wait gives a better error
 _LOOK_SECONDS = 0.05  # between two looks for the end, and two figures of a wait
 
 
 class BatchStream:
-    """Thread-safe: one thread at a time takes batches, any may end it, also while its consumer waits.
+    """A stream of batches. Thread-safe: one thread at a time takes batches; any may end the stream meanwhile.
 
     Args:
-        epochs: begins epochs, and is told which one is delivered.
+        epochs: begins epochs, and records which one is delivered.
         assembly: makes portions of them.
         parking: keeps the last epoch's snapshot for a second.
-        meter: told what was delivered, and of waits.
-        endless: the next epoch follows when the last batch of one is under way.
+        meter: counts deliveries and waits.
+        endless: begin the next epoch when the last batch of one is under way.
     """
 
     def __init__(
@@ -71,24 +71,24 @@ class BatchStream:
         self._endless, self._waiting = endless, meter.waiting()
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a stream anywhere
         self._origin = Origin()
-        self._making: list[Epoch] = []  # of which batches are to be made, or under way; the newest is last
-        self._undelivered: list[Epoch] = []  # with batches that nobody may have got
+        self._making: list[Epoch] = []  # epochs with batches to make or under way; the newest is last
+        self._undelivered: list[Epoch] = []  # epochs with batches that the consumer may not have got
         self._portions: Iterator[Portion] = iter(())  # of the newest epoch
-        self._left = 0  # batches of it that are in none of the portions begun
-        # Slices of what comes before the next one, and those that may come before the last portions.
+        self._left = 0  # batches of the newest epoch in no portion yet
+        # Slices of the preparation of the next epoch, and the number allowed before the last portions.
         self._slices: Iterator[None] = iter(())
         self._looks: Iterator[None] = iter(())
         self.begun: deque[Portion] = deque()
-        self.under_way = 0  # batches of those
+        self.under_way = 0  # batches in the portions begun
         self.ready: deque[ReadyBatch] = deque()
         self.exhausted = False
-        self._has_to_wait = False  # the next epoch, until there is enough for it
-        self._may_wait = True  # for the next epoch; not if it is only asked whether it is ready
-        self._error: BaseException | None = None  # it comes after the batches before it
-        self._has_failed = False  # that came, or comes
+        self._has_to_wait = False  # the next epoch, for rows
+        self._may_wait = True  # for the next epoch; False while only asking whether it is ready
+        self._error: BaseException | None = None  # raised after the batches before it
+        self._has_failed = False  # an error was raised, or will be
         self.consumer = 0  # the thread that is in `take`
         self._was_asked = self._was_interrupted = False
-        self._because: str | None = None  # it was cut short, which its consumer must know
+        self._because: str | None = None  # why it was cut short: the error that its consumer gets
         self.has_stopped = False  # its consumer knows
         self.ended = self._is_closed = False
 
@@ -96,8 +96,8 @@ class BatchStream:
         """Begin the first epoch and its first portions: the consumer will ask for their batches.
 
         Nobody else knows of the stream before this returns.
-        Blocks, Raises: as `Epochs.begin`; then the stream is to be closed.
-        Returns: False: it was cancelled while it waited.
+        Blocks, Raises: as `Epochs.begin`; close the stream then.
+        Returns: False: the wait was cancelled.
         """
         self._meter.begin_run(self)
         with self._waiting:
@@ -105,13 +105,13 @@ class BatchStream:
             if epoch is None:
                 return False
             self._making, self._undelivered = [epoch], [epoch]
-        self._parking.drop()  # what both read stays mapped
+        self._parking.drop()  # segments that both epochs read stay mapped
         self._make(epoch, awaited=True)
         self._begin_portions()
         return True
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The consumer, who asks for a batch, waits inside."""
+        """Count the time inside as the consumer's wait for a batch."""
         self._was_asked = True
         return self._waiting
 
@@ -120,9 +120,9 @@ class BatchStream:
         self._origin.require("this epoch", "iterate anew here")
 
     def take(self, timeout_seconds: float | None) -> ReadyBatch | None:
-        """The next batch, which is not delivered yet, on any thread; None: there is none.
+        """Return the next batch, not delivered yet, on any thread, or None at the end.
 
-        Raises: LoaderTimeoutError: none came in time. Whatever its making raised. As `require_own`.
+        Raises: LoaderTimeoutError: none came in time. Any error of its making. As `require_own`.
         """
         self.require_own()
         patience_seconds = math.inf if timeout_seconds is None else timeout_seconds + _GRACE_SECONDS
@@ -155,7 +155,7 @@ class BatchStream:
             del error  # its traceback has this frame
 
     def is_ready(self) -> bool:
-        """Whether `take` would return at once. Begins what comes next; waits for nothing, nor for rows."""
+        """True if `take` would return at once. Begins more portions; waits for nothing, not even rows."""
         if not self._origin.is_here or not self._enter():
             return True
         self._may_wait = False
@@ -172,7 +172,7 @@ class BatchStream:
             self._leave()
 
     def _enter(self) -> bool:
-        """Make this thread the consumer: it cancels all if others end it. Returns: False: it has ended."""
+        """Make this thread the consumer, which cancels all at the end. Returns: False: it has ended."""
         with self._lock:
             if not self.ended:
                 self.consumer = threading.get_ident()
@@ -186,9 +186,9 @@ class BatchStream:
             self._cancel()
 
     def deliver(self, made: ReadyBatch | None) -> None:
-        """Count a batch that the consumer gets now; None: it has come to the end.
+        """Count a batch that the consumer gets now, or, with None, the end.
 
-        Raises: StopIteration: the end, also of what was taken since it ended. RuntimeError: a newer epoch
+        Raises: StopIteration: the stream has ended, also after `take`. RuntimeError: a newer epoch
             began, or a state was loaded.
         """
         if made is not None and made.epoch is not self._epochs.progress:
@@ -203,19 +203,19 @@ class BatchStream:
         self._meter.deliver(made)
 
     def fail(self) -> None:
-        """The consumer gets an error in place of a batch, and no more."""
+        """End the stream, as the consumer gets an error in place of a batch."""
         self.close()
         self._epochs.came_to_error()
 
     def drop(self) -> None:
-        """Its consumer is gone: nobody is left who could be told of its end."""
-        # The garbage collector may be in a thread that has a lock: what is closed asks for none.
+        """End a stream whose consumer is gone, so nobody is told of its end."""
+        # The garbage collector may call this in a thread that holds a lock, so closing takes no lock.
         if not self._is_closed:
             self.has_stopped = True
             self.close()
 
     def close(self, because: str | None = None) -> None:
-        """End it: its batches are dropped, its epochs are let go. Idempotent; ends what Ctrl-C cut.
+        """End the stream: drop its batches, release its epochs. Idempotent; completes an interrupted close.
 
         Args:
             because: its consumer gets this reason in place of a StopIteration.
@@ -232,7 +232,7 @@ class BatchStream:
         with self._lock:
             self.ended, self._error = True, None
             is_mine = self.consumer in (0, threading.get_ident())
-        if is_mine:  # else its consumer does, within _LOOK_SECONDS
+        if is_mine:  # else the consumer cancels them, within _LOOK_SECONDS
             self._cancel()
         self._let_go()
         self._is_closed = True
@@ -253,7 +253,7 @@ class BatchStream:
                     self.under_way += portion.batches
                     self._left -= portion.batches
                     if self._left <= 2 * portion.batches:
-                        with suppress(OSError):  # which the next epoch meets as it begins
+                        with suppress(OSError):  # the next epoch raises it as it begins
                             next(self._looks, None)
                 elif not self._begin_next_epoch():
                     return
@@ -263,7 +263,7 @@ class BatchStream:
                 self._fail(error)
 
     def _take_oldest(self, seconds: float) -> bool:
-        """Have the batches of the oldest portion ready. Returns: False: it has not ended so soon."""
+        """Wait for the batches of the oldest portion. Returns: False: they were not ready in time."""
         portion = next(iter(self.begun), None)
         if portion is None:  # a handler of this thread ended the stream meanwhile
             return False
@@ -309,7 +309,7 @@ class BatchStream:
     # epochs
 
     def _make(self, epoch: Epoch, *, awaited: bool) -> None:
-        """Have portions begun of an epoch, the newest one."""
+        """Begin to make portions of an epoch, the newest one."""
         self._portions, self._left = self._assembly.portions(epoch, awaited=awaited), epoch.order.steps
         if self._endless and _is_large(epoch):
             self._looks = self._epochs.look_ahead()
@@ -324,10 +324,10 @@ class BatchStream:
             newest = self._making[-1]
         is_busy = bool(self.begun or self.ready)
         if is_busy and sum(not each.is_delivered for each in self._undelivered) > _MOST_AHEAD:
-            return False  # what begins later sees more rows
+            return False  # an epoch begun later sees more rows
         for _ in self._slices:
             if is_busy:
-                return False  # one a step
+                return False  # one slice a step
         following = None
         if not self._has_to_wait:
             try:
@@ -337,7 +337,7 @@ class BatchStream:
             self._has_to_wait = following is None
         if self._has_to_wait:
             if is_busy or not self._may_wait:
-                return False  # first all is delivered
+                return False  # first all batches are delivered
             wait = Wait(lambda: self.ended, partial(self._retire, newest))
             following = self._epochs.begin_after(newest, wait)
             self._has_to_wait = False
@@ -356,20 +356,20 @@ class BatchStream:
         return True
 
     def _come_to(self, epoch: Epoch) -> None:
-        """Have the loader's progress be in the epoch of a batch, unless another one took its place."""
+        """Record that batches of this epoch are delivered now, unless another epoch took its place."""
         with self._lock:
             if not self.ended:
                 self._epochs.came_to(epoch)
 
     def _retire_made(self) -> None:
-        """Let go of epochs whose batches are all made, as the next one has mapped what both read."""
+        """Release epochs whose batches are all made; the next one has mapped the segments that both read."""
         under_way = [portion.epoch for portion in self.begun]
         for epoch in self._making[:-1]:
             if epoch not in under_way:
                 self._retire(epoch, self._parking.leave if _is_large(epoch) else Snapshot.close)
 
     def _retire(self, epoch: Epoch, leave_to: Callable[[Snapshot], None] = Snapshot.close) -> None:
-        """Let go of an epoch whose batches are all made. Idempotent."""
+        """Release an epoch whose batches are all made. Idempotent."""
         self._assembly.end(epoch)
         self._parking.drop()
         epoch.let_go(leave_to)
@@ -394,7 +394,7 @@ def _is_large(epoch: Epoch) -> bool:
 
 
 def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
-    """The error of a step whose batch did not come in time."""
+    """Return the error of a step whose batch did not come in time."""
     return LoaderTimeoutError(
         f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
         "raise timeout, or look at loader.stats().advice"

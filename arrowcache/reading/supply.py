@@ -1,11 +1,11 @@
-"""Supply: the rows that an epoch of one loader may have now.
+"""Supply: the rows available now to an epoch of one loader.
 
-`where` and the cache's pace say which rows. Where a cache is nearly full and somebody writes, an epoch leaves
-out the oldest rows, so that writers go on while it runs (Store.lease decides). The first epoch that does is
-said in a warning. It ends nothing: where a filter makes errors of warnings it is logged, since a cache is
+`where` and the cache's pace choose them. Where a cache is nearly full and somebody writes, an epoch leaves
+out the oldest rows, so that writers go on while it runs (Store.lease decides). The first such epoch gives a
+warning. A filter that turns warnings into errors only gets it logged, since a cache is
 full only hours after a training began.
 
-Guarantees: nothing is leased while it asks; no segment is read by more epochs than `max_reuse`, whatever
+Guarantees: asking leases nothing; no segment is read by more epochs than `max_reuse`, whatever
 several loaders ask at once. A loader that is not paced neither waits nor counts.
 """
 
@@ -30,33 +30,33 @@ from arrowcache.units import format_bytes, format_count
 
 _log = logging.getLogger("arrowcache")
 
-_GIVE_BACK_SECONDS = 1.0  # that the end of an epoch waits for cache.lock
+_GIVE_BACK_SECONDS = 1.0  # longest wait for cache.lock at the end of an epoch
 
 
 class Supply:
-    """What one loader finds in its cache, and leaves to writers."""
+    """The rows that one loader finds in its cache, and those it leaves to writers."""
 
     def __init__(self, store: Store, options: LoaderOptions) -> None:
         self.store, self._where = store, options.where
         self._epoch_rows, self.is_paced = options.epoch_rows, options.paced
-        #: Segments of this number and higher ones came after this loader's last snapshot; inf: it took none.
+        #: Segments from this number on came after this loader's last snapshot; inf before the first one.
         self.known: float = math.inf
-        self.warns = True  # of rows that are left out; False: it has, or another rank on this node does
-        # as the last `take` found it
+        self.warns = True  # of rows left out; False once warned, or if another rank on this node warns
+        # results of the last `take`
         self.listed: Sequence[SegmentInfo] = ()
-        self.rows = 0  # of the listed, that an epoch may have
-        self.pace_says = ""  # why no epoch may begin; empty: it is not the pace
+        self.rows = 0  # rows of the listed segments that an epoch may have
+        self.pace_says = ""  # why the pace allows no epoch now, or ""
         self._ahead: Snapshot | None = None  # for the next `take`
 
     @property
     def accepted(self) -> str:
-        """What a message says of `rows`, behind their number."""
+        """The words in messages behind the number `rows`."""
         return " that `where` accepts" if self._where else ""
 
     def take_ahead(self) -> Iterator[None]:
-        """Take a snapshot for the next `take`; the work is done in slices, between what is given.
+        """Take a snapshot for the next `take`, one slice of the work a `next`.
 
-        Nothing stays leased if this is closed before it ends, nor after `drop`.
+        Nothing stays leased if the generator is closed before it ends, nor after `drop`.
         """
         self.drop()
         with ExitStack() as undo:
@@ -73,17 +73,17 @@ class Supply:
         yield
 
     def drop(self) -> None:
-        """Let go of what was taken ahead. Idempotent."""
+        """Release the snapshot that was taken ahead. Idempotent."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
 
     def take(self, least_rows: int, count: Callable[[Snapshot], bool]) -> Snapshot | None:
-        """An open snapshot of so many rows, all of them mapped, as the pace allows; None: there is none yet.
+        """Return an open snapshot of enough rows, all mapped, as the pace allows, or None: too few rows.
 
         Args:
-            count: counts the epoch; False: others have read too much of it meanwhile.
-        Raises: OSError: the folder is gone, or its disk failed; says what to do.
+            count: counts the epoch. Returns False if others have read too much of the snapshot meanwhile.
+        Raises: OSError: the folder is gone, or its disk failed. The message says what to do.
         """
         if not self._may_begin():
             self.drop()
@@ -92,7 +92,7 @@ class Supply:
         if ahead is not None:
             return self._counted(ahead, least_rows, count)
         where = self._fresh()
-        if self.rows < least_rows:  # last time: so who waits never takes cache.lock
+        if self.rows < least_rows:  # by the last count: a loader that waits never takes cache.lock
             self.listed = self.store.segments()
             self.rows = sum(segment.rows for segment in self.listed if where is None or where(segment))
         if self.rows < least_rows:
@@ -102,7 +102,7 @@ class Supply:
     def _counted(
         self, snapshot: Snapshot, least_rows: int, count: Callable[[Snapshot], bool]
     ) -> Snapshot | None:
-        with ExitStack() as undo:  # Ctrl-C while it maps, too, leaves nothing leased
+        with ExitStack() as undo:  # Ctrl-C in the mapping leaves nothing leased, too
             undo.enter_context(snapshot)
             self.rows = len(snapshot)
             if self.rows >= least_rows:
@@ -114,7 +114,7 @@ class Supply:
         return snapshot
 
     def retake(self, includes: Callable[[SegmentInfo], bool]) -> Snapshot:
-        """What is there of the segments of an epoch that has begun, the oldest too, all of it mapped."""
+        """Return a mapped snapshot of the remaining segments of an epoch in progress, even the oldest."""
         with ExitStack() as undo:
             snapshot = undo.enter_context(Snapshot.take(self.store, includes))
             snapshot.map_all()
@@ -122,11 +122,11 @@ class Supply:
         return snapshot
 
     def look(self) -> Snapshot:
-        """A snapshot of what an epoch would have, if it began now: not mapped, and not counted."""
+        """Return the snapshot that an epoch would have now: not mapped, and not counted."""
         return Snapshot.take(self.store, self._fresh(), yields_since=self.known)
 
     def warn(self, snapshot: Snapshot) -> None:
-        """An epoch of this snapshot begins: warn, the first time that it leaves rows out."""
+        """Warn of rows that an epoch of this snapshot leaves out, the first time."""
         if not snapshot.left_out_rows or not self.warns:
             return
         self.warns, settings = False, self.store.settings
@@ -146,27 +146,27 @@ class Supply:
             _log.warning(message)
 
     def most_passes(self) -> int | None:
-        """How many epochs may read a segment; None: any number."""
+        """Return the number of epochs that may read a segment. None means any number."""
         pace = self.store.settings.pace
         return pace.max_reuse if self.is_paced and pace is not None else None
 
     def passes_of(self, rows: int) -> int:
-        """How often an epoch over so many rows reads each of them."""
+        """Return how often an epoch over this number of rows reads each of them."""
         return 1 if self._epoch_rows is None else max(1, -(-self._epoch_rows // max(1, rows)))
 
     def give_back(self, rows: int, passes: tuple[NDArray[np.int64], int] | None) -> None:
-        """Count rows, and passes over segments of these numbers, no more. Never fails."""
+        """Take rows, and passes over segments of these numbers, off the counts. Never fails."""
         with suppress(OSError, ArrowCacheError), self.store.locked(_GIVE_BACK_SECONDS):
             self.store.usage.add_served(-rows)
             if passes is not None:
                 self.store.usage.count_epoch(passes[0], -passes[1])
 
     def _may_begin(self) -> bool:
-        """Whether an epoch may begin now, whatever it reads."""
+        """True if the pace allows an epoch now, whatever rows it reads."""
         self.pace_says = ""
         if self.is_paced:
             with explaining(self.store.folder.path):
-                os.stat(self.store.folder.segments)  # first: of a folder that is gone it says so
+                os.stat(self.store.folder.segments)  # first: it reports a folder that is gone
                 self.store.refresh_settings()
             if (pace := self.store.settings.pace) is not None:
                 flow = self.store.flow(self.store.segments())
@@ -174,7 +174,7 @@ class Supply:
         return not self.pace_says
 
     def _fresh(self) -> Callable[[SegmentInfo], bool] | None:
-        """Which segments the next epoch may read: those that were not served `max_reuse` times; None: all."""
+        """Return the filter for segments served less than `max_reuse` times, or None: all pass."""
         most, given = self.most_passes(), self._where
         if most is None:
             return given

@@ -1,27 +1,28 @@
-"""Temperature: decides how rows are brought: copied from mapped memory, or asked of the disk and read.
+"""Temperature: decides how rows are read: copied from mapped memory, or asked of the disk and read.
 
-Warm is faster for rows that are in memory: they are copied from their mapping. Cold is faster for rows that
-are not: they are read from their files, many at a time. Only the kernel knows what is in memory, so each job
-counts the rows or pages that it missed there, and the next jobs go by that. It begins cold, since asking
-costs little. Pure.
+Warm is faster for rows that are in memory: they are copied from their mapping. Cold is faster for other
+rows: they are read from their files, many at a time. Only the kernel knows which rows are in memory, so each
+job counts the rows or pages that it missed there, and the next jobs go by that count. It begins cold, since
+asking costs little. Pure.
 
 Both ways are bearable while less than one in 256 rows is missed: each miss is weighed against 256 rows that
-were found. It turns cold when a balance of 64 misses is left: a bad page or two are no reason. It turns warm
-when a balance of enough rows is left: 256 at first, and twice as many after each warm time that was short. So
-it does not go back and forth where a part of the rows is always missing, and does not stay cold for a few.
+were found. The temperature turns cold when a balance of 64 misses is left: a bad page or two are no reason.
+It turns warm when a balance of enough rows is left: 256 at first, and twice as many after each warm time that
+was short. So the temperature does not go back and forth where a part of the rows is always missing, nor stay
+cold for a few.
 """
 
 from __future__ import annotations
 
 _ROWS_A_MISS = 256
-_MOST_MISSES = 64  # pages, while it is warm: the disk brings them in some 10 ms
+_MOST_MISSES = 64  # pages, while warm: the disk reads them in some 10 ms
 _LEAST_FOUND_ROWS, _MOST_FOUND_ROWS = 256, 1 << 14
 _LONG_LIFE = 16  # times the rows that it took to get warm
-_AHEAD_ROWS, _AHEAD_BYTES = 256, 64 << 20  # so many, and the disk can choose their order
+_AHEAD_ROWS, _AHEAD_BYTES = 256, 64 << 20  # enough for the disk to choose their order
 
 
 def batches_ahead(rows: int, nbytes: int) -> int:
-    """How many batches of so many rows and bytes are to be asked of the disk at a time."""
+    """Return the number of batches of this size to be asked of the disk at a time."""
     return max(2, min(-(-_AHEAD_ROWS // rows), _AHEAD_BYTES // nbytes))
 
 
@@ -35,11 +36,11 @@ class Temperature:
         self.is_cold = True
         self.missed = 0
         self._needed_rows = _LEAST_FOUND_ROWS
-        self._rows = 0  # had since it turned warm
-        self._balance = 0  # rows found more than is borne, while cold; fewer, while warm
+        self._rows = 0  # rows since it turned warm
+        self._balance = 0  # while cold: rows found beyond the limit; while warm: rows found short of it
 
     def note(self, rows: int, missed: int) -> None:
-        """Count rows that came in the way of `is_cold`, and how many rows or pages were missed."""
+        """Count rows that were read as `is_cold` says, and the rows or pages that were missed."""
         self.missed += missed
         found = rows - missed * _ROWS_A_MISS
         if self.is_cold:

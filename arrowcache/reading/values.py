@@ -40,15 +40,15 @@ def column_bytes(values: ColumnData) -> int:
 
 
 def bytes_of(values: Values) -> list[bytes]:
-    """The bytes of each row, of text and bytes."""
+    """Return the bytes of each row, of a text or binary column."""
     data, ends = values.data.tobytes(), values.offsets.tolist()
     return [data[start:stop] for start, stop in itertools.pairwise(ends)]
 
 
 def to_column(kind: object, values: Values) -> ColumnData:
-    """A column of this type as users get it: text as str, binary as bytes, ragged as it is.
+    """Return a column of this type in its form for users: text as str, binary as bytes, ragged as it is.
 
-    Raises: CorruptSegmentError: a text is no UTF-8.
+    Raises: CorruptSegmentError: a text is not UTF-8.
     """
     if isinstance(kind, Ragged):
         return values

@@ -1,8 +1,8 @@
 """View: a run of rows of one segment as arrays over a mapping of their own. Nothing is copied.
 
-Each view maps its segment's file anew: privately, so that what is written into the arrays is
-seen nowhere else, neither in the file nor in the next epoch; without reserving memory for such
-writes; and never used again for another view. Mapping and lease end when the last array or tensor
+Each view maps its segment's file anew. The mapping is private, so that a write into the arrays is
+seen nowhere else, neither in the file nor in the next epoch. It reserves no memory for such
+writes, and is never used again for another view. Mapping and lease end when the last array or tensor
 over it dies. A view is dead in a forked child: touching it there is a segmentation fault.
 
 Must never be asked for a file whose structure was not checked.
@@ -21,18 +21,18 @@ from arrowcache.linux import most_mappings
 from arrowcache.reading.values import Values
 from arrowcache.storage.mapping import FileMapping, live_mappings
 
-_MOST_VIEWS = most_mappings() // 4  # snapshots use half of them, the process' own threads need some
+_MOST_VIEWS = most_mappings() // 4  # snapshots use half of all mappings, the process' own threads need some
 
 ViewColumn = NDArray[Any] | Values
 
 
 def has_room() -> bool:
-    """True if one more file may be mapped: the kernel limits how many."""
+    """True if one more file may be mapped: the kernel limits their number."""
     return live_mappings() < _MOST_VIEWS
 
 
 def uncopied(schema: Schema, names: Sequence[str]) -> list[str]:
-    """Those of some columns that can be views: text and bytes become Python objects, which are copies."""
+    """Return the columns that can be views: text and bytes become Python objects, which are copies."""
     return [name for name in names if name in schema.fixed or isinstance(schema[name], Ragged)]
 
 
@@ -40,7 +40,7 @@ class Viewer:
     """Makes views of some columns of a cache's segments.
 
     Args:
-        schema: the cache's.
+        schema: schema of the cache.
         names: columns; those of text and bytes are left out.
     """
 
@@ -70,12 +70,13 @@ class Viewer:
 
         Args:
             path, nbytes: the file.
-            layout: at which bytes of it its columns lie, as `Layout.buffers` has it.
+            layout: byte offsets of its columns in the file, as in `Layout.buffers`.
             rows: contiguous rows of the segment, at least one.
-            end_lease: called when the file is unmapped again; if this raises, by the caller.
-            sparse: as of `FileMapping`: for rows that the disk was asked for.
+            end_lease: called when the file is unmapped again. If `view` raises, the caller must end the
+                lease.
+            sparse: as of `FileMapping`: for rows already asked of the disk.
         Returns: name -> (len(rows), *shape), writable; of a ragged column `Values(data, offsets)`,
-            whose `data` is a view and whose offsets are made.
+            whose `data` is a view and whose offsets are new.
         Blocks: while the pages come from the disk.
         Raises: OSError: the file cannot be mapped.
         """
@@ -116,7 +117,7 @@ class _Ragged(NamedTuple):
         ends = np.ndarray((count,), np.int32, memory, ends_at).astype(np.int64) // self.elements
         first, items = int(ends[0]), int(ends[-1] - ends[0])
         start, shape = values_at + first * self.item_bytes, (items, *self.inner_shape)
-        if not items:  # where they would be may be beyond the file's end
+        if not items:  # their offset may be beyond the file's end
             return Values(np.empty(shape, self.dtype), ends - first)
         file.populate(start, items * self.item_bytes)
         return Values(np.ndarray(shape, self.dtype, memory, start), ends - first)

@@ -1,13 +1,13 @@
 """Window: an epoch for a device that shuffles by itself: runs of rows, and each step's places in its ring.
 
-Rows go there in the order of their files, some megabytes at a time, into a ring of rows (filling.py says
-which); a step then is the places of its rows in the ring. So the host copies runs of rows, and the order is
-that of the epoch, whatever it is. What is no column of fixed width is gathered here, step by step. So is the
-whole of a step whose rows lie too far apart for the ring, as where a segment is larger than the window, or of
-which some are padding.
+Rows are copied in the order of their files, some megabytes at a time, into a ring of rows on the device
+(filling.py says which). A step is then a list of its rows' places in the ring. So the host copies runs of
+rows, and the order is the epoch's, whatever it is. Columns without a fixed width are gathered here, step by
+step. So is every step with padding, or whose rows lie too far apart for the ring, such as where a segment is
+larger than the window.
 
-Guarantee: `number` counts runs and steps, over all epochs of a stream. Whoever has all before one has in the
-ring what it refers to.
+Guarantee: `number` counts runs and steps, over all epochs of a stream. Once all runs before a step have
+arrived, the ring has all rows that the step refers to.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import column_bytes
 from arrowcache.storage.store import Store
 
-_RUN_BYTES = 4 << 20  # copied at a time: a longer copy is not quicker
-_LEAST_RUNS = 8  # of a ring
-_UNDER_WAY = 8  # runs and steps
+_RUN_BYTES = 4 << 20  # bytes copied at a time: a longer copy is not quicker
+_LEAST_RUNS = 8  # least number of runs that a ring holds
+_UNDER_WAY = 8  # number of runs and steps under way
 
 
 class Run(NamedTuple):
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A batch: (rows,) int64 places in the ring, and its other columns. places None: those are all."""
+    """A batch: (rows,) int64 places in the ring, and its other columns. places is None if these are all."""
 
     number: int
     places: Any
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 class WindowAssembly(Assembly):
     """Makes portions of epochs: runs, whose `ReadyBatch` has no rows, and steps.
 
-    The ring has two windows: one in use, and room for what comes next.
+    The ring holds two windows: one in use, and room for the next rows.
     """
 
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
@@ -71,28 +71,28 @@ class WindowAssembly(Assembly):
     def gather_into(
         self, allocate: Callable[[int], NDArray[np.uint8]], portion_bytes: int | None = None
     ) -> None:
-        """As of `Assembly`. portion_bytes: of a run; None: as many as are copied at full speed."""
+        """As of `Assembly`. portion_bytes: size of a run; None means the least that copies at full speed."""
         run_bytes = _RUN_BYTES if portion_bytes is None else portion_bytes
         self._run_rows = max(1, min(run_bytes // self._row_bytes, self.ring_rows // _LEAST_RUNS))
         self._new_slots = partial(Slots, self._columns, self._run_rows, self.wanted(), allocate)
         self.slots = self._new_slots()
 
     def wanted(self) -> int:
-        """The number of runs and steps that are to be under way or ready."""
+        """Return the number of runs and steps to keep under way or ready."""
         return self._options.prefetch or _UNDER_WAY
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
-        """An epoch's runs and steps, in order; each `next` begins one.
+        """Yield an epoch's runs and steps, in order; each `next` begins one.
 
         Args:
-            awaited: it is the first epoch of its stream.
+            awaited: True for the first epoch of its stream.
         """
         snapshot, order, pass_rows = epoch.snapshot, epoch.order, len(epoch.snapshot)
         snapshot.temperature = self.temperature
         if awaited:
             self._numbers = itertools.count()
         filling = Filling(order, pass_rows, self.ring_rows, self._run_rows)
-        ahead_rows, fetched = FETCHED_BYTES // snapshot.row_bytes, 0  # asked of the disk ahead, in the line
+        ahead_rows, fetched = FETCHED_BYTES // snapshot.row_bytes, 0  # asked of the disk, by the line
         for step in range(order.steps):
             line = order.in_line(step)
             runs = None if line is None else filling.before(step)
@@ -110,11 +110,11 @@ class WindowAssembly(Assembly):
                 yield self._step(epoch, line % pass_rows, line % self.ring_rows)
 
     def run(self, columns: Batch, place: int, epoch: Epoch) -> ReadyBatch:
-        """Rows that were gathered, for the ring."""
+        """Make a run for the ring, of gathered rows."""
         return ReadyBatch(Run(next(self._numbers), columns, place), 0, 0, 0, 0.0, epoch)
 
     def step(self, rows: BatchRows, places: NDArray[np.int64] | None, columns: Batch) -> ReadyBatch:
-        """A batch: what of it was gathered here, and where the rest is."""
+        """Make a batch of columns gathered here, and places of its rows in the ring."""
         count = len(rows.ids)
         nbytes = sum(map(column_bytes, columns.values()))
         if places is not None:
@@ -134,12 +134,11 @@ class WindowAssembly(Assembly):
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Names of the columns that go into the ring."""
         return self._fixed
 
 
 class _Run(Gathered):
-    """A run on its way into a slot."""
+    """A run that is being gathered into a slot."""
 
     def __init__(
         self, window: WindowAssembly, rows: BatchRows, fetches: Sequence[Gather], place: int
@@ -152,7 +151,7 @@ class _Run(Gathered):
 
 
 class _Gathered(Gathered):
-    """A step, with columns that are gathered for it."""
+    """A step with columns that are being gathered."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Worker threads: daemon threads that run functions, in the order in which they are given: transforms.
 
-Not a ThreadPoolExecutor: at its exit the interpreter waits for the functions that those run.
+Not a ThreadPoolExecutor: at exit the interpreter waits for the functions of its threads.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _JOIN_SECONDS = 5.0
 
 
 class WorkerThreads:
-    """The threads, which begin with the first function.
+    """A fixed number of threads, started by the first function.
 
     Args:
-        size: how many.
+        size: number of threads.
     """
 
     def __init__(self, size: int) -> None:
@@ -32,7 +32,7 @@ class WorkerThreads:
         self._threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[[], object]) -> Future[Any]:
-        """Have a function run. Raises: WorkerError: a thread cannot be started."""
+        """Queue a function. Raises: WorkerError: a thread cannot be started."""
         for number in range(self._size):
             if number == len(self._threads):
                 self._threads.append(self._new_thread(number))
@@ -45,8 +45,8 @@ class WorkerThreads:
         return future
 
     def close(self) -> None:
-        """Have each thread end after its current function, and wait for that, at most 5 s. Idempotent."""
-        self._todo.put(None)  # which each hands on to the next
+        """End each thread after its current function. Blocks: at most 5 s. Idempotent."""
+        self._todo.put(None)  # each thread hands it on to the next
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
@@ -72,10 +72,10 @@ class WorkerThreads:
 
 
 def _wait_for_a_processor() -> None:
-    """Have this thread, when it is woken, wait until a processor is free.
+    """Make this thread wait for a free processor when it is woken.
 
-    The consumer wakes it with each batch that it takes, and where samplers keep all processors busy the
-    kernel would often let it have the consumer's own.
+    The consumer wakes it with each batch that it takes. Where samplers keep all processors busy, the kernel
+    would often give this thread the consumer's own processor.
     """
     with suppress(OSError):  # a sandbox may forbid it
         if os.sched_getscheduler(0) == os.SCHED_OTHER:

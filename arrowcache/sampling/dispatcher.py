@@ -1,8 +1,8 @@
-"""Dispatcher: a pool's thread, which has tasks begun, collects what became of them, and retries.
+"""Dispatcher: a pool's thread, which begins tasks, collects their results, and retries.
 
-It decides when and how often a task is tried; where it runs, and who numbers it, is the engine's
-business: that of one host is in executors.py. A task that fails is tried again with backoff, then given
-up while the others go on (at once, if it was refused); where nothing succeeds any more the pool ends.
+It decides when and how often a task is tried; the engine runs and numbers
+tasks: executors.py has the engine of one host. A task that fails is tried again with backoff, then given
+up while the others go on (at once, if it was refused). The pool ends when no task succeeds any more.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ _MOST_BACKOFF_SECONDS = 30.0
 
 
 class Engine(Protocol):
-    """Where tasks are numbered and run. Made in any thread, then used by one."""
+    """Numbers and runs tasks. Made in any thread, then used by one."""
 
     def idle(self) -> int:
-        """How many tasks may begin now; 0: all workers have one."""
+        """Return the number of tasks that may begin now; 0: all workers have one."""
         ...
 
     def claim(self, count: int) -> list[Task]:
-        """Up to `count` new tasks, at least one, whose numbers nobody gets again."""
+        """Claim up to `count` new tasks, at least one, with numbers that nobody else gets."""
         ...
 
     def begin(self, task: Task) -> None:
-        """Have a task run. Raises: SamplerError: no task can be begun any more."""
+        """Run a task. Raises: SamplerError: no task can be begun any more."""
         ...
 
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
-        """The tasks that ended, or failed (`Done.error` says how), since the last call.
+        """Return the tasks that ended, or failed (as `Done.error` tells), since the last call.
 
-        Blocks: until there is one, at most so long.
+        Blocks: until there is one, at most this long.
         Raises: SamplerError: no task will end any more.
         """
         ...
 
     def drawn_rows(self) -> int:
-        """How many rows are drawn and not published, as far as that is seen from here. In any thread.
+        """Return the number of rows drawn and not published, as far as it is known here. In any thread.
 
         Raises: OSError: the cache's folder is gone.
         """
         ...
 
     def end(self) -> list[Done]:
-        """Stop all tasks and the workers, if they are the engine's; what was published meanwhile.
+        """Stop all tasks, and the workers if the engine owns them. Returns the tasks that ended meanwhile.
 
         Blocks: at most about 5 s. Idempotent.
         """
         ...
 
     def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
-        """As `end`; but what tasks have by now is published, and these tasks are drawn again by a later pool.
+        """As `end`, but publish the parts of tasks; a later pool draws these tasks again.
 
         Args:
             waiting: tasks that were to be tried again.
@@ -79,14 +79,14 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class State:
-    """What the dispatching thread and the pool share, under `lock`."""
+    """State shared by the dispatching thread and the pool, under `lock`."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)  # taken by `with` itself:
     # Ctrl-C can leave a condition's own locked
     changed: threading.Condition = field(init=False)
     origin: Origin = field(default_factory=Origin)
-    with_parts: bool = False  # it ends by publishing what its tasks have; set before `stopping`
-    stopping: bool = False  # set without the lock: finalizers do that, and never wait for it
+    with_parts: bool = False  # end by publishing the parts of tasks; set before `stopping`
+    stopping: bool = False  # set without the lock: finalizers set it, and never wait for the lock
     finished: bool = False  # the thread has ended
     segments: int = 0
     rows: int = 0
@@ -102,11 +102,11 @@ class State:
 
 
 class Dispatcher:
-    """What a pool's thread does: `run`."""
+    """The work of a pool's thread: `run`."""
 
     def __init__(self, state: State, engine: Engine, options: PoolOptions) -> None:
         self._state, self._engine, self._retries = state, engine, options.retries
-        self._left = options.segments  # tasks still to be claimed; None: no end
+        self._left = options.segments  # tasks still to be claimed; None: no limit
         self._at_work = 0
         self._is_known = False  # to the interpreter, which ends a forgotten pool as it exits
         self._waiting: list[tuple[float, int, Task]] = []  # heap: when to try again, number, task
@@ -127,7 +127,7 @@ class Dispatcher:
             while not state.stopping and (self._refill() or self._at_work or self._waiting):
                 self._collect()
                 if self._failed_in_a_row > self._most_in_a_row:
-                    break  # nothing succeeds: going on would fail for ever
+                    break  # no task succeeds: going on would fail for ever
         except BaseException as error:  # noqa: BLE001  # wait() and stop() raise it
             state.error = explained(error) if isinstance(error, OSError) else error
         finally:
@@ -145,7 +145,7 @@ class Dispatcher:
                 state.changed.notify_all()
 
     def close(self) -> None:
-        """Where the thread has ended, or never ran."""
+        """End, after the thread has ended, or never ran."""
         try:
             if self._state.with_parts:
                 ended = self._engine.end_with_parts(task.number for _, _, task in self._waiting)
@@ -157,7 +157,7 @@ class Dispatcher:
             self._bar.close()
 
     def _refill(self) -> bool:
-        """Begin what is due, as long as workers are idle; whether anything may still come."""
+        """Begin due tasks, as long as workers are idle. Returns: True if more tasks may come."""
         idle = self._engine.idle()
         while idle and self._waiting and self._waiting[0][0] <= time.monotonic():
             self._begin(heapq.heappop(self._waiting)[2])
@@ -223,19 +223,19 @@ class Dispatcher:
 
 
 def failed(task: Task, error: BaseException) -> tuple[Task, Done]:
-    """What `collect` tells of a task that its engine lost."""
+    """Return the entry of `collect` for a task that its engine lost."""
     return task, failure(task, error, 0.0)
 
 
 def shut_down(state: State, thread: threading.Thread) -> None:
-    """Have a pool's thread end, and wait for it. Idempotent; an interrupted call is finished by the next one.
+    """End a pool's thread, and wait for it. Idempotent; the next call finishes an interrupted one.
 
     In a forked child it does nothing: the thread is the parent's.
     """
     if not state.origin.is_here:
         return
     state.stopping = True
-    is_here = thread is threading.current_thread()  # the garbage collector may run in any
+    is_here = thread is threading.current_thread()  # the garbage collector may run in any thread
     if thread.ident is None or is_here:
         return
     with state.lock:  # `join` alone forgets, after a Ctrl-C, that the thread runs: CPython below 3.13
@@ -245,6 +245,6 @@ def shut_down(state: State, thread: threading.Thread) -> None:
 
 
 def drop(state: State, thread: threading.Thread) -> None:
-    """As `shut_down`, for a finalizer: where this thread has cache.lock, it waits once that is let go of."""
+    """As `shut_down`, for a finalizer: if this thread has cache.lock, the wait begins after its release."""
     state.stopping = True
     once_unlocked(partial(shut_down, state, thread))

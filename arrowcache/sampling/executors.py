@@ -1,10 +1,10 @@
 """ExecutorEngine: tasks on an executor of this host, numbered by the cache itself.
 
-It owns the task numbers it claimed, a lock on one byte of the pool's file that tells tasks that the pool
-lives, the sign that somebody writes, and the executor if it made it. Of somebody else's it asks `submit` and
-futures, and relies on nothing that they say beyond results: Dask calls a task cancelled that goes on, answers
-a call like one before it from memory, and replaces lost workers; processes of concurrent.futures and loky are
-lost with one of theirs.
+It owns the claimed task numbers, a lock on one byte of the pool's file that tells tasks that the pool lives,
+the sign that somebody writes, and the executor if it made it. Of a user's executor it needs `submit` and
+futures, and relies on their results only: Dask calls a running task cancelled, answers a call like one before
+it from memory, and replaces lost workers; processes of concurrent.futures and loky are lost with one of
+theirs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from arrowcache.storage.progress import seen_samplers, shown_pool
 from arrowcache.storage.store import Store
 
 _END_SECONDS = 1.0  # of STOP_SECONDS, for tasks to end by themselves
-_PARTS_SECONDS = 3.0  # of STOP_SECONDS, for tasks to publish what they have
+_PARTS_SECONDS = 3.0  # of STOP_SECONDS, for tasks to publish their parts
 
 
 class ExecutorEngine:
     """The `Engine` of one host.
 
     Args:
-        executor: somebody else's; None: processes of its own.
+        executor: the user's. None means processes of its own.
     """
 
     def __init__(self, store: Store, options: PoolOptions, executor: Executor | None) -> None:
         self._store, self._options, self._pool = store, options, options.pool
-        self._to_be_sent = options.workers  # tasks that bring the sampler unasked: one for each worker
+        self._to_be_sent = options.workers  # tasks sent with the sampler unasked: one for each worker
         self._foreign = executor
         self._running: dict[Future[Done], Task] = {}
         with explaining(store.folder.path):
@@ -59,7 +59,7 @@ class ExecutorEngine:
         return self._options.workers - len(self._running)
 
     def claim(self, count: int) -> list[Task]:
-        """One task: a number that is claimed is soon begun, or a pool that ends leaves gaps."""
+        """Claim one task: it is soon begun, as an ending pool leaves a gap for a number that is not."""
         folder = self._store.folder
         with self._store.locked():
             if (again := self._returned()) is not None:
@@ -70,11 +70,11 @@ class ExecutorEngine:
                 first = folder.claim_tasks(self._pool, 1)
                 numbers = range(first, first + 1)
         if self._store.settings.durable:
-            folder.sync_tasks(self._pool)  # before the task begins: it is never done a second time
+            folder.sync_tasks(self._pool)  # before the task begins: no task is done twice
         return [self._options.task(number, str(folder.path), self._token) for number in numbers[:count]]
 
     def _returned(self) -> int | None:
-        """A task that an earlier pool published a part of, and that is to be drawn again."""
+        """Return a task to be drawn again, of which an earlier pool published a part, or None."""
         while (number := self._store.folder.take_returned_task(self._pool)) is not None:
             if not any(segment.task == f"{self._pool}.{number}" for segment in self._store.segments()):
                 return number
@@ -88,12 +88,12 @@ class ExecutorEngine:
             self._submit(task, task)
 
     def _submit(self, task: Task, sent: Task) -> None:
-        """Have a task run, which is sent with the sampler, or without it."""
+        """Submit `sent`: a task with the sampler, or without it."""
         try:
             self._running[self._executor.submit(run, sent)] = task
         except BrokenExecutor as error:
             raise self._broken(error) from error
-        except Exception as error:  # each says in its own way that it was shut down
+        except Exception as error:  # each executor has its own error for being shut down
             if self._foreign is None:
                 raise
             raise SamplerError(
@@ -114,11 +114,11 @@ class ExecutorEngine:
             except BaseException as error:  # noqa: BLE001  # an executor may raise anything
                 ended.append(failed(task, error))
             else:
-                if result.lacks_sampler:  # of a worker that began later, or was begun anew
+                if result.lacks_sampler:  # of a worker that began later, or was restarted
                     lacking.append(task)
                 else:
                     ended.append(failed(task, _elsewhere(task)) if result.stopped else (task, result))
-        for future in done:  # none of them where the executor broke: `end` counts them then
+        for future in done:  # none of them if the executor broke: `end` counts them then
             del self._running[future]
         for task in lacking:
             self._submit(task, replace(task, sampler=self._options.sampler))
@@ -143,7 +143,7 @@ class ExecutorEngine:
 
     def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
         self._watch.try_range(part_byte(self._token), 1, exclusive=True)
-        self._watch.unlock_range(alive_byte(self._token), 1)  # tells the tasks to publish what they have
+        self._watch.unlock_range(alive_byte(self._token), 1)  # tells the tasks to publish their parts
         wait(self._running, timeout=_PARTS_SECONDS)
         self._watch.close()
         unfinished = {*waiting, *self._claimed, *(task.number for task in self._running.values())}
@@ -158,13 +158,13 @@ class ExecutorEngine:
         return published
 
     def _ended(self, patience_seconds: float, cancelling_seconds: float) -> list[Done]:
-        """End what is at work; what was published."""
+        """End running tasks. Returns those that ended."""
         if self._foreign is None:
             self._executor.shutdown()
         else:
             _, at_work = wait(self._running, timeout=patience_seconds)
             for future in at_work:
-                future.cancel()  # not before: Dask's are done with that, and their tasks go on
+                future.cancel()  # not before: Dask forgets cancelled tasks, which go on
             wait(at_work, timeout=cancelling_seconds)
         ended, self._running = [*self._running], {}
         results = [f.result() for f in ended if f.done() and not f.cancelled() and f.exception() is None]
@@ -176,7 +176,7 @@ def claim(store: Store, pool: str, count: int, least: int = 0) -> int:
     """Claim a pool's first numbers in a cache; under cache.lock. Returns the first of `count`.
 
     Args:
-        least: what it is not below; nor is it below what is published, for a power cut may have lost
+        least: lower bound of the numbers; published numbers are another one, as a power cut may have lost
             the number.
     """
     if not store.folder.has_pool(pool):
@@ -185,7 +185,7 @@ def claim(store: Store, pool: str, count: int, least: int = 0) -> int:
 
 
 def _elsewhere(task: Task) -> SamplerError:
-    """Why a task ended as if the pool had: it saw nobody hold this pool's lock."""
+    """Return the error of a task that ended as if its pool had: it saw nobody hold this pool's lock."""
     return SamplerError(
         f"a worker found {task.cache} without this pool: the executor's workers must run on this host, "
         f"{socket.gethostname()}, and have the same folder there; for other nodes there is arrowcache.ray"
@@ -193,6 +193,6 @@ def _elsewhere(task: Task) -> SamplerError:
 
 
 def _own(workers: int) -> Executor:
-    from arrowcache.sampling.workers import Workers  # brings what others do without
+    from arrowcache.sampling.workers import Workers  # imports much that others do not need
 
     return Workers(workers)

@@ -1,4 +1,4 @@
-"""Options: what a pool draws, and how: the arguments that all kinds of pools share, checked, as one value."""
+"""Options: the arguments that all kinds of pools share, checked, as one value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_SEED_BITS = 128
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """As of `SamplerPool`. `sampler` is pickled; `ramp`: early tasks fill small segments."""
+    """The arguments of `SamplerPool`. `sampler` is pickled; `ramp`: early tasks fill small segments."""
 
     sampler: bytes
     workers: int
@@ -25,7 +25,7 @@ class PoolOptions:
     retries: int
     progress: bool | None
     ramp: bool
-    digest: bytes  # which tells pickled samplers apart
+    digest: bytes  # tells pickled samplers apart
 
     @classmethod
     def of(
@@ -40,7 +40,7 @@ class PoolOptions:
     ) -> PoolOptions:
         """Check the arguments.
 
-        Raises: ValueError, TypeError: one that does not fit, a sampler that cannot be pickled.
+        Raises: ValueError, TypeError: an argument does not fit, or the sampler cannot be pickled.
         """
         if not callable(sample):
             raise TypeError(f"sample must be a function of a random generator, not {sample!r}")
@@ -66,9 +66,9 @@ class PoolOptions:
 
     @property
     def pool(self) -> str:
-        """The pool's file in pools/."""
+        """The name of the pool's file in pools/."""
         return f"{self.name}.{self.seed}"
 
     def task(self, number: int, cache: str = "", token: int = 0) -> Task:
-        """Task `number`, without the sampler. `cache`, `token`: as of `Task`."""
+        """Return task `number`, without the sampler. `cache`, `token`: as of `Task`."""
         return Task(cache, b"", self.pool, self.seed, number, token, ramp=self.ramp, digest=self.digest)

@@ -1,7 +1,7 @@
 """SamplerPool: keeps samplers drawing, one segment a task, on any executor.
 
-`Pool` is what a user holds of any such work, on this host or on many: figures, waiting, the end. It owns
-one thread, the dispatcher's; where tasks run, and who numbers them, is the engine's business. Guarantees:
+`Pool` is the user's face of such work, on this host or on many: figures, waiting, the end. It owns
+one thread, the dispatcher's. The engine runs and numbers tasks. Guarantees:
 a task number is never given out twice for a (name, seed), by this pool, a concurrent or a later one; a
 task that keeps failing is given up with its traceback while the others go on; `stop()` ends in bounded
 time; when the pool's process dies, in whatever way, its workers stop by themselves. No sample crosses
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 #: Set by torchrun, Accelerate and Lightning; by srun; by mpirun of Open MPI; by that of Intel MPI and MPICH.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-_SEEN_SECONDS = 1.0  # between two looks at how far samplers are
+_SEEN_SECONDS = 1.0  # between two looks at the samplers' progress
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats(Shown):
-    """A pool since it was started.
+    """Counts of a pool since it was started.
 
-    `bytes` are of published segments' files, `seconds` since the start, `waiting_seconds` what its
-    workers together waited for room, or for training as the cache's pace says; `retries` counts repeated
-    attempts, `failures` tasks given up. `drawn_rows` are in no published segment yet, seen at most a second
-    ago; of a pool on other machines, as of Ray, they are not seen: 0.
+    `bytes` are of published segments' files, `seconds` since the start. `waiting_seconds` is the time that
+    all workers waited for room, or for training as the cache's pace says. `retries` counts repeated attempts,
+    `failures` tasks given up. `drawn_rows` are in no published segment yet, counted at most a second ago;
+    rows on other machines, as of Ray, are not counted: 0.
     """
 
     segments: int
@@ -61,7 +61,7 @@ class PoolStats(Shown):
         return Card("PoolStats", "", [Facts(self.facts())])
 
     def facts(self) -> list[tuple[str, str]]:
-        """What was published, first, and what that took, to be shown."""
+        """The counts of published segments first, then their cost, for display."""
         rate = ""
         if self.seconds:
             rate = f" ({format_bytes(self.bytes / self.seconds)}/s, {self.rows / self.seconds:,.1f} rows/s)"
@@ -89,7 +89,7 @@ class Pool:
     """Samplers at work, from construction until `stop()`. A context manager.
 
     Args:
-        engine: where tasks run; the pool ends it.
+        engine: runs the tasks; the pool ends it.
     """
 
     def __init__(self, engine: Engine, options: PoolOptions) -> None:
@@ -112,7 +112,7 @@ class Pool:
             raise
 
     def stats(self) -> PoolStats:
-        """What was published so far, and at which cost; in a forked child, until it was forked."""
+        """Return counts of published segments, and their cost; in a forked child, up to the fork."""
         if not self._state.origin.is_here:  # the lock may be held for ever
             return self._counted(0)
         drawn_rows = 0 if self._state.finished else self._drawn_rows()
@@ -120,7 +120,7 @@ class Pool:
             return self._counted(drawn_rows)
 
     def _drawn_rows(self) -> int:
-        """Looked up in /proc, which takes milliseconds: once a second."""
+        """Read progress in /proc at most once a second, since that takes milliseconds."""
         now = time.monotonic()
         if not self._seen_at or now - self._seen_at > _SEEN_SECONDS:
             with suppress(OSError):  # the folder is gone
@@ -144,11 +144,11 @@ class Pool:
     def wait(
         self, segments: int | None = None, rows: int | None = None, timeout: float | None = None
     ) -> None:
-        """Wait until so many segments and rows are published; without either, until all tasks are done.
+        """Wait until this many segments and rows are published; without either, until all tasks are done.
 
-        Early segments are small (see `SamplerPool`): say `rows` where rows are meant.
-        Blocks: at most `timeout` seconds; None: no bound.
-        Raises: TimeoutError: not in time. SamplerError: tasks failed, so that it cannot be reached.
+        Early segments are small (see `SamplerPool`): pass `rows` for a number of rows.
+        Blocks: at most `timeout` seconds. None means no limit.
+        Raises: TimeoutError: not in time. SamplerError: tasks failed, so that the number cannot be reached.
             ValueError, TypeError: an argument that does not fit; neither is given, and the pool has no end;
             or this process was forked from its own.
         """
@@ -186,17 +186,17 @@ class Pool:
                     raise SamplerError(f"the pool ended with {published}, {' and '.join(asked)} waited for")
 
     def stop(self, publish: bool = False) -> None:
-        """End the samplers; what they had not published is discarded: nothing is published half. Idempotent.
+        """End the samplers, and discard their unpublished rows: no segment is published half. Idempotent.
 
         In a forked child it does nothing: the samplers are the parent's.
         Args:
-            publish: publish what they have so far, as segments of fewer rows that carry no task's name;
-                the next pool of this name and seed draws those tasks again, from their first sample on.
-                What a sampler has that takes more than some 3 s for its next sample, or that finds no room
-                within that time, is discarded, and drawn again.
-        Blocks: until the workers are gone, at most about 5 s; a task of somebody else's executor that
-        does not yield within that time is left to end by itself, publishing nothing.
-        Raises: SamplerError: tasks were given up, and no `wait` raised it before.
+            publish: publish the rows drawn so far, as segments of fewer rows that carry no task's name; the
+                next pool of this name and seed draws those tasks again, from their first sample on. A part is
+                discarded, and drawn again, if its sampler takes more than some 3 s for its next sample, or if
+                it finds no room within that time.
+        Blocks: until the workers are gone, at most about 5 s; a task of a user's executor that
+            does not yield within that time is left to end by itself, and publishes nothing.
+        Raises: SamplerError: tasks were given up, and no `wait` raised that before.
         """
         if not self._state.origin.is_here:
             return
@@ -212,14 +212,15 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop, as `stop()`; an exception that passes goes on, as a rule.
+        """Stop, as `stop()`. An exception in the block goes on, as a rule.
 
-        Raises: SamplerError: as `stop()`, where none passes, or a LoaderTimeoutError: that is its cause then.
+        Raises: SamplerError: as `stop()`, after a block without exception, or with a LoaderTimeoutError as
+            cause.
         """
         if kind is None:
             self.stop()
         elif not isinstance(error, LoaderTimeoutError):
-            self._shut_down()  # the exception that passes tells more
+            self._shut_down()  # the exception of the block tells more
         else:
             try:
                 self.stop()
@@ -249,30 +250,30 @@ class Pool:
 class SamplerPool(Pool):
     """Samplers at work on a cache, from construction until `stop()`. A context manager.
 
-    So that a slow source gives its first rows in seconds, early tasks fill small segments: task k ends at the
-    first of `full_rows >> max(0, 10 - k)` rows and `segment_bytes >> max(0, 10 - k)` bytes of them, at least
-    one row, where a full segment has `full_rows` rows. So ten segments are few rows: `wait(rows=...)`.
+    So that a slow source gives its first rows in seconds, early tasks fill small segments. Task k ends at
+    `full_rows >> max(0, 10 - k)` rows or `segment_bytes >> max(0, 10 - k)` bytes, whichever is first, with at
+    least one row, where a full segment has `full_rows` rows. So ten segments are few rows: `wait(rows=...)`.
 
     Args:
         cache: a Cache, or the path of one.
-        sample: `sample(rng) -> iterable of samples`, a function or callable object that
-            cloudpickle can pickle. It is unpickled once a worker. Task k's samples are a pure
-            function of (sample, seed, k). One whose attribute `ramp` is False fills full segments from the
-            start, as sources do that read whole groups of samples.
-        workers: tasks at work at a time.
-        seed: of the random streams.
-        name: of this pool's task numbers; a pool of the same name and seed goes on at the next. It has no
-            part in the random streams: pools of other names draw the same samples, unless their seeds
+        sample: `sample(rng) -> iterable of samples`, a function or callable object that cloudpickle can
+            pickle. It is unpickled once a worker. Task k's samples are a pure function of (sample, seed, k).
+            A sampler whose attribute `ramp` is False fills full segments from the start, as sources do that
+            read whole groups of samples.
+        workers: number of tasks drawn at a time.
+        seed: seed of the random streams.
+        name: name of this pool's task numbers; a pool of the same name and seed goes on at the next. It has
+            no part in the random streams: pools of other names draw the same samples, unless their seeds
             differ.
         executor: any concurrent.futures.Executor whose workers run on this host: a ThreadPoolExecutor or
             ProcessPoolExecutor, `loky.get_reusable_executor()`, Dask's `client.get_executor()`, an
             `mpi4py.futures.MPIPoolExecutor`. The pool does not shut it down, and ends if it breaks. None:
             processes of its own, which survive notebooks and kills.
-        segments: stop by itself after so many tasks; None: until stopped.
-        retries: how often a failing task is tried again, with backoff, before it is given up; after a
-            PermissionError never.
-        progress: show a bar; None: if stderr is a terminal.
-        every_rank: allow a pool on each local rank of a distributed job. False: only on the first.
+        segments: number of tasks after which the pool stops by itself. None means no limit.
+        retries: number of further attempts at a failing task, with backoff, before it is given up; after a
+            PermissionError there are none.
+        progress: show a bar. None shows one if stderr is a terminal.
+        every_rank: allow a pool on each local rank of a distributed job. False allows it on the first only.
     Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled.
         ValueError: LOCAL_RANK, as torchrun, Accelerate and Lightning set it, says that this is not the first
         rank of its node: there it would be one pool a rank.
@@ -301,7 +302,7 @@ class SamplerPool(Pool):
 
 
 def _require_first_rank(workers: int) -> None:
-    """Make sure that a script that runs once a rank has one pool on a node, not one on each rank."""
+    """Raise ValueError in a script that would start a pool on each rank of a node."""
     name = next((name for name in _LOCAL_RANKS if os.environ.get(name, "").isdecimal()), "")
     if name and int(os.environ[name]) > 0:
         raise ValueError(

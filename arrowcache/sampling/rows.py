@@ -1,4 +1,4 @@
-"""Rows: many samples that a sampler yields at once, for those whose store gives many at a time."""
+"""Rows: many samples that a sampler yields at once, for stores that return many at a time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 class Rows(dict[str, Any]):
     """Many samples: each field has a leading axis of the same length.
 
-    `yield Rows(image=images, label=labels)` in a sampler is as good as yielding each row by itself, and
-    takes a fraction of the time. Numbers are arrays `(n, *shape)`; text, bytes and ragged fields lists of
+    `yield Rows(image=images, label=labels)` in a sampler is the same as yielding each row by itself, and
+    takes a fraction of the time. Numbers are arrays `(n, *shape)`; text, bytes and ragged fields are lists of
     n values. A segment that has room for some of them takes the first ones and drops the rest, as it
     drops a single sample that no longer fits: the next task draws anew.
     """
 
     def split(self) -> Iterator[dict[str, Any]]:
-        """Each sample by itself; of arrays they are views."""
+        """Yield each sample by itself, with views of the arrays."""
         names = list(self)
         for values in zip(*self.values(), strict=True):
             yield dict(zip(names, values, strict=True))
 
 
 def single(samples: Iterable[Mapping[str, Any]]) -> Generator[Mapping[str, Any], None, None]:
-    """What a sampler yields, one sample a time; it is closed when this is."""
+    """Yield the samples of a sampler one at a time; closes the sampler when it is closed."""
     iterator = iter(samples)
     try:
         for sample in iterator:

@@ -7,9 +7,9 @@ the same generator; it is closed once the segment is full. A task that fails or 
 publishes nothing; a task that ran twice is published once, because publishing drops a segment
 whose task is listed already.
 
-A task stops when its pool does: the pool holds a lock on one byte of its file in pools/, which
-the kernel drops whatever way the pool ends, and the task looks at it a few times a second. If the pool holds
-another byte still, the task publishes what it has, as a part: without its name, so that it is drawn again.
+A task stops when its pool does. The pool holds a lock on one byte of its file in pools/, which the kernel
+drops in whatever way the pool ends; the task looks at the lock a few times a second. If the pool holds
+another byte still, the task publishes its rows, as a part: without its name, so that it is drawn again.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ Sampler = Callable[["np.random.Generator"], Iterable[Mapping[str, Any]]]
 
 _LOOK_SECONDS = 0.2
 _EMPTY_CALLS = 3  # of a sampler in a row, before the task fails
-_RAMP_TASKS = 10  # that fill less than a full segment, each at most half of the next one's
+_RAMP_TASKS = 10  # tasks with less than a full segment, each with at most half of the next one's rows
 
 
 class Size(NamedTuple):
-    """Where a segment ends: at the first of so many rows, and so many bytes of rows; not before one row."""
+    """The end of a segment: this number of rows or of bytes, whichever comes first; at least one row."""
 
     rows: int
     nbytes: int
 
 
 def size_of(number: int, full_rows: int, segment_bytes: int, *, ramp: bool = True) -> Size:
-    """What task `number` fills, in a cache whose full segments are of so many rows and bytes.
+    """Return the size of task `number`'s segment, in a cache with full segments of these rows and bytes.
 
     Args:
-        ramp: False: a full segment, as a sampler asks for whose attribute `ramp` is False.
+        ramp: False means a full segment, as for a sampler whose attribute `ramp` is False.
     """
     halvings = max(0, _RAMP_TASKS - number) if ramp else 0
     return Size(max(1, full_rows >> halvings), max(1, segment_bytes >> halvings))
@@ -63,12 +63,12 @@ def size_of(number: int, full_rows: int, segment_bytes: int, *, ramp: bool = Tru
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker needs to know: plain values, pickled small.
+    """The description of a task for a worker: plain values, pickled small.
 
-    `sampler` is the pickled sampler, or empty for a worker that has it: it knows it by `digest`, or says that
-    it does not, and is sent the task again. So it travels about once a worker.
+    `sampler` is the pickled sampler, or empty for a worker that has it. A worker knows it by `digest`; if it
+    lacks it, it says so, and is sent the task again. So the sampler is sent about once a worker.
     `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks; `tries`
-    those that failed before: Dask answers a call that equals an earlier one with what came of that.
+    attempts that failed before: Dask answers a call equal to an earlier one with that one's result.
     `ramp`: early tasks fill small segments.
     """
 
@@ -84,19 +84,19 @@ class Task:
 
     @property
     def task_name(self) -> str:
-        """What the segment's file name carries."""
+        """The task's name in the segment's file name."""
         return f"{self.pool}.{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of a task.
+    """The result of a task.
 
-    `rows` is 0 if it was stopped or failed. `error` is the traceback of what it raised: as text,
-    because not every exception survives the way back to the pool's process. `refused`: that was a
-    PermissionError; a store that is asked again refuses again, and may lock the account in the end.
-    `is_part`: only a part was published, without the task's name. `lacks_sampler`: nothing was done, for want
-    of it.
+    `rows` is 0 if it was stopped or failed. `error` is the traceback of its exception: as text,
+    because not every exception survives the way back to the pool's process. `refused`: the exception was a
+    PermissionError; a store refuses each retry, too, and may lock the account in the end.
+    `is_part`: only a part was published, without the task's name. `lacks_sampler`: nothing was done, as the
+    worker lacks the sampler.
     """
 
     number: int
@@ -111,13 +111,13 @@ class Done:
     lacks_sampler: bool = False
 
 
-_samplers: OrderedDict[bytes, bytes] = OrderedDict()  # pickled, by digest; of the process
+_samplers: OrderedDict[bytes, bytes] = OrderedDict()  # digest -> pickled sampler, of the process
 _samplers_lock = threading.Lock()
 _MOST_SAMPLERS = 8
 
 
 def _pickled_sampler(task: Task) -> bytes | None:
-    """A task's sampler, from the task itself or one before it; None: none brought it."""
+    """Return the sampler of a task, or of an earlier one with its digest, or None."""
     if task.sampler and not task.digest:
         return task.sampler
     with _samplers_lock:
@@ -132,14 +132,14 @@ def _pickled_sampler(task: Task) -> bytes | None:
 
 
 def failure(task: Task, error: BaseException, seconds: float) -> Done:
-    """What is told of a task that raised."""
+    """Return the result of a task that raised."""
     text = "".join(traceback.format_exception(error))
     refused = isinstance(error, PermissionError)
     return Done(task.number, 0, 0, seconds, 0.0, error=text, refused=refused)
 
 
 class _Worker:
-    """What a worker keeps between tasks: the unpickled sampler, the open cache, the builder."""
+    """State that a worker keeps between tasks: the unpickled sampler, the open cache, the builder."""
 
     def __init__(self, task: Task, sampler: bytes) -> None:
         self._key = (task.cache, sampler)
@@ -151,7 +151,7 @@ class _Worker:
         self._progress: Progress | None = None
 
     def progress_of(self, task: Task) -> Progress | None:
-        """Where this worker shows how far it is: for each pool a page."""
+        """Return this worker's page of progress for the task's pool."""
         pool = task.pool, task.token
         if self._shown != pool:
             self._progress = Progress.open(self.store.folder.path, *pool)
@@ -159,14 +159,14 @@ class _Worker:
         return self._progress
 
     def is_for(self, task: Task, sampler: bytes) -> bool:
-        """Whether a task's cache is still the one that is open: another may have its path by now."""
+        """True if a task's cache is still the open one: another cache may have its path by now."""
         if (task.cache, sampler) != self._key:
             return False
         try:
             with explaining(self.store.folder.path):
                 self.store.refresh_settings()
                 return self._identity_now() == self._identity and self.store.settings.form == self._form
-        except FileNotFoundError:  # opening it anew mends it, or says why not
+        except FileNotFoundError:  # opening it anew repairs it, or says why not
             return False
 
     def _identity_now(self) -> tuple[int, int, int]:
@@ -178,7 +178,7 @@ _kept = threading.local()  # .worker: one a thread, since an executor may run ta
 
 
 def run(task: Task) -> Done:
-    """Draw and publish one segment; what the sampler raises, or a sample that does not fit, is told."""
+    """Draw and publish one segment; an error of the sampler, or of a sample, is returned in the result."""
     started = time.monotonic()
     try:
         return _run(task, started)
@@ -201,7 +201,7 @@ def _run(task: Task, started: float) -> Done:
             return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
         encoded = worker.builder.encode()
 
-        def is_cancelled() -> bool:  # asked where there is no room
+        def is_cancelled() -> bool:  # called while there is no room
             if progress is not None:
                 progress.wait()
             return has_ended() and not has_ended.wants_parts()
@@ -214,7 +214,7 @@ def _run(task: Task, started: float) -> Done:
     finally:
         if progress is not None:
             progress.end()
-    # Even if `published` has no segment: then a worker died between publishing it and saying so.
+    # Also if `published` has no segment: then a worker died between publishing it and its answer.
     seconds = time.monotonic() - started
     return Done(
         task.number, encoded.rows, encoded.nbytes, seconds, published.waiting_seconds, is_part=is_part
@@ -231,9 +231,9 @@ def draw(
     """Fill a builder with task k's samples, from the first on.
 
     Args:
-        progress: told of each row.
-    Returns: whether the segment is full; False: the pool ended first.
-    Raises: SamplerError: a sampler that yields nothing, or no mapping.
+        progress: counts each row.
+    Returns: True if the segment is full; False: the pool ended first.
+    Raises: SamplerError: the sampler yields nothing, or no mapping.
     """
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
     builder.clear(*size_of(task.number, builder.full_rows, builder.segment_bytes, ramp=task.ramp))
@@ -270,7 +270,7 @@ def draw(
 
 
 class _PoolWatch:
-    """Tells, at little cost, whether the pool that sent a task has ended."""
+    """Tells, at little cost, if the pool of a task has ended."""
 
     def __init__(self, store: Store, task: Task) -> None:
         self._cache = store.folder.path
@@ -288,7 +288,7 @@ class _PoolWatch:
         return self._ended
 
     def wants_parts(self) -> bool:
-        """Whether a pool that has ended waits for what its tasks have."""
+        """True if a pool that has ended waits for the parts of its tasks."""
         with explaining(self._cache):
             return self._is_locked(part_byte(self._token))
 

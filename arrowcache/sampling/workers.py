@@ -1,7 +1,7 @@
-"""Workers: the processes of a pool that was given no executor. Each draws one task at a time.
+"""Workers: the processes of a pool without a user's executor. Each draws one task at a time.
 
-`Workers` owns the processes, and a thread for each: that starts it, sends it tasks, waits for what became of
-them, and starts another one where it has died. `main` is what such a process runs. Guarantees: a process
+`Workers` owns the processes, and a thread for each: it starts the process, sends it tasks, waits for their
+results, and starts another process if one has died. `main` runs in such a process. Guarantees: a process
 that dies fails its own task and no other; all are gone when `shutdown` returns.
 """
 
@@ -27,19 +27,19 @@ _JOIN_SECONDS = 5.0
 
 
 class Workers(Executor):
-    """Runs tasks in processes of its own, so many at a time. `submit` takes `task.run` and a Task, only."""
+    """Runs tasks in processes of its own, a fixed number at a time. `submit` takes `task.run` and a Task."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._asked: SimpleQueue[tuple[Future[Any], Task] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._processes: set[WorkerProcess] = set()  # that may be alive
+        self._processes: set[WorkerProcess] = set()  # those that may be alive
         self._is_over = False
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
-        """Have a task run, soon.
+        """Run a task, soon.
 
-        Raises: WorkerError: there is no thread for a process.
+        Raises: WorkerError: no thread can be started.
         """
         assert function is run
         if len(self._threads) < self._count:
@@ -80,7 +80,7 @@ class Workers(Executor):
     def _begun(self) -> WorkerProcess:
         process = WorkerProcess(__name__)
         self._processes.add(process)
-        if self._is_over:  # meanwhile
+        if self._is_over:  # shut down meanwhile
             process.kill()
         return process
 
@@ -92,7 +92,7 @@ class Workers(Executor):
 
 
 def _drawn(process: WorkerProcess, task: Task) -> Done:
-    """Have a process draw a task. Raises: WorkerError: it has died. OSError: it cannot be told."""
+    """Have a process draw a task. Raises: WorkerError: it has died. OSError: the task cannot be sent."""
     with suppress(BrokenPipeError, ConnectionResetError):  # it has died: `hear` says so
         process.channel.send({}, pickled(task, "the task {!r}"))
     said = process.hear()

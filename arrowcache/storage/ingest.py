@@ -84,7 +84,7 @@ class Ingest:
         return self._store
 
     def missing(self, fingerprint: str, total: int | None = None) -> list[tuple[int, int | None]]:
-        """Which rows of a file to take in, as `Coverage.missing` says it; pending ones are there."""
+        """Return the rows of a file to import, as `Coverage.missing`; pending rows count as present."""
         return self._coverage.missing(fingerprint, total, self._pending)
 
     def rows_of(self, fingerprint: str) -> int:

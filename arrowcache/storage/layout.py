@@ -333,7 +333,7 @@ def ranks_name(run: str, loader: int, epoch: int, repeat: int = 0) -> str:
 
 
 def joiner_line(rank: int, pid: int) -> bytes:
-    """What a file in ranks/ gets for each process that joined."""
+    """The content of a file in ranks/ for each process that joined."""
     return b"%d %d\n" % (rank, pid)
 
 

@@ -62,7 +62,7 @@ class CacheStats(Shown):
         return Card("CacheStats", "", self.parts())
 
     def parts(self) -> list[Part]:
-        """What there is, what the capacity goes to, and how often what is here was served."""
+        """Describe the segments, the use of the capacity, and how often present rows were served."""
         other = self.allocated_bytes - self.published_bytes - self.incoming_bytes
         capacity = [
             ("published", self.published_bytes - self.leased_bytes),

@@ -42,7 +42,7 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How far training and sampling may run ahead of each other; set with `cache.set_pace`.
+    """Limits on how far training and sampling run ahead of each other; set with `cache.set_pace`.
 
     Args:
         min_rows: no epoch begins, and no sampler waits for training, before the cache holds so many rows.

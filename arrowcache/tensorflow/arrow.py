@@ -1,14 +1,14 @@
 """Arrow: batches go into TensorFlow as Arrow files in memory, which tensorflow-io's C++ code reads.
 
-Python makes a frame of a few batches (frames.py) and names the addresses of its files; from there on no
+Python makes a frame of a few batches (frames.py) and names the addresses of its files. After that no
 Python runs until all of the frame has been read. So beside a busy thread the GIL is asked for once a
 frame, not once a batch.
 
 While one frame is read, the next is made: `prefetch` takes one frame and asks for no more, and
-`flat_map` takes the next only when it has read one to its end. That holds of the last frame too, since
-what ends an epoch is a frame of its own. So memory is written again only when nothing reads it. Another
-iteration of the dataset has frames of its own, and they stay until TensorFlow drops it: after an error, too,
-it delivers what it was given before.
+`flat_map` takes the next only when it has read one to its end. The last frame is no exception, since
+another frame marks the end of an epoch. So memory is written again only when nothing reads it. Another
+iteration of the dataset has frames of its own, and they stay until TensorFlow drops it: even after an error
+TensorFlow delivers earlier batches.
 
 tensorflow-io 0.37.1 is the last release, and its library loads only into TensorFlow 2.16.
 TensorFlow logs that its dataset has no `InputDatasets`, which only optimizations and options ask for;
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 
 def find_reader() -> Callable[..., Any]:
-    """tensorflow-io's op.
+    """Return tensorflow-io's op.
 
-    Raises: ImportError: it is missing, or was built for another TensorFlow.
+    Raises: ImportError: tensorflow-io is missing, or was built for another TensorFlow.
     """
     together = "tensorflow-io 0.37.1 and TensorFlow 2.16 go together: install these, or pass backend='native'"
     try:
-        from tensorflow_io.python.ops import core_ops  # here: it takes a while, and may be missing
+        from tensorflow_io.python.ops import core_ops  # slow, and may be missing
 
         read: Callable[..., Any] = core_ops.io_arrow_zero_copy_dataset
     except ModuleNotFoundError as error:
@@ -58,11 +58,11 @@ def find_reader() -> Callable[..., Any]:
 def arrow_dataset(
     loader: Loader, columns: Sequence[Column], fixed: Sequence[str], rooms: Rooms, read: Callable[..., Any]
 ) -> Any:
-    """A dataset of dicts, each iteration of which is an epoch of a loader.
+    """Return a dataset of dicts; each of its iterations is an epoch of a loader.
 
     Args:
-        loader: yields what `columns` say.
-        fixed: columns that it gathers into `rooms`.
+        loader: loader whose batches have these columns.
+        fixed: columns that the loader gathers into `rooms`.
         read: tensorflow-io's op.
     """
     files, assemble = wires_of(columns, fixed), partial(assemble_columns, columns, fixed)
@@ -82,9 +82,9 @@ def arrow_dataset(
 
 
 class _Epoch:
-    """The frames of an epoch, and one that ends it: an iterator with which they die.
+    """The frames of an epoch, and one that marks its end: an iterator, which owns the frames.
 
-    The last one's files are empty, and asked for when all of the frame before it has been read.
+    The last frame's files are empty, and asked for when all of the frame before it has been read.
     """
 
     def __init__(self, frames: Frames, loader: Loader, end: Places) -> None:
@@ -105,7 +105,7 @@ def _file_of_nothing() -> pa.Buffer:
 
 
 def _rows_of(read: Callable[..., Any], wires: Sequence[Part], address: Any, nbytes: Any) -> Any:
-    """The rows of an Arrow file in memory, as a dataset."""
+    """Return the rows of an Arrow file in memory, as a dataset."""
     types, shapes = [wire.dtype for wire in wires], [tf.TensorShape(wire.shape) for wire in wires]
     variant = read(
         address,
@@ -117,4 +117,4 @@ def _rows_of(read: Callable[..., Any], wires: Sequence[Part], address: Any, nbyt
         output_shapes=shapes,
     )
     spec = tuple(tf.TensorSpec(shape, dtype) for dtype, shape in zip(types, shapes, strict=True))
-    return dataset_ops._VariantDataset(variant, spec)  # what tensorflow-io's own datasets are
+    return dataset_ops._VariantDataset(variant, spec)  # the class of tensorflow-io's own datasets

@@ -1,7 +1,7 @@
-"""Columns: what TensorFlow is given for each column of a batch, and how it travels.
+"""Columns: the TensorFlow form of each column of a batch, and the arrays that carry it.
 
-A column travels as one or two arrays, its parts, which a way into TensorFlow hands over as they are
-or as Arrow lists of them; `Column.assemble` makes of the parts' tensors what a user gets.
+One or two arrays carry a column: its parts. A backend hands them over as they are
+or as Arrow lists of them; `Column.assemble` turns the parts' tensors into the user's tensor.
 
     Tensor(dtype, shape)    (batch, *shape), of that dtype
     Timestamp()             (batch,) int64, microseconds since 1970: TensorFlow has no dates
@@ -38,14 +38,14 @@ class Part(NamedTuple):
 
 
 class Column(NamedTuple):
-    """One column of every batch: `spec` is what the user gets, `parts` what travels."""
+    """One column of every batch: `spec` of the user's tensor, `parts` that carry it."""
 
     name: str
     spec: Any
     parts: tuple[Part, ...]
 
     def disassemble(self, values: Any) -> list[NDArray[Any]]:
-        """The parts of a batch's column, without a copy, except of text and bytes."""
+        """Return the parts of a batch's column, without a copy, except of text and bytes."""
         if isinstance(values, list):
             items = [
                 item.encode(errors="surrogatepass") if isinstance(item, str) else item for item in values
@@ -58,14 +58,14 @@ class Column(NamedTuple):
         return [values.view(self.parts[0].numpy_dtype)]
 
     def assemble(self, parts: Sequence[Any]) -> Any:
-        """What the user gets, of the parts' tensors; in a graph."""
+        """Make the user's tensor of the parts' tensors; in a graph."""
         if len(self.parts) == 2:
             return tf.RaggedTensor.from_row_splits(*parts, validate=False)
         return parts[0]
 
 
 def columns_of(schema: Schema, names: Sequence[str], rows: int | None, *, with_ids: bool) -> list[Column]:
-    """What each column of a batch of so many rows is; None: it varies.
+    """Return the columns of a batch of this number of rows. None means that it varies.
 
     Raises: SchemaError: TensorFlow cannot hold a column.
     """

@@ -1,10 +1,10 @@
 """Examples: one sample as a tf.train.Example, in both directions. Pure: no files, no processes.
 
-    scalar integers, bool, Timestamp     int64_list of one value; uint64 is not among them
+    scalar integers, bool, Timestamp     int64_list of one value; not uint64
     String(), Binary()                   bytes_list of one
     everything else                      bytes_list of one: the little-endian bytes, in C order
 
-That is what `encode_rows` writes and `example_parser` reads. `decode` also takes what others wrote:
+`encode_rows` writes this form and `example_parser` reads it. `decode` also takes other writers' forms:
 numbers of a field as an int64_list or float_list, and an empty feature as a ragged field of no entries.
 It must never round: a value is exactly what the column stores, or a SchemaError.
 """
@@ -27,11 +27,11 @@ from arrowcache.errors import SchemaError
 from arrowcache.reading.values import ColumnData, Values
 from arrowcache.tensorflow.columns import columns_of
 
-_LACKED = {tf.uint32: tf.int32, tf.uint64: tf.int64}  # by decode_raw, which reads others in their place
+_LACKED = {tf.uint32: tf.int32, tf.uint64: tf.int64}  # by decode_raw, with the dtypes in their place
 
 
 def encode_rows(schema: Schema, columns: Mapping[str, ColumnData], rows: int) -> Iterator[bytes]:
-    """Serialized Examples of a batch's rows."""
+    """Yield the serialized Examples of a batch's rows."""
     makers = {name: _maker(schema[name], column) for name, column in columns.items()}
     for row in range(rows):
         features = tf.train.Features(feature={name: make(row) for name, make in makers.items()})
@@ -39,9 +39,9 @@ def encode_rows(schema: Schema, columns: Mapping[str, ColumnData], rows: int) ->
 
 
 def decode(serialized: bytes, schema: Schema) -> dict[str, Any]:
-    """The sample of a serialized Example: arrays, str and bytes. Features that the schema lacks are left out.
+    """Decode a serialized Example into arrays, str and bytes. Features that the schema lacks are left out.
 
-    Raises: SchemaError: no Example, or names the field, what was expected and what came.
+    Raises: SchemaError: not an Example; or names the field, the expected and the actual value.
     """
     try:
         features = tf.train.Example.FromString(serialized).features.feature
@@ -49,7 +49,7 @@ def decode(serialized: bytes, schema: Schema) -> dict[str, Any]:
         raise SchemaError(f"these {len(serialized)} bytes are no tf.train.Example") from None
     sample = {}
     for name, kind in schema.items():
-        if name not in features:  # before features[name], which would make one
+        if name not in features:  # features[name] would make one
             there = ", ".join(map(repr, sorted(features))) or "none"
             raise SchemaError(f"field {name!r}: there is no such feature, there are {there}")
         sample[name] = _value(name, kind, features[name])
@@ -59,16 +59,16 @@ def decode(serialized: bytes, schema: Schema) -> dict[str, Any]:
 def example_parser(
     schema: Schema | Mapping[str, FieldType], columns: Sequence[str] | None = None
 ) -> Callable[[Any], dict[str, Any]]:
-    """A function for `tf.data.TFRecordDataset(files).map(...)`, of files that `to_tfrecords` wrote.
+    """Return a function for `tf.data.TFRecordDataset(files).map(...)`, on files of `to_tfrecords`.
 
-    It makes of one serialized Example a dict of tensors, of the dtypes and shapes that `dataset` has
+    It turns one serialized Example into a dict of tensors, of the dtypes and shapes that `dataset` has
     for one row: (*shape); a ragged column is its values, (None, *inner_shape).
 
     Raises: SchemaError: a column that TensorFlow cannot hold. ValueError: an unknown column.
     """
     schema = schema if isinstance(schema, Schema) else Schema(schema)
     names = schema.select(columns, least=1)
-    columns_of(schema, names, None, with_ids=False)  # it says which TensorFlow cannot hold
+    columns_of(schema, names, None, with_ids=False)  # raises for columns that TensorFlow cannot hold
     kinds = {name: schema[name] for name in names}
     features = {
         name: tf.io.FixedLenFeature((), tf.int64 if _is_integer(kind) else tf.string)
@@ -83,14 +83,14 @@ def example_parser(
 
 
 def _is_integer(kind: FieldType) -> bool:
-    """Whether it is written as an int64_list."""
+    """True if a field is written as an int64_list."""
     if isinstance(kind, Tensor):
         return kind.shape == () and dtype_of(kind.dtype).kind in "biu" and kind.dtype != "uint64"
     return isinstance(kind, Timestamp)
 
 
 def _maker(kind: FieldType, column: ColumnData) -> Callable[[int], Any]:
-    """What makes the feature of a row."""
+    """Return a function that makes the feature of a row."""
     if isinstance(column, list):
         return lambda row: _of_bytes(column[row].encode() if isinstance(column[row], str) else column[row])
     if isinstance(column, Values):
@@ -112,7 +112,7 @@ def _little_endian(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _tensor(kind: FieldType, value: Any) -> Any:
-    """A parsed feature as what `dataset` has for one row; in a graph."""
+    """Convert a parsed feature to the form in `dataset` of one row; in a graph."""
     if isinstance(kind, String | Binary | Timestamp):
         return value
     dtype = tf.as_dtype(kind.dtype)
@@ -126,10 +126,10 @@ def _tensor(kind: FieldType, value: Any) -> Any:
 
 
 def _value(name: str, kind: FieldType, feature: Any) -> Any:
-    """A feature as what the builder takes without another conversion."""
+    """Convert a feature to a value for the builder, without another conversion."""
     form = feature.WhichOneof("kind")
     values = getattr(feature, form).value if form else ()
-    if isinstance(kind, Ragged) and not values:  # nothing has no dtype
+    if isinstance(kind, Ragged) and not values:  # an empty list has no dtype
         return np.empty((0, *kind.inner_shape), kind.numpy_dtype)
     if form is None:
         raise SchemaError(f"field {name!r}: its feature is empty: neither bytes, floats nor integers")
@@ -169,7 +169,7 @@ def _text(name: str, data: bytes) -> str:
 
 
 def _raw(name: str, kind: Tensor | Ragged | Timestamp, data: bytes) -> NDArray[Any]:
-    """Little-endian bytes, as an array over them."""
+    """Return little-endian bytes as an array over them."""
     size = kind.item_bytes if isinstance(kind, Ragged) else kind.row_bytes
     if len(data) % size if isinstance(kind, Ragged) else len(data) != size:
         wanted = f"a multiple of {size}" if isinstance(kind, Ragged) else size

@@ -1,15 +1,15 @@
 """Frames: batches as Arrow files in memory, which C++ code reads by their addresses.
 
-A frame is a few batches as such files: one a column of fixed width, and one for all others. A row of a
+A frame has a few batches as such files: one a column of fixed width, and one for all others. A row of a
 file is a batch, whose values are a list, or a text.
 
-Batches that were gathered side by side (`Rooms`) become a file where they lie: an Arrow file of one
-record batch is its headers, its values and its footer, one after another, and there is room for the former
-before the values and for the latter behind them. What is of any other shape is written by pyarrow into
+Batches that were gathered side by side (`Rooms`) become a file in place. An Arrow file of one
+record batch is its headers, its values and its footer, one after another, and there is room before and
+behind the values. All other columns are written by pyarrow into
 memory that is used again.
 
 Guarantees: a frame stays as it is while the next `AHEAD` frames are made, and `Frames` live.
-Must never: write where a batch may lie that is not in the frame.
+Must never: write into memory of a batch that is not in the frame.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rooms:
         return values
 
     def around(self, start: int) -> NDArray[np.uint8] | None:
-        """All of the memory that values at an address have to themselves; None: they do not begin one."""
+        """Return the room around values at an address, or None if no values begin there."""
         found = self._starts.get(start)
         values = None if found is None else found()
         if values is None:
@@ -72,7 +72,7 @@ Places = tuple[NDArray[np.uint64], NDArray[np.int64]]
 
 
 class _Form(NamedTuple):
-    """What is before and behind the values of a file of one column."""
+    """The bytes before and behind the values of a file of one column."""
 
     head: NDArray[np.uint8]
     tail: NDArray[np.uint8]
@@ -82,8 +82,8 @@ class Frames:
     """Makes frames of batches.
 
     Args:
-        columns: of the batches.
-        fixed: the names of those that are gathered into `rooms`.
+        columns: columns of the batches.
+        fixed: names of the columns that are gathered into `rooms`.
     """
 
     def __init__(self, columns: Sequence[Column], fixed: Sequence[str], rooms: Rooms) -> None:
@@ -93,15 +93,15 @@ class Frames:
         self._held: deque[list[Batch]] = deque(maxlen=1 + AHEAD)
 
     def of_epoch(self, batches: Iterable[Batch]) -> Iterator[Places]:
-        """An epoch's batches as frames: addresses and bytes of the files of each.
+        """Yield an epoch's batches as frames: addresses and bytes of the files of each.
 
-        Blocks: until the batch after a frame is there too, since only that shows that the frame is whole.
+        Blocks: until the batch after a frame exists too, since only then is the frame known to be whole.
         """
         for some in self._side_by_side(batches):
             yield self.write(some)
 
     def _side_by_side(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Batches that lie side by side, as lists."""
+        """Yield lists of batches that lie side by side."""
         some: list[Batch] = []
         try:
             for batch in batches:
@@ -110,7 +110,7 @@ class Frames:
                     some = []
                 some.append(batch)
                 del batch
-        except Exception:  # what was made before it is delivered first
+        except Exception:  # earlier batches are delivered first
             if some:
                 yield some
             raise
@@ -122,7 +122,7 @@ class Frames:
         return bool(pairs) and all(b.ctypes.data == a.ctypes.data + a.nbytes for a, b in pairs)
 
     def write(self, some: list[Batch]) -> Places:
-        """Make a frame of batches that lie side by side, and of all that do.
+        """Make a frame of batches that all lie side by side.
 
         Returns: its files' addresses and bytes, (files,) each.
         """
@@ -141,7 +141,7 @@ class Frames:
         return np.array([at for at, _ in places], np.uint64), np.array([size for _, size in places], np.int64)
 
     def _in_place(self, arrays: list[NDArray[Any]]) -> tuple[int, int] | None:
-        """Make a file of arrays where they lie; None: that cannot be."""
+        """Make a file of arrays in place, or return None if that is impossible."""
         start, nbytes = arrays[0].ctypes.data, sum(array.nbytes for array in arrays)
         room = self._rooms.around(start)
         form = _form(arrays[0].dtype, len(arrays), len(arrays[0]), len(arrays[-1]))
@@ -153,7 +153,7 @@ class Frames:
         return start - len(form.head), len(form.head) + nbytes + len(form.tail)
 
     def _written(self, files: list[tuple[int, int] | pa.Table], batches: int) -> list[tuple[int, int]]:
-        """Write those files that are tables yet."""
+        """Write the files that are still tables."""
         tables = [file for file in files if isinstance(file, pa.Table)]
         headers = batches * sum(1 + table.num_columns for table in tables) * _HEADER_BYTES
         needed = sum(table.nbytes for table in tables) + headers
@@ -166,7 +166,7 @@ class Frames:
             if isinstance(file, pa.Table):
                 sink = pa.FixedSizeBufferWriter(pa.py_buffer(rest))
                 with pa.ipc.new_file(sink, file.schema) as writer:
-                    writer.write_table(file)  # in one call, so that the GIL is asked for once
+                    writer.write_table(file)  # in one call: it takes the GIL once
                 places.append((rest.ctypes.data, sink.tell()))
                 rest = rest[-(-sink.tell() // _ALIGNMENT) * _ALIGNMENT :]
             else:
@@ -176,7 +176,7 @@ class Frames:
 
 @lru_cache(_MOST_FORMS)
 def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _Form | None:
-    """The form of a file of some batches of so many elements, the last of others; None: it has no room."""
+    """Return the form of a file of batches with `elements` each, the last with `last`, or None: no room."""
     ends = elements * np.arange(batches + 1)
     ends[-1] += last - elements
     if not 0 < ends[-1] <= _MOST_ELEMENTS:
@@ -195,12 +195,12 @@ def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _Form
 
 
 def _divided(columns: Sequence[Column], fixed: Sequence[str]) -> tuple[list[Column], list[Column]]:
-    """The columns that have a file each, and those that have one together."""
+    """Return the columns that have a file each, and those that share one."""
     return [c for c in columns if c.name in fixed], [c for c in columns if c.name not in fixed]
 
 
 def wires_of(columns: Sequence[Column], fixed: Sequence[str]) -> list[list[Part]]:
-    """What is to be read of each file of a frame."""
+    """Return the parts to be read of each file of a frame."""
     alone, others = _divided(columns, fixed)
     files = [[column] for column in alone]
     if others:
@@ -211,7 +211,7 @@ def wires_of(columns: Sequence[Column], fixed: Sequence[str]) -> list[list[Part]
 def assemble_columns(
     columns: Sequence[Column], fixed: Sequence[str], *files: Sequence[Any]
 ) -> dict[str, Any]:
-    """A batch of what was read of each file of a frame; in a graph."""
+    """Make a batch of the results of reading each file of a frame; in a graph."""
     alone, others = _divided(columns, fixed)
     rest = iter([lists for file in files for lists in file])
     found = {
@@ -222,7 +222,7 @@ def assemble_columns(
 
 
 def _wires_of(column: Column) -> list[Part]:
-    """What the op is to read of a column: elements of a size that it and Arrow have, in one dimension."""
+    """Return the parts of a column for the op: flat elements, of a size that both the op and Arrow have."""
     wires: list[Part] = []
     for part in column.parts:
         if part.dtype == tf.string:
@@ -237,7 +237,7 @@ def _row_of(lists: Sequence[pa.Array]) -> pa.RecordBatch:
 
 
 def _lists_of(column: Column, values: Any) -> list[pa.Array]:
-    """A batch's column as Arrow arrays of one row, over the same memory."""
+    """Return a batch's column as Arrow arrays of one row, over the same memory."""
     if isinstance(values, list):
         (items,) = column.disassemble(values)
         ends = np.cumsum([0, *map(len, items)])
@@ -247,7 +247,7 @@ def _lists_of(column: Column, values: Any) -> list[pa.Array]:
 
 
 def _flat(array: NDArray[Any]) -> NDArray[Any]:
-    """An array as it travels: elements of a wire's dtype, in one dimension."""
+    """Return an array as it is sent: elements of a wire's dtype, in one dimension."""
     wire = np.dtype(_WIRE[min(array.dtype.itemsize, 8)].as_numpy_dtype)
     flat: NDArray[Any] = array.reshape(-1).view(wire)
     _require_room(len(flat))
@@ -255,7 +255,6 @@ def _flat(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _lists(flat: NDArray[Any]) -> list[pa.Array]:
-    """An array as one row."""
     return [pa.ListArray.from_arrays(np.array([0, len(flat)], np.int32), pa.array(flat))]
 
 
@@ -268,14 +267,14 @@ def _require_room(elements: int) -> None:
 
 
 def _from_wire(part: Part, lists: Iterator[Any]) -> Any:
-    """A part's tensor, of the lists that carried it."""
+    """Return a part's tensor, made of the lists that carried it."""
     if part.dtype == tf.string:
         text, ends = next(lists), next(lists)
         items = tf.strings.substr(text, ends[:-1], ends[1:] - ends[:-1], unit="BYTE")
         return tf.ensure_shape(items, part.shape)
     flat = next(lists)
     if part.dtype == tf.bool:
-        flat = tf.cast(flat, tf.bool)  # a bitcast to bool does not exist
+        flat = tf.cast(flat, tf.bool)  # TensorFlow has no bitcast to bool
     elif part.dtype.size > 8:
         flat = tf.bitcast(tf.reshape(flat, (-1, part.dtype.size // 8)), part.dtype)
     elif part.dtype != flat.dtype:

@@ -1,9 +1,9 @@
-"""Intake: worker processes that bring TFRecord files into a cache, each its share of them.
+"""Intake: worker processes that import TFRecord files into a cache, each its share of the files.
 
 Each worker reads its files one after another and fills one segment after another, so only its last
-one is short. What it is at stands in memory that its main process sees, also after its death.
-Guarantees: each record is published once at most, and all of them if `run` returns; a file that turns out to
-be bad leaves none of its rows; no worker outlives `run`. A worker never publishes a part-filled segment
+one is short. Its progress is in memory that its main process sees, also after its death.
+Guarantees: each record is published once at most, and all of them if `run` returns; a bad file
+leaves none of its rows; no worker outlives `run`. A worker never publishes a part-filled segment
 before its share is done.
 """
 
@@ -33,8 +33,8 @@ from arrowcache.tensorflow.records import fingerprint_of, place, samples
 from arrowcache.units import format_count
 
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1"}  # TensorFlow would take all memory of a GPU
-# What a worker is at; rows it took; whether it waits for room; rows, segments and bytes it published; rows of
-# its files that were there, and those that had left and come again.
+# A worker's file and record; rows it read; 1 while it waits for room; rows, segments and bytes it
+# published; rows of its files that were in the cache before, and those that had left and came again.
 _FILE, _RECORD, _ROWS, _WAITS, _PUBLISHED, _SEGMENTS, _BYTES, _THERE, _RETURNED = range(MARKS := 9)
 _FAULTS = (SchemaError, SamplerError, ValueError)  # of a file
 _NOT_BEGUN = -1
@@ -42,13 +42,13 @@ _LOOK_SECONDS = 0.25
 
 
 class Intake:
-    """Files on their way into a cache.
+    """An import of files into a cache.
 
     Args:
         shares: the files of each worker.
-        compression: of all of them.
-        again: 8 hex digits: take in also what is there.
-        say: told how many rows were taken, a few times a second.
+        compression: compression of all files.
+        again: 8 hex digits, to import records again that are in the cache.
+        say: called with the number of rows read, a few times a second.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Intake:
         self._processes: list[WorkerProcess] = []
 
     def run(self) -> None:
-        """Bring it all in.
+        """Import all files.
 
-        Raises: what a worker raised; WorkerError: one died. They say how many rows were imported.
-            CacheFullError also: this very process leases what would have to be evicted.
+        Raises: an error of a worker; WorkerError: a worker died. They say how many rows were imported.
+            CacheFullError also: this process leases segments that would have to be evicted.
         """
         try:
             with self._store.usage.show_writing():
@@ -84,17 +84,17 @@ class Intake:
 
     @property
     def imported(self) -> Imported:
-        """What was published so far."""
+        """Counts of published rows, segments and bytes."""
         return Imported(self._sum(_PUBLISHED), self._sum(_SEGMENTS), self._sum(_BYTES))
 
     @property
     def rows_there(self) -> int:
-        """That were in already."""
+        """Number of rows that the cache had before."""
         return self._sum(_THERE)
 
     @property
     def rows_returned(self) -> int:
-        """That are imported, had been before, and had left."""
+        """Number of imported rows that the cache had once, and had evicted."""
         return self._sum(_RETURNED)
 
     def _sum(self, mark: int) -> int:
@@ -110,7 +110,7 @@ class Intake:
         memory = SharedMemory.create(len(self._shares))
         memory.words[_RECORD] = _NOT_BEGUN
         self._marks.append(memory.words[:MARKS])
-        with shielded():  # until it is known
+        with shielded():  # until the process is recorded
             process = WorkerProcess(__name__, memory.fd, environment=one_thread() | _ENVIRONMENT)
             self._processes.append(process)
         process.channel.send(plan)
@@ -127,7 +127,7 @@ class Intake:
                 self._say(self._sum(_ROWS))
 
     def _hear(self, number: int) -> None:
-        """A worker is done, or has failed, or died."""
+        """Handle a worker's end: done, failed or died."""
         received = self._processes[number].channel.receive()
         if received is None:
             process = self._processes[number]
@@ -145,11 +145,11 @@ class Intake:
         return f"{path}, before its first record" if record == _NOT_BEGUN else place(path, record)
 
     def _refuse_deadlock(self) -> None:
-        """Nobody else would: workers wait for what this process leases, and it waits for them."""
+        """Raise a deadlock: workers wait for leases of this process, which waits for the workers."""
         store = self._store
         if not any(marks[_WAITS] for marks in self._marks):
             return
-        store.evict(0)  # readers of this process that are between two epochs let go
+        store.evict(0)  # readers of this process release leases between epochs
         listed = store.segments()
         if listed and any(
             lease.stays(listed[0].seq) for lease in own_leases(store.folder.lease_lock, listed[0].seq)
@@ -160,7 +160,7 @@ class Intake:
             )
 
     def _with_count(self, error: ArrowCacheError | ValueError) -> Exception:
-        """The error, and what has become of the import; once all workers have ended."""
+        """Return the error with the number of imported rows, once all workers have ended."""
         rows = self.imported.rows
         went = f"{format_count(rows, 'row')} {'was' if rows == 1 else 'were'} imported" if rows else ""
         again = "import the same files again to go on with the others"
@@ -173,7 +173,7 @@ class Intake:
         )
 
     def _end(self) -> None:
-        """Kill what still runs. Idempotent."""
+        """Kill all running workers. Idempotent."""
         processes, self._processes = self._processes, []
         for process in processes:
             process.kill()
@@ -186,10 +186,10 @@ class Intake:
 
 
 def main(channel: Channel, memory: int) -> None:
-    """Take a share in, and say what came of it.
+    """Import a share, and send the result.
 
     Args:
-        memory: a descriptor of what we are at.
+        memory: descriptor of the progress.
     """
     tf.get_logger().setLevel("ERROR")
     with closing(channel):
@@ -206,14 +206,14 @@ def main(channel: Channel, memory: int) -> None:
 
 
 def take_in(plan: dict[str, Any], marks: NDArray[np.int64], is_cancelled: Callable[[], bool]) -> None:
-    """Read files into a cache, and keep `marks` at what it is at.
+    """Read files into a cache, and keep `marks` up to date.
 
-    Raises: what `samples` and `Store.publish` do, ValueError: a row larger than a segment;
-        Cancelled: nobody waits for it.
+    Raises: errors of `samples` and `Store.publish`; ValueError: a row larger than a segment;
+        Cancelled: the main process has gone.
     """
     store = open_store(Path(plan["cache"]), check="structure")
 
-    def wait() -> bool:  # asked while there is no room
+    def wait() -> bool:  # called while there is no room
         marks[_WAITS] = True
         return is_cancelled()
 
@@ -235,7 +235,7 @@ def take_in(plan: dict[str, Any], marks: NDArray[np.int64], is_cancelled: Callab
 
 
 class _Share:
-    """A worker's files on their way through its ingest, and its marks."""
+    """The files of a worker, its ingest and its marks."""
 
     def __init__(self, ingest: Ingest, plan: dict[str, Any], marks: NDArray[np.int64]) -> None:
         self._ingest, self._marks = ingest, marks
@@ -244,9 +244,10 @@ class _Share:
         self._schema = ingest.open().settings.schema
 
     def bring(self, index: int) -> None:
-        """Take in what is missing of a file.
+        """Import the missing records of a file.
 
-        Raises: what `samples` does; ValueError: a row larger than a segment. None of its rows is left then.
+        Raises: errors of `samples`; ValueError: a row larger than a segment. None of the file's rows is left
+            then.
         """
         path, marks = self._files[index], self._marks
         marks[[_FILE, _RECORD]] = index, _NOT_BEGUN
@@ -256,7 +257,7 @@ class _Share:
         except _FAULTS as error:
             leased = self._ingest.give_up(digest)
             for before in self._files[:index]:
-                self._read(before, fingerprint_of(before), counts=False)  # what shared a segment with it
+                self._read(before, fingerprint_of(before), counts=False)  # shared a segment with this file
             self._ingest.publish()
             self.mark()
             rows = sum(segment.rows for segment in leased)
@@ -292,7 +293,7 @@ class _Share:
             ingest.end()
 
     def mark(self) -> None:
-        """Show what was published; there was room for it."""
+        """Show the published counts; the ingest had room for them."""
         published = self._ingest.published
         self._marks[[_WAITS, _PUBLISHED, _SEGMENTS, _BYTES]] = (
             False, published.rows, published.segments, published.nbytes,
@@ -304,7 +305,7 @@ def _fail(path: str, number: int, error: ValueError) -> NoReturn:
 
 
 def _has_hung_up(channel: Channel) -> bool:
-    """Whether the main process is gone, or has given us up."""
+    """True if the main process has ended, or has closed its end."""
     poll = select.poll()
     poll.register(channel, 0)
     return bool(poll.poll(0))

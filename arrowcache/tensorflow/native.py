@@ -2,8 +2,8 @@
 
 `from_generator` hands NumPy arrays over by reference where they begin at a multiple of 64 bytes, as
 those of a batch do if its bytes are such a multiple, and copies them otherwise. TensorFlow keeps an
-array until its tensor has died, and lets it go at its next call of Python; so an array is never one
-over the cache's files, which would stay leased.
+array until its tensor has died, and releases it at its next call of Python. So an array is never a view
+of the cache's files, which would stay leased.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from arrowcache.tensorflow.source import source
 
 
 def native_dataset(loader: Loader, columns: Sequence[Column]) -> Any:
-    """A dataset of dicts, each iteration of which is an epoch of a loader.
+    """Return a dataset of dicts; each of its iterations is an epoch of a loader.
 
     Args:
-        loader: yields what `columns` say.
+        loader: loader whose batches have these columns.
     """
 
     def epoch() -> Iterator[tuple[NDArray[Any], ...]]:

@@ -2,7 +2,7 @@
 
 `arrowcache.Loader` chooses, leases and gathers the rows; one of TensorFlow's threads drives it, ahead. A
 backend (native.py, arrow.py) brings its batches into TensorFlow. The loader lives as long as the dataset
-and what is made of it.
+and the datasets derived from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("auto", "arrow", "native")
 _MOST_PREFETCH = 1 << 16
-_FRAME_BYTES = 32 << 20  # of the arrow backend: TensorFlow takes a millisecond for each frame
+_FRAME_BYTES = 32 << 20  # of the arrow backend: TensorFlow takes a millisecond a frame
 
 
 @spelled_out(EpochArguments)
@@ -61,18 +61,20 @@ def dataset(
 
     Args:
         drop_remainder: leave out a last batch of fewer rows.
-        backend: "auto", the default, takes "native" in every TensorFlow: the faster one in all that was
-            measured (benchmarks/RESULTS.md), but for rows of 1 MiB by "window", where they are even. "native"
-            hands over what was gathered; "arrow" has tensorflow-io's C++ code read it, which asks for the
-            GIL more seldom. The attribute `backend` of what is returned says which it is.
-        timeout: seconds without rows or batches before an iteration fails; None: never. Ctrl-C and the
+        rank, world_size, run_id: as of `arrowcache.Loader`: this process reads its part of the rows.
+            TensorFlow's own sharding is off, so pass them also under tf.distribute.
+        backend: "auto", the default, takes "native" in every TensorFlow: the faster one in all measurements
+            (benchmarks/RESULTS.md), except for rows of 1 MiB by "window", where both are even. "native"
+            hands over the gathered arrays; "arrow" has tensorflow-io's C++ code read them, which takes the
+            GIL less often. The attribute `backend` of the result names the backend in use.
+        timeout: seconds without rows or batches before an iteration fails. None means never. Ctrl-C and the
             end of a dropped iterator wait, as in all of tf.data, until TensorFlow has its next batch, or
-            for so long.
-        prefetch: batches that TensorFlow keeps ready, beside those of the loader.
+            for `timeout` seconds.
+        prefetch: number of batches that TensorFlow keeps ready, beside those of the loader.
     Raises: ValueError, TypeError: an argument that does not fit. SchemaError: a column that TensorFlow
         cannot hold. ImportError: backend="arrow" without a tensorflow-io for this TensorFlow.
-        FileNotFoundError: no such cache. What goes wrong in an iteration, as no rows in time, is
-        a tf.errors.OpError that has our message in its own.
+        FileNotFoundError: no such cache. An error in an iteration, such as a timeout, is
+        a tf.errors.OpError that contains this library's message.
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: use one of {_BACKENDS}")
@@ -107,12 +109,12 @@ def dataset(
 
 
 class _CopyingLoader(Loader):
-    """Its batches are never views of the cache's files, which TensorFlow may keep for long: see native.py."""
+    """A loader whose batches are never views: TensorFlow may keep them for long: see native.py."""
 
     _may_yield_views = False
 
     def gather_into(self, rooms: Rooms) -> None:
-        """Have batches gathered into memory with room on both sides."""
+        """Gather batches into memory with room on both sides."""
         assert isinstance(self._assembly, Assembly)  # its workers are threads
         self._assembly.gather_into(rooms.allocate, _FRAME_BYTES)
 

@@ -1,8 +1,8 @@
-"""Records: the samples in one TFRecord file, each exactly once or an error that says where.
+"""Records: the samples in one TFRecord file, each exactly once, or an error with its place.
 
-TensorFlow's reader does the framing and the checksums. What it does not: a file that was cut off within
-the 12 bytes before a record, or a compressed one at the end of a block, looks complete to it. So the
-bytes of the records are counted, and compared with the file's.
+TensorFlow's reader does the framing and the checksums. It does not notice the end of a file that was cut off
+within the 12 bytes before a record, nor of a compressed one at the end of a block. So the bytes of the
+records are counted, and compared with the file's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from arrowcache.storage.origin import fingerprint
 from arrowcache.tensorflow.examples import decode
 
 COMPRESSIONS = (None, "GZIP", "ZLIB")
-_FRAME_BYTES = 16  # of a record, beside its data
-_BLOCKS, _BLOCK_BYTES, _END_BYTES = 17, 64 << 10, 1 << 20  # of a remote file, which tell it from others
+_FRAME_BYTES = 16  # of a record, without its data
+_BLOCKS, _BLOCK_BYTES, _END_BYTES = 17, 64 << 10, 1 << 20  # of a remote file; their bytes identify it
 _PIECE_BYTES = 64 << 10  # a thousand times as much may come out of it
 _ANY_HEADER = 32 + zlib.MAX_WBITS  # gzip's or zlib's
 
@@ -33,13 +33,13 @@ def samples(
     at: Callable[[int], None],
     wanted: Sequence[tuple[int, int | None]] = ((0, None),),
 ) -> Iterator[dict[str, Any]]:
-    """Read a file from its beginning to the last record that is wanted.
+    """Read a file from its beginning to the last wanted record.
 
     Args:
-        at: told the number of each record, from 0, before it is read.
-        wanted: which records to yield, as (first, stop), ascending; None: up to the file's end, which is
-            checked then.
-    Raises: SchemaError: a record that does not fit. SamplerError: a damaged file, or another
+        at: called with the number of each record, from 0, before the record is read.
+        wanted: ranges of records to yield, as (first, stop), ascending. None as stop means the file's end,
+            which is checked then.
+    Raises: SchemaError: a record does not fit. SamplerError: a damaged file, or another
         compression. Both name the file and the record.
     """
     number, nbytes = 0, 0
@@ -68,12 +68,12 @@ def samples(
 
 
 def fingerprint_of(path: str) -> str:
-    """What tells a file from others, 16 hex digits: of all its bytes.
+    """Return the identity of a file, 16 hex digits, of all its bytes.
 
-    Of one in a remote store, where reading it once more costs, only its length, its first and last MiB, and
-    16 blocks between are taken: records have checksums, so files of other records differ there.
+    For a remote file, where another reading is expensive, only its length, its first and last MiB, and
+    16 blocks between are used: records have checksums, so files of other records differ there.
 
-    Raises: tf.errors.OpError, OSError: it cannot be read.
+    Raises: tf.errors.OpError, OSError: the file cannot be read.
     """
     if "://" not in path:
         return fingerprint(path)
@@ -90,7 +90,7 @@ def fingerprint_of(path: str) -> str:
 
 
 def place(path: str, number: int) -> str:
-    """For messages: where a record is."""
+    """The place of a record, for messages."""
     return f"{path}, record {number}"
 
 
@@ -102,7 +102,7 @@ def _damaged(path: str, number: int, compression: str | None, reason: str) -> Sa
 
 
 def _is_complete(path: str, compression: str | None, nbytes: int) -> bool:
-    """Whether a file holds so many bytes of records, and then ends."""
+    """True if a file has exactly this number of bytes in records."""
     if compression is None:
         length: int = tf.io.gfile.stat(path).length
         return length == nbytes

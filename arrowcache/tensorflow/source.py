@@ -1,9 +1,9 @@
 """Source: elements that Python makes, as a tf.data dataset that ends when the interpreter does.
 
-TensorFlow asks for them in threads of its own, ahead of the consumer. One that is in Python when the
-interpreter ends is stopped there for good, and whoever destroys its iterator waits for it: the process
-hangs. So before that, while threads still run, the loaders are closed, which has every call return, and
-from then on there is nothing to ask for. A call that begins later is refused by TensorFlow itself.
+TensorFlow asks for elements in threads of its own, ahead of the consumer. A thread that is in Python when the
+interpreter ends is stopped there for good, and the destructor of its iterator waits for it: the process
+hangs. So before that, while threads still run, the loaders are closed, so that every call returns, and
+nothing is asked for afterwards. TensorFlow itself refuses later calls.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import tensorflow as tf
 from arrowcache.lifetimes import Origin, at_exit
 from arrowcache.reading.loader import Loader
 
-_MOST_SECONDS = 4.0  # for a call that does not heed the closing of its loader, such as a slow `where`
+_MOST_SECONDS = 4.0  # for a call that ignores the closing of its loader, such as a slow `where`
 _QUIET_SECONDS = 0.05  # TensorFlow asks once or twice more when it has come to an end
 
 
 def source(loader: Loader, epoch: Callable[[], Iterator[Any]], signature: Any) -> Any:
-    """A dataset, each iteration of which is what a new `epoch()` yields.
+    """Return a dataset; each of its iterations is a new `epoch()`.
 
     Args:
-        loader: what `epoch` iterates over.
+        loader: the loader that `epoch` iterates over.
         signature: of an element, as of `from_generator`.
     """
     _loaders.add(loader)
@@ -58,7 +58,7 @@ class _Calls:
         self._closed = False
 
     def __enter__(self) -> None:
-        """Raises: StopIteration: the interpreter exits."""
+        """Count a call. Raises: StopIteration: the interpreter exits."""
         with self._lock:
             self._changed.notify_all()
             if self._closed:
@@ -71,12 +71,12 @@ class _Calls:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Begin no more."""
+        """Begin no more calls."""
         with self._lock:
             self._closed = True
 
     def wait(self) -> None:
-        """Blocks: until none is in progress, and no iterator that lives tries one; some seconds at most."""
+        """Blocks: until no call is in progress, and no living iterator tries one; some seconds at most."""
         with self._lock:
             if self._changed.wait_for(lambda: self._count == 0, _MOST_SECONDS):
                 while _iterators and self._changed.wait(_QUIET_SECONDS):
@@ -85,7 +85,7 @@ class _Calls:
 
 def _at_exit() -> None:
     if not _origin.is_here:
-        return  # a fork: its threads, and whoever held the locks, stayed behind
+        return  # a fork: its threads, and the holders of the locks, stayed behind
     _calls.close()
     for loader in [*_loaders]:
         loader.close()

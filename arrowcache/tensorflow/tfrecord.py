@@ -1,10 +1,10 @@
 """TFRecord: a cache's samples into TFRecord files, and such files into a cache.
 
-For whoever has a pipeline of TFRecords: to move, or to compare. Files out are those of one
-snapshot, one a segment; files in are read by processes (intake.py), each record once. What a sample is as a
-tf.train.Example stands in examples.py. Framing and checksums are TensorFlow's.
+For users of TFRecord pipelines, who move to this library, or compare. Files out are those of one
+snapshot, one a segment; files in are read by processes (intake.py), each record once. examples.py
+defines a sample's tf.train.Example. Framing and checksums are TensorFlow's.
 
-Guarantees: a file under its name is complete, and was not there before; a value comes back as it was.
+Guarantees: a file under its name is complete, and was not there before; a value is read back unchanged.
 Must never: overwrite a file, round a value, leave a record out without an error, or leave a process behind.
 """
 
@@ -44,21 +44,21 @@ def to_tfrecords(
     columns: Sequence[str] | None = None,
     compression: str | None = None,
 ) -> list[Path]:
-    """Write what a cache holds as TFRecord files, one a segment, named `<seq>.tfrecord`.
+    """Write a cache's samples as TFRecord files, one a segment, named `<seq>.tfrecord`.
 
-    It is one snapshot of everything. A segment's lease ends when its file is complete.
+    They are one snapshot of everything. A segment's lease ends when its file is complete.
 
-    Each sample is a tf.train.Example, of a feature a column: scalar integers, bool and timestamps
-    (microseconds since 1970) as an int64_list, text and bytes as a bytes_list, all else as its
+    Each sample is a tf.train.Example, with a feature a column: scalar integers, bool and timestamps
+    (microseconds since 1970) as an int64_list, text and bytes as a bytes_list, all others as
     little-endian bytes in a bytes_list. `example_parser` reads them in tf.data.
 
     Args:
-        folder: a new or empty one.
-        columns: which; None for all.
+        folder: a new or empty folder.
+        columns: names of the columns. None means all.
         compression: "GZIP", "ZLIB" or None.
-    Returns: the files, oldest segment first; none of an empty cache.
-    Blocks: while it is written. After an error complete files stay.
-    Raises: FileExistsError: the folder holds something. CorruptSegmentError: a damaged segment, which
+    Returns: the files, oldest segment first; an empty list for an empty cache.
+    Blocks: while the files are written. After an error complete files stay.
+    Raises: FileExistsError: the folder is not empty. CorruptSegmentError: a damaged segment, which
         was quarantined. tf.errors.OpError: a file cannot be written. ValueError: an unknown column.
     """
     store, folder = store_of(cache), Path(folder)
@@ -101,38 +101,38 @@ def from_tfrecords(
     again: bool = False,
     progress: bool | None = None,
 ) -> int:
-    """Bring TFRecord files into a cache, in worker processes: every record once, in full segments.
+    """Import TFRecord files into a cache, in worker processes: every record once, in full segments.
 
-    Each record is a tf.train.Example with a feature of each field's name; others are left out. Numbers
-    may be little-endian bytes, as `to_tfrecords` writes them, or an int64_list or float_list of as many
-    values, in C order; they are converted where that is exact, and floats never to integers. Timestamps
-    are microseconds since 1970. Text and bytes are one value of a bytes_list. A feature that is there but
-    empty is a ragged field of no entries.
+    Each record is a tf.train.Example with a feature of each field's name; other features are left out.
+    Numbers may be little-endian bytes, as `to_tfrecords` writes them, or an int64_list or float_list of as
+    many values, in C order; they are converted only where that is exact, and floats never to integers.
+    Timestamps are microseconds since 1970. Text and bytes are one value of a bytes_list. An empty feature is
+    a ragged field of no entries.
 
-    A worker reads whole files, in the order given, and its last segment alone is not full, or one whose
-    name has no place for another file. So many files keep all workers busy, and one file keeps one. A cache
-    of less capacity than the files hold keeps the newest samples, and evicts those that came before them.
+    A worker reads whole files, in the order given. Only its last segment is not full, or one whose name has
+    no place for another file. So several files keep several workers busy, and one file keeps one. A cache
+    whose capacity is smaller than the files keeps the newest samples, and evicts older ones.
 
-    The names of segments say which records of which file they hold. A local file is known by its bytes, one
-    in a remote store by its length and some of them. Records that the cache has are left out. So after an
-    interruption the same call goes on; and records that were evicted since come again.
+    The names of segments say which records of which file they have. A local file is known by its bytes, one
+    in a remote store by its length and some of its bytes. Records that the cache has are left out. So after
+    an interruption the same call goes on, and records that were evicted since are imported again.
 
     Args:
-        files: a path, a glob pattern, or several of them, on anything that tf.io.gfile reads. A file
-            that is named twice, or is there twice, is read once.
-        schema: that of the cache.
-        workers: processes; at most as many as files are started.
-        compression: of the files: "GZIP", "ZLIB" or None.
-        again: import also records that the cache has: they come twice then.
-        progress: show a bar; None: if stderr is a terminal.
-    Returns: how many rows were imported.
+        files: a path, a glob pattern, or several of them, in any store of tf.io.gfile. A file
+            with two names, or with a copy, is read once.
+        schema: schema of the cache.
+        workers: number of processes; at most one a file is started.
+        compression: compression of the files: "GZIP", "ZLIB" or None.
+        again: also import records that the cache has: it has them twice then.
+        progress: show a bar. None shows one if stderr is a terminal.
+    Returns: number of imported rows.
     Blocks: until all is published; while the cache's oldest segments are leased it waits for room.
     Raises: FileNotFoundError, IsADirectoryError: before a process starts. FileExistsError: the cache has all
         these records already; nothing was imported. SchemaError: another
         schema than the cache's; a feature is missing or does not fit. SamplerError: a damaged
         file. WorkerError: a worker was killed. These name the file and the record, numbered from 0, and how
-        many rows were imported before, which stay, but for those of the bad file. CacheFullError: no room,
-        which only this very process could make. ValueError: an argument that does not fit, a row larger than
+        many rows were imported before; these stay, except those of the bad file. CacheFullError: no room,
+        and only this process could make some. ValueError: an argument that does not fit, a row larger than
         a segment.
     """
     task = TFRecordImport(files, schema, cache, workers=workers, compression=compression, again=again)
@@ -141,7 +141,7 @@ def from_tfrecords(
 
 
 class TFRecordImport:
-    """Files to be imported. Arguments and what is raised: as those of `from_tfrecords`."""
+    """An import of files. Arguments and errors are those of `from_tfrecords`."""
 
     def __init__(
         self,
@@ -169,17 +169,17 @@ class TFRecordImport:
 
     @property
     def imported(self) -> Imported:
-        """What was published so far."""
+        """Counts of published rows, segments and bytes."""
         return self._intake.imported
 
     @property
     def rows_there(self) -> int:
-        """That were in already."""
+        """Number of rows that the cache had before."""
         return self._intake.rows_there
 
     @property
     def rows_returned(self) -> int:
-        """That are imported, had been before, and had left."""
+        """Number of imported rows that the cache had once, and had evicted."""
         return self._intake.rows_returned
 
     def run(self, progress: bool | None = None) -> None:
@@ -208,7 +208,7 @@ def require_compression(compression: object) -> None:
 
 
 def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The files that paths and patterns name, each once."""
+    """Return the files of paths and patterns, each once."""
     found: dict[str, str] = {}
     for given in [files] if isinstance(files, str | os.PathLike) else files:
         path = os.fspath(given)
@@ -218,8 +218,8 @@ def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
         for path in paths:
             is_remote = "://" in path
             found.setdefault(
-                path if is_remote else os.path.realpath(path),  # whatever links name it
-                path if is_remote else os.path.join(os.getcwd(), path),  # where workers look
+                path if is_remote else os.path.realpath(path),  # the same for all its links
+                path if is_remote else os.path.join(os.getcwd(), path),  # workers look there
             )
     if not found:
         raise ValueError("files is empty: name at least one")
@@ -232,7 +232,7 @@ def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
 
 
 def _distinct(files: Sequence[str]) -> list[str]:
-    """The files, but for those that have the content of one before; workers would read both at once."""
+    """Return the files without copies of earlier ones; two workers would read both at once."""
     alike: dict[tuple[int, str], list[str]] = {}
     for path in files:
         alike.setdefault((tf.io.gfile.stat(path).length, _ends(path)), []).append(path)
@@ -249,7 +249,7 @@ def _distinct(files: Sequence[str]) -> list[str]:
 
 
 def _ends(path: str) -> str:
-    """The digest of how a file begins and ends."""
+    """Return the digest of a file's beginning and end."""
     with tf.io.gfile.GFile(path, "rb") as file:
         begins = file.read(_END_BYTES)
         file.seek(max(0, file.size() - _END_BYTES))

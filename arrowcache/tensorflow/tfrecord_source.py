@@ -1,6 +1,6 @@
 """Sampler: samples of TFRecord files that stay where they are, for a SamplerPool.
 
-It is a source as those of arrowcache.sampling.sources, and is here because TensorFlow does the framing, the
+It is a source like those of arrowcache.sampling.sources, and is here because TensorFlow does the framing, the
 checksums and the examples.
 """
 
@@ -22,18 +22,18 @@ from arrowcache.units import parse_count
 
 
 class TFRecordFiles(Source):
-    """Draws a file, the more often the more bytes it has, and yields its samples from its beginning on.
+    """Draws files in proportion to their bytes, and yields the samples of each from its beginning.
 
-    One after another, but for a small shuffle: so the segments of many tasks begin with the first samples
-    of some file. Files of about a segment's samples are drawn evenly; of much larger ones, the ends are
-    never reached. So a pool's first segments are full ones, too. To have each record once, `from_tfrecords`.
+    Samples come in order, except for a small shuffle: so the segments of many tasks begin with the first
+    samples of some file. Files of about a segment's samples are drawn evenly; of much larger ones, the ends
+    are never reached. So a pool's first segments are full ones, too. `from_tfrecords` reads each record once.
 
     Args:
-        files: a path, a glob pattern, or several of them, on anything that tf.io.gfile reads.
-        schema: what each record holds, as for `from_tfrecords`.
-        compression: of the files: "GZIP", "ZLIB" or None.
-        shuffle: so many samples are held, and one of them, at random, is yielded for each that is read.
-    Raises: FileNotFoundError, IsADirectoryError, ValueError. From a task: SchemaError: a record that does
+        files: a path, a glob pattern, or several of them, in any store of tf.io.gfile.
+        schema: schema of the records, as for `from_tfrecords`.
+        compression: compression of the files: "GZIP", "ZLIB" or None.
+        shuffle: number of samples held; a random one of them is yielded for each that is read.
+    Raises: FileNotFoundError, IsADirectoryError, ValueError. From a task: SchemaError: a record does
         not fit. SamplerError: a damaged file. Both name the file and the record.
     """
 
@@ -58,7 +58,6 @@ class TFRecordFiles(Source):
         return f"TFRecordFiles({self._files[0]!r} and {len(self._files) - 1} other files)"
 
     def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-        """Draw files, one after another, and samples of each."""
         while True:
             path = self._files[self._choice.draw(rng)]
             read = samples(path, self.schema, self._compression, lambda _: None)

@@ -1,10 +1,10 @@
-"""Backend: the few calls to a device that batches on their way need.
+"""Backend: the few device calls that copying batches needs.
 
-Everything about streams, events and memory is here and nowhere else, so that lane.py is the same code on
-every accelerator, on the CPU, and on a device in software in the tests. A backend decides nothing: when to
-wait for what is the business of lane.py and window.py.
+All use of streams, events and memory is here, so that lane.py is the same code on every accelerator, on the
+CPU, and on a device in software in the tests. A backend decides nothing: lane.py and window.py decide the
+order of waits.
 
-`Backend` says what each call does, and is the CPU. `Accelerator` is any device with streams, through
+`Backend` documents each call, and is the CPU. `Accelerator` is any device with streams, through
 `torch.get_device_module` (CUDA, ROCm, XPU).
 """
 
@@ -33,79 +33,78 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every context
 class Backend:
     """A device. Calls return at once, without waiting for it, unless they say so.
 
-    This one is the CPU: one order of things, and nothing to wait for.
+    This one is the CPU: it runs all in one order, and never waits.
     """
 
     device = torch.device("cpu")
 
     def is_capturing(self) -> bool:
-        """Whether this thread captures a graph, which forbids all other calls."""
+        """True if this thread captures a graph, which forbids all other calls."""
         return False
 
     def stream(self) -> Stream:
-        """A new stream."""
         return None
 
     def current_stream(self, device: torch.device | None = None) -> Stream:  # noqa: ARG002
-        """The one that the calling thread's work goes to, on this device or on another of its kind."""
+        """Return the calling thread's stream, on this device or on another of its kind."""
         return None
 
     def event(self) -> Event:
-        """A new event, at which nothing waits yet; not None."""
+        """Return a new event, which nothing waits for yet; not None."""
         return True
 
     def record(self, event: Event, stream: Stream) -> None:
-        """The event is what the stream has been given so far."""
+        """Let the event mark the work given to the stream so far."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What the stream is given from now on begins after the event."""
+        """Let later work of the stream begin after the event."""
 
     def query(self, event: Event) -> bool:  # noqa: ARG002
-        """Whether the event, which was recorded, is over."""
+        """True if a recorded event is over."""
         return True
 
     def pause(self, seconds: float) -> None:
-        """Have this thread sleep so long. Ctrl-C ends it."""
+        """Sleep for this time in this thread. Ctrl-C ends it."""
         time.sleep(seconds)
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:  # noqa: ARG002
-        """(nbytes,) uint8 on the device, which is a stream's: once freed, its next work may have it.
+        """Return (nbytes,) uint8 on the device, owned by a stream, whose later work may reuse it once freed.
 
         Raises: torch.OutOfMemoryError.
         """
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
-        """Memory that is freed from now on is used anew after what another stream was given by then."""
+        """Let memory that is freed later be reused after the present work of another stream."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 on the host, at a page, which `can_read` unless the device refuses. Any thread."""
+        """Return (nbytes,) uint8 on the host, at a page, for `can_read` if the device agrees. Any thread."""
         return torch.from_numpy(page_aligned(nbytes))
 
     def pinned_memory(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 on the host, from which the device reads by itself."""
+        """Return (nbytes,) uint8 on the host, which the device can read directly."""
         return self.host_memory(nbytes)
 
     def can_read(self, source: torch.Tensor) -> bool:  # noqa: ARG002
-        """Whether a copy may read a dense host tensor where it is."""
+        """True if a copy may read a dense host tensor where it is."""
         return True
 
     def holds(self, leaf: Any) -> bool:  # noqa: ARG002
-        """Whether a leaf is a tensor on a device of this kind already."""
+        """True if a leaf is already a tensor on a device of this kind."""
         return False
 
     def pinned(self, leaf: Any) -> Any:
-        """A leaf with a `to` of its own, such that this need not wait for its copy; itself, if it cannot."""
+        """Pin a leaf with a `to` of its own, so that `moved` need not wait; itself, if this is impossible."""
         return leaf
 
     def moved(self, leaf: Any) -> Any:
-        """A leaf, `pinned` or held, on the device, by its own `to` and in the current stream's order."""
+        """Return a `pinned` or held leaf on the device, by its own `to` and in the current stream's order."""
         return move(leaf, self.device, waits=True)
 
     def copy(self, pairs: Pairs, stream: Stream) -> None:  # noqa: ARG002
         """Copy tensors (second) to the device (first) in the stream's order.
 
-        They are on the host, and it `can_read` them, or on the device.
+        Sources are on the device, or on the host where it `can_read` them.
         """
         for into, source in pairs:
             into.copy_(source)
@@ -114,22 +113,22 @@ class Backend:
         """Copy rows of tensors (second) into others (first, of as many), in the stream's order.
 
         Args:
-            rows: (n,) int64. All are on the device.
+            rows: (n,) int64. All tensors are on the device.
         """
         for into, source in pairs:
             torch.index_select(source, 0, rows, out=into)
 
     def free_bytes(self) -> int | None:
-        """Memory that is left on the device, about; None: it does not say."""
+        """Return the free memory of the device, roughly, or None if unknown."""
         return None
 
 
 class Accelerator(Backend):
     """A device with streams of its own.
 
-    A thread's current device is number 0 until it says otherwise, and to go back to that wakes it up:
-    half a gigabyte of a device that may be another rank's. So `stream`, which goes back whatever it
-    takes, is only entered inside `device`, which leaves a sleeping device alone.
+    A thread's current device is number 0 at first, and going back to it wakes it up:
+    half a gigabyte of a device that may be another rank's. So `stream`, which always goes back,
+    is only entered inside `device`, which leaves a sleeping device alone.
 
     Args:
         device: with an index.
@@ -160,7 +159,7 @@ class Accelerator(Backend):
         stream.wait_event(event)
 
     def query(self, event: Event) -> bool:
-        with self._module.device(self.device):  # torch asks wherever the thread is, which may wake that up
+        with self._module.device(self.device):  # torch asks for the thread's device, and may wake it up
             return bool(event.query())
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
@@ -168,7 +167,7 @@ class Accelerator(Backend):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
-        with suppress(NotImplementedError):  # of a source's own, such as a sparse one
+        with suppress(NotImplementedError):  # not for a source's own kind, such as sparse tensors
             memory.record_stream(stream)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -185,7 +184,7 @@ class Accelerator(Backend):
     def can_read(self, source: torch.Tensor) -> bool:
         if self._registered is not None and self._registered.reads(source):
             return True
-        return source.is_pinned() and _last(source).is_pinned()  # CUDA takes all of it, or none
+        return source.is_pinned() and _last(source).is_pinned()  # CUDA pins all of it, or nothing
 
     def holds(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.device.type == self.device.type
@@ -230,9 +229,9 @@ class Accelerator(Backend):
 
 
 def backend_of(device: str | int | torch.device | None) -> Backend:
-    """The backend of a device; without an index, of the current one of its kind.
+    """Return the backend of a device; without an index, of the current one of its kind.
 
-    Raises: ValueError: there is no such device here.
+    Raises: ValueError: the device does not exist here.
     """
     try:
         found = torch.device(device)  # type: ignore[arg-type]  # None is a TypeError of its own
@@ -262,12 +261,11 @@ def backend_of(device: str | int | torch.device | None) -> Backend:
 
 
 def _last(tensor: torch.Tensor) -> torch.Tensor:
-    """The element of a dense tensor that lies last in memory, (1,)."""
+    """Return the last element of a dense tensor in memory, (1,)."""
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + tensor.numel() - 1)
 
 
 def _devices() -> str:
-    """What there is, as a text for messages."""
     found = ["'cpu'"]
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind)

@@ -1,8 +1,8 @@
 """EpochBatchSampler: draws the batches of epochs over snapshots, for a stock DataLoader.
 
 It runs in the main process, and takes an epoch's snapshot when the first batch of an iterator is
-asked for (torch makes an iterator too many in the first epoch, and drops it). What it yields are
-`DrawnRows`: they name the snapshot, so no worker, however long it lives, can read another one. The
+asked for (torch makes an iterator too many in the first epoch, and drops it). It yields
+`DrawnRows`, which name the snapshot, so no worker, however long it lives, can read another one. The
 snapshot stays leased until the last batch has arrived, or the iterator is dropped.
 """
 
@@ -35,20 +35,19 @@ class EpochBatchSampler(Sampler[list[int]]):
     """Batches of row ids, to be a DataLoader's `batch_sampler` beside a `CacheDataset`.
 
     Each iteration is the next epoch (0, 1, 2, ...) over a new snapshot, which its first `next` takes;
-    with `DataLoader` that is within `iter`. Arguments are those of `arrowcache.Loader`, and so is the
-    order for given segments, seed and epoch.
+    with `DataLoader` that happens in `iter`. Arguments and the order for given segments, seed and
+    epoch are those of `arrowcache.Loader`.
 
     Args:
         cache: a Cache, or the path of one.
         batch_size: rows of a batch, of one rank.
-        rank: None: that of torch.distributed, if it is initialized when the first epoch begins; else this
-            process is alone.
-        world_size: None with `rank`.
-        timeout: seconds that an epoch waits for rows; None: for ever.
+        rank, world_size: None means those of torch.distributed, if it is initialized when the first epoch
+            begins, else a single process.
+        timeout: seconds that an epoch waits for rows. None means no limit.
 
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError: no such cache.
-        LoaderTimeoutError: of the first `next` of an epoch, if rows were not there in time.
-        ValueError: of `iter`, in a DataLoader that Accelerate prepared for several processes.
+        LoaderTimeoutError: in the first `next` of an epoch: too few rows came in time.
+        ValueError: in `iter`: Accelerate prepared the DataLoader for several processes.
     """
 
     @spelled_out(EpochArguments)
@@ -61,7 +60,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         drop_last: bool = True,
         **options: Unpack[EpochArguments],
     ) -> None:
-        if isinstance(cache, Sampler):  # what Lightning does, in `predict` for one
+        if isinstance(cache, Sampler):  # Lightning does this in `predict`
             raise TypeError(
                 f"an EpochBatchSampler cannot be made around a {type(cache).__name__}: give Lightning an "
                 "arrowcache.torch.Loader, which it leaves as it is"
@@ -75,7 +74,7 @@ class EpochBatchSampler(Sampler[list[int]]):
             self._made.join(self._options.membership)
         self._slots: dict[tuple[str, ...], Slots] = {}
         self._iterators = 0
-        self._current: weakref.ref[EpochRows] | None = None  # the epoch that began last
+        self._current: weakref.ref[EpochRows] | None = None  # the latest epoch
 
     @property
     def batch_size(self) -> int:
@@ -92,21 +91,21 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     @property
     def left_out_rows(self) -> int:
-        """How many of the oldest rows the epoch that began last leaves to samplers, as of `LoaderStats`."""
+        """Number of the oldest rows that the latest epoch leaves to samplers, as of `LoaderStats`."""
         progress = self._epochs.progress
         return 0 if progress is None else progress.snapshot.left_out_rows
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next epoch be number `epoch`: with the seed it decides the order.
+        """Let the next epoch have this number: with the seed it selects the order.
 
         Not needed: epochs count by themselves. The one in progress goes on.
         """
         self._epochs.next = parse_count(epoch, "epoch", least=0)
 
     def __len__(self) -> int:
-        """Batches of the epoch in progress; if there is none, of the next one if it began now.
+        """Return the batches of the epoch in progress, or of the next one if it began now.
 
-        Blocks: for cache.lock. What is published until the epoch begins may change it.
+        Blocks: for cache.lock. Segments published before the epoch begins may change the number.
         """
         current = None if self._current is None else self._current()
         if current is not None and current.steps is not None:
@@ -114,13 +113,13 @@ class EpochBatchSampler(Sampler[list[int]]):
         return self._epochs.expected_steps()
 
     def __iter__(self) -> EpochRows:
-        """The next epoch, which begins with the first `next`: that blocks until `wait_rows` are there."""
+        """Return the next epoch. Its first `next` begins it, and blocks until `wait_rows` rows are there."""
         _refuse_shard(sys._getframe(1))
         self._iterators += 1
         return EpochRows(self, self._iterators)
 
     def close(self) -> None:
-        """End the epoch in progress: its lease goes, and no more batches are drawn. Idempotent.
+        """End the epoch in progress: release its lease, draw no more batches. Idempotent.
 
         For a `break` out of a DataLoader whose persistent workers keep its iterator: without this, the
         next `for` ends the epoch. The sampler can be iterated anew.
@@ -138,7 +137,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     @property
     def _epochs(self) -> Epochs:
-        """Those of this process' rank: torch.distributed may be initialized after the sampler."""
+        """Return the epochs of the rank known now: torch.distributed may be initialized after the sampler."""
         self._made.join(membership_now(self._options))
         return self._made
 
@@ -146,19 +145,19 @@ class EpochBatchSampler(Sampler[list[int]]):
 class EpochRows(Iterator[list[int]]):
     """The batches of one epoch. Dropping it ends the epoch; it resumes from a state of its own.
 
-    `state_dict` and `load_state_dict` are for torchdata's StatefulDataLoader, which keeps the states
-    of batches that were delivered apart from those of batches that are only on their way.
+    `state_dict` and `load_state_dict` are for torchdata's StatefulDataLoader, which distinguishes the states
+    of delivered batches from those of batches on their way.
     """
 
     def __init__(self, sampler: EpochBatchSampler, number: int) -> None:
         self._sampler, self._number = sampler, number
-        self._owned: OwnedEpoch | None = None  # once it has begun
+        self._owned: OwnedEpoch | None = None  # once the epoch has begun
         self._has_stopped = False
-        self._told_before: dict[str, Any] = {}  # the state before the epoch began
+        self._told_before: dict[str, Any] = {}  # the state given out before the epoch began
 
     @property
     def steps(self) -> int | None:
-        """Batches of this epoch, while some are to come or on their way."""
+        """Return the batches of this epoch, while some are to come or on their way."""
         return None if self._owned is None else self._owned.steps
 
     def __iter__(self) -> EpochRows:
@@ -173,10 +172,10 @@ class EpochRows(Iterator[list[int]]):
         raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
-        """What of this epoch was not yielded yet, as of `arrowcache.Loader.state_dict`.
+        """Return the state of the batches not yielded yet, as of `arrowcache.Loader.state_dict`.
 
-        One that was asked for before the epoch began is completed when it begins: StatefulDataLoader counts
-        from that one until it asks again, after `snapshot_every_n_steps`, and those are steps of this epoch.
+        A state taken before the epoch began is completed when it begins: StatefulDataLoader counts
+        from that state until its next call, after `snapshot_every_n_steps`, and counts steps of this epoch.
         """
         if self._owned is not None:
             return self._owned.rest().to_state()
@@ -184,9 +183,9 @@ class EpochRows(Iterator[list[int]]):
         return self._told_before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state says; rows whose segments left the cache are skipped, with a warning.
+        """Go on from a state; rows whose segments left the cache are skipped, with a warning.
 
-        Raises: ValueError: no such state, or this epoch has begun.
+        Raises: ValueError: not a valid state, or this epoch has begun.
         """
         if self._owned is not None:
             raise ValueError("this epoch has begun: load the state into a new iterator")
@@ -196,7 +195,6 @@ class EpochRows(Iterator[list[int]]):
             self._sampler._epochs.resume(plan, "skip")
 
     def close(self) -> None:
-        """End the epoch. Idempotent."""
         self._has_stopped = True
         if self._owned is not None:
             self._owned.close(is_stale=self._sampler._iterators > self._number)
@@ -207,7 +205,7 @@ class EpochRows(Iterator[list[int]]):
     def _begin(self) -> OwnedEpoch:
         sampler, store = self._sampler, self._sampler._store
         epoch = sampler._epochs.begin()
-        assert epoch is not None  # nobody cancels it
+        assert epoch is not None  # nothing cancels it
         try:
             self._owned = OwnedEpoch(store, epoch, sampler.batch_size, sampler._slots)
         except BaseException:
@@ -219,9 +217,9 @@ class EpochRows(Iterator[list[int]]):
 
 
 def _refuse_shard(caller: FrameType) -> None:
-    """Accelerate's BatchSamplerShard drops the batches of other ranks, and an epoch has only this rank's.
+    """Raise ValueError for Accelerate's BatchSamplerShard: it drops batches, which an epoch here needs.
 
-    Nothing but who iterates tells: the batches that it keeps pass as they are.
+    Only the caller shows it: the batches that it keeps pass unchanged.
     """
     module, function = caller.f_globals.get("__name__"), caller.f_code.co_name
     if module == "accelerate.data_loader" and function.startswith("_iter_with_"):

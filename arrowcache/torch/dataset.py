@@ -4,8 +4,8 @@ No sample's bytes pass between processes where there is no transform: a worker a
 and the process that receives them gathers (descriptor.py). With a transform a worker maps the cache
 itself, gathers, transforms, and its tensors travel in shared memory without a name (transport.py).
 
-The dataset reads what an EpochBatchSampler has drawn, and nothing else: it has no rows of its own,
-since those of a rolling cache are others in each epoch. It pickles as its settings.
+The dataset reads the rows that an EpochBatchSampler has drawn, and nothing else: it has no rows of its own,
+since the rows of a rolling cache differ in each epoch. It pickles as its settings.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _OURS = ("batch_sampler", "dataset", "sampler")
 class CacheDataset(Dataset[dict[str, Any]]):
     """A cache, as a DataLoader's dataset beside an `EpochBatchSampler` of the same cache.
 
-    The DataLoader yields a batch as `dict[str, torch.Tensor]` on the CPU, (batch_size, *shape), of the
-    types that `arrowcache.torch.Loader` yields: copies, which are not overwritten while they live.
-    With no transform the gather runs where a worker's answer is received: in the consumer's thread,
-    or with `pin_memory=True` in torch's pin-memory thread; workers then only save the drawing of row ids.
-    No collate_fn is needed: a transform does more. One all the same gets the batch as a dict, or in a
-    worker without a transform as something like one, which is gathered there when it is looked into; what
-    it makes of that does not tell of its arrival, so segments are leased until the epoch's iterator ends.
+    The DataLoader yields a batch as `dict[str, torch.Tensor]` on the CPU, (batch_size, *shape), of the types
+    that `arrowcache.torch.Loader` yields: copies, which are not overwritten while they live. With no
+    transform the gather runs where a worker's answer is received: in the consumer's thread, or with
+    `pin_memory=True` in torch's pin-memory thread; workers then only save the drawing of row ids. No
+    collate_fn is needed: a transform does more. A collate_fn gets the batch as a dict, or in a worker without
+    a transform as a dict-like object, which gathers there when it is looked into. The arrival of its result
+    is not noticed, so segments are leased until the epoch's iterator ends.
 
     Args:
         cache: a Cache, or the path of one.
-        columns: which; None for all.
+        columns: names of the columns. None means all.
         transform: called with each batch as `dict[str, ndarray]`, in the worker, or without workers in
-            the consumer's thread. Arrays in the dict that it returns become tensors; anything else it
-            returns goes through torch's `default_convert`. Pickled by cloudpickle, so a lambda will do.
+            the consumer's thread. Arrays in a returned dict become tensors; any other result
+            goes through torch's `default_convert`. Pickled by cloudpickle, so a lambda works.
 
     Raises: ValueError: an unknown column. FileNotFoundError, CacheFormatError: no such cache.
     """
@@ -76,12 +76,12 @@ class CacheDataset(Dataset[dict[str, Any]]):
         self._transform = transform
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """What a batch is made of, for the DataLoader's collate function.
+        """Return a batch, or in a worker its message, for the DataLoader's collate function.
 
         Args:
             indices: the `DrawnRows` that an EpochBatchSampler yielded.
-        Returns: the batch, or in a worker what becomes it on its arrival; torch's default_collate knows it.
-        Raises: TypeError: other indices.
+        Returns: the batch. In a worker it may be a message that becomes the batch on arrival; torch's
+            default_collate accepts it.
         """
         rows = self._checked(indices)
         worker = get_worker_info()
@@ -95,17 +95,17 @@ class CacheDataset(Dataset[dict[str, Any]]):
             return Result(failure(f"in DataLoader worker process {worker.id}"), rows.arrival)
 
     def __getitem__(self, index: Sequence[int]) -> Any:
-        """A batch, for a DataLoader of `sampler=EpochBatchSampler(...), batch_size=None`.
+        """Return a batch, for a DataLoader of `sampler=EpochBatchSampler(...), batch_size=None`.
 
         Args:
-            index: as of `__getitems__`, and so are the errors.
+            index: as of `__getitems__`; the errors, too.
         """
         if get_worker_info() is not None:
             return self.__getitems__(index)
         return self._make(self._checked(index))
 
     def __len__(self) -> int:
-        """There is none: a TypeError, which says what to do instead."""
+        """Raises: TypeError: the dataset has no length; says what to do instead."""
         raise TypeError(
             f"a CacheDataset has no length: {_WAY_OUT}; in Lightning's distributed training pass "
             "Trainer(use_distributed_sampler=False), too: an EpochBatchSampler has its rank already"
@@ -140,7 +140,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
         except StopIteration as error:
             raise RuntimeError("the transform raised StopIteration, which would end the epoch") from error
         finally:
-            snapshots.delivered(*rows.arrival)  # which a worker cannot say
+            snapshots.delivered(*rows.arrival)  # a worker cannot tell
 
 
 def dataloader(
@@ -164,23 +164,25 @@ def dataloader(
     paced: bool = True,
     **options: Any,
 ) -> DataLoader[dict[str, Any]]:
-    """A stock DataLoader over a cache: each `for` is an epoch over a new snapshot.
+    """Return a stock DataLoader over a cache: each `for` is an epoch over a new snapshot.
 
-    The snapshot is leased until the epoch's last batch has arrived. After a `break` it is until the
-    iterator is dropped; a DataLoader with persistent workers, the default here, keeps that until the next
-    `for`, and tells nobody of the `break`: `loader.batch_sampler.close()` ends the epoch at once. Workers
-    with a transform let go of their own lease when nothing was asked of them for a second.
+    The snapshot is leased until the epoch's last batch has arrived, or after a `break` until the iterator is
+    dropped. A DataLoader with persistent workers, the default here, keeps its iterator until the next `for`:
+    `loader.batch_sampler.close()` ends the epoch at once. Workers with a transform release their own lease
+    after a second without requests.
 
     The other arguments are those of `CacheDataset` and `EpochBatchSampler`.
 
     Args:
-        num_workers: processes; 0: the consumer's thread does all. They live on between epochs, and end with
-            this process, also when it is killed.
-        timeout: seconds that an epoch waits for rows; None: for ever.
-        options: further ones of DataLoader, such as pin_memory, prefetch_factor,
+        cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and
+            `EpochBatchSampler`.
+        num_workers: number of processes. 0 means the consumer's thread. They live on between epochs, and end
+            with this process, also when it is killed.
+        timeout: seconds that an epoch waits for rows. None means no limit.
+        options: other options of DataLoader, such as pin_memory, prefetch_factor,
             multiprocessing_context, worker_init_fn, persistent_workers.
     Returns: a `torch.utils.data.DataLoader`; its `batch_sampler` has `set_epoch` and `close`.
-    Raises: TypeError: an option that this sets itself. ValueError: an argument that does not fit.
+    Raises: TypeError: an option that this function sets itself. ValueError: an argument that does not fit.
     """
     if "collate_fn" in options:
         raise TypeError(
@@ -213,7 +215,7 @@ def dataloader(
 
 
 def tensors_of(result: Any, schema: Mapping[str, FieldType]) -> Any:
-    """What a transform returned, with tensors in place of arrays."""
+    """Return the result of a transform, with tensors in place of arrays."""
     if type(result) is not dict:
         return default_convert(result)  # type: ignore[no-untyped-call]
     return {
@@ -225,7 +227,7 @@ def tensors_of(result: Any, schema: Mapping[str, FieldType]) -> Any:
 
 
 def packed(functions: object) -> bytes:
-    """A user's functions for a worker.
+    """Pickle a user's functions for a worker.
 
     Raises: TypeError: they cannot be pickled.
     """

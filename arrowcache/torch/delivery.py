@@ -1,7 +1,7 @@
 """Delivery: an epoch of a loader as the source of an iteration over devices.
 
 Batches are taken of the epoch ahead, as far as they are ready. They count as delivered when the consumer gets
-them. What is still on its way when an epoch ends is dropped, and was never delivered.
+them. Batches on their way when an epoch ends are dropped, and were never delivered.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from arrowcache.reading.stream import BatchStream
 
 
 class Delivery:
-    """A source: see `iteration.Source`. It ends the epoch where the iteration ends.
+    """A source: see `iteration.Source`. It ends its epoch when the iteration ends.
 
     Args:
         epoch: makes the batches of one epoch, or of all that follow.
-        timeout_seconds: how long a step waits for a batch to be made; None: for ever.
-        finish: of the loader, which so lives as long as this: makes tensors of a batch.
+        timeout_seconds: longest wait of a step for a batch. None means no limit.
+        finish: makes tensors of a batch; a method of the loader, which so lives as long as this.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Delivery:
         self._epoch, self._timeout_seconds, self._finish = epoch, timeout_seconds, finish
 
     def next(self) -> tuple[Any, ReadyBatch]:
-        """Raises: LoaderTimeoutError. What a transform raised."""
+        """Raises: LoaderTimeoutError. The error of a transform."""
         with self._epoch.waiting():
             made: Any = self._epoch.take(self._timeout_seconds)
         if made is None:

@@ -5,13 +5,13 @@
 
 `DrawnRows` name a snapshot and the rows of one batch. A worker without a transform answers with a
 `Descriptor`: unpickling it, in the process that receives it, is the gather. A worker with one
-answers with what it returned (transport.py), which tells on its arrival that the batch was delivered.
+answers with its result (transport.py), which reports on its arrival that the batch was delivered.
 Without workers a batch is made at once.
 
 Guarantees: no sample's bytes pass a pipe; unpickling never raises an Exception, which would kill
 torch's pin-memory thread, but returns its ExceptionWrapper, which torch raises in the consumer;
-torch's default_collate and default_convert take it as it is; to a collate function of the user's it is like
-a dict: it gathers when it is looked into, and travels as tensors then.
+torch's default_collate and default_convert leave it unchanged; for a user's collate function it is like
+a dict: it gathers when it is looked into, and is sent as tensors then.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from arrowcache.torch.transport import Batch, collate, failure
 class Descriptor:
     """A batch that is still to be gathered; pickled here, it is unpickled as the batch.
 
-    To be looked into as a dict, though no Mapping: default_convert would.
+    It can be read like a dict, but is no Mapping: default_convert would read it.
 
     Args:
-        store: of the cache, where this is; stays here when it is pickled.
+        store: the cache's store in this process; not pickled.
     """
 
     def __init__(self, rows: DrawnRows, columns: tuple[str, ...], store: Store) -> None:

@@ -1,9 +1,9 @@
 """DevicePrefetcher: takes the next batches to a device while this one trains.
 
-This module is the face: what users say and get. iteration.py takes batches of the source and lends them, and
-lane.py brings them to a device. The consumer's own calls of `next` drive both: there is no thread.
+This module is the face for users. iteration.py takes batches of the source and lends them, and
+lane.py copies them to a device. The consumer's own calls of `next` drive both: there is no thread.
 
-Guarantees: nothing that is kept is overwritten. Streams, slots and device memory live as long as the
+Guarantees: kept batches are not overwritten. Streams, slots and device memory live as long as the
 prefetcher, over all its iterations. It never synchronizes the device. An iteration ends by exhaustion,
 `break`, an exception, a newer one, `close` or the interpreter's exit.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Device = str | int | torch.device
 
-CLOSE_SECONDS = 5.0  # that `close` waits for a device
+CLOSE_SECONDS = 5.0  # longest wait of `close` for a device
 _MOST_DEPTH = 1024
 _CLOSED = "the prefetcher is closed: make a new one"
 _FORKED = "this prefetcher", "make a new one here"
@@ -44,15 +44,15 @@ _open: weakref.WeakSet[DevicePrefetcher] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class PrefetcherStats:
-    """A prefetcher since it was made.
+    """Counts of a prefetcher since it was made.
 
-    `batches` and `bytes` are what was handed over, with all devices' parts of a step as one batch.
+    `batches` and `bytes` count lent batches; all devices' parts of a step are one batch.
     `stall_seconds` is the time that the consumer waited for the source, `device_seconds` the time that it
-    waited for a device to be done with earlier copies. `device_bytes` is the memory for batches on the
-    devices that is reused, `device_allocations` how often some was added to it: `depth + 2` times at first
+    waited for earlier copies of a device. `device_bytes` is the reused memory for batches on the
+    devices, `device_allocations` the number of its allocations: `depth + 2` times at first
     for each leaf of 1 MiB and more, and for the smaller ones together, then no more, unless batches are kept,
     or grow.
-    `pinned_bytes` is host memory for copying what is small, or was not pinned already.
+    `pinned_bytes` is host memory for copies of small leaves, or of leaves not pinned already.
     """
 
     batches: int
@@ -68,7 +68,7 @@ class DevicePrefetcher:
     """Batches of any iterable, on a device: each `for` iterates over it anew.
 
     Args:
-        iterable: of batches: a loader of this library, a torch DataLoader, a list, a generator. `next` takes
+        iterable: batches: a loader of this library, a torch DataLoader, a list, a generator. `next` takes
             batches of it, ahead, in the consumer's thread.
         device: such as "cuda", "cuda:1", 0, "xpu" or "cpu"; without an index, the current one of its kind.
         depth: batches on the device, or on their way, beside the one in use; at least 1. Device memory
@@ -79,20 +79,19 @@ class DevicePrefetcher:
     A batch may be a tensor, a NumPy array, or any nesting of dicts and other mappings, lists, tuples,
     NamedTuples, dataclasses and TensorDicts of them, and comes back in the same form. Tensors and
     arrays of numbers become tensors of the same dtype, shape and order in memory, over reused
-    memory that nothing overwrites while a view of it lives: they are safe to keep, and what is kept
-    makes the memory grow. Each is a tensor of its own, and no view; leaves under 1 MiB lie side by side in
-    memory that is let go when the last of them is. Jagged nested tensors stay such. Tensors of another kind
+    memory that is not overwritten while a view of it lives: they are safe to keep, and kept batches
+    make the memory grow. Each is a tensor of its own, and no view; leaves under 1 MiB lie side by side in
+    memory that is released when the last of them is. Jagged nested tensors stay such. Tensors of another kind
     (sparse, quantized, of numbers of less than a byte, of a subclass, of autograd) and other objects with a
-    `to` method are moved by that, when they are handed over. Whatever else there is passes unchanged.
+    `to` method are moved by that method, when their batch is handed over. All other objects pass unchanged.
 
-    Tensors are ready for the stream that is current when they are handed over, also those on the device that
-    were ready for the one that was current when the source gave them; work on another one has to wait for
-    that, and that for it before the batch is let go:
+    Tensors are ready for the stream that is current when they are handed over. So are tensors that a source
+    made on the device, if they were ready for the stream that was current then. Work on another stream must
+    wait for the current one, and the current one for that work before the batch is released:
     `Tensor.record_stream` has no effect on them. They cannot be resized in place. While a CUDA graph is
-    captured, `next` raises RuntimeError, and nothing else calls the device.
-    On the CPU batches are copied, too, so that they are safe to keep, whatever the source does. Elsewhere
-    pinned tensors are copied from where they are, while the source goes on: it must not write into them
-    again.
+    captured, `next` raises RuntimeError, and nothing else calls the device. On the CPU batches are copied,
+    too, so that they are safe to keep, whatever the source does. Elsewhere pinned tensors are copied from
+    where they are, while the source goes on: it must not write into them again.
 
     Only one iteration is in progress, in one thread at a time: a newer one ends it with a RuntimeError in its
     consumer.
@@ -122,7 +121,7 @@ class DevicePrefetcher:
     def _setup(self, iterable: Iterable[Any], backends: Sequence[Backend]) -> None:
         self._iterable = iterable
         self._lanes = [Lane(backend, self._depth) for backend in backends]
-        self._iteration: Callable[[], Iteration | None] = lambda: None  # a weak one
+        self._iteration: Callable[[], Iteration | None] = lambda: None  # a weak reference
         self._counts = Counts()
         self._turn = Turn()
         self._closed = False
@@ -138,7 +137,7 @@ class DevicePrefetcher:
         return self.over(_Iterator(iterator, is_ours=iterator is not self._iterable))
 
     def over(self, source: Source) -> Iteration:
-        """The batches of a source, over the same memory. Raises: as `iter`."""
+        """Iterate over a source, in the same memory. Raises: as `iter`."""
         self._begin()
         iteration = Iteration(
             source, self._lanes, self._alone, self._depth, self._counts, is_split=self._is_split
@@ -147,25 +146,25 @@ class DevicePrefetcher:
         return iteration
 
     def __len__(self) -> int:
-        """That of the iterable. Raises: TypeError: it has none."""
+        """Return the length of the iterable. Raises: TypeError: it has none."""
         return len(self._iterable)  # type: ignore[arg-type]
 
     @property
     def devices(self) -> list[torch.device]:
-        """Where batches go."""
+        """The devices of the batches."""
         return [lane.backend.device for lane in self._lanes]
 
     @property
     def backend(self) -> Backend:
-        """The (first) device."""
+        """The backend of the (first) device."""
         return self._lanes[0].backend
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """(nbytes,) on the host: arrays over it go to the (first) device without another copy."""
+        """Return (nbytes,) on the host: arrays over it go to the (first) device without another copy."""
         return self.backend.host_memory(nbytes).numpy()
 
     def stats(self) -> PrefetcherStats:
-        """What was handed over so far, and the memory in use for it."""
+        """Return counts of lent batches, and of the memory for them."""
         return PrefetcherStats(
             batches=self._counts.batches,
             bytes=sum(lane.lent_bytes for lane in self._lanes),
@@ -177,12 +176,12 @@ class DevicePrefetcher:
         )
 
     def close(self) -> None:
-        """End the iteration, and let go of all memory but what is kept. Idempotent.
+        """End the iteration, and release all memory but that of kept batches. Idempotent.
 
-        What a device still reads, or all of it while a graph is captured, is let go by the next call of any
-        prefetcher. A thread that is in `next` does this at its end.
+        Memory that a device still reads, or all of it while a graph is captured, is released by the next call
+        of any prefetcher. A thread in `next` does this at its end.
         Blocks: until devices are done with copies, at most 5 s for each.
-        Raises: what the source's `close`, or a device, raised last; all else was let go.
+        Raises: the last error of the source's `close`, or of a device; all else was released.
         """
         self._closed = True
         _open.discard(self)
@@ -197,11 +196,11 @@ class DevicePrefetcher:
             self._turn.leave()
 
     def is_inherited(self) -> bool:
-        """Whether this process was forked from the one whose devices these are."""
+        """True if this process was forked from the one that made the lanes."""
         return not self._lanes[0].origin.is_here
 
     def _alone(self, step: Callable[[], Any]) -> Any:
-        """What a step returns that takes a batch, while no other thread takes one."""
+        """Call a step that takes a batch, while no other thread takes one."""
         self._lanes[0].origin.require(*_FORKED)
         if not self._turn.take():
             raise RuntimeError("another thread is in `next` of this prefetcher: one at a time takes batches")
@@ -215,7 +214,7 @@ class DevicePrefetcher:
             return step()
         finally:
             self._turn.leave()
-            if self._closed:  # by another thread, which could not let go
+            if self._closed:  # closed by another thread, which could not release it
                 self.close()
 
     def _begin(self) -> None:
@@ -250,7 +249,7 @@ class DevicePrefetcher:
 
 
 class _Iterator:
-    """The source that an iterator is. `is_ours`: it is closed at the end, if it can be."""
+    """An iterator as a source. `is_ours`: it is closed at the end, if possible."""
 
     def __init__(self, iterator: Iterator[Any], *, is_ours: bool) -> None:
         self._iterator, self._is_ours = iterator, is_ours
@@ -273,7 +272,7 @@ class _Iterator:
 
 def _close_all() -> None:
     for prefetcher in list(_open):
-        with suppress(Exception):  # such as of a device that failed
+        with suppress(Exception):  # such as a failed device
             prefetcher.close()
 
 

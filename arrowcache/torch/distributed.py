@@ -1,4 +1,4 @@
-"""Distributed: which rank of which job this process is, as it was told or as torch.distributed knows."""
+"""Distributed: the rank and job of this process, from its options or from torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from arrowcache.reading.options import LoaderOptions
 
 
 def is_told(options: LoaderOptions) -> bool:
-    """Whether the user said which rank this is; else it may not be known before the first epoch."""
+    """True if the user gave the rank; else it may not be known before the first epoch."""
     return options.rank is not None or options.world_size is not None
 
 
 def membership_now(options: LoaderOptions) -> Membership | None:
-    """As the options say; else that of torch.distributed, if it is initialized by now.
+    """Return the membership of the options, else of torch.distributed, if it is initialized by now.
 
-    Raises: ValueError, TypeError: what does not fit, or is missing.
+    Raises: ValueError, TypeError: an argument does not fit, or is missing.
     """
     distributed = torch.distributed
     if not is_told(options) and distributed.is_available() and distributed.is_initialized():

@@ -1,11 +1,11 @@
-"""Epoch counter: numbers of epochs that all processes of a DataLoader count alike.
+"""Epoch counter: epoch numbers that all processes of a DataLoader agree on.
 
-An IterableDataset is copied to each worker, and the main process never learns that an epoch begins:
-workers that live for one epoch would all begin with number 0, for ever. So the count lies in memory
+An IterableDataset is copied to each worker, and the main process does not see an epoch begin:
+workers that live for one epoch would all begin with number 0, for ever. So the count is in memory
 that a dataset shares with its copies. All workers of one pass give the same token; the first to come
-takes the next number, the others get the same. Whoever calls must hold cache.lock.
+takes the next number, the others get the same. The caller must hold cache.lock.
 
-The table is the next number, how many passes there were, what is known of the headroom, and an entry for each
+The table has the next number, the number of passes, the known headroom, and an entry for each
 of the last passes: token, number, and words with a bit for each worker that took the number.
 """
 
@@ -18,20 +18,20 @@ import torch
 
 from arrowcache.reading.supply import Supply
 
-_PASSES = 64  # that are told apart at once
-_BITS, _WORDS = 62, 16  # of a word that are used, and words of an entry
+_PASSES = 64  # distinguished at once
+_BITS, _WORDS = 62, 16  # bits of a word in use, and words of an entry
 MOST_WORKERS = _BITS * _WORDS
 _MASK = (1 << 63) - 1
 _HEAD = 4  # numbers before the entries
 
 
 class Turn(NamedTuple):
-    """Which worker of how many asks, in which pass of which DataLoader iterator."""
+    """The asking worker, in a pass of a DataLoader iterator."""
 
     worker: int
     workers: int
     base_seed: int  # the same in all workers of an iterator
-    passes: int  # of this process before, which all workers of an iterator count alike
+    passes: int  # earlier passes of this process; all workers of an iterator count the same
 
     @property
     def token(self) -> int:
@@ -42,7 +42,7 @@ class EpochCounter:
     """The next epoch's number, and the numbers of the last passes.
 
     Args:
-        table: of another process, or None for a new one.
+        table: table of another process, or None for a new one.
     """
 
     def __init__(self, table: torch.Tensor | None = None) -> None:
@@ -51,30 +51,29 @@ class EpochCounter:
         self.table = table if table.is_shared() else table.share_memory_()  # type: ignore[no-untyped-call]
 
     def recall(self, supply: Supply) -> None:
-        """Have a process know of headroom what all do: workers may live for one epoch only. Needs no lock."""
+        """Tell a supply of the headroom known to all: workers may live for one epoch only. Needs no lock."""
         if known := int(self.table[2]):
             supply.known = known - 1
         supply.warns = supply.warns and not self.table[3]
 
     def remember(self, supply: Supply, *, warned: bool) -> None:
-        """Have all know of an epoch's snapshot, and whether its loader has warned. Needs no lock."""
+        """Record an epoch's snapshot, and its loader's warning, for all. Needs no lock."""
         if supply.known < math.inf:
             self.table[2] = int(supply.known) + 1
         if warned:
             self.table[3] = 1
 
     def set(self, number: int) -> None:
-        """Have the next pass be of this number."""
         self.table[0] = number
 
     def raise_to(self, number: int) -> None:
-        """Have the next pass be of this number, unless it is of a higher one."""
+        """Let the next pass have this number, unless its number is higher."""
         self.table[0] = max(int(self.table[0]), number)
 
     def take(self, turn: Turn) -> int:
-        """The number of a pass.
+        """Return the number of a pass.
 
-        Raises: ValueError: more than MOST_WORKERS.
+        Raises: ValueError: more than MOST_WORKERS workers.
         """
         if turn.workers > MOST_WORKERS:
             raise ValueError(

@@ -3,10 +3,10 @@
 For code that wants one, and for torchdata's StatefulDataLoader. The workers agree on an epoch's
 snapshot through the cache's `ranks/`, as ranks do (reading/ranks.py): worker w of W reads steps
 w, w + W, w + 2 W, ... of its rank's order. A DataLoader takes from its workers in turn, so it yields
-the very batches of `arrowcache.torch.Loader`, in their order, for any number of workers.
+the same batches as `arrowcache.torch.Loader`, in the same order, for any number of workers.
 
-Workers gather, and their tensors travel in shared memory without a name: `dataloader()` moves no
-sample's bytes between processes, and is several times faster where there is no transform.
+Workers gather, and their tensors travel in shared memory without a name. `dataloader()` moves no
+sample's bytes between processes, and is several times faster without a transform.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 _FORMAT = "arrowcache.iterable"
 _POLL_SECONDS = 0.005
 
-_datasets: Counter[str] = Counter()  # how many, by the path of their cache
+_datasets: Counter[str] = Counter()  # number of datasets, by the path of their cache
 
 
 class _Place(NamedTuple):
-    """Where an iterator is: so many of its share's steps of a plan were made."""
+    """The state of an iterator: the plan, and the number of its share's steps that were made."""
 
     plan: Plan
     made: int
@@ -72,7 +72,7 @@ class _Pass(Iterator[dict[str, Any]]):
         self._has_begun = False
 
     def begin(self) -> None:
-        """Begin the epoch, if it has not: the first `next` does. Blocks, Raises: as that."""
+        """Begin the epoch; the first `next` does it otherwise. Blocks, Raises: as that. Idempotent."""
         if not self._has_begun:
             self._has_begun = True
             next(self._batches)
@@ -93,9 +93,9 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     Each iteration is the next epoch over a new snapshot, which the workers take together when the
     first batch is asked for; with StatefulDataLoader that is within `iter`. An epoch is resumed by as many
     workers as it began with: each has a state of its own, of its own steps. With `snapshot_every_n_steps`
-    above 1 StatefulDataLoader has the steps since its last state made again, to drop them: of those, too,
-    rows that left meanwhile count as lost, and of a step that is gone whole the next one is dropped in its
-    place. After a `break`, workers that live on (persistent_workers) keep what they lease until the next
+    above 1 StatefulDataLoader repeats the steps since its last state, and drops them. Rows of these steps
+    that left the cache meanwhile count as lost, too; if a whole step is gone, the next one is dropped in its
+    place. After a `break`, workers that live on (persistent_workers) keep their leases until the next
     `for`. Batches are of the types that
     `arrowcache.torch.Loader` yields. Arguments are those of `arrowcache.Loader`; `transform` runs in the
     worker, gets `dict[str, ndarray]`, and may return anything; arrays in the dict that it returns become
@@ -104,14 +104,13 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     Args:
         cache: a Cache, or the path of one.
         batch_size: rows of a batch.
-        rank: None: that of torch.distributed, if it is initialized when workers start. Ranks make their
-            datasets in one order, and iterate with equally many workers.
-        world_size: None with `rank`.
+        rank, world_size: None means those of torch.distributed, if it is initialized when workers start.
+            Ranks make their datasets in one order, and iterate with equally many workers.
         timeout: seconds that an epoch waits for rows, and at its end a worker for others that have not
-            begun it; None: for ever.
+            begun it. None means no limit.
 
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError: no such cache.
-        LoaderTimeoutError: in an iteration. ValueError: a DataLoader that makes batches of batches, or has
+        LoaderTimeoutError: in an iteration. ValueError: a DataLoader that batches again, or has
         more than 992 workers.
     """
 
@@ -142,19 +141,19 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._iterations = 0
         self._place: _Place | None = None
         self._resumed: _Place | None = None
-        self._pass: weakref.ref[_Pass] | None = None  # the last one
+        self._pass: weakref.ref[_Pass] | None = None  # the last iteration
         self._epochs: Epochs | None = None  # of this process
         self._epochs_key, self._epochs_origin = (0, 0), Origin()
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next iteration be epoch `epoch`, also in workers that live on.
+        """Let the next iteration be epoch `epoch`, also in workers that live on.
 
         Not needed: epochs count by themselves.
         """
         self._counter.set(parse_count(epoch, "epoch", least=0))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """This worker's batches of the next epoch, or of the one that a loaded state is of."""
+        """Return this worker's batches of the next epoch, or of the epoch of a loaded state."""
         turn = self._turn()
         self._iterations += 1
         resumed, self._resumed = self._resumed, None
@@ -183,10 +182,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last iterator of this process is: plain ints, strings and lists.
+        """Return the state of this process' last iterator: plain ints, strings and lists.
 
-        For StatefulDataLoader, which asks each worker. It counts what this process has made. A worker begins
-        its epoch before it answers: until it is asked again, its batches are of the snapshot in this state.
+        For StatefulDataLoader, which asks each worker. The state counts the batches made here. A worker
+        begins its epoch before it answers, so its batches until the next state are of the snapshot in this
+        state.
         """
         current = None if self._pass is None else self._pass()
         if current is not None and self._place and not len(self._place.plan.seqs) and get_worker_info():
@@ -198,12 +198,12 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         return {"format": _FORMAT, "plan": state, "made": place.made, "workers": place.workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration of this process go on where a state says, with equally many workers.
+        """Let the next iteration of this process go on from a state, with the same number of workers.
 
-        Rows whose segments have left the cache before they were delivered are skipped, with a warning that
-        counts them: their batches are short, and left out where nothing is left of them.
+        Rows whose segments have left the cache before their delivery are skipped, with a warning that
+        counts them: their batches are short, or left out if no row is left.
 
-        Raises: ValueError: no such state. The iteration raises ValueError if there are more or fewer
+        Raises: ValueError: not a valid state. The iteration raises ValueError if there are more or fewer
             workers, or another batch size.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
@@ -237,7 +237,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         return Turn(worker.id, worker.num_workers, worker.seed - worker.id, self._iterations)
 
     def _epochs_of(self, turn: Turn) -> Epochs:
-        """Epochs of this process, as one worker of several."""
+        """Return the epochs of this process, as one worker of several."""
         key = turn.worker, turn.workers
         if self._epochs is None or not self._epochs_origin.is_here or self._epochs_key != key:
             ranks = self._found_rank()
@@ -248,11 +248,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         return self._epochs
 
     def _found_rank(self) -> Membership | None:
-        """Found before the dataset is sent to a worker, where torch.distributed is not initialized."""
+        """Find the rank before the dataset goes to a worker, where torch.distributed is not initialized."""
         return self._rank or membership_now(self._options)
 
     def _member(self, ranks: Membership | None, turn: Turn) -> Membership | None:
-        """This worker among all of its job: ranks and workers are one to the agreement on snapshots."""
+        """Return this worker's membership: for the agreement on snapshots ranks and workers are one."""
         if ranks is None:
             if turn.workers == 1:
                 return None
@@ -270,7 +270,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._counter.recall(epochs.supply)
         may_warn = epochs.supply.warns
         epoch = epochs.begin(made=mine)
-        assert epoch is not None  # nobody cancels it
+        assert epoch is not None  # nothing cancels it
         self._counter.remember(epochs.supply, warned=may_warn and not epochs.supply.warns)
         with epoch:
             self._place = place = place._replace(plan=epoch.plan)
@@ -308,7 +308,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         return result if isinstance(result, Batch) or get_worker_info() else result.result
 
     def _wait_for_others(self, epochs: Epochs, epoch: Epoch, turn: Turn) -> None:
-        """Wait until all workers have begun this epoch: one that is slow to start finds its snapshot so."""
+        """Wait until all workers have begun this epoch: a slow one then still finds its snapshot."""
         started, timeout_seconds = time.monotonic(), self._options.timeout
         for _ in itertools.count():
             if not epochs.settle():

@@ -1,8 +1,8 @@
 """Iteration: one pass over a source, whose batches are lent on devices. Its consumer drives it.
 
-Each step takes batches of the source as far as they are ready, begins their copies, and lends the oldest. An
-iteration ends by exhaustion, an error, `close`, a newer one, or when its consumer drops it. It then holds
-nothing: no batch, and no source that is not closed.
+Each step takes the ready batches of the source, begins their copies, and lends the oldest. An iteration ends
+by exhaustion, an error, `close`, a newer one, or when its consumer drops it. An ended iteration holds no
+batch, and has closed its source.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from arrowcache.torch.structure import split
 
 
 class Source(Protocol):
-    """Where batches come from. It is told what becomes of them."""
+    """A source of batches, which learns of their delivery."""
 
     def next(self) -> tuple[Any, Any]:
-        """The next batch, and its receipt. Blocks: until it is there. Raises: StopIteration: no more."""
+        """Return the next batch and its receipt. Blocks: until ready. Raises: StopIteration: none left."""
 
     def is_ready(self) -> bool:
-        """Whether `next` would not wait, as far as can be known."""
+        """True if `next` would not wait, as far as is known."""
 
     def deliver(self, receipt: Any) -> None:
-        """The consumer gets the batch of a receipt now; None: its end. Raises: what it gets instead."""
+        """Count the batch of a receipt as delivered, or, with None, the end. Raises: the consumer's error."""
 
     def close(self, error: type[BaseException] | None) -> None:
-        """Nothing more is asked of it. Idempotent.
+        """End the source. Idempotent.
 
         Args:
-            error: of what its consumer gets in place of a batch; GeneratorExit: there is none any more; None:
-                it was told its end, or closed this.
+            error: the error that its consumer gets in place of a batch. GeneratorExit: the consumer is gone.
+                None: the consumer saw the end, or closed this.
         """
 
 
 @dataclass(slots=True)
 class Counts:
-    """What iterations have handed over, and what they waited for."""
+    """Counts of delivered batches, and of waits for them."""
 
     batches: int = 0
     stall_seconds: float = 0.0
@@ -52,13 +52,13 @@ class Counts:
 
 
 class Iteration:
-    """The batches of one pass, in the consumer's hands.
+    """The consumer's iterator over the batches of one pass.
 
     Args:
-        lanes: of the devices.
-        alone: calls a function while this thread alone has them, or raises an error that says why not. It
-            keeps their owner alive.
-        is_split: each device gets a part of each batch, and a list of these is lent.
+        lanes: lanes of the devices.
+        alone: calls a function while only this thread uses the lanes, or raises an error that says why not.
+            It keeps their owner alive.
+        is_split: True if each device gets a part of each batch; a list of the parts is lent.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Iteration:
     ) -> None:
         self._course = Course()
         self._calls = 0
-        self._fetched: tuple[list[Flight], Any] | None = None  # whose copies are not all begun; its receipt
+        self._fetched: tuple[list[Flight], Any] | None = None  # with copies to begin, and receipt
         self._flights: deque[tuple[list[Flight], Any]] = deque()
-        self._error: Exception | None = None  # of the source, or its end: it comes after the batches before
+        self._error: Exception | None = None  # of the source, or its end: raised after earlier batches
         self._is_inside = False  # a thread is in `__next__`
         self._because: str | None = None
         self._lanes, self._alone, self._depth, self._counts = lanes, alone, depth, counts
@@ -86,29 +86,29 @@ class Iteration:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, on the device; a list with one part a device, if there are several.
+        """Return the next batch, on the device; a list with one part a device, if there are several.
 
-        Blocks: until the source has made it and its copy was begun; not for the copy itself. Where nothing is
-        on its way, and the device is not done with earlier copies, until it is.
-        Raises: StopIteration. What the source raised. OutOfMemoryError. RuntimeError: a newer iteration ended
-            this one. It has ended after any. RuntimeError: a graph is captured, or another thread takes a
-            batch: it goes on then.
+        Blocks: until the source has made the batch and its copy was begun; not for the copy itself. If no
+            copy is in flight, and the device still works on earlier copies, until they are over.
+        Raises: StopIteration. Errors of the source. OutOfMemoryError. RuntimeError: a newer iteration ended
+            this one. The iteration has ended after any of these. RuntimeError: a graph is captured, or
+            another thread takes a batch: it can go on then.
         """
         return self._alone(self._step)
 
     def close(self, because: str | None = None) -> None:
-        """End it: what was not handed over is dropped. Does not wait. Idempotent.
+        """End the iteration: drop batches that were not delivered. Does not wait. Idempotent.
 
         Calls no device: any thread may call it, and the garbage collector.
 
         Args:
             because: its consumer gets this reason in place of a StopIteration.
-        Raises: what the source's `close` does.
+        Raises: errors of the source's `close`.
         """
         if not self._course.has_ended:
             self._because = because
         self._course.has_ended = True
-        if not self._is_inside:  # else that thread lets go
+        if not self._is_inside:  # else that thread cleans up
             self._let_go(None)
 
     def __del__(self) -> None:
@@ -131,7 +131,7 @@ class Iteration:
         finally:
             self._is_inside = False
             if self._course.has_ended:
-                with suppress(Exception):  # the source's; its consumer has an error already, or its end
+                with suppress(Exception):  # the source's error; its consumer has one already, or the end
                     self._let_go(failed)
 
     def _next(self) -> Any:
@@ -141,7 +141,7 @@ class Iteration:
         for lane in self._lanes:
             lane.collect()
         self._fill(1 + min(self._calls - 1, self._depth))
-        if self._course.has_ended or not self._flights:  # another thread's end: what flew may be overwritten
+        if self._course.has_ended or not self._flights:  # another thread's end: flights may be overwritten
             self._stop()
         flights, receipt = self._flights[0]
         batch = [lane.lend(flight) for lane, flight in zip(self._lanes, flights, strict=True)]
@@ -155,7 +155,7 @@ class Iteration:
         return batch if self._is_split else batch[0]
 
     def _stop(self) -> NoReturn:
-        """Say why no batch comes."""
+        """Raise the reason why no batch comes."""
         error, self._error = self._error, None
         try:
             if error is not None and not isinstance(error, StopIteration):
@@ -176,7 +176,7 @@ class Iteration:
         self._source.close(error)
 
     def _fill(self, target: int) -> None:
-        """Have so many batches in flight, as far as the device and the source are ready."""
+        """Fill the flights up to `target`, as far as the device and the source are ready."""
         while len(self._flights) < target:
             if self._fetched is None:
                 if self._error is not None or (self._flights and not self._source.is_ready()):
@@ -204,7 +204,7 @@ class Iteration:
             self._error = error
 
     def _send(self, flights: Sequence[Flight]) -> bool:
-        """Begin the copies to each device. Returns: False: not now, but something flies."""
+        """Begin the copies to each device. Returns: False: not now, but others are in flight."""
         for lane, flight in zip(self._lanes, flights, strict=True):
             try:
                 while flight.plan is None and not lane.send(flight, self._course):

@@ -1,30 +1,30 @@
-"""Lane: one device, with its copy stream, and the memory that batches go through. It has no thread.
+"""Lane: one device, with its copy stream, and the memory for batches. It has no thread.
 
-Who owns what:
+Owners:
 
 - A *place* is device memory for one column of a batch (plan.py). It is flying, lent or free.
-- A *slot* is the host's side of the copies of a batch: pinned memory, and the tensors that are read where
-  they are. It is free once its copies are over.
+- A *slot* is the host's side of the copies of a batch: pinned memory, and the tensors that are read in
+  place. It is free once its copies are over.
 - A *flight* is a batch, or this device's part of one, between its source and its consumer. All flights of an
-  iteration end at once with its `Course`: an interrupt at any line leaves nothing to be mended.
+  iteration end at once with its `Course`: an interrupt at any line leaves nothing to repair.
 
 Invariants, which tests/stateful/test_device_machine.py holds against a device in software:
 
 1. A batch is lent after the consumer's stream was told to wait for its copies.
-2. A place is written after all that its readers' streams were given while somebody could see it. Where it is
-   freed, the stream whose memory it is waits for its copies and its readers. What a source made on the device
-   is freed after what the stream was given that it was handed to.
+2. A place is written after all work that its readers' streams were given while the place could be seen. When
+   it is freed, the stream that owns its memory waits for its copies and its readers. Memory that a source
+   made on the device is freed after the work of the stream that the batch was lent to.
 3. Pinned memory and sources do not change, and are not given back to the system, before their copy is over;
-   nor what is moved by a `to` of its own.
-4. An event is recorded on one stream, for ever, and before anybody waits for it. A slot's is recorded anew
-   when its batch was lent; a stream's, whenever memory that it used comes free: a later wait waits for more.
+   nor is a leaf that moves by a `to` of its own.
+4. An event is recorded on one stream, for ever, and before any wait for it. A slot's is recorded anew when
+   its batch was lent; a stream's, whenever memory that it used becomes free: a later wait waits for more.
 5. The processor waits for a device only with nothing in flight. That is device time, no stall, and has no
-   timeout. Only the source's time is stall.
-6. A tensor dies without a line of ours: weak references without a callback are polled. torch keeps a
-   storage's Python object as long as any tensor, view, array or node of autograd over it lives.
+   timeout. Only the source's time counts as stall.
+6. The death of a tensor runs no code of this library: weak references without a callback are polled. torch
+   keeps a storage's Python object as long as any tensor, view, array or node of autograd over it lives.
 7. Where objects die, and while a CUDA graph is captured, no device is called.
-8. The caller's current device and stream do not change, and no other device is woken.
-9. After any failure the next iteration is right, with depth + 2 places a column, and what is kept.
+8. The caller's current device and stream do not change, and no other device wakes up.
+9. After any failure the next iteration is right, with depth + 2 places a column, and the kept ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C import _from_dlpack  # what torch.utils.dlpack calls for a capsule, after half as long
+from torch._C import _from_dlpack  # torch.utils.dlpack calls it for a capsule; alone it takes half as long
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented there
 
 from arrowcache.lifetimes import Origin, call_all
@@ -49,25 +49,25 @@ from arrowcache.torch.plan import Column, CopyPlan, Leaves, Memory, Planner
 from arrowcache.torch.structure import Build, take_apart
 from arrowcache.torch.tensors import source_of
 
-_GROWTH = 1.25  # a column larger than all before makes room for somewhat larger ones
-_KEPT_CALLS = 32  # what is lent for longer is its consumer's
+_GROWTH = 1.25  # a column larger than all before leaves room for further growth
+_KEPT_CALLS = 32  # a batch that is lent for longer belongs to its consumer
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 50e-6, 1e-3
 
 
 class Course:
-    """Whether an iteration has ended: what the places know of it in which its batches fly."""
+    """True once an iteration has ended, as its places see it."""
 
     has_ended = False
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A batch, or one device's part of it, taken apart. It has a plan once its copies were begun."""
+    """A batch, or one device's part of it, taken apart. It has a plan once its copies have begun."""
 
     build: Build
-    sources: Leaves  # those on the host, until then
-    others: dict[int, Any]  # leaves that are moved when they are handed over
-    arrivals: list[Event]  # of those that are on a device
+    sources: Leaves  # leaves on the host, until then
+    others: dict[int, Any]  # leaves that are moved when the batch is lent
+    arrivals: list[Event]  # of leaves already on a device
     plan: CopyPlan | None = None
     places: Sequence[Place] = ()
     copied: Event = None
@@ -78,12 +78,12 @@ class Place:
     """Device memory."""
 
     memory: Memory
-    stream: Stream  # whose memory it is
-    users: set[Stream]  # whose work the next copy into it waits for
-    course: Course | None = None  # of the flight that is in it
+    stream: Stream  # the owner of the memory
+    users: set[Stream]  # streams that the next copy into it waits for
+    course: Course | None = None  # of the flight in it
     loans: list[weakref.ref[object]] = field(default_factory=list)  # of the storages over it
-    reader: Stream = None  # that it was lent to
-    since: int = 0  # the call at which it was lent, or became free
+    reader: Stream = None  # the stream it was lent to
+    since: int = 0  # the number of the call that lent or freed it
 
     @property
     def is_free(self) -> bool:
@@ -94,10 +94,10 @@ class Place:
 class Slot:
     """The host's side of copies."""
 
-    stream: Stream  # on which they are
+    stream: Stream  # of the copies
     memory: dict[int, Memory] = field(default_factory=dict)  # pinned, by the number of a column
-    sources: list[Any] = field(default_factory=list)  # of copies not known to be over
-    copied: Event = None  # after them; None: a call failed in between, or there were none
+    sources: list[Any] = field(default_factory=list)  # of copies that may not be over
+    copied: Event = None  # after the copies; None: a call failed before it, or there were none
 
 
 class Lane:
@@ -109,12 +109,12 @@ class Lane:
         self._stream = backend.stream()
         self._planner = Planner(backend.can_read)
         self._columns: dict[int, list[Place]] = {}
-        self._room: dict[int, int] = {}  # bytes for a column
-        self._slots: deque[Slot] = deque()  # used in turn: copies are over in the order in which they began
-        self._moving: list[Slot] = []  # of leaves that are moved by a `to` of their own: each is used once
-        self._done: dict[Stream, Event] = {}  # what users of free places have been given
+        self._room: dict[int, int] = {}  # bytes for a column, by its number
+        self._slots: deque[Slot] = deque()  # used in turn: copies end in the order in which they began
+        self._moving: list[Slot] = []  # of leaves with a `to` of their own: each is used once
+        self._done: dict[Stream, Event] = {}  # after the work of users of free places
         self._here: Stream = None
-        self._streams: set[Stream] = set()  # that may have read a batch
+        self._streams: set[Stream] = set()  # streams that may have read a batch
         self._call = 0
         self.allocations = self.lent_bytes = 0
         self.origin = Origin()
@@ -128,12 +128,12 @@ class Lane:
         return sum(memory.nbytes for slot in self._slots for memory in [*slot.memory.values()])
 
     def is_quiet(self) -> bool:
-        """Whether it may die as it is. Calls no device."""
+        """True if it may die as it is. Calls no device."""
         is_read = not any(slot.sources for slot in [*self._slots, *self._moving])
         return self.origin.is_here and is_read and len(self._streams) <= 1
 
     def collect(self) -> None:
-        """At the beginning of each call: see what was let go since the last one."""
+        """Look for dead tensors, at the beginning of each call."""
         self._call += 1
         self._here = self.backend.current_stream()
         self._streams.add(self._here)
@@ -153,7 +153,7 @@ class Lane:
             self._reclaim(places, place)
 
     def take(self, batch: Any) -> Flight:
-        """A batch, taken apart. Raises: TypeError: a leaf would lose its values."""
+        """Take a batch apart. Raises: TypeError: a leaf would lose its values."""
         leaves: list[Any] = []
         build = take_apart(batch, leaves)
         sources: dict[int, torch.Tensor] = {}
@@ -177,7 +177,7 @@ class Lane:
 
         Raises: OutOfMemoryError: the device has no memory. Nothing has begun.
         """
-        if torch.is_inference_mode_enabled():  # what is made there can't be written to outside
+        if torch.is_inference_mode_enabled():  # tensors made there can't be written to outside
             with torch.inference_mode(mode=False):
                 return self.send(flight, course)
         slot = self._free_slot()
@@ -205,12 +205,12 @@ class Lane:
             self.backend.copy(pairs, self._stream)
             slot.copied = flight.copied = self._recorded(copied, self._stream)
             self._slots.rotate(-1)
-            self._is_read(slot)  # on the processor it is
+            self._is_read(slot)  # on the CPU it is at once
         flight.plan, flight.places, flight.sources = plan, places, {}
         return True
 
     def lend(self, flight: Flight) -> Any:
-        """A batch on the device, for the calling thread's current stream, which waits for the copy."""
+        """Return a batch on the device, for the calling thread's current stream, which waits for the copy."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False):
                 return self.lend(flight)
@@ -239,10 +239,10 @@ class Lane:
             seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
 
     def close(self, seconds: float) -> bool:
-        """Let go of all memory but what the consumer keeps. Returns: False: the device still reads some.
+        """Release all memory but the consumer's. Returns: False: the device still reads some.
 
-        Blocks: until it does not, at most so long.
-        Raises: what the last call to the device that failed did; all others were made.
+        Blocks: until the device reads none, at most so long.
+        Raises: the error of the last call to the device that failed; all others were made.
         """
         deadline = time.monotonic() + seconds
         free: list[Callable[[], None]] = [
@@ -259,7 +259,7 @@ class Lane:
         self._done[stream] = self._recorded(self._done.get(stream), stream)
 
     def _recorded(self, event: Event, stream: Stream) -> Event:
-        """An event, or a new one, as what a stream has been given so far."""
+        """Record an event, or a new one, after all work given to a stream so far."""
         if event is None:
             event = self.backend.event()
         self.backend.record(event, stream)
@@ -268,12 +268,12 @@ class Lane:
     # Slots
 
     def _moved(self, leaves: dict[int, Any], here: Stream) -> dict[int, Any]:
-        """Leaves on the device, by a `to` of their own, which may return before it has read them."""
+        """Return leaves on the device, by a `to` of their own, which may return before it has read them."""
         moving, moved = Slot(here), {}
         self._moving.append(moving)
         for number, leaf in leaves.items():
             if self.backend.holds(leaf):
-                self.backend.retain(leaf, here)  # its memory is that of the stream on which it was made
+                self.backend.retain(leaf, here)  # its memory belongs to the stream on which it was made
             else:
                 moving.sources.append(leaf)
             moved[number] = self.backend.moved(leaf)
@@ -287,7 +287,7 @@ class Lane:
         return self._slots[0] if self._is_read(self._slots[0]) else None
 
     def _is_read(self, slot: Slot) -> bool:
-        """Whether the copies out of a slot are over. Then its sources are let go."""
+        """True if the copies out of a slot are over. Then its sources are released."""
         if slot.sources:
             if slot.copied is None:
                 slot.copied = self._recorded(None, slot.stream)
@@ -297,7 +297,7 @@ class Lane:
         return True
 
     def _staged(self, slot: Slot, column: Column) -> list[torch.Tensor]:
-        """Tensors over a slot's pinned memory for a column."""
+        """Return tensors over a slot's pinned memory for a column."""
         memory = slot.memory.get(column.number)
         if memory is None or memory.nbytes < column.nbytes:
             memory = slot.memory[column.number] = Memory(self.backend.pinned_memory(self._room_for(column)))
@@ -312,7 +312,7 @@ class Lane:
     # Places
 
     def _place(self, column: Column) -> Place:
-        """A free place for a column: the one that has been free for longest, or a new one."""
+        """Return a free place for a column: the one that has been free for longest, or a new one."""
         places = self._columns.setdefault(column.number, [])
         free = [place for place in places if place.is_free]
         fitting = [place for place in free if place.memory.nbytes >= column.nbytes]
@@ -332,19 +332,19 @@ class Lane:
         room = self._room.get(column.number, 0)
         if column.nbytes > room:
             self._room[column.number] = int(column.nbytes * _GROWTH) if room else column.nbytes
-        return self._room.get(column.number, 0)  # of empty leaves it takes none
+        return self._room.get(column.number, 0)  # empty leaves take none
 
     def _allocate(self, places: list[Place], nbytes: int) -> Place:
         memory = Memory(self.backend.memory(nbytes, self._here))
-        self._mark(self._here)  # which may still work on what was there before
+        self._mark(self._here)  # it may still work on what was there before
         places.append(Place(memory, self._here, {self._here}))
         self.allocations += 1
         return places[-1]
 
     def _reclaim(self, places: list[Place], place: Place) -> None:
-        """Have a place used again, whose tensors have died, after what its users were given until now."""
+        """Let a place be reused, whose tensors have died, after the present work of its users."""
         place.users, place.since = {place.reader, self._here}, self._call
-        place.loans = []  # last: an interrupted call is made again
+        place.loans = []  # last: an interrupted call is repeated
         if sum(not each.loans for each in places) > self._depth + 2:
             self._give_up(places, place)
 
@@ -363,7 +363,7 @@ class Lane:
 
 
 class Turn:
-    """One thread at a time. Where Ctrl-C leaves it taken, its thread takes it again."""
+    """A lock for one thread at a time. If Ctrl-C leaves it taken, its thread can take it again."""
 
     def __init__(self) -> None:
         self._taken: dict[str, int] = {}

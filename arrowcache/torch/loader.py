@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 class Loader(NumpyLoader):
     """Batches as `dict[str, torch.Tensor]`: each `for` is an epoch over a new snapshot.
 
-    Arguments, epochs, waiting and errors are those of `arrowcache.Loader`; `transform` is called
-    with NumPy arrays, ahead, in a thread or process of a worker. Where torch.distributed is initialized
-    when an epoch begins, rank and world_size are its, unless given. Tensors are (batch_size, *shape).
+    Arguments, epochs, waiting and errors are those of `arrowcache.Loader`; `transform` is called with NumPy
+    arrays, ahead, in a worker thread or process. If torch.distributed is initialized when an epoch begins, it
+    gives rank and world_size, unless they are arguments. Tensors are (batch_size, *shape).
 
     Args:
-        device: None: tensors are on the CPU and share memory with the loader's slots. Else such as "cuda":
-            the next two batches are copied there while this one trains, as `DevicePrefetcher` does;
-            a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it. Rows are
-            gathered, also by worker processes, into memory from which the device copies large columns itself;
-            small ones, and what lies elsewhere (views, results of transforms), are copied into such first.
-            Only time that the consumer waits for rows is stall, and has a timeout: a busy device is none.
-            With shuffle="window" and `window_bytes`, without a transform or workers, rows go there in the
-            order of their files and are shuffled there: the same batches, bit for bit. That takes memory of
-            two windows on the device, at once, and each rank brings there the rows of all. Other columns than
-            those of fixed width are gathered on the host.
+        device: device of the tensors. None means the CPU, in memory shared with the loader's slots. On "cuda"
+            and others the next two batches are copied there while this one trains, as `DevicePrefetcher`
+            does; a batch counts as delivered, in `stats` and `state_dict`, when the consumer gets it. Rows
+            are gathered, also by worker processes, into memory from which the device copies large columns
+            itself; small ones, and columns elsewhere (views, results of transforms), are copied to such
+            memory first. Only waits for rows count as stall, and have a timeout; waits for a busy device do
+            not. With shuffle="window" and `window_bytes`, without a transform or workers, rows are copied in
+            the order of their files and shuffled on the device: the same batches, bit for bit. This takes
+            memory for two windows on the device, at once, and each rank copies the rows of all ranks. Columns
+            without a fixed width are gathered on the host.
 
-    Keeping a tensor is safe: nothing overwrites it while it or a view of it lives.
+    Keeping a tensor is safe: it is not overwritten while it or a view of it lives.
     Raises: as `arrowcache.Loader`; ValueError: a device that does not exist here. A step raises
         torch.OutOfMemoryError where the device has no memory for two windows, or for a batch.
 
@@ -54,7 +54,7 @@ class Loader(NumpyLoader):
     timestamps as int64 microseconds since 1970; bfloat16 as torch.bfloat16.
     """
 
-    _prefetcher: DevicePrefetcher | None = None  # also where the constructor fails
+    _prefetcher: DevicePrefetcher | None = None  # also if the constructor fails
     _ring: Ring | None = None  # where the device shuffles
 
     @spelled_out(LoaderArguments)
@@ -74,12 +74,12 @@ class Loader(NumpyLoader):
             self._make_ring(self._prefetcher)
         schema = self._store.settings.schema
         if any(isinstance(schema.get(name), Ragged) for name in self._options.names):
-            import_nested()  # here, or the first batch would wait for it
+            import_nested()  # or the first batch would wait for it
 
     def device_stats(self) -> PrefetcherStats | None:
-        """What the copies to the device took so far; None without a device.
+        """Return counts of the copies to the device, or None without a device.
 
-        Where it shuffles, `device_bytes` has the two windows, and `bytes` counts rows as they go there.
+        If the device shuffles, `device_bytes` has the two windows, and `bytes` counts rows copied to it.
         """
         if self._prefetcher is None:
             return None
@@ -94,9 +94,9 @@ class Loader(NumpyLoader):
         )
 
     def close(self) -> None:
-        """End the epoch, the threads and processes of workers, and let go of device memory. Idempotent.
+        """End the epoch, the threads and processes of workers, and release device memory. Idempotent.
 
-        Blocks: at most some seconds, for a transform that runs, or a device that still copies.
+        Blocks: at most some seconds, for a running transform, or copies of the device.
         """
         try:
             super().close()
@@ -124,7 +124,7 @@ class Loader(NumpyLoader):
     def _hand_out(self, stream: BatchStream) -> Batches:
         if self._prefetcher is None:
             return super()._hand_out(stream)
-        if self._prefetcher.is_inherited():  # its devices are those of the process that forked this one
+        if self._prefetcher.is_inherited():  # the devices belong to the process that forked this one
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
             self._make_ring(self._prefetcher)
         seconds, ring = self._options.timeout, self._ring

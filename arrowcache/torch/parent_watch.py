@@ -1,8 +1,8 @@
-"""Parent watch: a DataLoader's worker ends with the process that it works for, however early that dies.
+"""Parent watch: a DataLoader's worker ends with its parent process, however early that dies.
 
-torch's own workers look every few seconds whether they still have the parent that they began with. One whose
-parent was killed before that first look takes whoever adopted it for its parent, and waits for ever for what
-nobody will ask. Here the kernel tells: the pipe that multiprocessing keeps to each parent ends with it.
+torch's own workers compare their parent every few seconds with the first one they saw. A worker whose
+parent was killed before its first look takes the adopting process for its parent, and waits for ever.
+Here the kernel tells: the pipe that multiprocessing keeps to each parent ends with the parent.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from multiprocessing.connection import wait
 
 
 class ParentWatch:
-    """A `worker_init_fn`: it has the worker end when its parent does, then calls another one.
+    """A `worker_init_fn`: it makes the worker end with its parent, then calls the user's function.
 
     Args:
-        then: the user's; None: no other one.
+        then: the user's function, or None.
     """
 
     def __init__(self, then: Callable[[int], object] | None = None) -> None:

@@ -1,9 +1,9 @@
 """Plan: where the leaves of a batch lie in pinned memory and on the device.
 
-A *column* is what shares memory and a copy: all small leaves of a batch, or one large one. It lies in pinned
-memory as it does on the device, so that one copy of bytes takes it there. Leaves of a column are aligned.
+A *column* shares memory and a copy: all small leaves of a batch, or one large one. It has the same layout in
+pinned memory and on the device, so that one copy of bytes is enough. Leaves of a column are aligned.
 
-Batches that are alike have one plan, and memory knows the tensors over it: they are made once.
+Batches of the same shapes share a plan, and memory keeps the tensors over it: they are made once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from arrowcache.torch.tensors import is_dense, strides_of_copy
 Leaves = Mapping[int, torch.Tensor]
 _Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
-SMALL_BYTES = 1 << 20  # leaves below share a column
+SMALL_BYTES = 1 << 20  # smaller leaves share a column
 _ALIGNMENT = 256
 
 
 class Piece(NamedTuple):
-    """Where a leaf lies in its column."""
+    """The place of a leaf in its column."""
 
     start: int
     nbytes: int
@@ -34,32 +34,32 @@ class Piece(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Leaves, and where they lie."""
+    """Leaves, and their layout."""
 
     number: int  # in the batch: 0 has the small ones
     leaves: tuple[int, ...]
     pieces: tuple[Piece, ...]
     nbytes: int
-    is_staged: bool  # it goes to pinned memory first; else the device reads it where it is
+    is_staged: bool  # True: it goes through pinned memory; False: the device reads it in place
 
 
 class CopyPlan(NamedTuple):
     """The columns of a batch."""
 
     columns: tuple[Column, ...]
-    readable: list[int]  # large leaves that the device reads where they are
+    readable: list[int]  # large leaves that the device reads in place
     nbytes: int
 
 
 class Memory:
-    """Memory for a column, whichever lies there."""
+    """Memory for any column that fits."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole, self.nbytes = whole, whole.nbytes
         self._last: tuple[Column | None, list[torch.Tensor]] = None, []
 
     def tensors(self, column: Column) -> list[torch.Tensor]:
-        """The bytes of a column, and each of its leaves: views."""
+        """Return the bytes of a column, and each of its leaves: views."""
         if self._last[0] is not column:
             pieces = [
                 self.whole[start : start + nbytes].view(dtype).as_strided(shape, strides)
@@ -73,7 +73,7 @@ class Planner:
     """Plans batches for one device.
 
     Args:
-        can_read: whether that reads a host tensor where it is.
+        can_read: True for a host tensor that the device reads in place.
     """
 
     def __init__(self, can_read: Callable[[torch.Tensor], bool]) -> None:
@@ -82,7 +82,6 @@ class Planner:
         self._last: tuple[dict[int, _Kind], list[int], CopyPlan] = {}, [], nothing  # its large leaves
 
     def plan(self, leaves: Leaves) -> CopyPlan:
-        """The plan for host tensors."""
         kinds = {number: (leaf.dtype, leaf.shape, leaf.stride()) for number, leaf in leaves.items()}
         known, large, plan = self._last
         if is_new := known != kinds:

@@ -1,14 +1,14 @@
-"""Registered memory: host memory of our own that a device reads by itself.
+"""Registered memory: host memory of this library that a device reads directly.
 
-It is registered as it is, where a device's own pinned memory would be rounded up to a power of two: slots,
+It is registered in place, where a device's own pinned memory would be rounded up to a power of two: slots,
 also those of worker processes, when the first batch in them goes to the device.
 
-A part of a slot is read where it is only if all of the slot is registered. So where a slot has grown, that is
-seen before a copy out of it begins, and it can be registered anew.
+A part of a slot is read in place only if all of the slot is registered. A slot that has grown is noticed
+before a copy out of it begins, and registered anew.
 
-Guarantee: memory is never given back to the system while it is registered. It is kept here: when its last
-array dies no device may be called, for that may be amid the capture of a CUDA graph, and a finalizer may be
-cut short by Ctrl-C. `tidy` sees that nobody else knows it any more.
+Guarantee: memory is never given back to the system while it is registered. It is kept here. When its last
+array dies no device may be called, since a CUDA graph may be captured, and Ctrl-C may cut a finalizer
+short. `tidy` frees memory that nobody else knows any more.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Registers(Protocol):
     """A device that reads registered memory."""
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Returns: False: it refuses."""
+        """Register bytes. Returns: False: the device refuses."""
 
     def unregister(self, address: int) -> None:
-        """What is not registered is left alone."""
+        """Unregister an address, if it is registered."""
 
 
 class _Part(NamedTuple):
@@ -45,18 +45,18 @@ class _Part(NamedTuple):
     offset: int
 
     def is_whole(self) -> bool:
-        """Whether all of the slot is registered."""
+        """True if all of the slot is registered."""
         return self.sizes.get(self.offset, 0) <= self.nbytes
 
 
 class Registered:
-    """The memory that one device has registered. One thread at a time calls it, but for `allocate`."""
+    """The registered memory of one device. One thread at a time calls it, except `allocate`."""
 
     def __init__(self, device: Registers) -> None:
         self._device = device
         self._parts: dict[int, _Part] = {}  # by address
         self._unseen: dict[weakref.ref[mmap.mmap], int] = {}  # memory that may not be registered yet
-        self._is_refused = False  # once: it will be again
+        self._is_refused = False  # once refused, always refused
         self.origin = Origin()
 
     @property
@@ -64,16 +64,16 @@ class Registered:
         return sum(part.nbytes for part in [*self._parts.values()])
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 that start at a page. Calls no device."""
+        """Return (nbytes,) uint8 that start at a page. Calls no device."""
         memory = mapped_memory(nbytes)
-        self._own(0, 0)  # or what has died would gather
+        self._own(0, 0)  # or dead memory would gather
         self._unseen[weakref.ref(memory)] = address_of(memory)
         return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
 
     def reads(self, source: torch.Tensor) -> bool:
-        """Whether the device reads a tensor by itself, as far as that lies in memory of ours.
+        """True if the device reads a tensor directly, as far as it lies in memory of this library.
 
-        That is registered now, if it was not yet.
+        Registers this memory now, if it was not yet.
         """
         address, nbytes = source.data_ptr(), source.nbytes
         part = self._parts.get(address) or self._around(address)
@@ -85,9 +85,9 @@ class Registered:
         if found is None:
             return False
         memory, start, size = found
-        if (other := self._that_registered(memory, start)) is not None:  # whoever did: it counts for all
+        if (other := self._that_registered(memory, start)) is not None:  # whichever device registered it
             return other._parts[start].is_whole()
-        if start in self._parts:  # it grew: no copy out of it is on its way, for its worker had it
+        if start in self._parts:  # it grew: no copy out of it is in flight, as its worker had it
             self._unregister(start)
             size = min(int(size * 1.25), size_class(size))
         return self._register(memory, start, in_pages(size))
@@ -99,14 +99,14 @@ class Registered:
             self._unregister(start)
 
     def _around(self, address: int) -> _Part | None:
-        """The part that an address lies in; parts are few."""
+        """Return the part that an address lies in, or None; parts are few."""
         for part in self._parts.values():
             if part.start <= address < part.start + part.nbytes:
                 return part
         return None
 
     def _own(self, address: int, nbytes: int) -> mmap.mmap | None:
-        """Memory of `allocate` that some bytes lie in. It is found once; what has died is forgotten."""
+        """Return the memory of `allocate` that some bytes lie in, once; forget dead memory."""
         for known, start in [*self._unseen.items()]:
             memory = known()
             if memory is None or (start <= address and address + nbytes <= start + len(memory)):
@@ -116,7 +116,7 @@ class Registered:
         return None
 
     def _that_registered(self, memory: mmap.mmap, start: int) -> Registered | None:
-        """Another one that has registered a part, and may still read it: such as of an earlier prefetcher."""
+        """Return another owner that registered a part, and may still read it: an earlier prefetcher's."""
         others = () if (kept := _kept.get(id(memory))) is None else kept.by
         return next(
             (it for it in others if it is not self and it.origin.is_here and start in it._parts), None
@@ -140,7 +140,7 @@ class Registered:
 
 
 class _Kept:
-    """Memory with registered parts, and who registered them: not only one, such as one a prefetcher."""
+    """Memory with registered parts, and its registrars: several, for example one a prefetcher."""
 
     __slots__ = ("by", "memory")
 
@@ -153,8 +153,8 @@ class _Kept:
 
 
 _kept: dict[int, _Kept] = {}
-_lost: list[_Kept] = []  # of devices that failed: it stays for ever
-_ALONE = _Kept(object()).references()  # where nobody else knows it
+_lost: list[_Kept] = []  # of failed devices: it stays for ever
+_ALONE = _Kept(object()).references()  # the count when nobody else knows it
 
 
 def tidy() -> None:

@@ -1,18 +1,18 @@
 """Snapshots by name: how a process reads rows of a snapshot that another process took.
 
 The process that begins an epoch (EpochBatchSampler, in the main process) owns it here, as an `OwnedEpoch`:
-its snapshot is leased until every batch was delivered, or the epoch was given up. What travels to workers
-and back are `DrawnRows` of its `SnapshotName`: the cache's path, the segments, and a key that no other epoch
-has. A process that gets such rows reads them
+its snapshot is leased until every batch was delivered, or the epoch was given up. The messages to workers
+and back are `DrawnRows` of its `SnapshotName`: the cache's path, the segments, and a unique key.
+A process that gets such rows reads them
 
 - through the epoch itself, in the process that owns it;
-- else through a lease of its own on just those segments, which it can have while the main process
-  still has its own. A worker keeps one snapshot mapped, and lets go after its last batch of the
-  epoch, or when nothing was asked of it for a second: a worker that waits holds no lease for long.
+- else through a lease of its own on just those segments, which is available while the main process
+  still has its own. A worker keeps one snapshot mapped, and releases it after its last batch of the
+  epoch, or after a second without requests: an idle worker holds no lease for long.
 
 Guarantees: row ids are never read in another snapshot than the one they were drawn for; rows whose
 segments are gone are an error, not other rows; nothing here waits for another process (but for
-cache.lock). It must never raise where a result is unpickled: that is descriptor.py's to see to.
+cache.lock). It must never raise where a result is unpickled: descriptor.py ensures that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 
 _IDLE_SECONDS = 1.0
-_REMEMBERED = 64  # epochs that were given up, whose batches may still arrive
+_REMEMBERED = 64  # of epochs that were given up, whose batches may still arrive
 
 Arrival = tuple[str, int]  # a snapshot's key, and a step
 Columns = dict[str, Any]
@@ -52,7 +52,7 @@ Columns = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotName:
-    """What identifies a snapshot in any process of this machine.
+    """The identity of a snapshot in any process of this machine.
 
     `runs` are its segments, as of `runs_of`.
     """
@@ -70,12 +70,12 @@ class SnapshotName:
 
 
 class DrawnRows(list[int]):
-    """The rows of one batch, and the snapshot that they are of: what EpochBatchSampler yields.
+    """The rows of one batch, and their snapshot: the items of EpochBatchSampler.
 
     A list of row ids in that snapshot's numbering, which only CacheDataset can read.
 
     Args:
-        snapshot: which one.
+        snapshot: name of the snapshot.
         step: number of the batch in its epoch.
         ids: (rows,) int64.
         oldest: number of the oldest segment that this batch or a later one needs.
@@ -98,16 +98,16 @@ class DrawnRows(list[int]):
 
     @property
     def arrival(self) -> Arrival:
-        """What the process that drew them is told when their batch arrives there."""
+        """Return the key and step by which `delivered` knows this batch."""
         return self.snapshot.key, self.step
 
     def read(self, columns: tuple[str, ...], store: Store) -> Columns:
-        """The rows, copied into NumPy arrays, in whatever process.
+        """Return the rows, copied into NumPy arrays, in any process.
 
         Args:
             store: of the snapshot's cache, in this process.
-        Raises: MissingSegmentsError: the epoch has ended and segments are gone. ArrowCacheError: it was
-            given up for a newer one. CorruptSegmentError: a damaged segment.
+        Raises: MissingSegmentsError: the epoch has ended and segments are gone. ArrowCacheError: the epoch
+            was given up for a newer one. CorruptSegmentError: a damaged segment.
         """
         own = _owned_by(self.snapshot.key)
         if own is not None:
@@ -119,13 +119,13 @@ class DrawnRows(list[int]):
             try:
                 return _reader.read(self, store, columns)
             finally:
-                if self.left < worker.num_workers:  # which take turns
-                    _reader.close()  # that was this one's last
+                if self.left < worker.num_workers:  # they take turns
+                    _reader.close()  # the last batch of this worker
         with closing(_ReopenedSnapshot(self, store)) as snapshot:
             return snapshot.read(self.ids, columns)
 
     def store(self) -> Store:
-        """Of their cache; opened, unless this very process drew them."""
+        """Return the store of their cache; opened, unless this process drew them."""
         own = _owned_by(self.snapshot.key)
         return store_of(self.snapshot.path) if own is None else own.store
 
@@ -136,9 +136,9 @@ class OwnedEpoch:
     One thread draws; any thread that receives batches calls `read` and `delivered`; any calls `close`.
 
     Args:
-        store, epoch: what is read; the epoch is ended by this.
+        store, epoch: their store and epoch; this object ends the epoch.
         batch_size: rows of a batch, at most.
-        slots: memory for batches, by columns: kept by the caller for the epochs after this one.
+        slots: memory for batches, by columns: kept by the caller for later epochs.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class OwnedEpoch:
         self.store, self._epoch = store, epoch
         self._batch_size, self._slots = batch_size, slots
         self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
-        self._drawn: dict[int, NDArray[np.int64]] = {}  # step -> rows that are to be read here, perhaps
-        self._begun: dict[int, _Begun] = {}  # by step: of those that come next
+        self._drawn: dict[int, NDArray[np.int64]] = {}  # step -> rows that may be read here
+        self._begun: dict[int, _Begun] = {}  # reads of the next batches, by step
         self._sent = 0
         self._oldest = 0
         self._is_closed = False
@@ -162,15 +162,15 @@ class OwnedEpoch:
 
     @property
     def steps(self) -> int | None:
-        """Batches of the epoch, while some are to come or on their way."""
+        """Return the batches of the epoch, while some are to come or on their way."""
         return None if self._is_closed else self._epoch.order.steps
 
     def rest(self) -> Plan:
-        """The part of the epoch that was not drawn yet."""
+        """Return the part of the epoch that was not drawn yet."""
         return self._epoch.plan.at(self._epoch.order.position_after(self._sent))
 
     def draw(self) -> DrawnRows | None:
-        """The next batch, which is on its way from now on; None: that was the last."""
+        """Draw the next batch, or return None after the last one."""
         order, step, rows = self._epoch.order, self._sent, None
         if step < order.steps:
             oldest = order.segments_span(step).start if self._epoch.plan.is_in_order else 0
@@ -184,7 +184,7 @@ class OwnedEpoch:
     def read(self, step: int, ids: NDArray[np.int64], names: tuple[str, ...]) -> Columns:
         """Gather rows into a slot: name -> array, which returns its memory when it dies.
 
-        Where rows come from the disk it begins to read those of the next batches, too.
+        If rows come from the disk it begins to read those of the next batches, too.
         """
         snapshot, begun = self._epoch.snapshot, self._begun.pop(step, None)
         self._drawn.pop(step, None)
@@ -197,7 +197,7 @@ class OwnedEpoch:
         if snapshot.temperature.is_cold:
             most = batches_ahead(self._batch_size, self._batch_size * snapshot.row_bytes)
             for each in [*self._drawn][: max(0, most - len(self._begun))]:
-                with suppress(Exception):  # it comes again as that batch is read
+                with suppress(Exception):  # the read of that batch raises it again
                     self._begun[each] = self._begin(self._drawn.pop(each), names)
         return {name: columns[name] for name in names}
 
@@ -214,7 +214,7 @@ class OwnedEpoch:
         return slots.lend(len(ids))
 
     def delivered(self, step: int) -> None:
-        """A batch has arrived, whatever came of it: let go of what no other one needs."""
+        """Count a batch as arrived, even a failed one: release segments that no other batch needs."""
         oldest = self._pending.pop(step, 0)
         self._drawn.pop(step, None)
         if self._sent == self._epoch.order.steps and not self._pending:
@@ -240,7 +240,7 @@ class OwnedEpoch:
 
 
 class _Begun(NamedTuple):
-    """Columns of a batch on their way into a slot."""
+    """Columns of a batch that are being gathered into a slot."""
 
     names: tuple[str, ...]
     slot: Slot
@@ -253,19 +253,19 @@ _stale: deque[str] = deque(maxlen=_REMEMBERED)
 
 
 def _owned_by(key: str) -> OwnedEpoch | None:
-    """The epoch of that key, if this very process draws its batches."""
+    """Return the epoch of a key, if this process draws its batches, else None."""
     found = _owned.get(key)
     return found if found is not None and found.origin.is_here else None
 
 
 def delivered(key: str, step: int) -> None:
-    """A batch has arrived, perhaps in the process that drew it."""
+    """Count a batch as arrived, perhaps in the process that drew it."""
     if (found := _owned_by(key)) is not None:
         found.delivered(step)
 
 
 class _ReopenedSnapshot:
-    """The snapshot of some rows, leased by its name: the segments that they and later ones need."""
+    """The snapshot of some rows, leased by its name: the segments that these and later rows need."""
 
     def __init__(self, rows: DrawnRows, store: Store) -> None:
         name, self._oldest = rows.snapshot, rows.oldest
@@ -292,7 +292,7 @@ class _ReopenedSnapshot:
 
 
 class _Reader:
-    """A worker's snapshot: the one that it was last asked for, until it was idle for a while."""
+    """A worker's last used snapshot, until it was idle for a while."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # taken by `with`: Ctrl-C can leave a condition's own locked
@@ -304,7 +304,7 @@ class _Reader:
         forgets_in_child(self)
 
     def forget_in_child(self) -> None:
-        """Begin anew: the lock may be held by a thread that stayed behind."""
+        """Begin anew: a thread that stayed behind may hold the lock."""
         self.__init__()  # type: ignore[misc]
 
     def read(self, rows: DrawnRows, store: Store, columns: tuple[str, ...]) -> Columns:

@@ -1,9 +1,9 @@
 """Structure: batches of any nesting, taken apart into leaves and put together again.
 
-A leaf is what goes to a device: a tensor, a NumPy array, or an object with a `to` method of its own. Dicts
+A leaf goes to a device: a tensor, a NumPy array, or an object with a `to` method of its own. Dicts
 and other mappings, lists, tuples, NamedTuples, dataclasses, TensorDicts and nested tensors of jagged layout
-are taken apart; whatever else is in a batch (text, numbers, None) stays as it is. Pure: nothing given is
-changed, and what holds no leaf is the same object afterwards, but for a dict, which is made anew.
+are taken apart; anything else in a batch (text, numbers, None) stays as it is. Pure: no argument is
+changed. A node without leaves is the same object afterwards, except for a dict, which is made anew.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import torch
 #: Puts a batch together again, of its new leaves by number.
 Build = Callable[[Any], Any]
 Make = Callable[[Sequence[Any]], Any]
-Opened = tuple[Sequence[Any], Make]  # what is in a node, and what makes one like it of other items
+Opened = tuple[Sequence[Any], Make]  # the items of a node, and a function that makes a like node of others
 
 
 def take_apart(batch: Any, leaves: list[Any]) -> Build:
-    """Find the leaves of a batch. What occurs twice is one leaf.
+    """Find the leaves of a batch. A leaf that occurs twice is found once.
 
     Args:
-        leaves: they are appended to this.
+        leaves: the list to append the leaves to.
     """
     return _Taking(leaves, to_split=False).apart(batch)
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Parts of a batch, nearly equal, one after another along dimension 0 of its tensors: views.
+    """Split a batch into nearly equal parts, one after another along dimension 0 of its tensors: views.
 
-    Tensors without dimensions, and what is no tensor, go into each part; a list of as many values
+    Tensors without dimensions, and objects that are no tensors, go into each part; a list with as many values
     as the batch has rows is split like a tensor.
-    Raises: ValueError: tensors of different lengths, or nothing that could be split; fewer rows than
+    Raises: ValueError: tensors of different lengths, or nothing to split; fewer rows than
         parts.
     """
     leaves: list[Any] = []
@@ -66,7 +66,7 @@ class _Taking:
     """Takes one batch apart.
 
     Args:
-        to_split: leaves are what has rows: jagged tensors and TensorDicts in whole, and plain lists.
+        to_split: leaves are all objects with rows: jagged tensors and TensorDicts in whole, and plain lists.
     """
 
     def __init__(self, leaves: list[Any], *, to_split: bool) -> None:
@@ -99,7 +99,7 @@ class _Taking:
         return _Same(node)
 
     def _made(self, items: Sequence[Any], make: Make, node: Any = None) -> Build:
-        """What `make` makes of new items; `node`, if there is one, where no item has a leaf."""
+        """Make a node of new items; the old `node`, if given, if no item has a leaf."""
         if {*map(type, items)} == {torch.Tensor}:  # the usual ones, quicker
             numbers = self._numbered(items)
             return lambda new: make([*map(new.__getitem__, numbers)])
@@ -113,7 +113,7 @@ class _Taking:
         return lambda new: new[number]
 
     def _numbered(self, leaves: Sequence[Any]) -> list[int]:
-        """Their numbers: that of one which was there before, or the next one."""
+        """Return the number of each leaf, the old one if it was found before."""
         known, count = self._numbers, len(self._leaves)
         numbers = [known.setdefault(id(leaf), len(known)) for leaf in leaves]
         new = {number: leaf for number, leaf in zip(numbers, leaves, strict=True) if number >= count}
@@ -122,7 +122,7 @@ class _Taking:
 
 
 class _Same:
-    """What has no leaf."""
+    """An object without leaves."""
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -152,7 +152,7 @@ def _of_tensordict(node: Any) -> Opened:
     def make(new: Sequence[Any]) -> Any:
         following = iter(new)
         where = next((each.device for each in new if isinstance(each, torch.Tensor)), node.device)
-        return node.apply(lambda _: next(following), device=where)  # else it says that it is elsewhere
+        return node.apply(lambda _: next(following), device=where)  # else the result names another device
 
     return items, make
 
@@ -166,7 +166,7 @@ def _of_mapping(node: Mapping[Any, Any]) -> Opened:
             return new
         if isinstance(node, dict) or hasattr(node, "__copy__"):
             changed = copy.copy(node)
-        else:  # a plain copy would share the dict inside, and what is written to it
+        else:  # a plain copy would share the inner dict, and writes to it
             changed = copy.deepcopy(node, {id(item): item for item in node.values()})
         changed.update(new)
         return changed
@@ -179,21 +179,21 @@ def _of_sequence(node: Any) -> Opened:
 
 
 def _of_dataclass(node: Any) -> Opened:
-    """A copy with new values: neither __init__ nor __post_init__ runs again."""
+    """Copy a dataclass with new values: neither __init__ nor __post_init__ runs again."""
     names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
     def make(items: Sequence[Any]) -> Any:
         changed = copy.copy(node)
         for name, item in zip(names, items, strict=True):
-            object.__setattr__(changed, name, item)  # a frozen one, too
+            object.__setattr__(changed, name, item)  # also a frozen one
         return changed
 
     return [getattr(node, name) for name in names], make
 
 
 def _is_jagged(tensor: torch.Tensor) -> bool:
-    """Whether a nested tensor is no more than values and offsets, its rows one after another."""
-    nested: Any = tensor  # torch's stubs do not know what only nested tensors have
+    """True if a nested tensor consists of values and offsets alone, its rows one after another."""
+    nested: Any = tensor  # torch's stubs lack the attributes of nested tensors
     return bool(
         tensor.layout == torch.jagged
         and isinstance(tensor.shape[1], torch.SymInt)  # else it is transposed, and so are its values
@@ -203,7 +203,7 @@ def _is_jagged(tensor: torch.Tensor) -> bool:
 
 
 def _length(leaf: Any) -> int | None:
-    """The rows of a leaf; None: it goes into each part.
+    """Return the rows of a leaf, or None if it goes into each part.
 
     Raises: ValueError: it cannot be cut.
     """
@@ -221,10 +221,11 @@ def _length(leaf: Any) -> int | None:
 
 
 def _rows(leaf: Any, start: int, stop: int, rows: int, cut: dict[int, torch.Tensor]) -> Any:
-    """Some rows of a leaf.
+    """Return some rows of a leaf.
 
     Args:
-        cut: offsets of these rows, by the id of the whole ones: torch takes no others for the same lengths.
+        cut: offsets of these rows, by the id of the whole ones: torch requires the same object for the same
+            lengths.
     """
     if isinstance(leaf, list):
         return leaf[start:stop] if len(leaf) == rows else leaf

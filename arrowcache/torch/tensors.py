@@ -1,7 +1,8 @@
 """Tensors: an array, a column or a leaf of a batch as a torch tensor over the same host memory.
 
-Numbers keep their values, or are refused: what a tensor cannot be over (a reversed, read-only or
-unaligned array, one of foreign byte order) is copied; what it would lose (a mask) is a TypeError.
+Numbers keep their values, or are refused. An array that a tensor cannot be over (a reversed, read-only or
+unaligned array, one of foreign byte order) is copied; an array that would lose values (by a mask) is a
+TypeError.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from arrowcache.reading.values import Values
 
 
 def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """An array's numbers as a tensor, over the same memory if that is possible.
+    """Return an array's numbers as a tensor, over the same memory if possible.
 
     Raises: TypeError: torch has no such dtype, or the array is masked.
     """
@@ -40,11 +41,11 @@ def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def to_tensor(values: Any, kind: FieldType | None) -> Any:
-    """A column of a batch as a tensor over the same memory; lists and tensors pass as they are.
+    """Return a column of a batch as a tensor over the same memory; lists and tensors are returned unchanged.
 
     Args:
-        values: what a NumPy loader yields, or what a transform made of it.
-        kind: the column's type; None: a column that a transform added.
+        values: a column of a NumPy loader, or of the result of a transform.
+        kind: the column's type, or None for a column that a transform added.
     Raises: as `tensor_over`.
     """
     if isinstance(values, Values):
@@ -54,23 +55,23 @@ def to_tensor(values: Any, kind: FieldType | None) -> Any:
 
 
 def import_nested() -> None:
-    """Have torch import its nested tensors: it takes most of a second, and does it for the first of them."""
+    """Have torch import its nested tensors ahead: the import takes most of a second."""
     torch.nested.nested_tensor_from_jagged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
 
 
 def source_of(leaf: Any) -> torch.Tensor | None:
-    """A leaf of a batch as a plain host tensor, to be copied to a device byte by byte.
+    """Return a leaf of a batch as a plain host tensor, to be copied to a device byte by byte.
 
-    Returns: None: it is moved by a `to` of its own, or stays as it is.
-    Raises: TypeError: it has no values, or would lose some.
+    Returns: the tensor, or None if the leaf has a `to` of its own, or does not move.
+    Raises: TypeError: the leaf has no values, or would lose some.
     """
-    # a subclass has more to it than its bytes
+    # a subclass has more than its bytes
     if type(leaf) is torch.Tensor and leaf.is_cpu and leaf.layout is torch.strided:
         return None if leaf.requires_grad or leaf.is_nested or leaf.dtype in _ODD_DTYPES else leaf
     if isinstance(leaf, np.ndarray):
         try:
             return tensor_over(leaf)
-        except TypeError:  # text, dates, objects: they stay
+        except TypeError:  # text, dates, objects do not move
             if is_masked(leaf):
                 raise
             return None
@@ -83,10 +84,10 @@ def source_of(leaf: Any) -> torch.Tensor | None:
 
 
 def move(leaf: Any, device: torch.device, *, waits: bool) -> Any:
-    """A leaf on a device, by its own `to`; what has none stays.
+    """Return a leaf on a device, by its own `to`; a leaf without one unchanged.
 
     Args:
-        waits: for the copy; else only where the leaf does not let itself be told not to.
+        waits: wait for the copy. Otherwise wait only for leaves whose `to` has no non_blocking.
     """
     if not hasattr(leaf, "to"):
         return leaf
@@ -98,7 +99,7 @@ def move(leaf: Any, device: torch.device, *, waits: bool) -> Any:
 
 
 def pinned(leaf: Any) -> Any:
-    """A leaf in pinned memory, by its own `pin_memory`; itself, if it has none or cannot."""
+    """Return a leaf in pinned memory, by its own `pin_memory`, or itself if this is impossible."""
     try:
         return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
     except (RuntimeError, NotImplementedError):  # such as tensors of many layouts
@@ -107,7 +108,7 @@ def pinned(leaf: Any) -> Any:
 
 @functools.cache
 def _can_be_late(kind: Hashable) -> bool:
-    """Whether the `to` of a class takes `non_blocking`, and its `pin_memory` makes that safe."""
+    """True if the `to` of a class takes `non_blocking`, and its `pin_memory` makes that safe."""
     if not hasattr(kind, "pin_memory"):
         return False
     try:
@@ -120,7 +121,7 @@ def _can_be_late(kind: Hashable) -> bool:
 
 
 def _is_odd(dtype: torch.dtype) -> bool:
-    """Whether torch does not copy and lend it as bytes: what is quantized, or less than a byte."""
+    """True if torch does not copy and lend this dtype as bytes: it is quantized, or less than a byte."""
     try:
         tensor = torch.zeros(16, dtype=torch.uint8, device="cpu").view(dtype)
         from_dlpack(to_dlpack(tensor)).copy_(tensor)
@@ -135,7 +136,7 @@ _ODD_DTYPES = frozenset(
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill one run of memory, in whatever order of dimensions."""
+    """True if the elements fill one run of memory, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -149,7 +150,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def strides_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a copy without holes: the tensor's own, where it has none."""
+    """Return the strides of a copy without holes: the tensor's own, if it has none."""
     if is_dense(tensor):
         return tensor.stride()
     strides, step = [], 1

@@ -1,13 +1,13 @@
 """Transport: how finished batches travel out of a DataLoader's worker.
 
-torch puts tensors into files of /dev/shm, in the thread that sends: where there is no room for them, or
-what was made cannot be pickled, that thread prints a traceback, and the consumer waits for ever. Here
-tensors travel in memory without a name, as a worker of ours sends them, and what cannot be sent becomes
+torch puts tensors into files of /dev/shm, in the thread that sends. If they have no room there, or
+the result cannot be pickled, that thread prints a traceback, and the consumer waits for ever. Here
+tensors travel in memory without a name, as in this library's workers. A result that cannot be sent becomes
 an exception, which torch raises in the consumer. So does an exception of a class that cannot be sent.
 
-What a worker made is a `Batch` (a dict) or a `Result` (anything else) until it is in the consumer's hands.
-Guarantees: torch's default_collate and default_convert leave both as they are; to a collate function of the
-user's a `Batch` is a dict; unpickling never raises an Exception, which would kill torch's pin-memory thread,
+A worker's result is a `Batch` (a dict) or a `Result` (anything else) until the consumer has it.
+Guarantees: torch's default_collate and default_convert leave both unchanged; for a user's collate function
+a `Batch` is a dict; unpickling never raises an Exception, which would kill torch's pin-memory thread,
 but returns its ExceptionWrapper.
 """
 
@@ -36,7 +36,7 @@ class Batch(dict[str, Any]):
     """A batch; unpickled as a plain dict.
 
     Args:
-        arrival: of its rows; None: nobody is told when it arrives.
+        arrival: of its rows. None means that nobody is told of it.
     """
 
     def __init__(self, batch: dict[str, Any], arrival: Arrival | None = None) -> None:
@@ -49,7 +49,7 @@ class Batch(dict[str, Any]):
         raise KeyError(name)
 
     def __copy__(self) -> dict[str, Any]:
-        """By default_convert, which fills it anew."""
+        """Copy for default_convert, which fills the copy anew."""
         return dict(self) if get_worker_info() is None else Batch(self, self._arrival)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -57,7 +57,7 @@ class Batch(dict[str, Any]):
 
 
 class Result:
-    """What a transform made that is no dict; unpickled as just that.
+    """A transform's result that is no dict; it is unpickled unwrapped.
 
     Args:
         arrival: as of `Batch`.
@@ -79,7 +79,7 @@ class Result:
 
 
 def made(result: Any, arrival: Arrival | None = None) -> Batch | Result:
-    """What was made here, for a collate function."""
+    """Wrap a result for a collate function."""
     return Batch(result, arrival) if type(result) is dict else Result(result, arrival)
 
 
@@ -93,7 +93,7 @@ def _received(arrival: Arrival | None, packed: bytes | ExceptionWrapper) -> Any:
 
 
 def collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG001
-    """For torch's default_collate: in a worker pickling does the rest; without one it is the consumer's."""
+    """Collate for torch's default_collate. In a worker pickling does the rest; else the consumer has it."""
     if isinstance(batch, list):  # of an IterableDataset: DataLoader's default batch_size is 1
         if isinstance(batch[0], Result):
             return Result(default_collate([each.result for each in batch]))  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ default_collate_fn_map[Result] = collate
 
 
 def pack(content: object) -> bytes | ExceptionWrapper:
-    """What `unpack` has in another process; or, where that cannot be, why."""
+    """Pack content for `unpack` in another process, or return the exception that prevents it."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(content)
@@ -123,20 +123,20 @@ def pack(content: object) -> bytes | ExceptionWrapper:
 
 
 def unpack(packed: bytes | ExceptionWrapper) -> Any:
-    """The content, or the exception as torch takes it."""
+    """Return the content, or the exception in torch's wrapper."""
     return ForkingPickler.loads(packed) if isinstance(packed, bytes) else packed
 
 
 def failure(where: str) -> ExceptionWrapper:
-    """The exception that is being handled, as a value, which torch raises in the consumer."""
+    """Return the current exception as a value, which torch raises in the consumer."""
     wrapper = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
     if not _can_be_sent(wrapper.exc_type):
-        wrapper.exc_type = WorkerError  # the text has it all
+        wrapper.exc_type = WorkerError  # the text has all of it
     return wrapper
 
 
 def sendable(error: Exception) -> Exception:
-    """An exception for torch to send: itself, or one with its text, where its class cannot be pickled."""
+    """Return an exception that torch can send: itself, or its text if its class cannot be pickled."""
     if _can_be_sent(type(error)):
         return error
     return WorkerError(f"{type(error).__qualname__}: {error}")
@@ -151,7 +151,7 @@ def _can_be_sent(kind: object) -> bool:
 
 
 class _Pickler(ForkingPickler):
-    """torch's, but for where the memory of tensors comes from."""
+    """torch's pickler, with other memory for tensors."""
 
     def reducer_override(self, thing: Any) -> Any:
         if (
@@ -166,13 +166,13 @@ class _Pickler(ForkingPickler):
 
 
 def _shared(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A copy in memory that another process can map."""
+    """Return a copy in memory that another process can map."""
     fd = linux.anonymous_file()
     try:
-        os.posix_fallocate(fd, 0, storage.nbytes())  # an error, where a page that cannot be had is SIGBUS
+        os.posix_fallocate(fd, 0, storage.nbytes())  # raises, where an unavailable page would be a SIGBUS
         make = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]  # torch's own use it
         copy: torch.UntypedStorage = make(fd, storage.nbytes())
     finally:
-        os.close(fd)  # it has its own
+        os.close(fd)  # the mapping has its own
     copy.copy_(storage)
     return copy

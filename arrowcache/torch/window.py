@@ -1,21 +1,21 @@
 """Window: shuffles the rows of an epoch on the device.
 
-reading/window.py says how an epoch comes: runs of rows in the order of their files, and steps, the places
-of rows. `DevicePrefetcher` brings both, as it brings any batch: in large copies, on its copy stream, some
+reading/window.py gives an epoch as runs of rows in the order of their files, and steps, the places
+of rows. `DevicePrefetcher` copies both, like any batch: in large copies, on its copy stream, some
 ahead, into memory of its own. Here a run is copied into the ring, and a step's rows are selected from it,
 into memory of the step's own: so batches are safe to keep, and the order is the host's, bit for bit.
 
-The ring is of its consumer's stream: only what that is given reads or writes it, in that order. So no event a
-step is needed, and nothing waits for anything, but where the consumer goes over to another stream: that goes
-on after the one before. The price is that each row is copied once more, at the speed of the device's memory.
+The ring belongs to its consumer's stream: only work of this stream reads or writes it, in order. So no event
+a step is needed, and nothing waits, except where the consumer changes to another stream, which goes on after
+the one before. The price is that each row is copied once more, at the speed of the device's memory.
 
 Invariants, beside those of lane.py, which tests/adapters/test_torch_window.py holds against a device in
 software:
 
-1. A stream reads or writes the ring after all that the stream before it was given to do there.
-2. The ring's memory is used anew after what any stream was given to do there. No device is called where it
+1. A stream reads or writes the ring after all work there that the stream before it was given.
+2. The ring's memory is reused after all work there that any stream was given. No device is called where it
    dies.
-3. A step is selected only if all runs before it came, in their order. Else its epoch ends with an error.
+3. A step is selected only if all runs before it came, in order. Otherwise its epoch ends with an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from arrowcache.torch.iteration import Iteration
 from arrowcache.torch.lane import Turn
 from arrowcache.units import format_bytes
 
-_WORDS = (torch.int64, torch.int32, torch.int16)  # a row is selected in the widest that it is made of
+_WORDS = (torch.int64, torch.int32, torch.int16)  # widest first: a row is selected in whole words
 
 
 class _Column(NamedTuple):
@@ -54,17 +54,17 @@ class _Column(NamedTuple):
 
 
 class Ring:
-    """Rows on a device, so many at a time. One thread at a time calls it."""
+    """Rows on a device, in a ring. One thread at a time calls it."""
 
     def __init__(self, backend: Backend, rows: int) -> None:
         self._backend, self._rows = backend, rows
         self._columns: dict[str, _Column] = {}
-        self._stream: Stream = None  # that it was used on last
+        self._stream: Stream = None  # the stream of its last use
         self._events: dict[Stream, Event] = {}
         self._retained: set[Stream] = set()
         self._origin = Origin()
         self._is_dropped = False
-        self.batches = 0  # that were selected, or came as they are
+        self.batches = 0  # selected ones, and those that came complete
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +75,7 @@ class Ring:
         return len(self._columns)
 
     def put(self, run: Run) -> None:
-        """Copy a run, which is on the device, to its place.
+        """Copy a run on the device to its place.
 
         Raises: OutOfMemoryError: the device has no memory for the ring.
         """
@@ -91,9 +91,9 @@ class Ring:
             self._backend.copy(pairs, here)
 
     def select(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The rows at some places, (n,) int64 on the device: (n, *shape) a column, for the current stream.
+        """Return the rows at places, (n,) int64 on the device: (n, *shape) a column, for the current stream.
 
-        Raises: OutOfMemoryError: the device has no memory for them.
+        Raises: OutOfMemoryError: the device has no memory for the result.
         """
         here, count, columns = self._here(), len(places), self._columns
         pairs, found = [], {}
@@ -101,13 +101,13 @@ class Ring:
             for name, (_, words, row_bytes, dtype, row_shape) in columns.items():
                 memory = self._backend.memory(count * row_bytes, here)
                 pairs.append((memory.view(words.dtype).view(count, -1), words))
-                # which is no view, as one of `memory` would be
+                # no view, as one of `memory` would be
                 found[name] = from_dlpack(to_dlpack(memory.view(dtype).view(count, *row_shape)))
             self._backend.select(pairs, places, here)
         return found
 
     def drop(self) -> None:
-        """Let go of its memory, for ever. Calls no device. Idempotent."""
+        """Release its memory, for ever. Calls no device. Idempotent."""
         self._is_dropped = True
         if not self._origin.is_here:
             keep(self._columns, self._events)
@@ -117,7 +117,7 @@ class Ring:
         self.drop()
 
     def _here(self) -> Stream:
-        """The current stream, which goes on after the one on which the ring was used last."""
+        """Return the current stream, which goes on after the stream of the ring's last use."""
         if self._is_dropped:  # by another thread, which ended the epoch
             raise StopIteration
         here, before = self._backend.current_stream(), self._stream
@@ -159,7 +159,7 @@ class Ring:
 class WindowDelivery(Delivery):
     """A source of runs and steps. A step counts as delivered by `count`, once it is selected."""
 
-    _receipt: ReadyBatch | None = None  # of what was lent last
+    _receipt: ReadyBatch | None = None  # of the last lent step
 
     def __init__(
         self, epoch: BatchStream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
@@ -172,7 +172,7 @@ class WindowDelivery(Delivery):
             super().deliver(None)
 
     def count(self) -> None:
-        """The consumer gets the step that was lent last. Raises: as `Delivery.deliver`."""
+        """Count the last lent step as delivered. Raises: as `Delivery.deliver`."""
         super().deliver(self._receipt)
 
 
@@ -180,14 +180,14 @@ class WindowEpoch:
     """The batches of an epoch whose rows are shuffled on the device. Dropping it ends the epoch.
 
     Args:
-        delivery, found: runs and steps of the epoch, and the same on the device.
-        ring: there. Nobody else uses it before this has ended.
-        names: of the columns, in their order.
+        delivery, found: runs and steps of the epoch, before and after their copy.
+        ring: a ring on the device, which nobody else uses before this has ended.
+        names: names of the columns, in their order.
     """
 
     def __init__(self, delivery: WindowDelivery, found: Iteration, ring: Ring, names: Sequence[str]) -> None:
         self._delivery, self._found, self._ring, self._names = delivery, found, ring, names
-        self._number = 0  # of the run or step that comes next
+        self._number = 0  # of the next run or step
         self._turn = Turn()
 
     def __iter__(self) -> WindowEpoch:
@@ -216,14 +216,14 @@ class WindowEpoch:
             self._turn.leave()
 
     def close(self) -> None:
-        """End the epoch: as `Iteration.close`."""
+        """End the epoch, as `Iteration.close`."""
         self._found.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an epoch on a device cannot be pickled or copied")
 
     def _come(self, found: Run | Step) -> Batch | None:
-        """The batch of a step; None: it was a run."""
+        """Return the batch of a step, or None for a run."""
         if found.number != self._number:
             raise RuntimeError("this epoch was interrupted, and its rows are lost: iterate anew")
         batch = None
@@ -244,7 +244,7 @@ def _row_bytes(rows: torch.Tensor) -> int:
 
 
 def _finished(finish: Callable[[Batch], Batch], found: Run | Step) -> Run | Step:
-    """A run or step of tensors."""
+    """Return a run or step made of tensors."""
     if isinstance(found, Run):
         return found._replace(columns=finish(found.columns))
     places = None if found.places is None else torch.from_numpy(found.places)

@@ -341,6 +341,14 @@ def test_every_module_says_what_it_is():
         assert ast.get_docstring(parsed(path)), module
 
 
+@pytest.mark.parametrize("module", [name for name in MODULES if part_of(name) != "explore"])
+def test_a_docstring_is_a_sentence_or_a_noun_not_a_clause(module):
+    clauses = ("What", "Whether", "That", "Where", "How", "Who", "Which")
+    texts = [node.value for node in ast.walk(parsed(MODULES[module])) if isinstance(node, ast.Expr)]
+    for text in (each.value for each in texts if isinstance(each, ast.Constant)):
+        assert str(text).partition(" ")[0] not in clauses, text
+
+
 @pytest.mark.slow
 def test_the_package_runs_as_the_command_does():
     runs = [

@@ -78,4 +78,6 @@ def test_every_public_name_is_asked_for(check):
     names = check["public_names"]()
     assert {*names["arrowcache"], *names["arrowcache.errors"]} == {*arrowcache.__all__}
     assert names["arrowcache.explore"] == arrowcache.explore.__all__
-    assert names.keys() >= {f"arrowcache.{name}" for name in ("ray", "sampling.sources", "tensorflow", "torch")}
+    assert names.keys() >= {
+        f"arrowcache.{name}" for name in ("ray", "sampling.sources", "tensorflow", "torch")
+    }

@@ -1,10 +1,10 @@
-"""Batch maker: makes batches in a worker process: gathers, transforms, and has the result lie in slots.
+"""Batch maker: makes batches in a worker process: gathers rows, transforms them, puts the result in slots.
 
 It owns the worker's own lease and mappings of the snapshot that the main process made, and the
 unpickled transform. Rows are gathered straight into slots. A column that a transform returns, changed in
 place or not, is not copied.
 
-Guarantees: it leases before it reads, and lets go of an epoch that ended before it leased; a process that its
+Guarantees: it leases before it reads, and releases an epoch that ended before the lease; a process that its
 transform forks answers nothing. It never imports a framework by itself.
 """
 
@@ -40,7 +40,7 @@ Batch = dict[str, Any]
 
 
 class _CheckedStore(Store):
-    """A store whose segments' bytes the main process has checked, where that is due, before it named them."""
+    """A store without byte checks: the main process has made them before it named the segments."""
 
     def suspect_below(self) -> int:
         return 0
@@ -51,8 +51,8 @@ class BatchMaker:
 
     Args:
         slots: memory for batches.
-        settings: as the main process' RemoteAssembly wrote them.
-        transform: packed; empty: none.
+        settings: settings from the main process' RemoteAssembly.
+        transform: packed transform; empty means none.
     """
 
     def __init__(self, slots: WorkerSlots, settings: Mapping[str, Any], transform: bytes) -> None:
@@ -71,7 +71,7 @@ class BatchMaker:
             if name in schema.fixed
         }
         self._meter, self._temperature = Meter(), Temperature()
-        self._failure: Exception | None = None  # to begin the epoch
+        self._failure: Exception | None = None  # an error of `begin`, for the first `make`
         self._snapshot: Snapshot | None = None
         self._epoch = 0
         self._known: dict[int, SegmentInfo] = {}
@@ -92,25 +92,23 @@ class BatchMaker:
                 before.close()
 
     def map_ahead(self) -> None:
-        """Map all of the epoch, unless that was done: it then goes on without the folder."""
+        """Map all segments of the epoch, unless that was done: it then needs the folder no more."""
         if not self._is_mapped and self._snapshot is not None:
             self._is_mapped = True
-            with suppress(MemoryError):  # each batch says so
+            with suppress(MemoryError):  # each batch reports it
                 self._snapshot.map_ahead()
 
     def drop(self) -> None:
-        """Let go of an epoch that has ended."""
+        """Release an epoch that has ended."""
         if self._snapshot is not None and self._slots.is_over(self._epoch):
             self._snapshot.close()
             self._snapshot = None
 
     def close(self) -> None:
-        """Let go of everything."""
         if self._snapshot is not None:
             self._snapshot.close()
 
     def make(self, request: Message) -> Message:
-        """Make the batches of a request. Returns: the answer."""
         number, ids = request["id"], np.frombuffer(request["data"], np.int64)
         self._slots.begin(request["returned"])
         snapshot = None if self._slots.is_over(request["epoch"]) else self._snapshot
@@ -150,7 +148,7 @@ class BatchMaker:
         try:
             return self._transform(batch)
         finally:
-            if not self._origin.is_here:  # forked by the transform, which had both come back
+            if not self._origin.is_here:  # forked by the transform: only one of the two may answer
                 os._exit(0)
 
     def _begin(self, epoch: int, packed: bytes) -> None:
@@ -160,21 +158,21 @@ class BatchMaker:
             return
         span = self._store.folder.lease_lock, segments[0].seq, segments[-1].seq
         try:
-            lease = Lease(*span)  # nobody evicts what the main process leases
-        except OSError:  # but perhaps what it has passed already
+            lease = Lease(*span)  # nobody evicts segments that the main process leases
+        except OSError:  # except those that it has released already
             with self._store.locked():
                 lease = Lease(*span)
-        if self._slots.is_over(epoch):  # else the main process held its lease while we took ours
+        if self._slots.is_over(epoch):  # else the main process held its lease while this one was taken
             lease.close()
             return
         before, self._snapshot = self._snapshot, Snapshot(self._store, segments, lease)
         self._epoch, self._snapshot.temperature = epoch, self._temperature
         if before is not None:
-            before.close()  # after the new one has claimed what both read: that stays mapped
+            before.close()  # last: segments of both snapshots stay mapped
         self._is_mapped = False
 
     def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64]) -> tuple[Batch, int]:
-        """The rows, and how many bytes they have."""
+        """Return the rows, and their bytes."""
         view = None
         if self._viewer is not None and self._viewer.names and (np.diff(ids) == 1).all():
             view = snapshot.view(int(ids[0]), len(ids), self._viewer)

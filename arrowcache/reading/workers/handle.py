@@ -1,9 +1,9 @@
-"""Worker handle: one worker process as the main process deals with it.
+"""Worker handle: the main process' side of one worker process.
 
-It owns the process and the memory that both have. It knows which requests the worker is to answer, in which
-order, and which of its slots are in use here: the next request names those that have come back. A message
-that cannot be sent or understood ends the process, with a reason; `how_it_ended` tells it then. One thread
-listens; any may tell it something.
+It owns the process and the memory that they share. It knows the worker's open requests in their
+order, and the slots in use here: the next request names the slots that have come back. A message
+that cannot be sent or understood ends the process, with a reason, which `how_it_ended` returns. One thread
+listens; any may send a message.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Finished(NamedTuple):
 
 
 class Request(Future[Finished]):
-    """Rows to be made into batches. It ends once: delivered, failed or skipped.
+    """Rows to be made into batches. A request ends once: delivered, failed or skipped.
 
-    `serial` is its place in the order of all requests. Segments of the epoch before `oldest` may be let go.
-    `deaths` are of workers, while they made it.
+    `serial` is its place in the order of all requests. Segments of the epoch before `oldest` may be released.
+    `deaths` are deaths of workers that were making it.
     """
 
     def __init__(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int, serial: int) -> None:
@@ -64,12 +64,11 @@ class Request(Future[Finished]):
         self.deaths = 0
 
     def deliver(self, finished: Finished) -> None:
-        """End it with its batches."""
         if self.begin():
             self.set_result(finished)
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error, though a worker may be at it still."""
+        """End it with an error, even if a worker is still making it."""
         if self.begin():
             self.set_exception(error)
 
@@ -78,8 +77,8 @@ class WorkerHandle:
     """A worker process.
 
     Args:
-        workers: how many there are to be.
-    Raises: OSError: no process, or no descriptor, can be had.
+        workers: number of workers of the pool.
+    Raises: OSError: no process, or no descriptor, is available.
     """
 
     def __init__(self, workers: int) -> None:
@@ -87,15 +86,15 @@ class WorkerHandle:
         self._words = self._memory.words
         self.process = WorkerProcess(_MAIN, self._memory.fd, environment=one_thread())
         self.asked: deque[Request] = deque()
-        self.drops: deque[Future[None]] = deque()  # of those who wait until it has let go
+        self.drops: deque[Future[None]] = deque()  # futures of `drop`, in order
         self.is_ready = False
         self.allocated_bytes = self.growths = 0
         self._lent: set[Loan] = set()
-        self._returned: deque[Loan] = deque()  # the only thing that the end of an array touches
-        self._trouble = ""  # why it was ended here
+        self._returned: deque[Loan] = deque()  # the end of an array touches this alone
+        self._trouble = ""  # why this process ended it
 
     def ask(self, request: Request) -> None:
-        """Have it make the batches of a request."""
+        """Send a request to it."""
         returned = []
         with suppress(IndexError):
             while True:
@@ -113,14 +112,14 @@ class WorkerHandle:
         self.tell(message, request.ids.tobytes())
 
     def drop(self) -> Future[None]:
-        """Have it let go of epochs that have ended. Returns: what ends when it has, or has ended itself."""
+        """Have it release epochs that have ended. Returns: a future that ends when it has, or at its end."""
         done: Future[None] = Future()
         self.drops.append(done)
         self.tell({"do": "drop"})
         return done
 
     def finished(self, answer: Message) -> Finished:
-        """The batches that it has made. It leaves them alone until it is told that all arrays are gone."""
+        """Return the batches of an answer. The worker does not touch them while arrays over them live."""
         self.allocated_bytes, self.growths = answer["memory"]
         columns = [
             (name, kind, [self._array(*place) for place in places])
@@ -129,10 +128,10 @@ class WorkerHandle:
         return Finished(columns, answer["nbytes"], answer["seconds"])
 
     def tell(self, message: Message, data: bytes = b"") -> None:
-        """Send a message. Where that fails, the process has ended, or is ended here."""
+        """Send a message. If that fails, the process has ended, or is ended here."""
         try:
             self.process.channel.send(message, data)
-        except (BrokenPipeError, ConnectionResetError):  # it has died: its watch tells
+        except (BrokenPipeError, ConnectionResetError):  # it has died: its watch reports that
             pass
         except BlockingIOError:  # it has stopped, or is at one batch for very long
             self._end("it had read none of hundreds of messages")
@@ -140,15 +139,15 @@ class WorkerHandle:
             self._lose(WorkerError(f"a worker process could not be told what to do: {explained(error)}"))
 
     def hear(self) -> Message | None:
-        """The next message of it; None: there is no other: it has ended, or is to be ended.
+        """Return its next message, or None if it has ended, or is to be ended.
 
-        Blocks: until then.
+        Blocks: until a message or the end.
         """
         try:
             received = self.process.hear()
             if received is not None and "say" not in received:
                 raise ValueError("a dict that says nothing")
-        except WorkerError as error:  # it may have been about anything
+        except WorkerError as error:  # its request is unknown
             self._lose(error)
             return None
         except ValueError as error:
@@ -157,29 +156,29 @@ class WorkerHandle:
         return received
 
     def end(self, seconds: float) -> None:
-        """End it, unless it does so by itself in this time; give up its descriptors."""
+        """End it, unless it ends by itself in this time; close its descriptors."""
         if not (self.process.wait(seconds) or self._trouble):
             self._trouble = f"was ended here: it closed its connection: {_MEDDLING}"
         self.process.end()
         self.process.close()
 
     def end_epoch(self, epoch: int) -> None:
-        """Have it make nothing more for an epoch, or for one before it; it sees that at once."""
+        """Stop it from making batches for an epoch, and for all before it; the worker sees this at once."""
         self._words[ENDED] = epoch
 
     @property
     def stage(self) -> tuple[str, float] | None:
-        """The stage that it is at, and since when, by `time.perf_counter`; None: none."""
+        """Return its stage and since when, by `time.perf_counter`, or None."""
         word = int(self._words[PROGRESS])
         return (STAGES_OF_WORKERS[word % 4], word // 4 / 1e9) if word else None
 
     @property
     def arrays_in_use(self) -> int:
-        """The number of arrays over its slots that are alive here."""
+        """Return the number of living arrays over its slots in this process."""
         return len(self._lent) - len(self._returned)
 
     def how_it_ended(self) -> str:
-        """Its end in words, for messages."""
+        """Describe its end, for messages."""
         return self._trouble or self.process.how_it_ended()
 
     def _array(self, dtype: str, shape: list[int], offset: int) -> NDArray[Any]:
@@ -193,7 +192,7 @@ class WorkerHandle:
         return array_over(owner, kind, shape)
 
     def _lose(self, error: WorkerError) -> None:
-        for request in list(self.asked):  # others may ask meanwhile
+        for request in list(self.asked):  # others may add requests meanwhile
             request.fail(error)
         self._end(str(error))
 

@@ -20,7 +20,7 @@ from arrowcache.arrow.convert import is_masked
 from arrowcache.reading.values import Values, bytes_of
 
 ARRAY, VALUES, STR, BYTES = "array", "values", "str", "bytes"
-SCALAR, NUMBER = "scalar", "number"  # NumPy's, Python's
+SCALAR, NUMBER = "scalar", "number"  # NumPy's scalars, Python's numbers
 _WAY_OUT = (
     "a worker process hands over ndarrays, numbers, Values(data, offsets), lists of str and lists of bytes: "
     "return one of these, or pass worker_type='thread'"
@@ -36,9 +36,9 @@ class Packed(NamedTuple):
 
 
 def pack(batch: object) -> list[Packed]:
-    """A batch's columns as arrays; those of ndarrays are the arrays themselves.
+    """Return a batch's columns as arrays; ndarrays are not copied.
 
-    Raises: TypeError: a column cannot travel; the message says what to do.
+    Raises: TypeError: a column cannot be sent; the message says what to do.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(
@@ -61,7 +61,7 @@ def _pack_column(name: object, value: object) -> Packed:
     if type(value) in (bool, int, float):
         return Packed(name, NUMBER, [_plain(name, np.asarray(value))])
     if isinstance(value, list):
-        if all(isinstance(item, str) for item in value):  # also of none
+        if all(isinstance(item, str) for item in value):  # also of an empty list
             return _pack_items(name, STR, [item.encode(errors="surrogatepass") for item in value])
         if all(isinstance(item, bytes) for item in value):
             return _pack_items(name, BYTES, value)
@@ -91,7 +91,7 @@ def _name(value: object) -> str:
 
 
 def unpack(kind: str, arrays: Sequence[NDArray[Any]]) -> Any:
-    """A column of a batch, from its arrays."""
+    """Return a column of a batch, made of its arrays."""
     if kind == ARRAY:
         return arrays[0]
     if kind == SCALAR:

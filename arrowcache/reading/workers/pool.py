@@ -6,8 +6,8 @@ worker that is free; else the next answer's thread does. handle.py has the reque
 process.
 
 Guarantees
-- Order: requests are begun in the order in which they were made. One that is made again comes before all
-  later ones. One that nobody wants any more is not begun.
+- Order: requests are begun in the order in which they were made. A request that is made again comes before
+  all later ones. A cancelled request is not begun.
 - Death: a request whose worker died is made again, by another worker. If three workers in a row died of it,
   it fails, and says how they died. If three processes in a row cannot even start, every request fails, unless
   another process works.
@@ -37,8 +37,8 @@ from arrowcache.shortage import explained, start
 
 _log = logging.getLogger("arrowcache")
 
-DEPTH = 2  # requests that a worker has at a time: one at work, one ready
-MOST_LOSSES = 3  # in a row: of processes that never got ready, or of those that were at one request
+DEPTH = 2  # requests of a worker at a time: one in progress, one ready
+MOST_LOSSES = 3  # in a row: of processes that never got ready, or that worked at one request
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.1, 5.0
 _GRACE_SECONDS = 1.0  # for a worker to end by itself
 _DROP_SECONDS = 1.0  # for workers to let go of what they lease
@@ -57,7 +57,7 @@ class Restarts:
         self.not_before = not_before  # no process is started sooner
 
     def lost(self, now: float, *, was_ready: bool, others_are_ready: bool) -> bool:
-        """A process was lost, or none could be had. Returns: whether to give up."""
+        """Note that a process was lost, or could not be started. Returns: True: give up."""
         self._losses += 1
         self.failed_starts = 0 if was_ready else self.failed_starts + 1
         if self.failed_starts >= MOST_LOSSES and not others_are_ready:
@@ -67,11 +67,9 @@ class Restarts:
         return False
 
     def started(self) -> None:
-        """A process is ready."""
         self.failed_starts = 0
 
     def made(self) -> None:
-        """A batch was made."""
         self._losses = 0
 
 
@@ -91,22 +89,22 @@ class Pool:
         self._closed: Future[None] = Future()
         self._threads: list[threading.Thread] = []
         self._workers: list[WorkerHandle] = []
-        self._waiting: list[Request] = []  # by serial
+        self._waiting: list[Request] = []  # in order of their serial
         self._serials = 0
         self._restarts = Restarts()
-        self._is_wanted = True  # also before the first request, until processes prove to fail
-        self._epochs = self._ended = 0  # the last one that began, that ended
-        self._segments = b""  # packed: those of the last epoch that began
-        self._starting_since: float | None = None  # somebody waits, and no worker is ready; by perf_counter
-        self._start_seconds = 0.0  # that this took, until somebody takes them
-        self._arrays = 1  # of a batch
+        self._is_wanted = True  # also before the first request; False once processes fail
+        self._epochs = self._ended = 0  # numbers of the last epoch that began, and that ended
+        self._segments = b""  # packed segments of the last epoch that began
+        self._starting_since: float | None = None  # by perf_counter, while a wait has no ready worker
+        self._start_seconds = 0.0  # time of that state, until `take_start_seconds`
+        self._arrays = 1  # arrays of a batch
         self._growths = 0  # of workers that died
         forgets_in_child(self)
 
     def start(self) -> None:
         """Start the processes that are missing; returns at once.
 
-        Raises: WorkerError: a thread cannot be started. ValueError: it is closed.
+        Raises: WorkerError: a thread cannot be started. ValueError: the pool is closed.
         """
         if self._closed.done():
             raise ValueError("the loader is closed: make a new one")
@@ -123,10 +121,10 @@ class Pool:
             return self._epochs
 
     def make(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int) -> Request:
-        """Ask for the batches of some rows, which begin at a step; requests are begun in this order.
+        """Request the batches of some rows, from a step on; requests are begun in this order.
 
         Args:
-            oldest: segments of the epoch before this one may be let go.
+            oldest: segments of the epoch before this one may be released.
         Returns: a future, which may be cancelled at any time: the request is then not begun, or its answer
             is dropped.
         """
@@ -139,7 +137,7 @@ class Pool:
             self._dispatch()
             if self._closed.done():
                 self._fail_all(ValueError("the loader was closed"))
-            elif len(self._threads) < self._size:  # as after a failure that was told
+            elif len(self._threads) < self._size:  # some are missing after a failure that was reported
                 try:
                     self._start_threads()
                 except WorkerError as error:
@@ -147,22 +145,22 @@ class Pool:
         return request
 
     def end(self, epoch: int) -> None:
-        """Make nothing more for an epoch, or for one before it."""
+        """Stop making batches for an epoch, and for all before it."""
         self._ended = max(self._ended, epoch)
         for worker in list(self._workers):
             worker.end_epoch(self._ended)
 
     def drop(self) -> None:
-        """Have workers let go of what they lease of epochs that have ended.
+        """Have workers release their leases on epochs that have ended.
 
-        Blocks: until those that are ready have, at most a second: one may be in a transform.
+        Blocks: until the ready workers have, at most a second: one may be in a transform.
         """
         if self._closed.done() or self._is_here:
             return
         deadline = time.monotonic() + _DROP_SECONDS
         with self._mutex.held():
             drops = [(worker.is_ready, worker.drop()) for worker in self._workers]
-        for is_awaited, done in drops:  # others have leased nothing, or just now
+        for is_awaited, done in drops:  # the others lease nothing, or began just now
             if is_awaited:
                 done.wait(deadline - time.monotonic())
 
@@ -177,18 +175,18 @@ class Pool:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Bytes of shared memory for batches, and how often some was added."""
+        """Return the bytes of shared memory for batches, and how often some was added."""
         workers = list(self._workers)
         growths = self._growths + sum(worker.growths for worker in workers)
         return sum(worker.allocated_bytes for worker in workers), growths
 
     def take_start_seconds(self) -> float:
-        """The seconds that no process was ready, since the last call; not of a start that still lasts."""
+        """Return the seconds without a ready process since the last call, without a start in progress."""
         taken, self._start_seconds = self._start_seconds, 0.0
         return taken
 
     def in_progress(self) -> list[tuple[str, float]]:
-        """The stages that workers are at, and since when, by `time.perf_counter`."""
+        """Return the stages of workers and their starts, by `time.perf_counter`."""
         stages = [stage for worker in list(self._workers) if (stage := worker.stage) is not None]
         since = self._starting_since
         return stages if since is None else [*stages, ("start", since)]
@@ -207,13 +205,13 @@ class Pool:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def forget_in_child(self) -> None:
-        """A forked child has neither threads nor processes, which see to themselves."""
+        """Close in a forked child: it has neither the threads nor the processes."""
         self._closed.set_result(None)
         self._workers, self._threads = [], []
 
     @property
     def _is_here(self) -> bool:
-        """True if this thread holds the pool, or is one of its own: a finalizer must not wait for it then."""
+        """True if this thread holds the pool or is one of its own: a finalizer must not wait for it then."""
         here = threading.get_ident()
         return self._mutex.is_here or any(thread.ident == here for thread in self._threads.copy())
 
@@ -223,7 +221,7 @@ class Pool:
     # threads: each has one process after another
 
     def _start_threads(self) -> None:
-        """Called while it is held. Ctrl-C, or a refusal, leaves one that is started the next time."""
+        """Start missing threads, with the mutex held. Threads that failed to start are started next time."""
         while len(self._threads) < self._size:
             self._threads.append(threading.Thread(target=self._run, name="arrowcache-process", daemon=True))
         for thread in self._threads:
@@ -249,7 +247,7 @@ class Pool:
                 self._fail_all(failure or ValueError("the loader was closed"))
 
     def _is_needed(self) -> bool:
-        """Wait until another process may be started. Returns: False: none is needed: this thread has left."""
+        """Wait until another process may be started. Returns: False: none is needed; this thread has left."""
         while not self._closed.done():
             with self._mutex.held():
                 if not (self._is_wanted or self._waiting or self._any_ready()):
@@ -262,7 +260,7 @@ class Pool:
         return False
 
     def _serve(self, worker: WorkerHandle) -> None:
-        """Have a worker's messages taken in until its end."""
+        """Handle a worker's messages until its end."""
         try:
             with self._mutex.held():
                 self._workers.append(worker)
@@ -275,7 +273,7 @@ class Pool:
                     self._answered(worker, message)
                     self._dispatch()
         finally:
-            with self._mutex.held():  # first: nobody tells it anything more
+            with self._mutex.held():  # first: nobody may send it anything more
                 self._workers = [other for other in self._workers if other is not worker]
             worker.end(_GRACE_SECONDS if worker.is_ready or not self._closed.done() else 0.0)
             with self._mutex.held():
@@ -290,7 +288,7 @@ class Pool:
         worker.tell({"do": "begin", "epoch": self._epochs}, self._segments)
 
     def _bury(self, worker: WorkerHandle) -> None:
-        """A worker has ended: its requests are made again."""
+        """Repeat the requests of a worker that has ended."""
         self._growths += worker.growths
         for done in worker.drops:
             done.set_result(None)
@@ -325,7 +323,7 @@ class Pool:
         _log.debug("a worker process was lost: %s", how)
 
     def _give_up(self, error: BaseException) -> None:
-        """Fail all requests that were made by now; the next one tries anew."""
+        """Fail all pending requests; the next one tries anew."""
         self._fail_all(error)
         self._is_wanted = False
         self._restarts = Restarts(time.monotonic() + _PAUSE_SECONDS)
@@ -368,10 +366,9 @@ class Pool:
                 request.fail(unpack_error(message["error"]))
             else:
                 request.cancel()
-            worker.asked.popleft()  # last: whatever fails here, somebody knows of it
+            worker.asked.popleft()  # last: after a failure above the request is still known
 
     def _fail_all(self, error: BaseException) -> None:
-        """Fail all requests that were made by now."""
         waiting, self._waiting = self._waiting, []
         for request in (*waiting, *(request for worker in self._workers for request in worker.asked)):
             request.fail(error)

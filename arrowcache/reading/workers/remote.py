@@ -1,9 +1,9 @@
 """Remote assembly: has worker processes make the batches of an epoch.
 
 It is the counterpart of assembly.py. It cuts an epoch into portions, in step order; each is one request to
-the pool. The pool starts as soon as an epoch is wanted, and ends when this is closed or dropped, or when the
-interpreter ends. With a transform a portion is one batch, so that transforms run side by side. Without one,
-if all columns have a fixed width, a portion has many batches, which a worker gathers at once.
+the pool. The pool starts as soon as an epoch is wanted, and ends when the assembly is closed or dropped, or
+when the interpreter ends. With a transform a portion is one batch, so that transforms run side by side.
+Without one, if all columns have a fixed width, a portion has many batches, which a worker gathers at once.
 
 A process takes longer to import NumPy and Arrow than many an epoch takes. So batches without a transform are
 made in this process until the first worker is ready.
@@ -33,7 +33,7 @@ from arrowcache.reading.workers.segment_list import pack_segments
 from arrowcache.storage.store import Store
 
 _PREFETCHED = 4
-_MANY_BATCHES = 8  # plus two for each usual one; prefetching and the batch in hand need fewer
+_MANY_BATCHES = 8  # plus two for each usual batch; prefetching and the batch in hand need fewer
 _PORTION_BYTES = 32 << 20  # each portion is a few hand-overs between three threads of this process
 
 
@@ -51,7 +51,7 @@ class RemoteAssembly:
         self._meter = meter
         prefetch = _PREFETCHED if options.prefetch is None else options.prefetch
         in_flight = DEPTH * options.workers
-        self._usual = in_flight + prefetch + 3  # slots that are in use at a time
+        self._usual = in_flight + prefetch + 3  # slots in use at a time
         self._settings = {
             "cache": os.path.abspath(store.folder.path),
             "names": list(names),
@@ -72,22 +72,22 @@ class RemoteAssembly:
         self._new_here = partial(Assembly, store, here, meter)
         self._new_pool = partial(Pool, options.workers, self._settings, packed)
         self._has_transform = transform is not None
-        self._epoch: tuple[Epoch, int] | None = None  # and its number for the pool
+        self._epoch: tuple[Epoch, int] | None = None  # the epoch, and its number in the pool
         self.after_fork()
 
     def gather_into(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:  # noqa: ARG002
-        """Have batches lie in memory that a device may register, before any is made."""
+        """Put batches into memory that a device may register. Call it before any batch is made."""
         self._settings["keeps"] = True
 
     def prepare(self) -> None:
-        """An epoch is wanted soon: start the processes; returns at once.
+        """Start the processes, as an epoch is wanted soon; returns at once.
 
-        Raises: WorkerError: no thread can be had.
+        Raises: WorkerError: no thread can be started.
         """
         self._pool.start()
 
     def wanted(self) -> int:
-        """The number of batches that are to be under way or ready."""
+        """Return the number of batches to keep under way or ready."""
         return self._wanted if self._here is None else self._here.wanted()
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
@@ -108,13 +108,13 @@ class RemoteAssembly:
             step, size = last, min(2 * size, self._most_batches)
 
     def end(self, epoch: Epoch) -> None:
-        """Have nothing more made of an epoch; call it before its snapshot is closed."""
+        """Make nothing more of an epoch; call this before its snapshot is closed."""
         if self._epoch is not None and self._epoch[0] is epoch:
             self._pool.end(self._epoch[1])
             self._epoch = None
 
     def drop(self) -> None:
-        """Have workers let go of what they lease of epochs that ended."""
+        """Have workers release their leases on epochs that ended."""
         self._pool.drop()
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class RemoteAssembly:
         self._pool.close()
 
     def after_fork(self) -> None:
-        """In a child, and at first: nothing is begun, no process is started."""
+        """Begin anew, in a forked child and at first: no process is started."""
         self._here = None if self._has_transform else self._new_here()  # until a process is ready
         self._pool, self._epoch = self._new_pool(), None
         weakref.finalize(self, Pool.close, self._pool)
@@ -134,23 +134,23 @@ class RemoteAssembly:
         )
 
     def slot_stats(self) -> tuple[int, int]:
-        """Bytes of memory for batches, and how often some was added."""
+        """Return the bytes of memory for batches, and how often some was added."""
         here = (0, 0) if self._here is None else self._here.slot_stats()
         nbytes, growths = self._pool.memory
         return here[0] + nbytes, here[1] + growths
 
     def in_progress(self) -> list[tuple[str, float]]:
-        """The stages that workers are at, and since when."""
+        """Return the stages of workers and their starts."""
         return self._pool.in_progress()
 
     def _portions_here(self, pool: Pool, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
-        """The first portions, while no process is ready."""
+        """Make the first portions in this process, while no worker is ready."""
         if self._here is not None:
             portions = self._here.portions(epoch, awaited=awaited)
             while pool.is_starting and (portion := next(portions, None)) is not None:
                 yield portion
             if not pool.is_starting:
-                self._here = None  # with its memory
+                self._here = None  # frees its memory
 
     def _portion(
         self, pool: Pool, epoch: Epoch, number: int, step: int, ids: NDArray[np.int64], batches: int

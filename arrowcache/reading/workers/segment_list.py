@@ -1,6 +1,6 @@
-"""Segment list: a snapshot's segments on their way to a worker, as compact arrays: once an epoch.
+"""Segment list: a snapshot's segments as compact arrays, sent to a worker once an epoch.
 
-int64       how many
+int64       number of segments
 int64 each  seqs, rows, bytes, allocated bytes
 float64     when they were published
 text        tasks, one a line
@@ -18,7 +18,7 @@ _NUMBERS = ("seq", "rows", "nbytes", "allocated_bytes")
 
 
 def pack_segments(segments: Sequence[SegmentInfo]) -> bytes:
-    """Segments as bytes."""
+    """Return segments as bytes."""
     count = len(segments)
     numbers = [np.fromiter((getattr(s, name) for s in segments), np.int64, count) for name in _NUMBERS]
     published = np.fromiter((s.published for s in segments), np.float64, count)
@@ -27,7 +27,7 @@ def pack_segments(segments: Sequence[SegmentInfo]) -> bytes:
 
 
 def unpack_segments(data: bytes, known: Mapping[int, SegmentInfo]) -> list[SegmentInfo]:
-    """Segments from such bytes. Those that are `known`, by seq, are not made anew."""
+    """Return segments from such bytes. Segments in `known`, by seq, are reused."""
     count = int(np.frombuffer(data, np.int64, 1)[0])
     columns = np.frombuffer(data, np.int64, 4 * count, 8).reshape(4, count).tolist()
     published = np.frombuffer(data, np.float64, count, 8 + 32 * count).tolist()

@@ -74,7 +74,6 @@ def _serve(channel: Channel, maker: BatchMaker) -> None:
 
 
 def _made(maker: BatchMaker, request: Message) -> Message:
-    """The answer to a request."""
     try:
         return maker.make(request)
     except BaseException as error:  # noqa: BLE001  # a transform may raise anything

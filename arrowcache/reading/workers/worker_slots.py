@@ -1,7 +1,7 @@
-"""Worker slots: the shared memory of one worker: its slots, and which of them the main process has.
+"""Worker slots: the shared memory of one worker: its slots, and those that the main process holds.
 
 Batches are gathered into slots. An array that lies in a slot is handed over as it is: the main process is
-told where it lies, and says when it needs it no more. Every other array is copied into another slot.
+told its offset, and says when it needs it no more. Every other array is copied into another slot.
 
 Guarantee: an array of a batch that a transform keeps is never overwritten, nor seen by the consumer. The
 transform's arrays have owners of their own, whose death tells. Where one lives on, the consumer gets a copy,
@@ -25,7 +25,7 @@ from arrowcache.reading.slots import Slots, array_over
 from arrowcache.reading.workers.packing import Packed
 
 STAGES_OF_WORKERS = ("", "gather", "transform")
-ENDED, PROGRESS = 0, 1  # words of the memory: the last epoch that ended; what the worker is at
+ENDED, PROGRESS = 0, 1  # words of the memory: the last epoch that ended; the worker's stage and its start
 
 Place = tuple[str, list[int], int]
 """Of an array: dtype, shape, and where it lies: an address here, an offset elsewhere; 0: it has no bytes."""
@@ -34,7 +34,7 @@ Placed = tuple[str, str, list[Place]]
 
 
 class _Lent(NamedTuple):
-    """Memory of the batch that is being made: ours, and its part for the transform."""
+    """Memory of the batch in progress: the owner here, and its part for the transform."""
 
     owner: Any
     borrower: Callable[[], object]  # None once nobody has an array over it
@@ -44,7 +44,7 @@ class WorkerSlots:
     """The slots of one worker.
 
     Args:
-        in_flight: batches that the main process usually has of this worker.
+        in_flight: usual number of batches of this worker in the main process.
         keeps: as of SharedBuffers.
     """
 
@@ -56,25 +56,24 @@ class WorkerSlots:
         self._handed_over: dict[int, Any] = {}  # owners, by offset
 
     def is_over(self, epoch: int) -> bool:
-        """True if no batch of an epoch is wanted any more."""
         return epoch <= int(self._words[ENDED])
 
     def tell(self, stage: str) -> None:
-        """Show that this worker is at a stage from now on: one of STAGES_OF_WORKERS."""
+        """Show that this worker is at one of STAGES_OF_WORKERS from now on, or at none ("")."""
         self._words[PROGRESS] = time.perf_counter_ns() * 4 + STAGES_OF_WORKERS.index(stage) if stage else 0
 
     def begin(self, returned: Iterable[int]) -> None:
         """Begin a batch.
 
         Args:
-            returned: offsets that the main process needs no more.
+            returned: offsets of arrays that the main process needs no more.
         """
         self._lent.clear()
         for offset in returned:
             del self._handed_over[offset]
 
     def lend(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
-        """An array for a column of the batch."""
+        """Return an array for a column of the batch."""
         nbytes = dtype.itemsize * math.prod(shape)
         owner, address = self._slots.lend_bytes(name, nbytes)
         borrower = (ctypes.c_char * nbytes).from_buffer(owner)
@@ -82,7 +81,7 @@ class WorkerSlots:
         return array_over(borrower, dtype, shape)
 
     def place(self, columns: Sequence[Packed]) -> list[Placed]:
-        """Have the arrays of a batch lie in slots, each in one of its own; tells the addresses."""
+        """Put each array of a batch into a slot of its own, by a copy where needed. Returns the addresses."""
         taken: set[int] = set()
         return [
             (name, kind, [self._place((name, i), array, taken) for i, array in enumerate(arrays)])
@@ -90,9 +89,9 @@ class WorkerSlots:
         ]
 
     def hand_over(self, placed: Sequence[Placed]) -> list[Placed]:
-        """Give the main process the arrays that `place` told of; tells their offsets.
+        """Hand the arrays of `place` over to the main process. Returns their offsets.
 
-        By then nobody but the transform may have arrays over it.
+        By then nobody but the transform may have arrays over this memory.
         """
         owners: dict[int, Any] = {}
         handed_over = [
@@ -105,7 +104,7 @@ class WorkerSlots:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Bytes that are allocated, and how often some were."""
+        """Return the allocated bytes, and the number of allocations."""
         return self._slots.allocated_bytes, self._slots.growths
 
     def _place(self, kind: tuple[str, int], array: NDArray[Any], taken: set[int]) -> Place:

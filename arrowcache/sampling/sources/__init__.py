@@ -1,4 +1,4 @@
-"""Sources: ready samplers of what people have, each reading only what it samples.
+"""Sources: ready samplers for common formats, each reading only the data that it samples.
 
     ParquetRows         random rows of a Parquet dataset
     ArrayWindows        random windows of Zarr, HDF5 and .npy arrays
@@ -7,7 +7,7 @@
 
 on any store: local paths, s3://, gs://, hdfs://, abfs://, or a filesystem= of pyarrow.fs or fsspec.
 
-What is not here: `TFRecordFiles`, which is in `arrowcache.tensorflow`, for TensorFlow does the framing and
+Not here: `TFRecordFiles`, which is in `arrowcache.tensorflow`, as TensorFlow does the framing and
 the examples. Shards of MosaicML's StreamingDataset (MDS): its reader does not install beside the pyarrow and
 NumPy that this package needs.
 """

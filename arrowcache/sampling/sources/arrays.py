@@ -1,10 +1,10 @@
-"""Arrays: N-dimensional arrays in files of a store, whose metadata are read at once and cells as asked for.
+"""Arrays: N-dimensional arrays in files of a store. Metadata are read at once, cells when they are asked for.
 
     *.npy                       NumPy's file, one array
     *.h5, *.hdf5, *.nc          HDF5 (hdf5.py): "run.h5#group/signal" names the dataset
     any other path              Zarr v3 (zarr3.py): a folder; "run.zarr#signal" or "run.zarr/signal"
 
-An `Array` has shape and dtype, reads boxes, and is closed. Nothing here unpickles: arrays of objects are
+An `Array` has shape and dtype, reads boxes, and can be closed. Nothing here unpickles: arrays of objects are
 refused.
 """
 
@@ -25,7 +25,7 @@ from arrowcache.sampling.sources.object_store import ObjectStore
 
 _HDF5 = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
 _FILE = re.compile(r"(.*\.(?:h5|hdf5|hdf|he5|nc|zarr))#(.+)")
-_HEADER_BYTES = 4096  # of any array of numbers it is 128
+_HEADER_BYTES = 4096  # 128 in an array of numbers
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
@@ -36,23 +36,23 @@ class Array(Protocol):
     dtype: np.dtype[Any]
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
-        """The cells of a box, with a slice for each axis: an array of its own, of this dtype.
+        """Return the cells of a box, with a slice for each axis: a new array, of this dtype.
 
-        Raises: OSError: the store, after retries. SamplerError: damaged.
+        Raises: OSError: an error of the store, after retries. SamplerError: damaged.
         """
 
     def close(self) -> None: ...
 
 
 class Address(NamedTuple):
-    """Where an array is: a file or folder, and a name in there."""
+    """The address of an array: a file or folder, and a name in it."""
 
     path: str
     inner: str
 
 
 def split_uri(uri: str) -> Address:
-    """A URI or path, and the name after its #; of a local path only where it follows run.h5 or run.zarr."""
+    """Split a URI or path from the name after its #; in a local path only after run.h5 or run.zarr."""
     if "://" in uri:
         before, _, inner = uri.partition("#")
         return Address(before, inner)
@@ -61,10 +61,10 @@ def split_uri(uri: str) -> Address:
 
 
 def open_array(store: ObjectStore, address: Address) -> Array:
-    """Open an array, which reads its metadata.
+    """Open an array, and read its metadata.
 
-    Raises: FileNotFoundError, PermissionError, OSError: the store. SamplerError: not an array of that
-        format, or a damaged one. ImportError: says what to install. ValueError: an HDF5 file without a
+    Raises: FileNotFoundError, PermissionError, OSError: errors of the store. SamplerError: not an array of
+        that format, or a damaged one. ImportError: says what to install. ValueError: an HDF5 file without a
         dataset's name.
     """
     path, inner = address
@@ -99,7 +99,7 @@ def _missing(name: str, package: str, error: ModuleNotFoundError) -> Exception:
 class NpyArray:
     """A .npy file. A box is read in one piece, from its first cell in the file to its last.
 
-    So what lies between its cells is read, too: little, if the box is cut along the first axis of an
+    So cells between are read, too: few, if the box is cut along the first axis of an
     array in C order, else up to the whole file.
     """
 

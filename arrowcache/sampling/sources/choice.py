@@ -1,4 +1,4 @@
-"""Choice: one of several things at random, by their weights."""
+"""Choice: draws one of several numbers at random, by their weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Choice:
-    """Draws numbers from 0 to n - 1, each as often as its weight says. One number of the generator a draw."""
+    """Draws numbers from 0 to n - 1 in proportion to their weights, by one random number a draw."""
 
     def __init__(self, weights: Sequence[float] | NDArray[np.float64]) -> None:
         self._ends = np.cumsum(np.asarray(weights, np.float64))
@@ -23,9 +23,8 @@ class Choice:
 def parse_weights(weights: Sequence[float], names: Sequence[str]) -> list[float]:
     """Check weights, one for each name.
 
-    Raises: ValueError: another number of them; one that is zero, negative, infinite or not a number; or so
-        large that their sum is infinite.
-        TypeError: one that is no number.
+    Raises: ValueError: the wrong number of them; a weight that is zero, negative, infinite or not a number;
+        or so large that their sum is infinite. TypeError: a weight that is no number.
     """
     if len(weights) != len(names):
         raise ValueError(f"there are {len(weights)} weights for {len(names)}: {', '.join(names)}")

@@ -17,9 +17,9 @@ T = TypeVar("T", bound=_Closable)
 
 
 class Handles(Generic[T]):
-    """Open things by their keys; what was not used for longest is closed first.
+    """Open things by their keys; the least recently used is closed first.
 
-    Pickled without what it holds. A forked child begins with nothing, and closes nothing of its parent's.
+    Pickled without its things. A forked child begins with none, and closes none of its parent's.
     Not thread-safe: each thread of an executor unpickles a sampler of its own.
     """
 
@@ -32,9 +32,9 @@ class Handles(Generic[T]):
         return type(self), (self._most,)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is open under a key, made if it is not there."""
+        """Return the open thing of a key, made if there is none."""
         if not self._origin.is_here:
-            self._inherited = self._things  # alive, or they would be closed here
+            self._inherited = self._things  # kept alive, or they would be closed here
             self._things, self._origin = OrderedDict(), Origin()
         if key not in self._things:
             while len(self._things) >= self._most:
@@ -44,13 +44,13 @@ class Handles(Generic[T]):
         return self._things[key]
 
     def drop(self, key: Hashable) -> None:
-        """Close one, as when it failed: the next `get` makes it anew. Nothing, if it is not there."""
+        """Close a failed or unused thing, if it is open: the next `get` makes it anew."""
         thing = self._things.pop(key, None)
         if thing is not None:
             thing.close()
 
     def close(self) -> None:
-        """Close all. Idempotent; they may be made again."""
+        """Close all. Idempotent; things can be made again."""
         if self._origin.is_here:
             while self._things:
                 self._things.popitem()[1].close()

@@ -1,7 +1,7 @@
 """HDF5: a dataset of an HDF5 file on any store, through h5py, which this module imports.
 
-A local file is read by HDF5 itself. Any other is read through a Python file object, which tries again
-where the store fails; HDF5 looks for its metadata in many small reads, so they are buffered.
+A local file is read by HDF5 itself. Any other file is read through a Python file object, which repeats reads
+that fail in the store. HDF5 looks for its metadata in many small reads, so they are buffered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BUFFER_BYTES = 64 << 10
 class Hdf5Array:
     """A dataset of an open file.
 
-    Raises: FileNotFoundError: no such file. ValueError: no dataset of that name. SamplerError: no HDF5.
+    Raises: FileNotFoundError: no such file. ValueError: no dataset of that name. SamplerError: not HDF5.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Hdf5Array:
             self._remote = _StoreFile(store, path)
             file: Any = io.BufferedReader(self._remote, _BUFFER_BYTES)
         else:
-            store.run(lambda: store.open(path).close(), path)  # h5py's error would not be named well
+            store.run(lambda: store.open(path).close(), path)  # h5py's error would lack the name
             file = path
         self._file: Any = self._run(lambda: h5py.File(file, "r", locking="best-effort"))
         try:
@@ -79,7 +79,7 @@ class Hdf5Array:
 
 
 class _StoreFile(io.RawIOBase):
-    """A store's file as h5py reads it. `error` is what the store ended with: HDF5 does not tell."""
+    """A store's file for h5py. `error` is the last error of the store: HDF5 does not report it."""
 
     def __init__(self, store: ObjectStore, path: str) -> None:
         self.error: OSError | None = None

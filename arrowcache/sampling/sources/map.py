@@ -1,4 +1,4 @@
-"""Map: each sample of a source through a function, as for augmentation."""
+"""Map: applies a function to each sample of a source, as for augmentation."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from arrowcache.units import require_function
 
 
 class Map(Source):
-    """Draws from a source, and changes what it draws.
+    """Draws from a source, and changes its samples.
 
         Map(ParquetRows(uri), lambda sample, rng: {**sample, "x": sample["x"] + rng.normal()})
 
     Args:
-        source: or any sampler.
-        function: of a sample, or of a sample and the task's generator if it has two parameters: all its
-            randomness must come from that. Returns a sample; the one it gets may be changed, but not the
+        source: a source, or any sampler.
+        function: takes a sample, or a sample and the task's generator if it has two parameters: all its
+            randomness must come from the generator. Returns a sample; it may change its argument, but not the
             arrays in it.
-        schema: of what it returns; None: that of the first sample, for which one is drawn here. A ragged
-            field cannot be told from one sample.
-    Raises: TypeError: no function. What the source or the function raises.
+        schema: schema of its results. None means that of the first sample, drawn here. A ragged
+            field cannot be inferred from one sample.
+    Raises: TypeError: not a function. Errors of the source or the function.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Map(Source):
         return f"Map({self._source!r}, {getattr(self._function, '__qualname__', self._function)})"
 
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
-        """Draw samples one by one."""
         return self._draw(rng)
 
     def close(self) -> None:
@@ -81,10 +80,10 @@ class Map(Source):
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether a function has a second parameter without a default, or one named rng."""
+    """True if a function has a second parameter without a default, or one named rng."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions do not tell
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) > 1 and (

@@ -27,11 +27,11 @@ class Mix(Source):
         Mix({ArrayWindows("s3://eu/a.zarr", (256,)): 3, ArrayWindows("s3://us/b.zarr", (256,)): 1})
 
     Args:
-        sources: source -> weight, or pairs of both. Any sampler is a source; one that has no schema is
-            asked for a sample, to infer it.
-        on_error: "raise"; or "skip": a source that fails is left out until the task's segment is full, and
-            a warning is logged; it is tried again in the next task. A task's content then depends on which
-            sources failed, too.
+        sources: source -> weight, or pairs of both. Any sampler is a source. A sample is drawn from a source
+            without a schema, to infer it.
+        on_error: "raise"; or "skip": a source that fails is left out until the task's segment is full, with
+            a logged warning, and is tried again in the next task. A task's content then also depends on which
+            sources failed.
     Raises: ValueError: no source; a weight that is zero, negative, infinite or not a number. SchemaError:
         sources whose schemas differ: names source and field.
     """
@@ -58,7 +58,7 @@ class Mix(Source):
         return f"Mix of {len(self._sources)}: {', '.join(map(repr, self._sources))}"
 
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
-        """Draw samples one by one; each source goes on where its last one was."""
+        """Draw samples one by one; each source goes on after its last sample."""
         streams = [self._stream(number, rng) for number in range(len(self._sources))]
         left = list(range(len(streams)))
         choice = Choice(self._weights)
@@ -89,7 +89,7 @@ class Mix(Source):
                 source.close()
 
     def _stream(self, number: int, rng: np.random.Generator) -> Generator[Mapping[str, Any], None, None]:
-        """A source's samples without end: one that ends is called again."""
+        """Yield a source's samples without end: a source that ends is called again."""
         empty = 0
         while empty < _EMPTY_CALLS:
             empty += 1

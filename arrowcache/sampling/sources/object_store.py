@@ -1,8 +1,8 @@
-"""ObjectStore: where a source's files are: any file system that pyarrow.fs has, or that fsspec does.
+"""ObjectStore: the file system of a source's files: any one of pyarrow.fs or fsspec.
 
-A store is a plain value until it is used: it is pickled as its URI, and connects anew in each process, also
-in a forked one. Reads are tried again as `retries` says. Its names of files are for messages: no key or
-secret of a URI is in them, nor in any error raised here.
+A store is a plain value until it is used. It is pickled as its URI, and connects anew in each process, also
+in a forked one. Reads are tried again as `retries` says. Its names of files are for messages: they have no
+key or secret of a URI, nor has any error raised here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 URI = str | os.PathLike[str]
-_AT_ONCE = 16  # requests at a time, where each waits for the store
+_AT_ONCE = 16  # requests at a time, each of which waits for the store
 
 
 class File(NamedTuple):
@@ -37,8 +37,9 @@ class ObjectStore:
     """One file system.
 
     Args:
-        uri: any file's on it, such as "s3://key:secret@bucket/path?region=eu-central-1"; local paths too.
-        filesystem: instead of what the URI says, of pyarrow.fs or fsspec; the URIs are paths on it then.
+        uri: URI of any file on it, such as "s3://key:secret@bucket/path?region=eu-central-1"; local paths
+            too.
+        filesystem: used in place of the URI's own, of pyarrow.fs or fsspec; the URIs are paths on it then.
     """
 
     def __init__(self, uri: str, filesystem: Any, retries: int | Retries) -> None:
@@ -65,27 +66,27 @@ class ObjectStore:
 
     @property
     def is_in_python(self) -> bool:
-        """Whether reading takes the GIL, such as through fsspec."""
+        """True if reading takes the GIL, such as through fsspec."""
         return isinstance(self.filesystem, fs.PyFileSystem)
 
     def name(self, path: str) -> str:
-        """A file, for messages."""
+        """Return a file's name for messages."""
         kind = self.filesystem.type_name
         return f"{kind}://{path}" if kind in ("s3", "gcs", "abfs", "hdfs") else path
 
     def run(self, read: Callable[[], T], path: str) -> T:
-        """Do what reads a file, with retries. Raises: as `Retries.run`."""
+        """Run a read of a file, with retries. Raises: as `Retries.run`."""
         return self.retries.run(read, self.name(path))
 
     def open(self, path: str) -> pa.NativeFile:
-        """A file for random access. Not tried again: `run` it."""
+        """Open a file for random access. Without retries: `run` it."""
         return self.filesystem.open_input_file(path)
 
     def find(self, path: str, suffixes: Sequence[str]) -> list[File]:
-        """A file, or all below a folder that end in one of `suffixes`, in the order of their names.
+        """Return a file, or all files below a folder that end in one of `suffixes`, sorted by name.
 
         Files and folders whose names begin with a dot or an underscore are left out.
-        Raises: FileNotFoundError: nothing there, or nothing of these. PermissionError, OSError.
+        Raises: FileNotFoundError: no file there, or none of these. PermissionError, OSError.
         """
         info = self.run(lambda: self.filesystem.get_file_info(path), path)
         if info.type == fs.FileType.NotFound:
@@ -111,9 +112,9 @@ class ObjectStore:
 def locate(
     uris: URI | Iterable[URI], filesystem: Any, retries: int | Retries
 ) -> tuple[ObjectStore, list[str]]:
-    """The store of some URIs, and the path of each on it.
+    """Return the store of some URIs, and the path of each on it.
 
-    Raises: ValueError: no URI, one that no file system understands, or URIs of several stores.
+    Raises: ValueError: no URI, an unknown URI, or URIs of several stores.
         OSError: the store cannot be reached.
     """
     given = [os.fspath(uri) for uri in ([uris] if isinstance(uris, str | os.PathLike) else uris)]
@@ -137,9 +138,9 @@ def locate(
 
 
 def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
-    """Call a function for each item, some at the same time: each call mostly waits for a store.
+    """Call a function for each item, several at the same time: each call mostly waits for a store.
 
-    Raises: what the first call that failed did; those that had not begun never do.
+    Raises: the error of the first failed call; calls that had not begun never do.
     """
     if len(items) < 2:
         return [function(item) for item in items]
@@ -162,7 +163,7 @@ def _connect(uri: str) -> tuple[fs.FileSystem, str]:
         ) from None
     filesystem, path = found
     if filesystem.type_name == "s3":
-        # A URI cannot say how to retry, and then pyarrow does for 6 s, five times a second, whatever it is.
+        # pyarrow retries for 6 s, five times a second, after any error, and a URI cannot change that.
         _, (options,) = filesystem.__reduce__()
         once = fs.AwsStandardS3RetryStrategy(max_attempts=1)
         filesystem = fs.S3FileSystem(retry_strategy=once, **options)
@@ -170,7 +171,7 @@ def _connect(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def _redacted(uri: str) -> str:
-    """A URI without key, secret and options."""
+    """Return a URI without key, secret and options."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri

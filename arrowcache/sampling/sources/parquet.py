@@ -1,8 +1,8 @@
 """ParquetRows: random rows of a Parquet dataset on any store.
 
-Parquet is read by row groups: of each that is drawn, the columns asked for, their pieces joined into few
-reads, and nothing else. Footers are read when the source is made, all of them, so that a schema that drifts
-and a column that is not there are errors then.
+Parquet is read by row groups: the requested columns of each drawn group, their pieces joined into few
+reads, and nothing else. All footers are read when the source is made, so that a schema that drifts
+and a missing column are errors then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
 
 
 class _Group(NamedTuple):
-    """A row group: the number of its file, its own in there, its rows."""
+    """A row group: the number of its file, its number in the file, its rows."""
 
     file: int
     number: int
@@ -49,28 +49,28 @@ class ParquetRows(Source):
 
     Args:
         uri: a file, a folder with all below it, or several of either, on one store.
-        columns: which; None for all.
+        columns: names of the columns. None means all.
         filter: a pyarrow.compute expression: only rows for which it is true. Row groups whose statistics
-            rule it out are never read. Where it leaves many rows of some row groups and few of others, a
+            rule it out are never read. If it keeps many rows of some row groups and few of others, a
             segment that holds less than a row group has somewhat more of the latter.
-        rows_per_group: how many rows of each row group that is drawn, before the filter; None: all of
-            them, in random order, which reads each byte once and makes neighbours in the cache of
-            neighbours in the file. A row group is read as a whole anyway.
-        schema: what the columns become, where that does not follow from the files: `{"x": Tensor("float32",
+        rows_per_group: number of rows of each drawn row group, before the filter. None means all of
+            them, in random order, which reads each byte once, and makes neighbours in the file neighbours in
+            the cache. A row group is read as a whole anyway.
+        schema: types of the columns, where the files do not determine them: `{"x": Tensor("float32",
             (64, 64))}` of lists that all have 4096 values. Fields that it lacks are left out.
-        fill: name -> the value that stands for nulls of that column, else a null is a SchemaError.
-        filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None: the URI says.
-        retries: how often a read is tried again before its error is raised.
+        fill: name -> the value in place of nulls of that column. Without it a null is a SchemaError.
+        filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None means the URI's own.
+        retries: number of further attempts at a read before its error is raised.
     Raises: FileNotFoundError, PermissionError, OSError: the store. SchemaError: a field that drifts between
         files, that no column can hold, or that is not there; a `fill` or `filter` that does not fit; names
-        the file. SamplerError: a file that is no Parquet. ValueError: no row, or no row group that the filter
-        leaves; an argument that does not fit.
+        the file. SamplerError: a file that is no Parquet. ValueError: no row, or the filter leaves no row
+        group; an argument that does not fit.
 
     Whole row groups come at once, so a pool's first segments are full ones; not with rows_per_group, where a
     full segment takes many reads.
 
     Numbers, bool, text, bytes, timestamps and dates become scalars, lists of a fixed size tensors, other
-    lists ragged. What a partitioned folder says in its names is no column.
+    lists ragged. Names of a partitioned folder's parts are not columns.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ParquetRows(Source):
         taken = [self._taken(group) for group in self._groups]
         # A row group is drawn the more often, the smaller the share of it that is taken each time.
         self._choice = Choice([group.rows / part for group, part in zip(self._groups, taken, strict=True)])
-        # The first by its rows: see `_parts`. Where all give equally many, whatever is cut off is even.
+        # The first by its rows: see `_parts`. If all give the same number, a cut-off rest is even.
         self._first = Choice([group.rows for group in self._groups]) if len(set(taken)) > 1 else None
 
     def __repr__(self) -> str:
@@ -150,10 +150,10 @@ class ParquetRows(Source):
         return group.rows if self._rows_per_group is None else min(self._rows_per_group, group.rows)
 
     def _parts(self, rng: np.random.Generator) -> Iterator[tuple[_Group, int]]:
-        """Row groups, and how many rows of each, before the filter.
+        """Yield row groups, and the number of rows of each, before the filter.
 
-        A segment may be full before the first row group ends. If it were drawn like the others, rows of
-        small row groups would come more often: so it is begun at a random place, as if the draws had gone
+        A segment may be full before the first row group ends. If this group were drawn like the others, rows
+        of small row groups would come more often. So it is begun at a random place, as if the draws had gone
         on for ever before.
         """
         if self._first is not None:
@@ -164,7 +164,7 @@ class ParquetRows(Source):
             yield group, self._taken(group)
 
     def _draw(self, rng: np.random.Generator, group: _Group, taken: int, found: int) -> NDArray[np.int64]:
-        """Which of the rows that a filter left: those that are among the rows drawn before it."""
+        """Draw from the rows that a filter left, each as likely as it would be without the filter."""
         if found != group.rows:
             taken = int(rng.hypergeometric(found, group.rows - found, taken))
         if taken == found:
@@ -172,7 +172,7 @@ class ParquetRows(Source):
         return rng.choice(found, taken, replace=False)
 
     def _pieces(self, group: _Group, table: pa.Table, rows: NDArray[np.int64]) -> Iterator[Rows]:
-        """Rows of a row group in the order given, some at a time."""
+        """Yield rows of a row group in the given order, in pieces."""
         try:
             columns = {name: self._column(name, table.column(name)) for name in self.schema}
             for start in range(0, len(rows), self._piece_rows):
@@ -188,7 +188,7 @@ class ParquetRows(Source):
             raise SchemaError(f"{self._names()[group.file]}: {error}") from None
 
     def _column(self, name: str, chunks: pa.ChunkedArray) -> NDArray[Any] | pa.Array:
-        """A column of fixed width as an array, without a copy where it can be; else as it is."""
+        """Return a fixed-width column as an array, without a copy if possible; any other unchanged."""
         column, kind = _joined(chunks), self.schema[name]
         if name in self._fill and column.null_count:
             column = pc.fill_null(column, self._fill[name])
@@ -208,7 +208,7 @@ class ParquetRows(Source):
             raise _damaged(name, error) from None
 
     def _read(self, group: _Group) -> pa.Table:
-        """Read a row group of an open file; a file that failed is opened anew."""
+        """Read a row group of an open file; a file that failed is opened again."""
         file = self._files[group.file]
 
         def make() -> _Open:
@@ -228,7 +228,7 @@ class ParquetRows(Source):
 
 
 class _Footer(NamedTuple):
-    """What is kept of a file's footer: its fields, and (number, rows) of the row groups to draw from."""
+    """The needed part of a file's footer: its fields, and (number, rows) of the row groups to draw from."""
 
     fields: pa.Schema
     groups: list[tuple[int, int]]
@@ -240,7 +240,7 @@ def _footer(store: ObjectStore, file: File, condition: pc.Expression | None) -> 
     fields = fragment.physical_schema
     if condition is not None:
         try:
-            fields.empty_table().filter(condition)  # `subset` takes what is no condition
+            fields.empty_table().filter(condition)  # `subset` accepts other objects, too
             fragment = fragment.subset(condition)
         except pa.ArrowException as error:
             raise SchemaError(
@@ -252,8 +252,8 @@ def _footer(store: ObjectStore, file: File, condition: pc.Expression | None) -> 
 class _Open:
     """An open file, with its footer.
 
-    Not a fragment of pyarrow.dataset, which takes twice the time a small row group, and whose threads read
-    where no other may: they would still hold a file of a file system in Python as the process ends.
+    Not a fragment of pyarrow.dataset, which takes twice the time for a small row group, and whose threads
+    read where no others may: they would still hold a file of a file system in Python as the process ends.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class _Open:
             self._read_names = names + _needed(condition, self._parquet.schema_arrow, names)
 
     def read(self, number: int) -> pa.Table:
-        """A row group's columns, of the rows that the filter leaves."""
+        """Read a row group's columns, of the rows that the filter leaves."""
         table = self._parquet.read_row_group(number, columns=self._read_names, use_threads=self._in_threads)
         return table if self._condition is None else _filtered(table, self._condition).select(self._names)
 
@@ -277,14 +277,14 @@ class _Open:
 
 
 def _filtered(table: pa.Table, condition: pc.Expression) -> pa.Table:
-    """The rows for which a condition is true, in their order. As Table.filter, but in this thread."""
+    """Return the rows for which a condition is true, in order. As Table.filter, but in this thread."""
     source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
     chosen = acero.Declaration("filter", acero.FilterNodeOptions(condition))
     return acero.Declaration.from_sequence([source, chosen]).to_table(use_threads=False)
 
 
 def _needed(condition: pc.Expression, fields: pa.Schema, names: Sequence[str]) -> list[str]:
-    """Which fields a condition is about, beside those named: those without which it cannot be asked."""
+    """Return the fields that a condition needs, beside those in `names`."""
     empty, needed = fields.empty_table(), []
     for name in fields.names:
         if name not in names:
@@ -301,7 +301,7 @@ def _schema(
     columns: Sequence[str] | None,
     wanted: Schema | Mapping[str, FieldType] | None,
 ) -> Schema:
-    """The schema of all files; of the first, if none is wanted, and the others must have it, too."""
+    """Return the schema of all files: `wanted`, or that of the first; the others must have it, too."""
     schema = wanted if wanted is None or isinstance(wanted, Schema) else Schema(wanted)
     if schema is None:
         schema = _inferred(names[0], files[0], columns)
@@ -320,7 +320,7 @@ def _schema(
 
 def _inferred(file: str, fields: pa.Schema, columns: Sequence[str] | None) -> Schema:
     try:
-        # a name that is there twice is found by require_fields
+        # require_fields finds duplicate names
         kinds = {field.name: kind_of(field) for field in fields if columns is None or field.name in columns}
         for name in columns or ():
             if name not in kinds:
@@ -340,7 +340,7 @@ def _require_same(fields: pa.Schema, schema: Schema, first: str) -> None:
 
 
 def _require_fill(file: str, fields: pa.Schema, fill: Mapping[str, Any]) -> None:
-    """Make sure that a file's columns can hold what stands for their nulls, as pyarrow would round it."""
+    """Check that a file's columns can hold the fill values, rounded as pyarrow does."""
     for name, value in fill.items():
         found = fields.field(name).type
         found = found.value_type if pa.types.is_dictionary(found) else found

@@ -1,11 +1,11 @@
 """Retries: tries a read of a remote store again, while its error may pass.
 
-Some errors cannot pass: what is not there, and credentials that the store refuses. Those end at once, as
-FileNotFoundError and PermissionError with a sentence that says what to do. Other errors of the operating
+Some errors are permanent: a missing file, and credentials that the store refuses. They end at once, as
+FileNotFoundError and PermissionError with advice. Other errors of the operating
 system or the store (a connection that was reset, 503, a body that was cut off) are tried again after a
 delay that doubles and is drawn at random, so that a hundred samplers do not all come back at the same
 moment (Brooker, "Exponential backoff and jitter", AWS Architecture Blog, 2015: "full jitter").
-It must never draw from a task's generator: what a task holds does not depend on the store's health.
+It must never draw from a task's generator: the content of a task does not depend on the store's health.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ _SETTLED = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectory
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often a read is tried again, and after how long.
+    """The number and the delays of repeated reads.
 
     Args:
-        count: how many times after the first attempt.
+        count: number of attempts after the first one.
         first_seconds: the longest delay before the second attempt; it doubles with each.
-        most_seconds: the longest of all.
-        sleep: replaceable in tests.
-        jitter: likewise: draws the share of the longest delay.
-    Raises: TypeError, ValueError: what is no count, or no time.
+        most_seconds: the longest delay of all.
+        sleep, jitter: replaceable in tests.
+    Raises: TypeError, ValueError: not a count, or not a time.
     """
 
     count: int = 4
@@ -67,13 +66,13 @@ class Retries:
         return cls(retries)
 
     def run(self, read: Callable[[], T], name: str) -> T:
-        """What `read` returns, at the first attempt that succeeds.
+        """Return the result of `read`, at the first attempt that succeeds.
 
         Args:
-            name: of the file, for messages; without credentials.
+            name: the file's name for messages; without credentials.
         Blocks: for all attempts and the delays between them.
         Raises: FileNotFoundError, PermissionError: at once. OSError: at the last attempt; names the file
-            and the cause. Whatever else `read` raises passes through.
+            and the cause. Other errors of `read` pass through.
         """
         for attempt in range(self.count + 1):
             try:
@@ -86,12 +85,12 @@ class Retries:
 
 
 def is_settled(error: OSError) -> bool:
-    """Whether trying again would end in the same way."""
+    """True if trying again would end in the same way."""
     return isinstance(error, _SETTLED) or bool(_codes(error) & (_REFUSED | _ABSENT))
 
 
 def end(error: OSError, name: str, attempts: int) -> NoReturn:
-    """Raise what a handler can tell apart, with the file's name."""
+    """Raise the error in a class for handlers, with the file's name."""
     cause, codes = " ".join(str(error).split()), _codes(error)
     if isinstance(error, PermissionError) or codes & _REFUSED:
         raise PermissionError(

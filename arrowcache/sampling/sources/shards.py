@@ -1,7 +1,7 @@
-"""WebDatasetShards: samples of tar files, as WebDataset has them.
+"""WebDatasetShards: samples of tar files in WebDataset's format.
 
 A tar is read from its beginning on, as a stream: there is no index. Files that follow each other and have a
-name in common up to the first dot of their last part are one sample, and what comes after that dot names
+name in common up to the first dot of their last part are one sample, and the part after that dot names
 the field: `a/0017.jpg` and `a/0017.cls` are the fields "jpg" and "cls" of one sample.
 """
 
@@ -33,25 +33,26 @@ _MOST_EMPTY = 100  # shards in a row without a sample
 
 
 class WebDatasetShards(Source):
-    """Draws a shard, the more often the more bytes it has, and yields its samples from its beginning on.
+    """Draws shards in proportion to their bytes, and yields the samples of each from its beginning.
 
-    One after another, but for a small shuffle: so the segments of many tasks begin with the first samples
-    of some shard. Shards of about a segment's samples are drawn evenly; of much larger ones, the ends are
-    never reached. So a pool's first segments are full ones, too.
+    Samples come in order, except for a small shuffle: so the segments of many tasks begin with the first
+    samples of some shard. Shards of about a segment's samples are drawn evenly; of much larger ones, the ends
+    are never reached. So a pool's first segments are full ones, too.
 
     Args:
         uris: a .tar, a folder with all below it, or several of either, on one store.
-        decode: of a field's name and its bytes makes its value; None: `decode_by_name`.
-        fields: which; None: those of the first sample. Other files of a sample are left out.
-        shuffle: so many samples are held, and one of them, at random, is yielded for each that is read.
-        schema: None: that of the first sample; a ragged field cannot be told from that.
-        filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None: the URI says.
-        retries: how often a read is tried again before its error is raised.
-    Raises: FileNotFoundError, PermissionError, OSError: the store. SamplerError: a file that is no tar, or
-        damaged, or without a sample. SchemaError: a sample that lacks a field, or has a value that does not
-        fit `schema` or cannot be decoded, whatever `decode` raises; names shard, sample and field.
-        ValueError: `fields` that are not those of `schema`. All of these of the first shard at
-        construction, else from a task.
+        decode: function of a field's name and its bytes that returns the value. None means `decode_by_name`.
+        fields: names of the fields. None means those of the first sample. Other files of a sample are left
+            out.
+        shuffle: number of samples held; a random one of them is yielded for each that is read.
+        schema: None means that of the first sample; a ragged field cannot be inferred from it.
+        filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None means the URI's own.
+        retries: number of further attempts at a read before its error is raised.
+    Raises: FileNotFoundError, PermissionError, OSError: errors of the store. SamplerError: a file that is no
+        tar, or damaged, or without a sample. SchemaError: a sample that lacks a field, or has a value that
+        does not fit `schema` or cannot be decoded, whatever `decode` raises; names shard, sample and field.
+        ValueError: `fields` differ from those of `schema`. All of these errors come at construction for the
+        first shard, else from a task.
     """
 
     ramp = False
@@ -75,7 +76,7 @@ class WebDatasetShards(Source):
         self._shards = [file for path in paths for file in self._store.find(path, (".tar",))]
         self._choice = Choice([float(max(1, shard.nbytes)) for shard in self._shards])
         self._fields: tuple[str, ...] | None = None if fields is None else tuple(fields)
-        self._kinds: Mapping[str, FieldType] = {}  # until it is known
+        self._kinds: Mapping[str, FieldType] = {}  # until the schema is known
         if schema is not None:
             self.schema = schema if isinstance(schema, Schema) else Schema(schema)
             if self._fields is not None and set(self._fields) != set(self.schema):
@@ -96,7 +97,6 @@ class WebDatasetShards(Source):
         return f"WebDatasetShards({self._name(self._shards[0])!r} and {len(self._shards) - 1} other shards)"
 
     def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-        """Draw shards, one after another, and samples of each."""
         empty = 0
         while empty < _MOST_EMPTY:
             shard = self._shards[self._choice.draw(rng)]
@@ -112,7 +112,7 @@ class WebDatasetShards(Source):
         return self._store.name(shard.path)
 
     def _samples(self, shard: File) -> Iterator[dict[str, Any]]:
-        """The samples of a shard, in its order, decoded."""
+        """Yield the samples of a shard, in order, decoded."""
         name = self._name(shard)
         if shard.nbytes % tarfile.BLOCKSIZE:  # within a header, tarfile would take it for the end
             raise _damaged(name, f"it has {shard.nbytes} bytes, and tar has blocks of {tarfile.BLOCKSIZE}")
@@ -133,7 +133,7 @@ class WebDatasetShards(Source):
             try:
                 sample[field] = self._decode(field, files[field])
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"  # of a KeyError the text says little
+                why = f"{type(error).__name__}: {error}"  # the text of a KeyError says little
                 raise SchemaError(f"{place}: field {field!r} cannot be decoded: {why}") from error
         try:
             for field, kind in self._kinds.items():
@@ -148,15 +148,15 @@ def _damaged(name: str, why: str) -> SamplerError:
 
 
 def decode_by_name(field: str, data: bytes) -> Any:
-    """What the end of a field's name says: never a pickle.
+    """Decode bytes by the end of a field's name; never a pickle.
 
-    `npy` an array, `cls` and `index` an int, `txt` text, `json` what it says, if that is a number, text or
+    `npy` an array, `cls` and `index` an int, `txt` text, `json` its value, if it is a number, text or
     numbers in lists; `jpg`, `jpeg`, `png`, `ppm` an array (height, width, channels) or (height, width) of
     uint8, where Pillow is installed; anything else, and pictures without Pillow, the bytes.
     """
     match field.rpartition(".")[2].lower():
         case "npy":
-            return npy.read_array(io.BytesIO(data))  # which refuses pickles unless it is told not to
+            return npy.read_array(io.BytesIO(data))  # refuses pickles by default
         case "cls" | "cls2" | "index" | "inx" | "id":
             return int(data)
         case "txt" | "text" | "transcript":
@@ -182,7 +182,7 @@ def _picture(data: bytes) -> Any:
 
 
 def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Samples of a tar, as (key, field -> bytes)."""
+    """Yield the samples of a tar, as (key, field -> bytes)."""
     current: str | None = None
     files: dict[str, bytes] = {}
     for member in tar:
@@ -196,7 +196,7 @@ def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
                 yield current, files
             current, files = key, {}
         opened = tar.extractfile(member)
-        assert opened is not None  # only of what is no file
+        assert opened is not None  # only for other than files
         files[field] = opened.read()
         if len(files[field]) != member.size:
             raise tarfile.ReadError(f"it ends within {member.name}")
@@ -205,7 +205,7 @@ def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
 
 
 class _Stream(io.RawIOBase):
-    """A store's file from its beginning on, in large pieces; each is tried again."""
+    """A store's file from its beginning, in large pieces; each read is repeated on failure."""
 
     def __init__(self, store: ObjectStore, shard: File) -> None:
         self._store, self._path, self._nbytes = store, shard.path, shard.nbytes

@@ -1,8 +1,8 @@
 """Source: a ready sampler that knows its schema.
 
-Each is a picklable callable `source(rng)`, to be given to `SamplerPool(cache, source)`. What it yields
-depends on `rng` and on the store's content alone: lists of files are sorted, and fixed when it is made.
-It connects and opens files where it is called, keeps them open for the next call, and pickles without them.
+Each is a picklable callable `source(rng)`, to be given to `SamplerPool(cache, source)`. Its samples
+depend on `rng` and on the store's content alone: lists of files are sorted, and fixed at construction.
+It connects and opens files when it is called, keeps them open for the next call, and pickles without them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """What the sources share. A context manager: leaving it closes what is open."""
+    """Base class of sources. A context manager: leaving it closes its files."""
 
     schema: Schema
-    """What a sample holds: `Cache.create(path, source.schema, ...)`."""
+    """The schema of its samples: `Cache.create(path, source.schema, ...)`."""
 
     ramp: bool = True
     """Early tasks of a pool fill small segments; False: full ones from the start, of whole groups that were
@@ -49,14 +49,14 @@ class Source(ABC):
 
 
 def ramp_of(source: object) -> bool:
-    """Early tasks of this sampler, whatever it is, fill small segments."""
+    """True if early tasks of a sampler fill small segments."""
     return bool(getattr(source, "ramp", True))
 
 
 def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema:
-    """The schema that a source says it has; else that of the first sample it draws.
+    """Return the schema of a source, or of its first sample if it has none.
 
-    Raises: TypeError: not a sampler. SamplerError: it yields nothing. What it raises.
+    Raises: TypeError: not a sampler. SamplerError: it yields nothing. Its own errors.
     """
     schema = getattr(source, "schema", None)
     if isinstance(schema, Schema):
@@ -75,7 +75,7 @@ def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema
 def shuffled(
     samples: Iterable[dict[str, Any]], held: int, rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
-    """Samples in a somewhat random order: of `held` and one more, one is yielded for each that comes."""
+    """Yield samples in a somewhat random order: one of `held` + 1, at random, for each new one."""
     waiting: list[dict[str, Any]] = []
     for sample in samples:
         waiting.append(sample)

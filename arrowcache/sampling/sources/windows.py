@@ -29,14 +29,14 @@ POSITION_FIELDS = ("recording", "position")
 
 
 class _Found(NamedTuple):
-    """What an array's metadata say."""
+    """The metadata of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
 
 class _Recording(NamedTuple):
-    """Arrays that are cut at the same place; `starts`: how many there are along each axis that is cut."""
+    """Arrays that are cut at the same place; `starts`: number of places along each axis that is cut."""
 
     addresses: dict[str, Address]
     shapes: dict[str, tuple[int, ...]]
@@ -50,17 +50,17 @@ class ArrayWindows(Source):
         ArrayWindows({"signal": "run.h5#signal", "label": "run.h5#label"}, window=(256,))
 
     Args:
-        arrays: the array, whose field is "data" then; or field name -> array: all these are cut at the
-            same place. Or several of either, as of several recordings: each window is of one of them.
+        arrays: the array, with "data" as its field; or field name -> array: all of them are cut at the
+            same place. Or a list of either, as of several recordings: each window is of one of them.
             "x.npy", "x.h5#dataset", else a Zarr v3 array; arrays.py has the details.
-        window: its length along the first axes of an array, in cells; what the window does not name of an
-            array's axes is taken whole. A mapping field name -> window, if they differ: all begin at the same
+        window: lengths along the first axes of an array, in cells; further axes are
+            taken whole. A mapping field name -> window, if they differ: all begin at the same
             place, so `{"signal": (256,), "label": (1,)}` is 256 values and the label of the first.
-        weights: how often to draw from each of `arrays`; None: as often as it has places.
-        with_position: adds "recording", the number in `arrays`, and "position", where the window begins
+        weights: relative frequency of each of `arrays`. None means in proportion to its places.
+        with_position: add "recording", the number in `arrays`, and "position", the window's begin
             along each axis that is cut.
-        filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None: the URI says.
-        retries: how often a read is tried again before its error is raised.
+        filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None means the URI's own.
+        retries: number of further attempts at a read before its error is raised.
     Raises: FileNotFoundError, PermissionError, OSError: the store. ValueError: a window that is larger than
         the array: names array, axis and sizes; a weight that is not positive and finite. SchemaError:
         arrays that differ from those before them, or whose axes differ where they are cut at the same place.
@@ -115,7 +115,6 @@ class ArrayWindows(Source):
         return f"ArrayWindows({first!r} and {len(self._recordings) - 1} other recordings, {self._windows})"
 
     def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-        """Draw windows, one after another."""
         while True:
             number = self._choice.draw(rng)
             recording = self._recordings[number]
@@ -157,9 +156,9 @@ class ArrayWindows(Source):
     def _starts(
         self, addresses: Mapping[str, Address], shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """How many places there are along each axis.
+        """Return the number of places along each axis.
 
-        Raises: ValueError, SchemaError: there is none, or arrays do not fit each other.
+        Raises: ValueError, SchemaError: there are none, or arrays do not fit each other.
         """
         starts: list[int] = []
         for axis in range(max(map(len, self._windows.values()))):
@@ -213,7 +212,6 @@ class ArrayWindows(Source):
 
 
 def _windows(fields: Sequence[str], window: Window | Mapping[str, Window]) -> dict[str, tuple[int, ...]]:
-    """The window of each field."""
     if not isinstance(window, Mapping):
         window = dict.fromkeys(fields, window)
     if set(window) != set(fields):

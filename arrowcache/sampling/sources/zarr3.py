@@ -1,9 +1,9 @@
 """Zarr v3: an array of a Zarr hierarchy on any store, through zarr, which this module imports.
 
-The store that zarr is given reads through pyarrow.fs, all chunks of a box at the same time. fsspec's wrapper
+zarr's store reads through pyarrow.fs, all chunks of a box at the same time. fsspec's wrapper
 of such a file system does not work asynchronously (2026.9: it asks any for the host that only HDFS has), and
 would not try again.
-Zarr v2 is refused: a filter of it may unpickle what a chunk holds.
+Zarr v2 is refused: its filters may unpickle the content of a chunk.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _DAMAGED = (ValueError, RuntimeError, TypeError, KeyError, EOFError, zlib.error)
 
 
 class ZarrArray:
-    """An array; nothing of it stays open but threads, which wait for the store.
+    """An array. It keeps nothing open but threads, which wait for the store.
 
-    Raises: FileNotFoundError: no array of Zarr v3 there. SamplerError: its metadata make no sense.
+    Raises: FileNotFoundError: no array of Zarr v3 there. SamplerError: its metadata are invalid.
     """
 
     def __init__(self, store: ObjectStore, path: str, name: str) -> None:
@@ -122,7 +122,7 @@ class _Reader(ZarrStore):
             raise OSError(f"{len(data)} bytes came of {stop - start}")
         return data
 
-    # What only a store that may be written or listed has.
+    # Methods that only a writable or listed store needs.
 
     @property
     def supports_writes(self) -> bool:

@@ -3,7 +3,7 @@
     caches.py    NodeCaches: the nodes with a cache, its path, and its settings
     pool.py      SamplerPool: samplers at work, from construction until `stop()`
     engine.py    numbers and runs tasks: draw anywhere, publish where training is
-    drawing.py   draw one segment, in a worker of any node
+    draw.py   draw one segment, in a worker of any node
     ingest.py    publish it: the actor of a node
 
 A record batch is sent once, as the segment's file, through Ray's object store.

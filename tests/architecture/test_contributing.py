@@ -18,7 +18,7 @@ lines where they were, those of new modules at the end of their folders.
 """
 PARTS = ("", "arrowcache/", "benchmarks/peers/adapters/", "tests/native/", "arrowcache/native/", ".ci/")
 """Where a path that the text names may begin."""
-MADE = ("CACHE/", "constraints/NAME", "dist/", "fuzz-found/")
+MADE = ("CACHE/", "constraints/NAME", "dist/", "fuzz-found/", "site/")
 """How names of files begin that are none of the repository's."""
 SUFFIXES = (".py", ".c", ".h", ".md", ".txt", ".toml", ".jsonl", ".ipynb")
 

@@ -26,8 +26,6 @@ class NodeCaches:
     Args:
         path: the folder on each node's own disk. `{node}` in it becomes the node's id, needed for a cluster
             on one machine; a function of that id returns the path itself.
-        schema, capacity, segment_bytes, segment_rows, headroom, durable: of each cache, as for
-            `Cache.create`. An existing cache is used, with its own settings but the given capacity.
         nodes: ids of the nodes that get one, from `ray.nodes()`. None means all that are alive when a pool
             starts. Those with a GPU: `[n["NodeID"] for n in ray.nodes() if n["Alive"] and "GPU" in
             n["Resources"]]`.

@@ -34,8 +34,7 @@ class SamplerPool(Pool):
         share: "split": every node gets different samples, in the order of requests; "replicate": all nodes
             get the same, at the pace of the slowest.
         workers: number of tasks drawn at a time, in the whole cluster, limited by its processors.
-        seed, name, segments, retries, progress: as for `arrowcache.SamplerPool`. `retries` is also the number
-            of times that Ray repeats a lost task.
+        retries: as for `arrowcache.SamplerPool`, and the number of times that Ray repeats a lost task.
         in_flight: bytes that drawn segments may take in Ray's object stores, all together, until they are
             published; each node may always have one segment. None means half of the smallest object store.
         options: Ray's options of a drawing task, such as {"num_cpus": 2} or a `runtime_env`; one processor

@@ -69,8 +69,9 @@ class Loader:
             256 rows, but at most 64 MiB; with worker processes four.
         where: SegmentInfo -> bool, True for segments to read.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
-        rank, world_size: rank of this process, and number of ranks. None means a single process. Each step
-            has batch_size rows a rank, disjoint, and all ranks have equally many steps.
+        rank: rank of this process. None means a single process. Each step has batch_size rows a rank,
+            disjoint, and all ranks have equally many steps.
+        world_size: number of ranks. None with `rank`.
         run_id: name of the job whose ranks agree on snapshots. None means TORCHELASTIC_RUN_ID, or
             MASTER_ADDR and MASTER_PORT.
         epoch_rows: rows of an epoch, of all ranks together, independent of the snapshot's size. Fewer are

@@ -61,8 +61,6 @@ def dataset(
 
     Args:
         drop_remainder: leave out a last batch of fewer rows.
-        rank, world_size, run_id: as of `arrowcache.Loader`: this process reads its part of the rows.
-            TensorFlow's own sharding is off, so pass them also under tf.distribute.
         backend: "auto", the default, takes "native" in every TensorFlow: the faster one in all measurements
             (benchmarks/RESULTS.md), except for rows of 1 MiB by "window", where both are even. "native"
             hands over the gathered arrays; "arrow" has tensorflow-io's C++ code read them, which takes the

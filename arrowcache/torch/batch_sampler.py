@@ -41,8 +41,9 @@ class EpochBatchSampler(Sampler[list[int]]):
     Args:
         cache: a Cache, or the path of one.
         batch_size: rows of a batch, of one rank.
-        rank, world_size: None means those of torch.distributed, if it is initialized when the first epoch
-            begins, else a single process.
+        rank: None means that of torch.distributed, if it is initialized when the first epoch begins, else a
+            single process.
+        world_size: number of ranks. None with `rank`.
         timeout: seconds that an epoch waits for rows. None means no limit.
 
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError: no such cache.

@@ -174,8 +174,6 @@ def dataloader(
     The other arguments are those of `CacheDataset` and `EpochBatchSampler`.
 
     Args:
-        cache, batch_size, columns, transform, shuffle, ...: as of `CacheDataset` and
-            `EpochBatchSampler`.
         num_workers: number of processes. 0 means the consumer's thread. They live on between epochs, and end
             with this process, also when it is killed.
         timeout: seconds that an epoch waits for rows. None means no limit.

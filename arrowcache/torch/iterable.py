@@ -104,8 +104,9 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
     Args:
         cache: a Cache, or the path of one.
         batch_size: rows of a batch.
-        rank, world_size: None means those of torch.distributed, if it is initialized when workers start.
-            Ranks make their datasets in one order, and iterate with equally many workers.
+        rank: None means that of torch.distributed, if it is initialized when workers start. Ranks make their
+            datasets in one order, and iterate with equally many workers.
+        world_size: number of ranks. None with `rank`.
         timeout: seconds that an epoch waits for rows, and at its end a worker for others that have not
             begun it. None means no limit.
 

@@ -41,7 +41,8 @@ class Retries:
         count: number of attempts after the first one.
         first_seconds: the longest delay before the second attempt; it doubles with each.
         most_seconds: the longest delay of all.
-        sleep, jitter: replaceable in tests.
+        sleep: replaceable in tests.
+        jitter: draws the share of the longest delay; replaceable in tests.
     Raises: TypeError, ValueError: not a count, or not a time.
     """
 

@@ -317,8 +317,11 @@ class Folder:
 
     def change_usage(self, start: int, nbytes: int, change: Callable[[bytes], bytes]) -> None:
         """Replace bytes of `usage` by what `change` makes of those that are there; under cache.lock."""
-        with _opened(self.usage, os.O_RDWR | os.O_NONBLOCK) as fd:
+        fd = os.open(self.usage, os.O_RDWR | os.O_NONBLOCK | _OWN)
+        try:
             os.pwrite(fd, change(os.pread(fd, nbytes, start)), start)
+        finally:  # no call of Python's comes between it and the caller, who notes it: Ctrl-C would
+            os.close(fd)
 
     def free_usage(self, start: int, nbytes: int) -> None:
         """Give the disk back the pages of a range, which reads as zeros then; not all file systems can."""

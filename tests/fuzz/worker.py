@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from arrowcache.storage import mapping
+from arrowcache.native import maps
 
 _MOST_RISE_BYTES = 256 << 20
 _MOST_DATA_BYTES = 6 << 30
@@ -75,13 +75,13 @@ class Watch:
 
 def audit_mappings() -> None:
     """Have the files that the library opens with a system call of its own seen, too."""
-    plain = mapping._open
+    plain = maps.File.open
 
-    def audited(path: str | os.PathLike[str]) -> int:
-        sys.audit("open", path, "r", 0)
-        return plain(path)
+    def audited(file: maps.File, limit: int, most: int) -> None:
+        sys.audit("open", os.fsdecode(file.path), "r", 0)
+        plain(file, limit, most)
 
-    mapping._open = audited
+    maps.File.open = audited  # type: ignore[method-assign]
 
 
 def _is_importing() -> bool:

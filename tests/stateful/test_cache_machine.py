@@ -58,7 +58,7 @@ HARM = {
 
 def die(file):
     """What the kernel does with the locks of a process that was killed."""
-    file._close_in_child()  # drops nothing by itself: the kernel does
+    file.forget_in_child()  # drops nothing by itself: the kernel does
 
 
 def row(number):

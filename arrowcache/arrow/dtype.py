@@ -69,7 +69,7 @@ def _of_bits(name: str, seen_as: str, bits: Bits) -> Dtype:
 
 
 _BFLOAT16 = Bits(  # the upper half of a float32
-    to_float=lambda bits: (bits.astype(np.uint32) << 16).view(np.float32),
+    to_float=lambda bits: (bits.astype(np.uint32) << np.uint32(16)).view(np.float32),
     from_float=lambda numbers: (np.asarray(numbers).view(np.uint32) >> 16).astype(np.uint16),
     exact_from=("bool", "int8", "uint8"),
 )

@@ -34,6 +34,8 @@ from arrowcache.arrow.schema import (
 )
 from arrowcache.errors import SchemaError
 
+_DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # else the names are NumPy's
+
 
 def kind_of(field: pa.Field) -> FieldType:
     """The type that holds what a field of a file has.
@@ -97,7 +99,7 @@ def _tensor(value_type: pa.DataType, shape: tuple[int, ...]) -> Tensor | None:
     is_number = pa.types.is_integer(value_type) or pa.types.is_floating(value_type)
     if not (is_number or pa.types.is_boolean(value_type)) or 0 in shape:
         return None
-    return Tensor(value_type.to_pandas_dtype(), shape)
+    return Tensor(_DTYPES.get(str(value_type), str(value_type)), shape)
 
 
 def require_fields(fields: pa.Schema, schema: Schema) -> None:

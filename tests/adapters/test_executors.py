@@ -69,7 +69,7 @@ def processes(method: str) -> Iterator[Executor]:
 
 @contextmanager
 def lokys_own() -> Iterator[Executor]:
-    import loky
+    loky = pytest.importorskip("loky")
 
     executor = loky.get_reusable_executor(WORKERS, reuse=False)
     try:

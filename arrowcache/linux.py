@@ -29,16 +29,14 @@ SHARED, EXCLUSIVE, UNLOCKED = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
 EHWPOISON = 133  # a page of memory, or of the disk, is broken
 
 _MFD_CLOEXEC = 1
-_EFD_SEMAPHORE, _EFD_NONBLOCK, _EFD_CLOEXEC = 1, os.O_NONBLOCK, os.O_CLOEXEC
 _PR_SET_PDEATHSIG = 1
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
-_COUNT = struct.Struct("=Q")  # the counter of an eventfd
 
-_GENERIC = {"memfd_create": 279, "eventfd2": 19, "pidfd_open": 434}
+_GENERIC = {"memfd_create": 279, "pidfd_open": 434}
 _NUMBERS = {
-    "x86_64": _GENERIC | {"memfd_create": 319, "eventfd2": 290},
+    "x86_64": _GENERIC | {"memfd_create": 319},
     "aarch64": _GENERIC,
     "riscv64": _GENERIC,
 }  # by os.uname().machine
@@ -82,29 +80,6 @@ def anonymous_file() -> int:
 
         with tempfile.TemporaryFile(prefix="arrowcache-") as file:
             return os.dup(file.fileno())
-
-
-def event(count: int = 0, *, semaphore: bool = False) -> int:
-    """Return a descriptor of a counter, readable above zero. No other program inherits it; nothing blocks.
-
-    Args:
-        semaphore: `take_event` counts down by one, instead of to zero.
-    Raises: OSError: EMFILE, ENFILE, ENOMEM.
-    """
-    flags = _EFD_CLOEXEC | _EFD_NONBLOCK | (_EFD_SEMAPHORE if semaphore else 0)
-    if hasattr(os, "eventfd"):
-        return os.eventfd(count, flags)
-    return _syscall("eventfd2", count, flags)
-
-
-def add_event(fd: int) -> None:
-    """Count up by one. Raises: BlockingIOError: the counter is at its maximum."""
-    os.write(fd, _COUNT.pack(1))
-
-
-def take_event(fd: int) -> None:
-    """Count down, as `event` says. Raises: BlockingIOError: the counter is zero."""
-    os.read(fd, _COUNT.size)
 
 
 def free_range(fd: int, start: int, nbytes: int) -> None:

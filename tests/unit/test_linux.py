@@ -16,7 +16,7 @@ from page_cache import drop_from_memory
 from arrowcache import linux
 from arrowcache.reading.memory import address_of
 
-NAMES = ("memfd_create", "eventfd", "pidfd_open")
+NAMES = ("memfd_create", "pidfd_open")
 FD = "/proc/self/fd"
 
 
@@ -51,34 +51,6 @@ def test_a_memory_file_is_empty_has_a_name_in_proc_only_and_is_inherited_by_nobo
     assert os.pread(fd, 9, 4096) == b"abc"
 
 
-def test_an_event_counts_to_zero_at_once_and_never_blocks(way, opened):
-    opened.append(fd := linux.event(3))
-    assert os.readlink(f"{FD}/{fd}") == "anon_inode:[eventfd]"
-    assert not os.get_inheritable(fd)
-    linux.add_event(fd)
-    assert is_readable(fd)
-    linux.take_event(fd)
-    assert not is_readable(fd)
-    with pytest.raises(BlockingIOError):
-        linux.take_event(fd)
-
-
-def test_an_event_as_a_semaphore_counts_down_by_one(way, opened):
-    opened.append(fd := linux.event(1, semaphore=True))
-    linux.add_event(fd)
-    for _ in range(2):
-        linux.take_event(fd)
-    with pytest.raises(BlockingIOError):
-        linux.take_event(fd)
-
-
-def test_an_event_that_is_full_says_so(opened):
-    opened.append(fd := linux.event())
-    os.write(fd, (2**64 - 2).to_bytes(8, sys.byteorder))
-    with pytest.raises(BlockingIOError):
-        linux.add_event(fd)
-
-
 def test_the_file_of_a_process_is_readable_once_it_has_ended(way, opened):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         opened.append(fd := linux.process_file(process.pid))
@@ -101,9 +73,9 @@ def test_the_error_of_a_call_by_number_is_that_of_the_call_by_name(monkeypatch):
         "import os, resource\n"
         "from arrowcache import linux\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1, 4096))\n"
-        "for name in (None, 'memfd_create', 'eventfd', 'pidfd_open'):\n"
+        "for name in (None, 'memfd_create', 'pidfd_open'):\n"
         "    name and delattr(os, name)\n"
-        "    for call, argument in (linux.memory_file, 'x'), (linux.event, 0), (linux.process_file, 1):\n"
+        "    for call, argument in (linux.memory_file, 'x'), (linux.process_file, 1):\n"
         "        try:\n"
         "            print(call(argument))\n"
         "        except OSError as error:\n"
@@ -113,7 +85,7 @@ def test_the_error_of_a_call_by_number_is_that_of_the_call_by_name(monkeypatch):
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"[Errno {errno.EMFILE}] {os.strerror(errno.EMFILE)}\n" * 12
+    assert done.stdout == f"[Errno {errno.EMFILE}] {os.strerror(errno.EMFILE)}\n" * 6
 
 
 @pytest.mark.parametrize("bits", [32, 64])

@@ -67,7 +67,7 @@ def source_of(leaf: Any) -> torch.Tensor | None:
     """
     # a subclass has more than its bytes
     if type(leaf) is torch.Tensor and leaf.is_cpu and leaf.layout is torch.strided:
-        return None if leaf.requires_grad or leaf.is_nested or leaf.dtype in _ODD_DTYPES else leaf
+        return None if leaf.requires_grad or leaf.is_nested or leaf.dtype in _odd_dtypes() else leaf
     if isinstance(leaf, np.ndarray):
         try:
             return tensor_over(leaf)
@@ -130,9 +130,11 @@ def _is_odd(dtype: torch.dtype) -> bool:
     return False
 
 
-_ODD_DTYPES = frozenset(
-    each for each in vars(torch).values() if isinstance(each, torch.dtype) and _is_odd(each)
-)
+@functools.cache
+def _odd_dtypes() -> frozenset[torch.dtype]:
+    """Return all odd dtypes. Takes 2 ms the first time: not at import, as most loaders have no device."""
+    dtypes = (each for each in vars(torch).values() if isinstance(each, torch.dtype))
+    return frozenset(filter(_is_odd, dtypes))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -21,9 +21,8 @@ from typing import NamedTuple
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
 #: From Okabe and Ito (2008): distinct for the color-blind, too, and visible on white and on black.
-BLUE, ORANGE, PURPLE, GREEN, SKY, RED = COLORS = (
-    "#2f7fc1", "#e69f00", "#b66dbd", "#009e73", "#56b4e9", "#d55e00",
-)  # fmt: skip
+COLORS = ("#2f7fc1", "#e69f00", "#b66dbd", "#009e73", "#56b4e9", "#d55e00")
+BLUE = COLORS[0]
 GREY = "#8c8c8c"
 _FILLS = "█▓▒░▚▞"  # a terminal's characters for COLORS
 _LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.35))"

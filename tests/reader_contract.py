@@ -10,7 +10,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -27,6 +27,9 @@ from helpers import (
 )
 
 import arrowcache as ac
+
+if TYPE_CHECKING:
+    from typing import Self
 
 SHUFFLES = ["rows", "window", "blocks", None]
 IDS = list(range(160))
@@ -50,6 +53,22 @@ class Face:
     def needs(self, ability: str) -> None:
         if ability not in self.has:
             pytest.skip(f"this reader has no {ability}")
+
+
+class Unclosed:
+    """A reader over batches of a framework's own, which nothing but their end closes."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._batches
 
 
 def plain(column: Any) -> Any:

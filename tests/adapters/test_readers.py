@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from quick import first_is_quick
-from reader_contract import Contract, Face
+from reader_contract import Contract, Face, Unclosed
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -14,9 +14,6 @@ from torch.utils.data import DataLoader
 
 import arrowcache as ac
 import arrowcache.torch as at
-
-if TYPE_CHECKING:
-    from typing import Self
 
 OF_LOADERS = frozenset({"transform", "ids", "ranks", "writing", "one epoch", "close", "state", "fork"})
 OF_DATALOADERS = frozenset({"transform", "ranks", "writing"})
@@ -26,20 +23,12 @@ def loader_face(kind: Any, **fixed: Any) -> Face:
     return Face(lambda cache, size, **options: kind(cache, size, **fixed, **options), OF_LOADERS)
 
 
-class Stock:
-    """A stock DataLoader, whose state is that of what it draws from; nothing but its end closes it."""
+class Stock(Unclosed):
+    """A stock DataLoader, whose state is that of what it draws from."""
 
     def __init__(self, loader: DataLoader[Any], source: Any) -> None:
-        self._loader, self._source = loader, source
-
-    def __iter__(self) -> Any:
-        return iter(self._loader)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self._loader
+        super().__init__(loader)
+        self._source = source
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._source.state_dict()

@@ -197,6 +197,16 @@ def run_all_but(fake: FakeDevice, late: Stream) -> None:
         pass
 
 
+def its_memory_outlasts_the_default_stream(fake, side):
+    """A prefetcher has died: the default stream has its memory now, unless it is kept for the other one."""
+    run_all_but(fake, side)
+    with DevicePrefetcher([], "fake") as other:
+        list(other)
+    fake.finish()
+    assert fake.errors == []
+    assert fake.memory_bytes == 0
+
+
 def test_a_prefetcher_that_dies_where_two_streams_read_leaves_them_their_memory(fake):
     fake.order = "none"
     side = fake.compute_stream()
@@ -210,12 +220,7 @@ def test_a_prefetcher_that_dies_where_two_streams_read_leaves_them_their_memory(
     run_all_but(fake, side)
     assert next(iterator, None) is None  # it sees that all copies are over
     del iterator, prefetcher
-    run_all_but(fake, side)  # the default stream has the memory now, unless it is kept
-    with DevicePrefetcher([], "fake") as other:
-        list(other)
-    fake.finish()
-    assert fake.errors == []
-    assert fake.memory_bytes == 0
+    its_memory_outlasts_the_default_stream(fake, side)
 
 
 def test_a_prefetcher_that_dies_where_its_source_changed_the_stream_leaves_that_its_memory(fake):
@@ -239,12 +244,7 @@ def test_a_prefetcher_that_dies_where_its_source_changed_the_stream_leaves_that_
     run_all_but(fake, side)
     assert next(iterator, None) is None  # it sees that all copies are over
     del iterator, prefetcher
-    run_all_but(fake, side)  # the default stream has the memory now, unless it is kept
-    with DevicePrefetcher([], "fake") as other:
-        list(other)
-    fake.finish()
-    assert fake.errors == []
-    assert fake.memory_bytes == 0
+    its_memory_outlasts_the_default_stream(fake, side)
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_ctrl_c_at_any_line_frees_no_memory_for_copies_that_do_not_wait_for_its_
         with Interruption(number, files("torch/lane.py"), ("line",)) as interruption:
             next(iterator)
         is_over = not interruption.where
-        number += 1
+        number += not is_over
         iterator = iter(prefetcher)
         for _ in range(3):
             next(iterator)

@@ -127,9 +127,12 @@ static int64_t join_ended(engine *self)
 
 PUBLIC int64_t engine_start(engine *self, int64_t count)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* threads inherit it */
+    const int of_faults[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL}; /* faulthandler tells of them */
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    for (size_t i = 0; i < sizeof of_faults / sizeof *of_faults; i++)
+        sigdelset(&blocked, of_faults[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before); /* threads inherit it */
     pthread_mutex_lock(&self->lock);
     join_ended(self);
     self->is_stopping = false; /* threads that have not seen it stay */

@@ -17,7 +17,7 @@
  *   - Nobody waits for a thread that does not run: with no threads at all, or once they are stopped, `engine_take` does
      everything itself.
  *   - A waiter is woken by signals: `engine_take` returns, and is called again.
- *   - The threads block all signals, and end within `engine_stop`, but for one that the kernel holds.
+ *   - The threads block all signals but those of faults, and end within `engine_stop`, but for one that the kernel holds.
  *   - ENGINE_READ tells of a file that is shorter than it was, or cannot be read (`failed`).
  *
  * The caller's part

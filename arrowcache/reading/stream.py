@@ -86,7 +86,7 @@ class BatchStream:
         self._may_wait = True  # for the next epoch; False while only asking whether it is ready
         self._error: BaseException | None = None  # raised after the batches before it
         self._has_failed = False  # an error was raised, or will be
-        self.consumer = 0  # the thread that is in `take`
+        self.consumer = 0  # the thread that takes batches, or cancels them
         self._was_asked = self._was_interrupted = False
         self._because: str | None = None  # why it was cut short: the error that its consumer gets
         self.has_stopped = False  # its consumer knows
@@ -174,16 +174,19 @@ class BatchStream:
     def _enter(self) -> bool:
         """Make this thread the consumer, which cancels all at the end. Returns: False: it has ended."""
         with self._lock:
-            if not self.ended:
-                self.consumer = threading.get_ident()
-            return not self.ended
+            if self.ended:
+                return False
+            self.consumer = threading.get_ident()
+            return True
 
     def _leave(self) -> None:
         with self._lock:
-            self.consumer = 0
             is_over = self.ended
+            if not is_over:
+                self.consumer = 0
         if is_over:
             self._cancel()
+            self.consumer = 0
 
     def deliver(self, made: ReadyBatch | None) -> None:
         """Count a batch that the consumer gets now, or, with None, the end.
@@ -204,6 +207,8 @@ class BatchStream:
 
     def fail(self) -> None:
         """End the stream, as the consumer gets an error in place of a batch."""
+        if self.consumer == threading.get_ident():  # Ctrl-C came as it left
+            self.consumer = 0
         self.close()
         self._epochs.came_to_error()
 
@@ -229,11 +234,18 @@ class BatchStream:
         if not self._origin.is_here:  # locks may be held for ever in a forked child
             self.ended = self._is_closed = True
             return
-        with self._lock:
-            self.ended, self._error = True, None
-            is_mine = self.consumer in (0, threading.get_ident())
-        if is_mine:  # else the consumer cancels them, within _LOOK_SECONDS
-            self._cancel()
+        is_mine = False
+        try:
+            with self._lock:
+                self.ended, self._error = True, None
+                is_mine = not self.consumer
+                if is_mine:
+                    self.consumer = threading.get_ident()
+            if is_mine:  # else the consumer cancels them, within _LOOK_SECONDS, or once its handler returns
+                self._cancel()
+        finally:
+            if is_mine:
+                self.consumer = 0
         self._let_go()
         self._is_closed = True
 
@@ -241,7 +253,7 @@ class BatchStream:
 
     def _begin_portions(self) -> None:
         """Begin portions until enough batches are under way."""
-        for begun in tuple(self.begun):  # a handler of this thread may end the stream
+        for begun in self.begun:
             if begun.is_in_parts:
                 begun.go_on()
         wanted = self._assembly.wanted()
@@ -264,9 +276,7 @@ class BatchStream:
 
     def _take_oldest(self, seconds: float) -> bool:
         """Wait for the batches of the oldest portion. Returns: False: they were not ready in time."""
-        portion = next(iter(self.begun), None)
-        if portion is None:  # a handler of this thread ended the stream meanwhile
-            return False
+        portion = self.begun[0]
         try:
             if not portion.take(seconds) or self.ended:
                 return False
@@ -290,6 +300,7 @@ class BatchStream:
             self._error = error
 
     def _cancel(self) -> None:
+        """Cancel all batches, as the `consumer`: no other thread, nor a handler of this one, is at it."""
         self.ready.clear()
         self._cancel_begun()
         self._error, self._portions = None, iter(())
@@ -297,13 +308,12 @@ class BatchStream:
         self._epochs.drop_ahead()
 
     def _cancel_begun(self) -> None:
-        for begun in tuple(self.begun):
+        for begun in self.begun:
             begun.cancel(0)  # all of them first: no thread begins one while another is waited for
-        with suppress(IndexError):  # a handler of this thread ended the stream meanwhile
-            while self.begun:
-                portion = self.begun[0]
-                abandon(portion) if self._was_interrupted else portion.cancel()
-                self.begun.popleft()  # now: Ctrl-C loses none
+        while self.begun:
+            portion = self.begun[0]
+            abandon(portion) if self._was_interrupted else portion.cancel()
+            self.begun.popleft()  # now: Ctrl-C loses none
         self.under_way = 0
 
     # epochs

@@ -45,7 +45,10 @@ class WorkerThreads:
         return future
 
     def close(self) -> None:
-        """End each thread after its current function. Blocks: at most 5 s. Idempotent."""
+        """End each thread after its current function; cancel the others. Blocks: at most 5 s. Idempotent."""
+        with suppress(queue.Empty):
+            while (todo := self._todo.get_nowait()) is not None:
+                todo[0].cancel()
         self._todo.put(None)  # each thread hands it on to the next
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:

@@ -292,3 +292,28 @@ def test_a_signal_handler_may_close_a_loader_at_any_step_of_iter(cache, options)
         assert all(list(each) == [] for each in epochs), interruption.where
         assert cache.stats().leased_bytes == 0, interruption.where
         assert {*threading.enumerate()} <= before, interruption.where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_cold", [False, True], ids=["warm", "cold"])
+def test_a_signal_handler_may_close_a_loader_at_any_step_of_next(tmp_path, is_cold):
+    """The native threads went on copying rows of files that it had unmapped."""
+    cache = make_cache(tmp_path / "cache", MIXED, segment_rows=16)
+    with cache.writer() as writer:
+        writer.extend(every_kind(0, 96))
+    loaders: list[ac.Loader] = []
+    code = files("reading/stream.py", "reading/gather.py", "reading/portion.py", "native/engine.py")
+    for interruption in interruptions(
+        100, code, ("opcode",), lambda: loaders[-1].close(), every=29, blocks=True
+    ):
+        if is_cold:
+            drop_from_memory(*segment_files(cache))
+        loaders.append(ac.Loader(cache, 16, prefetch=2))
+        batches = iter(loaders[-1])
+        if is_cold:
+            loaders[-1]._assembly.temperature.is_cold = True
+        next(batches)
+        with interruption:
+            consume(itertools.islice(batches, 2))
+        loaders[-1].close()
+        assert cache.stats().leased_bytes == 0, interruption.where

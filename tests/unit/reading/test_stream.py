@@ -729,22 +729,41 @@ def test_a_stream_that_ends_while_its_consumer_waits_is_not_touched_by_who_ends_
     assert touched == [consumer, consumer]
 
 
-def test_a_consumer_may_end_its_stream_while_it_waits():
-    """As a handler of a signal does, which closes the loader."""
-    looks: list[bool] = []
+@pytest.mark.parametrize("at", ["take", "go_on", "made", "is_ready"])
+def test_a_handler_that_ends_its_threads_stream_leaves_the_batches_to_the_loop_that_it_interrupts(at):
+    """As a handler does that closes the loader: a batch that is being begun would be cancelled."""
+    ended: list[int] = []
 
-    class Looked(Manual):
-        def take(self, seconds: float) -> bool:
-            looks.append(self.cancelled > 0)
-            if len(looks) == 1:
+    class Interrupted(Manual):
+        def _interrupt(self, where: str) -> None:
+            if where == at and not ended:
                 stream.close()
-            return False
+                ended.append(self.cancels)
 
-    pending = Looked()
-    stream = stream_of(of(pending), 1)
-    assert stream.take(None) is None
-    assert pending.cancelled == 1
-    assert looks == [False], "what was cancelled is not taken"
+        cancels = 0
+
+        def take(self, seconds: float) -> bool:
+            self._interrupt("is_ready" if at == "is_ready" else "take")
+            return super().take(seconds)
+
+        def go_on(self) -> None:
+            self._interrupt("go_on")
+
+        def made(self) -> Iterator[ReadyBatch]:
+            self._interrupt("made")
+            return super().made()
+
+        def cancel(self, seconds: float | None = None) -> bool:
+            self.cancels += 1
+            return super().cancel(seconds)
+
+    first, second = Interrupted(0), Manual(1, is_done=False)
+    stream = stream_of(of(first, second), 2)
+    if at == "is_ready":
+        assert stream.is_ready()
+    assert (stream.take(None) is None) == (at != "made")
+    assert ended == [0]
+    assert (second.cancelled, stream.consumer, [*stream.begun]) == (1, 0, [])
 
 
 def test_who_asks_whether_a_batch_is_ready_begins_jobs_and_waits_for_none():

@@ -185,16 +185,6 @@ def test_close_before_the_first_function_is_harmless():
     threads.close()
 
 
-def test_what_was_given_before_close_is_run(alone):
-    go_on, _ = blocked(alone)
-    future = alone.submit(lambda: 7)
-    closing = threading.Thread(target=alone.close)
-    closing.start()
-    go_on.set()
-    assert future.result(DEADLINE_SECONDS) == 7
-    closing.join(DEADLINE_SECONDS)
-
-
 def test_its_threads_do_not_keep_the_interpreter_from_its_end(three):
     assert three.submit(lambda: threading.current_thread().daemon).result(DEADLINE_SECONDS)
 
@@ -238,3 +228,15 @@ def test_a_thread_that_cannot_be_started_is_tried_again_by_the_next(monkeypatch)
     started = list(threads._threads)
     threads.close()
     assert not any(thread.is_alive() for thread in started)
+
+
+def test_close_cancels_the_functions_that_no_thread_has_begun(alone):
+    """It does not wait for them, also where a handler closes what would cancel them otherwise."""
+    go_on, (busy,) = blocked(alone)
+    waiting = [alone.submit(lambda: None) for _ in range(3)]
+    threading.Timer(0.05, go_on.set).start()
+    alone.close()
+    assert busy.result(DEADLINE_SECONDS) is None
+    for future in waiting:
+        with pytest.raises(CancelledError):
+            future.result(DEADLINE_SECONDS)

@@ -14,6 +14,7 @@ tensorflow := .[test] tensorflow-cpu ipykernel nbclient typer
 oldest := .[demo,test] tensorflow-cpu tensorflow-io
 wheels := hatchling ziglang auditwheel
 docs := mkdocs-material mkdocstrings-python ruff
+mutants := .[test] cosmic-ray torch
 # Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.
 PEERS := peers streaming reverb
 peers := array_record datasets grain litdata numpy pylance spdl tensordict torch torchdata torchrl webdataset
@@ -37,7 +38,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-oldest test-install test-extras \
-	fuzz bench peers pictures wheels docs lint format freeze clean
+	fuzz mutants bench peers pictures wheels docs lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +48,8 @@ help:
 	@echo "             one an environment, and test-ray and test-install)"
 	@echo "make test-extras    install the wheel with each extra by itself, and use it: gigabytes come down"
 	@echo "make fuzz    give the engine random jobs for FUZZ_SECONDS=600; needs clang or AFL++"
+	@echo "make mutants    break the code in MUTANTS=200 places drawn by SEED=0, in files with ONLY=reading/order.py,"
+	@echo "             and tell which breaks the unit tests do not notice; hours for thousands"
 	@echo "make environments   install what tests need, with -j3 all at once"
 	@echo "make bench   run the benchmarks         (BENCH=gather for one)"
 	@echo "make peers   measure arrowcache beside its peers, and write the tables and plots of that"
@@ -126,6 +129,13 @@ test-extras: .envs/newest/.stamp
 FUZZ_SECONDS := 600
 fuzz:
 	PYTHONPATH=tests $(PYTHON) -m native --seconds $(FUZZ_SECONDS)
+
+# Each mutant is made in a copy: nothing here changes.
+MUTANTS := 200
+SEED := 0
+mutants: .envs/mutants/.stamp
+	$(call compile,mutants)
+	PYTHONPATH=tests nice .envs/mutants/bin/python -m mutants --count $(MUTANTS) --seed $(SEED) --only '$(ONLY)' $(ARGS)
 
 bench: $(patsubst %,.envs/%/.stamp,$(if $(BENCH_IN_NEWEST),newest) $(BENCH_TENSORFLOW_IN))
 	$(call compile,newest)

@@ -323,6 +323,21 @@ def test_what_cannot_be_unmapped_stays_leased_until_it_can(cache, monkeypatch):
     assert cache.stats().leased_bytes == 0
 
 
+def test_a_new_snapshot_lets_go_of_what_could_not_be_unmapped_before_it(cache, monkeypatch):
+    def refused(files):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch, cache.snapshot() as before:
+        before.map_all()
+        patch.setattr(maps, "unmap", refused)
+        before.close()
+        assert mapped_seqs(cache) == [0, 1, 2, 3, 4, 5]
+    with cache.snapshot(lambda segment: segment.seq > 2):
+        assert mapped_seqs(cache) == [3, 4, 5]
+        assert cache.evict("1GB") > 0, "writers need not wait for a reader that has ended"
+        assert seqs(cache) == [3, 4, 5]
+
+
 def test_what_was_cut_short_is_let_go_when_its_cache_dies(tmp_path, monkeypatch):
     def interrupted(files):
         raise KeyboardInterrupt

@@ -53,3 +53,13 @@ def test_every_row_that_is_there_comes_once_and_ranks_have_equally_many_steps(
         assert lost == len(whole.batches(0, whole.steps)) - sum(
             len(ranks[0].batches(step, step + 1)) for step in range(whole.steps)
         )
+
+
+def test_lost_rows_are_counted_in_an_epoch_of_any_length():
+    rows = np.full(10, 3000)
+    plan = Plan(3, 1, "rows", None, 40, 7, np.arange(10), rows)
+    present = [SegmentInfo(seq, 3000, "", 1, 1, 0.0) for seq in range(10) if seq != 4]
+    steps = range(EpochOrder(plan, 7, Shard(), True).steps)
+    planned = EpochOrder(plan, 7, Shard(), True).batches(0, len(steps))
+    of_the_gone = (planned >= 12_000) & (planned < 15_000)
+    assert ResumedSteps(plan, present, 7, Shard(), True).lost_rows(steps) == of_the_gone.sum() > 2900

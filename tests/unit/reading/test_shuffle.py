@@ -203,6 +203,13 @@ def test_a_window_frees_segments_steadily():
     assert behind.max() <= 1000 / 50, "no more than a window is kept"
 
 
+def test_half_a_window_is_whole_segments_at_least_one_and_rather_more_rows_than_fewer():
+    spans = [Window(np.array([1, 1, 1, 1]), 2, 0).span(place) for place in range(4)]
+    assert spans == [range(2), range(1, 3), range(2, 4), range(3, 4)], "each segment is half a window"
+    order = Window(np.array([2, 2, 2, 2]), 6, 0)
+    assert (order.span(0), order.span(4), order.span(7)) == (range(1), range(1, 4), range(3, 4))
+
+
 @pytest.mark.parametrize("window_rows", first_is_quick([13, 14, 1000]))
 def test_a_window_over_everything_is_uniform(window_rows):
     segments = np.array([3, 4, 1, 5])

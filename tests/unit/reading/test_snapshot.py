@@ -854,6 +854,18 @@ def test_a_suspect_segment_without_a_mapping_is_checked_before_it_is_read(tmp_pa
         snapshot.gather([0, 20, 40])
 
 
+def test_a_suspect_segment_is_checked_before_a_table_has_its_rows(tmp_path):
+    publish(make_cache(tmp_path / "cache"), 3)
+    cache = ac.Cache.open(tmp_path / "cache", check="bytes")
+    flip_byte(segment_files(cache)[2], 3000)
+    with (
+        cache.snapshot() as snapshot,
+        pytest.warns(RuntimeWarning, match="quarantined"),
+        pytest.raises(ac.CorruptSegmentError),
+    ):
+        snapshot.table()
+
+
 def test_a_damaged_segment_without_a_mapping_is_a_typed_error_too(tmp_path, monkeypatch):
     monkeypatch.setattr(mapped_module, "_most_mapped", maps.count() + 1)
     cache = make_cache(tmp_path / "cache")

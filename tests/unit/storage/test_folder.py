@@ -10,7 +10,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import DEADLINE_SECONDS, disk_bytes
+from helpers import DEADLINE_SECONDS, disk_bytes, open_files
 from quick import first_is_quick
 
 import arrowcache as ac
@@ -178,6 +178,28 @@ def test_a_retired_segment_is_debris_until_it_is_removed(folder):
     folder.remove(retired)
     folder.remove(retired)
     assert folder.incoming_bytes() == 0
+
+
+def test_what_is_removed_without_the_lock_counts_until_the_disk_has_it_back(folder):
+    class Watched(Folder):
+        def remove(self, retired):
+            super().remove(retired)
+            counted.append(self.incoming_bytes())
+
+    counted = []
+    retired = folder.retire(put(folder, segment_name(0, 1, ""), bytes(8192)))
+    Watched(folder.path).remove_unlocked(retired)
+    assert counted[0] >= 8192
+    assert folder.incoming_bytes() == 0
+
+
+def test_a_change_of_the_counts_leaves_no_file_open(folder):
+    folder.complete()
+    before = open_files()
+    folder.change_usage(8, 4, lambda old: bytes(reversed(b"abcd")))
+    folder.change_usage(8, 4, lambda old: old[::-1])
+    assert folder.read_usage(8, 4) == b"abcd"
+    assert open_files() == before
 
 
 def test_sweeping_takes_unlocked_parts_and_signs_and_nothing_else(folder):

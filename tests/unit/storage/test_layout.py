@@ -20,12 +20,15 @@ from arrowcache.storage.layout import (
     RanksRecord,
     SegmentInfo,
     Settings,
+    UsageRecord,
     joiner_line,
     joiners,
+    modes,
     newer_names,
     parse_segment_name,
     ranks_name,
     segment_name,
+    shared_on_purpose,
     tasks_listed,
 )
 
@@ -358,6 +361,18 @@ def test_content_that_is_sound_but_none_of_ours_is_refused(record):
         RanksRecord.unpack(xxhash.xxh3_64_hexdigest(text).encode() + b" " + text + b"\n")
 
 
+def test_totals_survive_their_bytes_and_such_as_nobody_counted_are_zero():
+    totals = UsageRecord(2**62, 1_000_000, 3, 4, 5, 6, 2**40)
+    assert UsageRecord.unpack(totals.pack()) == totals
+    assert UsageRecord.unpack(totals.pack()[:20]) == UsageRecord(2**62, 1_000_000, 3 % 2**32)
+    assert UsageRecord.unpack(b"\xff" * UsageRecord.nbytes) == UsageRecord()
+
+
+def test_segments_that_are_not_in_a_row_survive_their_bytes():
+    seqs = [0, 1, 2, 5, 7, 8, 10**9]
+    assert list(RanksRecord.unpack(RanksRecord({}, seqs).pack()).seqs) == seqs
+
+
 def test_what_ranks_agree_on_stays_small_for_many_segments():
     offset = 10**9
     in_a_row = RanksRecord({}, range(offset, offset + 16_000)).pack()
@@ -366,3 +381,17 @@ def test_what_ranks_agree_on_stays_small_for_many_segments():
     assert len(every_tenth_held_out) < 8 * 1024
     worst = RanksRecord({}, range(offset, offset + 16_000, 2)).pack()
     assert len(worst) < 33 * 1024
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_on_purpose"),
+    [(0o770, True), (0o2770, True), (0o2775, True), (0o775, False), (0o777, False), (0o2750, False)],
+)
+def test_an_empty_folder_is_for_a_group_if_it_hands_it_on_or_shuts_others_out(mode, is_on_purpose):
+    assert shared_on_purpose(mode) is is_on_purpose
+
+
+def test_a_group_that_may_do_all_in_the_folder_may_read_and_write_the_files_and_nobody_else_may():
+    assert modes(0o2775) == (0o660, 0o2770)
+    assert modes(0o770) == (0o660, 0o770)
+    assert modes(0o750) == modes(0o2707) == (0o600, 0o700)

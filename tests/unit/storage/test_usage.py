@@ -10,6 +10,7 @@ from helpers import make_cache, publish
 
 import arrowcache as ac
 from arrowcache.storage.layout import USAGE_COUNTS, USAGE_SEQS, SegmentInfo, UsageRecord
+from arrowcache.storage.usage import Usage
 
 
 @pytest.fixture
@@ -54,6 +55,16 @@ def test_seqs_over_the_end_of_the_places_are_counted_from_the_beginning(usage):
     assert usage.served(seqs(0, 1)).tolist() == [7, 7]
 
 
+def test_no_change_of_counts_runs_over_the_end_of_the_places():
+    class Places:
+        def change_usage(self, start, nbytes, change):
+            changed.append(((start - USAGE_COUNTS) // 4, len(change(b"")) // 4))
+
+    changed = []
+    Usage(Places()).count_epoch(np.arange(USAGE_SEQS - 3, USAGE_SEQS + 2), 1)
+    assert changed == [(USAGE_SEQS - 3, 3), (0, 2)]
+
+
 def test_what_is_evicted_unread_is_told_from_what_was_served(usage):
     usage.count_epoch(seqs(1), 1)
     usage.add_evicted([segment(0, 10), segment(1, 20), segment(2, 40)])
@@ -72,6 +83,13 @@ def test_the_disk_gets_the_counts_of_evicted_segments_back(usage):
         os.fsync(file.fileno())
         assert os.fstat(file.fileno()).st_blocks < before / 2
     assert usage.served(counted)[19_000:].tolist() == [1] * 1000
+
+
+@pytest.mark.parametrize("last", [10_229, 10_230, 10_239, 10_240])
+def test_the_counts_of_segments_that_stay_are_kept_wherever_the_last_one_that_left_lies(usage, last):
+    usage.count_epoch(np.arange(12_000), 1)
+    usage.add_evicted([segment(seq) for seq in range(last + 1)])
+    assert usage.served(np.arange(last + 1, 12_000)).all()
 
 
 def test_a_pace_goes_by_what_comes_after_it(usage):

@@ -133,7 +133,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
         )
         self._rank = self._options.membership if is_told(self._options) else None  # this process' rank
-        self._options.require_step(self._rank.world_size if self._rank else 1)
+        self._options.require_fit(self._store, self._rank.world_size if self._rank else 1)
         path = str(self._store.folder.path)
         self._ordinal = _datasets[path]  # tells datasets of one job apart, alike on all ranks
         _datasets[path] += 1

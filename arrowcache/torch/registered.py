@@ -66,7 +66,7 @@ class Registered:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8 that start at a page. Calls no device."""
         memory = mapped_memory(nbytes)
-        self._own(0, 0)  # or dead memory would gather
+        self._forget_dead()  # or it would gather
         self._unseen[weakref.ref(memory)] = address_of(memory)
         return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
 
@@ -106,14 +106,18 @@ class Registered:
         return None
 
     def _own(self, address: int, nbytes: int) -> mmap.mmap | None:
-        """Return the memory of `allocate` that some bytes lie in, once; forget dead memory."""
+        """Return the memory of `allocate` that some bytes lie in, once."""
         for known, start in [*self._unseen.items()]:
             memory = known()
-            if memory is None or (start <= address and address + nbytes <= start + len(memory)):
+            if memory is not None and start <= address and address + nbytes <= start + len(memory):
                 self._unseen.pop(known, None)
-                if memory is not None:
-                    return memory
+                return memory
         return None
+
+    def _forget_dead(self) -> None:
+        for known in [*self._unseen]:
+            if known() is None:
+                self._unseen.pop(known, None)
 
     def _that_registered(self, memory: mmap.mmap, start: int) -> Registered | None:
         """Return another owner that registered a part, and may still read it: an earlier prefetcher's."""

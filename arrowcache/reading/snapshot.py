@@ -33,7 +33,7 @@ from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.lifetimes import Mutex, Origin
 from arrowcache.native.library import address_of
-from arrowcache.native.rows import Rows
+from arrowcache.native.rows import SegmentRows
 from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable
 from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.memory import output_arrays
@@ -130,7 +130,7 @@ class Snapshot(Shown):
         self._starts = np.concatenate(([0], np.cumsum(arrays.rows)))
         self._length = int(self._starts[-1])
         self._nbytes = int(arrays.nbytes.sum())
-        self._rows = Rows(self._starts)
+        self._rows = SegmentRows(self._starts)
         self._gatherer = Gatherer(self._store.settings.schema, self._rows)
 
     @property

@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from arrowcache.errors import WorkerError
+from arrowcache.os_errors import explained, start
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.process import Channel, WorkerProcess
 from arrowcache.sampling.task import Done, Task, failure, run
-from arrowcache.shortage import explained, start
 
 _GRACE_SECONDS = 1.0  # for a process that ends by itself to be seen to
 _JOIN_SECONDS = 5.0

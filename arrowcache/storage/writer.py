@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from arrowcache.arrow.builder import ConvertedRows, SegmentBuilder
 from arrowcache.errors import ArrowCacheError, CacheFullError
 from arrowcache.lifetimes import Origin
-from arrowcache.shortage import start
+from arrowcache.os_errors import start
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 from arrowcache.units import parse_seconds
 

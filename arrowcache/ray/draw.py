@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.builder import Form, SegmentBuilder
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.segment import Form
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.task import Done, Sampler, Task, draw, failure
 
@@ -49,7 +50,7 @@ def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], in
     global _kept
     key = (task.digest, form)
     if _kept is None or _kept.key != key:
-        _kept = _WorkerState(key, unpickled(sampler), SegmentBuilder(*form))
+        _kept = _WorkerState(key, unpickled(sampler), SegmentBuilder(form))
     is_part = False
     try:
         draw(_kept.sampler, task, _kept.builder, _never)

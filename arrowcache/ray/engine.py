@@ -32,7 +32,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from arrowcache.arrow.builder import Form
+from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
 from arrowcache.ray.draw import draw_segment

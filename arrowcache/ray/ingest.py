@@ -19,8 +19,7 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
-from arrowcache.arrow.builder import Form
-from arrowcache.arrow.segment import EncodedSegment, read_structure
+from arrowcache.arrow.segment import EncodedSegment, Form, read_structure
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.sampling.executors import claim
 from arrowcache.sampling.task import Done

@@ -259,9 +259,8 @@ class MappedSegments:
         """Add lines of segments that have none yet. Returns: the numbers of the segments."""
         seqs = np.array([segment.seq for segment in segments], np.int64)
         is_new = ~are_among(seqs, self._table.seqs)
-        names = [segment.name for segment, new in zip(segments, is_new.tolist(), strict=True) if new]
-        if names:
-            files = maps.files(os.fspath(store.folder.segments), names)
+        if some := [segment for segment, new in zip(segments, is_new.tolist(), strict=True) if new]:
+            files = maps.files(*store.files_of(some))
             self._table = self._table.plus(_MappedTable.of(seqs[is_new], files))
         return seqs[is_new]
 
@@ -330,7 +329,7 @@ class MappedSegments:
 
     def _read_again(self, known: maps.File, segment: SegmentInfo, store: Store) -> None:
         """Check a file by reading. Its mapping may be longer than the file, and others may use it."""
-        (file,) = maps.files(os.fspath(store.folder.segments), [segment.name])
+        (file,) = maps.files(*store.files_of([segment]))
         try:
             file.open(self._settings.segment_bytes, 0)
             if (file.nbytes, file.device, file.inode) != (known.nbytes, known.device, known.inode):

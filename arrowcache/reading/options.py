@@ -17,7 +17,7 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cgroup import memory_bytes
 from arrowcache.reading.membership import Membership, membership, require_name
-from arrowcache.reading.plan import SHUFFLES
+from arrowcache.reading.plan import require_shuffle
 from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
 from arrowcache.units import (
@@ -104,8 +104,7 @@ class LoaderOptions:
         names = settings.schema.select(self.columns, least=1)
         require_function(self.where, "where")
         require_function(self.transform, "transform")
-        if self.shuffle not in SHUFFLES:
-            raise ValueError(f"shuffle={self.shuffle!r} is unknown: use one of {SHUFFLES}")
+        require_shuffle(self.shuffle)
         if self.worker_type not in WORKER_TYPES:
             raise ValueError(f"worker_type={self.worker_type!r} is unknown: use one of {WORKER_TYPES}")
         if self.window_bytes is not None and self.shuffle != "window":

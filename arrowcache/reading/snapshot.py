@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime as dt
 import errno
 import itertools
-import os
 import sys
 import threading
 import time
@@ -78,7 +77,6 @@ class Snapshot(Shown):
         self.next_seq = next_seq  # seq of the next segment to be published
         self.left_out_rows = left_out_rows  # rows of the oldest segments that a loader left to writers
         self._mapped = MappedSegments.of(store)
-        self._folder = os.fspath(store.folder.segments)
         self._lease = lease
         self._origin = Origin()
         self._lock = threading.RLock()  # a signal handler may close the snapshot
@@ -359,7 +357,7 @@ class Snapshot(Shown):
             start = first - int(self._starts[index])
             end_lease = lease.share(segment.seq)
             try:
-                path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
+                path, rows = self._store.path_of(segment), range(start, start + count)
                 layout = self._mapped.layout_of(segment.seq).buffers
                 view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
                 return dict(view)

@@ -11,6 +11,7 @@ Must never be asked for a file whose structure was not checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ class Viewer:
 
     def view(
         self,
-        path: str,
+        path: Path,
         nbytes: int,
         layout: Sequence[int],
         rows: range,

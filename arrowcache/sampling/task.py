@@ -146,7 +146,7 @@ class _Worker:
         self.sampler: Sampler = unpickled(sampler)
         self.store: Store = open_store(Path(task.cache), check="structure")
         self._identity, self._form = self._identity_now(), self.store.settings.form
-        self.builder = SegmentBuilder(*self._form)
+        self.builder = SegmentBuilder(self._form)
         self._shown: tuple[str, int] | None = None
         self._progress: Progress | None = None
 

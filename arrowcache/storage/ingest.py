@@ -66,7 +66,7 @@ class Ingest:
         self._open, self._kind, self._again = store, kind, again
         self._policy = policy or RoomPolicy()
         self._before = before
-        self._builder = SegmentBuilder(*settings.form)
+        self._builder = SegmentBuilder(settings.form)
         self._pending: list[FileRows] = []  # of the rows in the builder
         self._store: Store | None = None
         self._sign = ExitStack()  # shows that somebody writes

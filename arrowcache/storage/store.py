@@ -20,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -273,8 +273,17 @@ class Store:
         """Forget what was listed: something else may have the name of a segment by now."""
         self._listing = _Listing([], {}, [])
 
+    def files_of(self, segments: Sequence[SegmentInfo]) -> tuple[str, list[str]]:
+        """The folder, and the names there, of files in which the segments' buffers lie as plain bytes.
+
+        Whoever reads a segment asks here where, and reads at the places of its `Layout`.
+        """
+        return os.fspath(self.folder.segments), [segment.name for segment in segments]
+
     def path_of(self, segment: SegmentInfo) -> Path:
-        return self.folder.segments / segment.name
+        """The path of a segment's file in `files_of`."""
+        folder, names = self.files_of([segment])
+        return Path(folder, *names)
 
     # publishing
 

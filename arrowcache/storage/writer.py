@@ -44,7 +44,7 @@ class Writer:
             raise ValueError(f"on_full={on_full!r} is unknown: use {' or '.join(map(repr, ON_FULL))}")
         settings = store.settings
         self._store = store
-        self._builder = SegmentBuilder(*settings.form)
+        self._builder = SegmentBuilder(settings.form)
         self._aborted = threading.Event()
         timeout = parse_seconds(timeout, "timeout")
         self._policy = RoomPolicy(on_full, timeout, is_cancelled=self._aborted.is_set)

@@ -907,17 +907,17 @@ def run(script: str) -> str:
 BIG = """
 import os, signal, sys, threading, time
 import numpy as np
-from arrowcache.native.engine import Column, copy_rows
-from arrowcache.native.rows import Rows
+from arrowcache.native.engine import CopiedColumn, copy_rows
+from arrowcache.native.rows import SegmentRows
 files = [np.ones(64 << 20, np.uint8) for _ in range(4)]
 layout = np.zeros(1, np.int64)
-rows = Rows(np.arange(5) * 1024)
+rows = SegmentRows(np.arange(5) * 1024)
 for number, file in enumerate(files):
     rows.put([number], [[file.ctypes.data, 64 << 20, layout.ctypes.data, 0, 0, 0, 0]])
 ids = np.random.default_rng(0).integers(0, 4096, 4096)
 out = np.zeros((4096, 64 << 10), np.uint8)
 def copy():
-    job = copy_rows(rows, ids, [Column(0, 64 << 10, out.ctypes.data)], out)
+    job = copy_rows(rows, ids, [CopiedColumn(0, 64 << 10, out.ctypes.data)], out)
     try:
         while not job.take(0.05):
             pass
@@ -1027,7 +1027,7 @@ TRUNCATED = """
     files = Files([4], [1 << 20], folder=pathlib.Path(sys.argv[1]))
     rows, out = files.table(), np.zeros((4, 1 << 20), np.uint8)
     os.truncate(files.paths[0], 4096)
-    columns = [engine.Column(0, 1 << 20, out.ctypes.data)]
+    columns = [engine.CopiedColumn(0, 1 << 20, out.ctypes.data)]
     job = engine.copy_rows(rows, np.arange(4), columns)
     while not job.has_ended():
         time.sleep(0.01)

@@ -67,7 +67,7 @@ else:  # a type checker that saw this would take any name for one of ours
         try:
             value = globals()[name] = _imported(name)
         except OSError as error:  # no file can be opened
-            from arrowcache.shortage import explained
+            from arrowcache.os_errors import explained
 
             raise explained(error) from error
         return value

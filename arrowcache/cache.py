@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.display import Card, Shown, printable
 from arrowcache.errors import ArrowCacheError
+from arrowcache.os_errors import explaining
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.shortage import explaining
 from arrowcache.storage import verification
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.overview import CacheStats, Looks, overview

@@ -167,7 +167,7 @@ HEADER = "epoch      s  segments    rows  evicted  sampler MB/s  loader MB/s  st
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
+class EpochLine:
     """The results of one epoch: one line of the table."""
 
     number: int
@@ -194,7 +194,7 @@ def train(
     pool: ac.SamplerPool,
     loader: Loader,
     held_out: tuple[Tensor, Tensor],
-) -> Iterator[Epoch]:
+) -> Iterator[EpochLine]:
     """Train without end, an epoch a snapshot, and yield the results of each epoch."""
     for number in itertools.count():
         start, drawn, loaded = time.perf_counter(), pool.stats(), loader.stats()
@@ -204,7 +204,7 @@ def train(
             segments.update(batch["_seq"].tolist())
         seconds = time.perf_counter() - start
         drawn_now, loaded_now, on_disk = pool.stats(), loader.stats(), cache.stats()
-        yield Epoch(
+        yield EpochLine(
             number=number,
             seconds=seconds,
             segments=len(segments),
@@ -220,7 +220,7 @@ def train(
 # -- the job ---------------------------------------------------------------------------------------
 
 
-def failures(epochs: Sequence[Epoch], problems: Sequence[object]) -> list[str]:
+def failures(epochs: Sequence[EpochLine], problems: Sequence[object]) -> list[str]:
     """Return the promises of this job that failed, as sentences."""
     first, last = epochs[0], epochs[-1]
     failed = [f"cache.verify() found: {problem}" for problem in problems]
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     test_set = torch.from_numpy(images), torch.from_numpy(np.repeat(labels[held_out], 3))
     classifier = Classifier()
 
-    epochs: list[Epoch] = []
+    epochs: list[EpochLine] = []
     with tempfile.TemporaryDirectory(prefix="arrowcache-demo-") as folder:
         store = write_store(Path(folder, "store"), digits[~held_out], labels[~held_out])
         print(

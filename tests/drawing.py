@@ -14,6 +14,7 @@ import numpy as np
 
 import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.segment import Form
 from arrowcache.pickling import pickled
 from arrowcache.sampling.rows import single
 from arrowcache.sampling.task import Task, draw
@@ -37,7 +38,7 @@ def take(source: Any, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def digest(source: Any, number: int, seed: int, rows: int = 50) -> str:
     """The content of task `number`, every byte of its segment, as a digest."""
-    builder = SegmentBuilder(source.schema, rows, 1 << 20)
+    builder = SegmentBuilder(Form(source.schema, rows, 1 << 20))
     task = Task("", b"", f"default.{seed}", seed, number, token=0, ramp=False)
     assert draw(source, task, builder, lambda: False)
     return hashlib.sha256(b"".join(builder.encode().pieces)).hexdigest()

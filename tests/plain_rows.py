@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from arrowcache.native import engine
-from arrowcache.native.engine import Column, Found, Job, Read
+from arrowcache.native.engine import CopiedColumn, Found, Job, Read
 from arrowcache.native.library import library
-from arrowcache.native.rows import Rows
+from arrowcache.native.rows import SegmentRows
 from arrowcache.native.threads import threads as of_process
 
 STOP_NANOSECONDS = 60_000_000_000
@@ -27,7 +27,7 @@ J = TypeVar("J", Job, Read, Found)
 
 
 def entry(base: int, nbytes: int, layout: int, path: int = 0, device: int = 0, inode: int = 0) -> Array:
-    """What `Rows.put` is told of a file: where it is mapped, and where int64 of its buffers' places are."""
+    """What `SegmentRows.put` is told of a file: where it is mapped, where int64 of its places are."""
     return np.array([base, nbytes, layout, 0, path, device, inode], np.int64)
 
 
@@ -115,8 +115,8 @@ class Files:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Table(Rows):
-    """`Rows`, and what they need."""
+class Table(SegmentRows):
+    """`SegmentRows`, and what they need."""
 
     files: Files
 
@@ -140,16 +140,16 @@ class Table(Rows):
         self.put([number], [told])
 
 
-def columns_of(arrays: Sequence[Array]) -> list[Column]:
-    return [Column(number, array.shape[1], array.ctypes.data) for number, array in enumerate(arrays)]
+def columns_of(arrays: Sequence[Array]) -> list[CopiedColumn]:
+    return [CopiedColumn(number, array.shape[1], array.ctypes.data) for number, array in enumerate(arrays)]
 
 
-def begun(rows: Rows, ids: Array, arrays: Sequence[Array]) -> Job:
+def begun(rows: SegmentRows, ids: Array, arrays: Sequence[Array]) -> Job:
     """A copy of all columns."""
     return engine.copy_rows(rows, ids, columns_of(arrays), (arrays, rows))
 
 
-def begun_read(rows: Rows, ids: Array, arrays: Sequence[Array], *, drops: bool = False) -> Read:
+def begun_read(rows: SegmentRows, ids: Array, arrays: Sequence[Array], *, drops: bool = False) -> Read:
     """A read of all columns."""
     return engine.read_rows(rows, ids, columns_of(arrays), (arrays, rows), drops=drops)
 

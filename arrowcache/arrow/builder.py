@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow import convert, segment
-from arrowcache.arrow.schema import Schema
-from arrowcache.arrow.segment import Column, EncodedSegment, VariableColumn
+from arrowcache.arrow.segment import Column, EncodedSegment, Form, VariableColumn
 from arrowcache.errors import SchemaError
 from arrowcache.units import format_bytes
 
@@ -34,28 +33,13 @@ class ConvertedRows:
     variable_bytes: NDArray[np.int64]  # (count,): of each row; empty without variable columns
 
 
-class Form(NamedTuple):
-    """The form of a segment's file.
-
-    `full_rows` is the rows of a full segment, `segment_bytes` an upper bound on its file; `paged` says how it
-    is arranged, see arrangement.py.
-    """
-
-    schema: Schema
-    full_rows: int
-    segment_bytes: int
-    paged: bool = False
-
-
 class SegmentBuilder:
-    """Rows on their way into one segment. Its arguments are those of `Form`."""
+    """Rows on their way into one segment of a form."""
 
-    def __init__(self, schema: Schema, full_rows: int, segment_bytes: int, paged: bool = False) -> None:
-        self._schema = schema
-        self._full_rows = full_rows
-        self._segment_bytes = segment_bytes
-        self._paged = paged
-        self._empty_bytes = segment.encoded_bytes_bound(schema, 0, paged=paged)
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._schema, self._full_rows, self._segment_bytes = schema, full_rows, _ = form[:3]
+        self._empty_bytes = form.bytes_bound(0)
         self._row_bytes = segment.row_bytes(schema)
         self._fixed = {n: np.empty((full_rows, *t.shape), t.numpy_dtype) for n, t in schema.fixed.items()}
         self._offsets = {n: np.zeros(full_rows + 1, np.int32) for n in schema.variable}
@@ -179,7 +163,7 @@ class SegmentBuilder:
             columns[name] = VariableColumn(
                 self._offsets[name][: self.rows + 1], memoryview(self._data[name])[:used]
             )
-        return segment.encode(self._schema, columns, paged=self._paged)
+        return self._form.encode(columns)
 
     def _used_bytes(self) -> dict[str, int]:
         """Of each variable-length column: bytes of the rows that are taken."""

@@ -69,6 +69,27 @@ class EncodedSegment:
     nbytes: int
 
 
+class Form(NamedTuple):
+    """The form of a segment's file. How its bytes come about from this is known here alone.
+
+    `full_rows` is the rows of a full segment, `segment_bytes` an upper bound on its file; `paged` says how it
+    is arranged, see arrangement.py.
+    """
+
+    schema: Schema
+    full_rows: int
+    segment_bytes: int
+    paged: bool = False
+
+    def encode(self, columns: Mapping[str, Column]) -> EncodedSegment:
+        """As the function `encode`."""
+        return encode(self.schema, columns, paged=self.paged)
+
+    def bytes_bound(self, rows: int) -> int:
+        """As `encoded_bytes_bound`, without variable-length data."""
+        return encoded_bytes_bound(self.schema, rows, paged=self.paged)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The places of the buffers of one segment's columns: byte offsets from the file's start.

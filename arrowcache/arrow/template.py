@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Layout, rewrite
-from arrowcache.native.maps import Kind
+from arrowcache.native.maps import FileKind
 
 _MOST_TEMPLATES = 8
 _MOST_SEEN = 64
@@ -34,7 +34,7 @@ class Template(NamedTuple):
     """
 
     layout: Layout
-    kind: Kind
+    kind: FileKind
 
 
 def make_template(file: pa.Buffer, schema: Schema, layout: Layout) -> Template | None:
@@ -71,7 +71,7 @@ def make_template(file: pa.Buffer, schema: Schema, layout: Layout) -> Template |
         return None
     at = footer.index(checksums)
     end = at + len(checksums)
-    return Template(layout, Kind(file.size, [*parts, (start, footer[:at]), (start + end, footer[end:])]))
+    return Template(layout, FileKind(file.size, [*parts, (start, footer[:at]), (start + end, footer[end:])]))
 
 
 class KnownLayouts:

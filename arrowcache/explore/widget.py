@@ -20,7 +20,7 @@ from arrowcache.explore.board import board_of
 from arrowcache.explore.history import History
 from arrowcache.explore.lookout import Lookout
 from arrowcache.explore.terminal import parse_interval
-from arrowcache.shortage import start
+from arrowcache.os_errors import start
 from arrowcache.storage.recovery import HasStore
 
 if TYPE_CHECKING:

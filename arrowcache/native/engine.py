@@ -1,8 +1,8 @@
 """Engine: jobs that copy rows of segments into arrays. The face of engine.h; threads.py has the threads.
 
-A call begins a job and returns. Rows are given by their numbers (`Rows`). Rows that are in memory are copied
-from mapped files (`copy_rows`); rows that may be on the disk are asked for, then read (`read_rows`). Columns
-of variable width take two jobs: `find_values`, then `copy_values` or `read_values`. `fetch_rows` and
+A call begins a job and returns. Rows are given by their numbers (`SegmentRows`). Rows that are in memory are
+copied from mapped files (`copy_rows`); rows that may be on the disk are asked for, then read (`read_rows`).
+Columns of variable width take two jobs: `find_values`, then `copy_values` or `read_values`. `fetch_rows` and
 `fetch_values` have the disk begin to read rows that follow one another. The thread that waits for a copy
 helps, so a copy ends also where there are no other threads.
 
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.native.library import address_of, declare, library, quick
-from arrowcache.native.rows import Rows
+from arrowcache.native.rows import SegmentRows
 from arrowcache.native.threads import threads
 
 PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
@@ -44,7 +44,7 @@ _BEGUN = (0,) * 9  # of `engine_job`, which the engine fills in
 _WAY, _DAMAGED, _FAILED, _ERROR, _MISSED = 1, *range(15, 19)
 
 
-class Column(NamedTuple):
+class CopiedColumn(NamedTuple):
     """A column of fixed width to be copied.
 
     Args:
@@ -58,8 +58,8 @@ class Column(NamedTuple):
     out: int = 0
 
 
-class Columns:
-    """Columns of fixed width to be copied, as of `Column`: a table, made once and moved for each job.
+class CopiedColumns:
+    """Columns of fixed width to be copied, as of `CopiedColumn`: a table, made once and moved for each job.
 
     `row_bytes` are those of a row of all columns.
     """
@@ -71,9 +71,9 @@ class Columns:
         self.address, words = self._table.buffer_info()
         self.count, self.row_bytes = words // 3, sum(self._table[1::3])
 
-    def at(self, addresses: Iterable[int]) -> Columns:
-        """Return the same columns with other memory: for each an address, as `Column.out`."""
-        moved = object.__new__(Columns)
+    def at(self, addresses: Iterable[int]) -> CopiedColumns:
+        """Return the same columns with other memory: for each an address, as `CopiedColumn.out`."""
+        moved = object.__new__(CopiedColumns)
         moved._table = self._table[:]
         moved._table[2::3] = array("q", addresses)
         moved.address = moved._table.buffer_info()[0]
@@ -111,9 +111,9 @@ class Job:
         self,
         kind: int,
         way: int,
-        rows: Rows,
+        rows: SegmentRows,
         ids: NDArray[np.int64],
-        columns: Columns,
+        columns: CopiedColumns,
         keep: object,
         *,
         nbytes: int = 0,
@@ -316,7 +316,9 @@ class Found(Job):
     values, in bytes, and `damaged` is the index of a row whose offsets point out of its file, or -1.
     """
 
-    def __init__(self, way: int, rows: Rows, ids: NDArray[np.int64], columns: Columns, keep: object) -> None:
+    def __init__(
+        self, way: int, rows: SegmentRows, ids: NDArray[np.int64], columns: CopiedColumns, keep: object
+    ) -> None:
         self.source, self.offsets = np.empty(len(ids), np.int64), np.zeros(len(ids) + 1, np.int64)
         self.rows, self.ids = rows, ids
         self.places = address_of(self.source), address_of(self.offsets)
@@ -330,7 +332,7 @@ class Found(Job):
         return self._job[_DAMAGED] - 1
 
 
-def copy_now(rows: Rows, ids: NDArray[np.int64], columns: Columns) -> tuple[int, int] | None:
+def copy_now(rows: SegmentRows, ids: NDArray[np.int64], columns: CopiedColumns) -> tuple[int, int] | None:
     """Copy columns of a few rows from memory, here and now; keeps the GIL.
 
     Args:
@@ -348,7 +350,10 @@ def copy_now(rows: Rows, ids: NDArray[np.int64], columns: Columns) -> tuple[int,
 
 
 def copy_rows(
-    rows: Rows, ids: NDArray[np.int64], columns: Columns | Sequence[tuple[int, int, int]], keep: object = None
+    rows: SegmentRows,
+    ids: NDArray[np.int64],
+    columns: CopiedColumns | Sequence[tuple[int, int, int]],
+    keep: object = None,
 ) -> Job:
     """Begin to copy columns of some rows from memory; returns at once.
 
@@ -356,7 +361,7 @@ def copy_rows(
 
     Args:
         ids: (n,) int64 numbers of rows.
-        columns: columns of fixed width; `Columns` cost less.
+        columns: columns of fixed width; `CopiedColumns` cost less.
         keep: owner of their memory and of the mappings; kept until the job has ended.
     """
     ids, columns = np.ascontiguousarray(ids, np.int64), _table(columns)
@@ -364,9 +369,9 @@ def copy_rows(
 
 
 def read_rows(
-    rows: Rows,
+    rows: SegmentRows,
     ids: NDArray[np.int64],
-    columns: Columns | Sequence[tuple[int, int, int]],
+    columns: CopiedColumns | Sequence[tuple[int, int, int]],
     keep: object = None,
     *,
     drops: bool = False,
@@ -382,7 +387,7 @@ def read_rows(
 
 
 def find_values(
-    rows: Rows,
+    rows: SegmentRows,
     ids: NDArray[np.int64],
     buffer: int,
     element_bytes: int,
@@ -399,7 +404,7 @@ def find_values(
         keep: as of `copy_rows`; kept until the values are copied, too.
         on_disk: True if the offsets may be on the disk.
     """
-    column = Columns([Column(buffer, element_bytes)])
+    column = CopiedColumns([CopiedColumn(buffer, element_bytes)])
     return Found(_READ if on_disk else _COPY, rows, np.ascontiguousarray(ids, np.int64), column, keep)
 
 
@@ -410,7 +415,7 @@ def copy_values(found: Found, out: NDArray[np.uint8]) -> Job:
         found: an ended job, whose rows are still mapped.
         out: (found.offsets[-1],) bytes.
     """
-    kept, column = (found, out), Columns([Column(0, 1, address_of(out))])
+    kept, column = (found, out), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
     return Job(_VALUES, _COPY, found.rows, found.ids, column, kept, nbytes=out.nbytes, values=found.places)
 
 
@@ -419,13 +424,17 @@ def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) ->
 
     Args: as of `copy_values` and `read_rows`.
     """
-    kept, column = (found, out), Columns([Column(0, 1, address_of(out))])
+    kept, column = (found, out), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
     where = _VALUES, _ASK, found.rows, found.ids, column, kept
     return Read(*where, values=found.places, pieces=len(found.ids) + out.nbytes // PIECE_BYTES, drops=drops)
 
 
 def fetch_rows(
-    rows: Rows, first: int, last: int, columns: Columns | Sequence[tuple[int, int, int]], keep: object = None
+    rows: SegmentRows,
+    first: int,
+    last: int,
+    columns: CopiedColumns | Sequence[tuple[int, int, int]],
+    keep: object = None,
 ) -> Job:
     """Have the disk begin to read rows first..last-1; returns at once. Rows out of range are left out.
 
@@ -437,15 +446,15 @@ def fetch_rows(
 
 
 def fetch_values(
-    rows: Rows, first: int, last: int, buffer: int, element_bytes: int, keep: object = None
+    rows: SegmentRows, first: int, last: int, buffer: int, element_bytes: int, keep: object = None
 ) -> Job:
     """As `fetch_rows`, the values of a variable-length column, which is named as in `find_values`."""
-    column = Columns([Column(buffer, element_bytes)])
+    column = CopiedColumns([CopiedColumn(buffer, element_bytes)])
     return Job(_LENGTHS, _FETCH, rows, np.array([first, last], np.int64), column, keep)
 
 
-def _table(columns: Columns | Sequence[tuple[int, int, int]]) -> Columns:
-    return columns if isinstance(columns, Columns) else Columns(columns)
+def _table(columns: CopiedColumns | Sequence[tuple[int, int, int]]) -> CopiedColumns:
+    return columns if isinstance(columns, CopiedColumns) else CopiedColumns(columns)
 
 
 _pointer, _word = ctypes.c_void_p, ctypes.c_int64

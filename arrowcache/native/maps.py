@@ -70,7 +70,7 @@ class File(ctypes.Structure):
         quick.maps_close(self)
 
 
-class Kind:
+class FileKind:
     """A kind of files: of the same length, and equal in some parts.
 
     Args:
@@ -147,7 +147,7 @@ def files(folder: str, names: Sequence[str]) -> Files:
     return Files(words, paths=text)
 
 
-def open_alike(files: Files, kind: Kind, most: int) -> NDArray[np.bool_]:
+def open_alike(files: Files, kind: FileKind, most: int) -> NDArray[np.bool_]:
     """Map the files that are of a kind, as `File.open`, and leave none open.
 
     Keeps the GIL, some ten microseconds a file, unless it waits for the disk.

@@ -14,11 +14,11 @@ KEYS = 32  # ORDER_KEYS of the header
 _HELD_GIL_ROWS = 8192  # found in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
 
 
-class _Stage(ctypes.Structure):
+class _StageStruct(ctypes.Structure):
     _fields_ = (("edges", ctypes.c_void_p), ("blocks", ctypes.c_int64), ("keys", ctypes.c_void_p))
 
 
-class _Pass(ctypes.Structure):
+class _PassStruct(ctypes.Structure):
     _fields_ = (
         ("stages", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("stage_count", "run_rows", "steps")),
@@ -63,13 +63,13 @@ class Pass:
 
     def __init__(self, rows: int, *stages: Stage, runs: Runs | None = None) -> None:
         self.rows = rows
-        table = (_Stage * len(stages))(
+        table = (_StageStruct * len(stages))(
             *[
-                _Stage(address_of(stage.edges), len(stage.edges) - 1, address_of(stage.keys))
+                _StageStruct(address_of(stage.edges), len(stage.edges) - 1, address_of(stage.keys))
                 for stage in stages
             ]
         )
-        made = _Pass(ctypes.addressof(table), len(stages))
+        made = _PassStruct(ctypes.addressof(table), len(stages))
         if runs is not None:
             made.run_rows, made.steps = runs.run_rows, len(runs.starts)
             made.starts, made.shifts = address_of(runs.starts), address_of(runs.shifts)

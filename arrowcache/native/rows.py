@@ -27,7 +27,7 @@ _BLOCKS_A_SEGMENT = 4
 
 
 def entries_of(words: NDArray[np.int64], layouts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the entries of some files for `Rows.put`: (n, words of an `engine_segment`).
+    """Return the entries of some files for `SegmentRows.put`: (n, words of an `engine_segment`).
 
     Args:
         words: (n, words of one) of `maps.Files`. Files without an address are read, not copied.
@@ -39,7 +39,7 @@ def entries_of(words: NDArray[np.int64], layouts: NDArray[np.int64]) -> NDArray[
     return told
 
 
-class Rows:
+class SegmentRows:
     """Rows of segments, none of which is mapped at first.
 
     Args:

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.builder import Form, SegmentBuilder
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.segment import Form
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.task import Done, Sampler, Task, draw, failure
 
 
-class _Kept(NamedTuple):
+class _WorkerState(NamedTuple):
     """State that a worker keeps between tasks."""
 
     key: tuple[bytes, Form]
@@ -25,7 +26,7 @@ class _Kept(NamedTuple):
     builder: SegmentBuilder
 
 
-_kept: _Kept | None = None  # one a process: Ray runs tasks one after another in it
+_kept: _WorkerState | None = None  # one a process: Ray runs tasks one after another in it
 
 
 def draw_segment(task: Task, form: Form, sampler: bytes) -> tuple[Done, NDArray[np.uint8] | None]:
@@ -49,7 +50,7 @@ def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], in
     global _kept
     key = (task.digest, form)
     if _kept is None or _kept.key != key:
-        _kept = _Kept(key, unpickled(sampler), SegmentBuilder(*form))
+        _kept = _WorkerState(key, unpickled(sampler), SegmentBuilder(form))
     is_part = False
     try:
         draw(_kept.sampler, task, _kept.builder, _never)

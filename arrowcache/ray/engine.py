@@ -32,11 +32,11 @@ import ray
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from arrowcache.arrow.builder import Form
+from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
 from arrowcache.ray.draw import draw_segment
-from arrowcache.ray.ingest import GROUPS, Ingest, Opened
+from arrowcache.ray.ingest import GROUPS, NodeIngest, OpenedCache
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task
@@ -392,13 +392,13 @@ def _actor(caches: NodeCaches, node: str, retries: int) -> Any:
         "max_task_retries": retries,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
-    return ray.remote(**options)(Ingest).remote(caches, node)
+    return ray.remote(**options)(NodeIngest).remote(caches, node)
 
 
 def _opened(caches: NodeCaches, nodes: Mapping[str, Node]) -> Form:
     """Make or open all caches. Returns: the form of a segment, which must be the same in each."""
     answers = {name: node.actor.open.remote() for name, node in nodes.items()}
-    opened: dict[str, Opened] = {}
+    opened: dict[str, OpenedCache] = {}
     for name, answer in answers.items():
         try:
             opened[name] = ray.get(answer, timeout=START_SECONDS)

@@ -19,8 +19,7 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
-from arrowcache.arrow.builder import Form
-from arrowcache.arrow.segment import EncodedSegment, read_structure
+from arrowcache.arrow.segment import EncodedSegment, Form, read_structure
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.sampling.executors import claim
 from arrowcache.sampling.task import Done
@@ -31,7 +30,7 @@ GROUPS = {"publishing": 1, "asking": 2}
 """Ray's concurrency groups: a segment that waits for room keeps no question waiting."""
 
 
-class Opened(NamedTuple):
+class OpenedCache(NamedTuple):
     """A node's cache, once it is open.
 
     `identity` is the same for two nodes that share one folder.
@@ -41,7 +40,7 @@ class Opened(NamedTuple):
     identity: tuple[str, int, int]
 
 
-class Ingest:
+class NodeIngest:
     """Publishes on a node segments that were drawn anywhere. Made by Ray, on that node.
 
     Ray makes it anew if its process was killed: its whole state is in the cache.
@@ -66,11 +65,11 @@ class Ingest:
             return self._made
 
     @ray.method(concurrency_group="asking")
-    def open(self) -> Opened:
+    def open(self) -> OpenedCache:
         """Make or open the cache. Raises: as `Cache.create`."""
         settings = self._store.settings
         status = os.stat(self._store.folder.path)
-        return Opened(settings.form, (boot_id(), status.st_dev, status.st_ino))
+        return OpenedCache(settings.form, (boot_id(), status.st_dev, status.st_ino))
 
     @ray.method(concurrency_group="asking")
     def claim(self, pool: str, count: int, least: int = 0) -> int:

@@ -19,10 +19,10 @@ from arrowcache.arrow.schema import Ragged, Schema, VariableType
 from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
-from arrowcache.native.rows import Rows
+from arrowcache.native.rows import SegmentRows
+from arrowcache.os_errors import explained
 from arrowcache.reading.memory import aligned
 from arrowcache.reading.values import ColumnData, Values, to_column
-from arrowcache.shortage import explained
 from arrowcache.storage.verification import unfit
 
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
@@ -32,7 +32,7 @@ Named = Callable[[int], str]
 """Told that a row could not be read, by its index among those that were asked for: its segment's name."""
 
 
-Part: TypeAlias = "engine.Job | engine.Read | ValuesGather"
+GatherPart: TypeAlias = "engine.Job | engine.Read | ValuesGather"
 """Some columns on their way."""
 
 
@@ -55,7 +55,7 @@ class Gatherer:
     Must never be asked for rows of a segment that its caller has not leased.
     """
 
-    def __init__(self, schema: Schema, rows: Rows) -> None:
+    def __init__(self, schema: Schema, rows: SegmentRows) -> None:
         self._schema, self._rows = schema, rows
         count = len(schema.fixed)
         #: Buffer and width of each column of fixed width.
@@ -63,7 +63,7 @@ class Gatherer:
             name: (number, kind.row_bytes) for number, (name, kind) in enumerate(schema.fixed.items())
         }
         self._buffer_of = {name: count + 2 * number for number, name in enumerate(schema.variable)}
-        self._tables: dict[tuple[str, ...], engine.Columns] = {}  # by the columns' names
+        self._tables: dict[tuple[str, ...], engine.CopiedColumns] = {}  # by the columns' names
 
     def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of each row's segment (n,), of rows (n,).
@@ -155,14 +155,14 @@ class Gatherer:
                 fetch.add(engine.fetch_values(self._rows, first, last, buffer, width, keep))
         return fetch
 
-    def _columns(self, out: Mapping[str, int]) -> engine.Columns | None:
+    def _columns(self, out: Mapping[str, int]) -> engine.CopiedColumns | None:
         """Return the fixed-width columns that go to these addresses, or None if there are none."""
         names = tuple(filter(self._fixed.__contains__, out))
         if not names:
             return None
         table = self._tables.get(names)
         if table is None:
-            table = self._tables[names] = engine.Columns([(*self._fixed[name], 0) for name in names])
+            table = self._tables[names] = engine.CopiedColumns([(*self._fixed[name], 0) for name in names])
         return table.at(map(out.__getitem__, names))
 
 
@@ -179,9 +179,9 @@ class Gather:
 
     def __init__(self, named: Named = str, then: Callable[[], None] | None = None) -> None:
         self._named, self._then = named, then
-        self._parts: list[Part] = []
+        self._parts: list[GatherPart] = []
 
-    def add(self, part: Part) -> None:
+    def add(self, part: GatherPart) -> None:
         """Add a part, already begun, that gathers some columns. Raises: OutsideError: it was refused."""
         self._parts.append(part)
         if part.refused >= 0:

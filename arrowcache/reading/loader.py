@@ -143,8 +143,6 @@ class Loader:
             paced=paced,
             may_view=self._may_yield_views,
         )
-        if options.timeout == 0:
-            raise ValueError("timeout=0 leaves no time for any batch: give seconds > 0, or None")
         self._meter = Meter(options.workers, shuffle)
         self._epochs = Epochs(self._store, options, self._meter)
         self._join()

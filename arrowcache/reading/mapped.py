@@ -33,7 +33,7 @@ _most_mapped = most_mappings() // 2
 _MAPPED_A_CALL = 128  # segments: some 2 ms, while other threads wait for the GIL
 
 
-class _Table(NamedTuple):
+class _MappedTable(NamedTuple):
     """All mapped segments, by number. The table is replaced as a whole; lines change in place.
 
     `layouts` are addresses of where a segment's buffers lie, as of `entries_of`; 0 means unchecked: nobody
@@ -47,7 +47,7 @@ class _Table(NamedTuple):
     keeps: NDArray[np.object_]  # (n, 2)
 
     @classmethod
-    def of(cls, seqs: NDArray[np.int64], files: maps.Files) -> _Table:
+    def of(cls, seqs: NDArray[np.int64], files: maps.Files) -> _MappedTable:
         """Return a table of segments of which none is mapped."""
         count = len(seqs)
         keeps = np.full((count, 2), None, object)
@@ -61,20 +61,20 @@ class _Table(NamedTuple):
         return self.seqs.searchsorted(wanted[are_among(wanted, self.seqs)])
 
     def entries(self, lines: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the entries for `Rows.put` of some lines."""
+        """Return the entries for `SegmentRows.put` of some lines."""
         return entries_of(self.words[lines], self.layouts[lines])
 
     def files(self, lines: NDArray[np.int64]) -> maps.Files:
         return maps.Files(self.words, lines, self)
 
-    def some(self, lines: NDArray[Any]) -> _Table:
+    def some(self, lines: NDArray[Any]) -> _MappedTable:
         """Return the table of some lines."""
-        return _Table(*[column[lines] for column in self])
+        return _MappedTable(*[column[lines] for column in self])
 
-    def plus(self, more: _Table) -> _Table:
+    def plus(self, more: _MappedTable) -> _MappedTable:
         """Return this table with the lines of another one; they have no segment in common."""
         pairs = [*zip(self, more, strict=True)]
-        both = _Table(*[np.concatenate(pair) for pair in pairs])
+        both = _MappedTable(*[np.concatenate(pair) for pair in pairs])
         return both if (np.diff(both.seqs) > 0).all() else both.some(both.seqs.argsort())
 
 
@@ -88,7 +88,7 @@ class Claim:
     def __init__(self, seqs: NDArray[np.int64]) -> None:
         self.seqs = seqs
         self.released = len(seqs)
-        self.keeps: list[object] = []  # memory that `Rows` may refer to, and the table no longer keeps
+        self.keeps: list[object] = []  # memory that `SegmentRows` may refer to, and the table no longer keeps
 
 
 class MappedSegments:
@@ -102,7 +102,7 @@ class MappedSegments:
         self._settings, self._kind = settings, (settings.schema, settings.segment_bytes)
         self._known = KnownLayouts(settings.schema)
         self._mutex = Mutex("the mapping of segments")
-        self._table = _Table.of(np.zeros(0, np.int64), maps.files("/", ()))
+        self._table = _MappedTable.of(np.zeros(0, np.int64), maps.files("/", ()))
         self._claims: list[Claim] = []  # of snapshots that may read the segments; replaced as a whole
         self._doubted: set[int] = set()  # seqs whose read failed, until they are checked again
         self.last: SegmentArrays | None = None  # of the last snapshot
@@ -198,7 +198,7 @@ class MappedSegments:
         Args:
             seqs: (n,) their numbers, ascending.
             check_bytes_below: segments below this number are known only if their bytes were checked.
-        Returns: a mask (n,), and the entries for `Rows.put` of the known ones.
+        Returns: a mask (n,), and the entries for `SegmentRows.put` of the known ones.
         """
         table = self._table
         is_known = are_among(seqs, table.seqs)
@@ -259,10 +259,9 @@ class MappedSegments:
         """Add lines of segments that have none yet. Returns: the numbers of the segments."""
         seqs = np.array([segment.seq for segment in segments], np.int64)
         is_new = ~are_among(seqs, self._table.seqs)
-        names = [segment.name for segment, new in zip(segments, is_new.tolist(), strict=True) if new]
-        if names:
-            files = maps.files(os.fspath(store.folder.segments), names)
-            self._table = self._table.plus(_Table.of(seqs[is_new], files))
+        if some := [segment for segment, new in zip(segments, is_new.tolist(), strict=True) if new]:
+            files = maps.files(*store.files_of(some))
+            self._table = self._table.plus(_MappedTable.of(seqs[is_new], files))
         return seqs[is_new]
 
     def _know(self, lines: NDArray[np.int64], layout: Layout) -> None:
@@ -277,7 +276,7 @@ class MappedSegments:
         Args:
             store: the caller's store, whose folder has the file.
             check_bytes: check its bytes too, also if another reader mapped it without.
-        Returns: the entry for `Rows.put`.
+        Returns: the entry for `SegmentRows.put`.
         Raises: CorruptSegmentError: says what is wrong; only other readers may have it mapped then.
             OSError: the process has too little memory or too many files open.
         """
@@ -298,7 +297,7 @@ class MappedSegments:
                     self._check(line, file, segment, store, check_bytes)
                 return
             for claim in self._claims:
-                claim.keeps.append(table.keeps[line].copy())  # `Rows` may know it without a mapping
+                claim.keeps.append(table.keeps[line].copy())  # `SegmentRows` may know it without a mapping
             self._unmap([segment.seq])  # also one that Ctrl-C left, or that has no mapping
         self._add([segment], store)
         (line,) = self._table.lines([segment.seq]).tolist()
@@ -330,7 +329,7 @@ class MappedSegments:
 
     def _read_again(self, known: maps.File, segment: SegmentInfo, store: Store) -> None:
         """Check a file by reading. Its mapping may be longer than the file, and others may use it."""
-        (file,) = maps.files(os.fspath(store.folder.segments), [segment.name])
+        (file,) = maps.files(*store.files_of([segment]))
         try:
             file.open(self._settings.segment_bytes, 0)
             if (file.nbytes, file.device, file.inode) != (known.nbytes, known.device, known.inode):

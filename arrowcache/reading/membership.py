@@ -30,8 +30,7 @@ def membership(rank: int | None, world_size: int | None, run_id: str | None) -> 
     Returns: None for a loader without others to agree with: no rank, or a world of one.
     Raises: ValueError, TypeError: an argument does not fit, or is missing.
     """
-    if run_id is not None and not isinstance(run_id, str):
-        raise TypeError(f"run_id must be a str, not {run_id!r}")
+    require_name(run_id)
     if rank is None and world_size is None:
         if run_id is not None:
             raise ValueError(f"run_id={run_id!r} is given without a rank: pass rank and world_size, too")
@@ -46,6 +45,12 @@ def membership(rank: int | None, world_size: int | None, run_id: str | None) -> 
     if world_size == 1:
         return None
     return Membership(rank, world_size, _run(run_id), _local_world_size(world_size))
+
+
+def require_name(run_id: str | None) -> None:
+    """Raises: TypeError: not a text."""
+    if run_id is not None and not isinstance(run_id, str):
+        raise TypeError(f"run_id must be a str, not {run_id!r}")
 
 
 def _integer(value: int, name: str) -> int:

@@ -16,8 +16,8 @@ from typing import Any, TypedDict, TypeVar
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cgroup import memory_bytes
-from arrowcache.reading.membership import Membership, membership
-from arrowcache.reading.plan import SHUFFLES
+from arrowcache.reading.membership import Membership, membership, require_name
+from arrowcache.reading.plan import require_shuffle
 from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
 from arrowcache.units import (
@@ -104,14 +104,14 @@ class LoaderOptions:
         names = settings.schema.select(self.columns, least=1)
         require_function(self.where, "where")
         require_function(self.transform, "transform")
-        if self.shuffle not in SHUFFLES:
-            raise ValueError(f"shuffle={self.shuffle!r} is unknown: use one of {SHUFFLES}")
+        require_shuffle(self.shuffle)
         if self.worker_type not in WORKER_TYPES:
             raise ValueError(f"worker_type={self.worker_type!r} is unknown: use one of {WORKER_TYPES}")
         if self.window_bytes is not None and self.shuffle != "window":
             raise ValueError(f"window_bytes belongs to shuffle='window', not {self.shuffle!r}: leave it out")
         for flag in ("drop_last", "with_ids", "paced"):
             parse_flag(getattr(self, flag), flag)
+        require_name(self.run_id)
         window_bytes = self.window_bytes
         if window_bytes is None:
             window_bytes = min(memory_bytes(), settings.capacity_bytes) // 4
@@ -120,7 +120,7 @@ class LoaderOptions:
             "seed": parse_count(self.seed, "seed", least=0, most=None),
             "workers": parse_count(self.workers, "workers", least=0, most=_MOST_WORKERS),
             "wait_rows": parse_count(self.wait_rows, "wait_rows"),
-            "timeout": parse_seconds(self.timeout, "timeout"),
+            "timeout": _timeout_seconds(self.timeout),
             "names": names,
             "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
         }
@@ -212,6 +212,12 @@ def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:
             f"{format_bytes(memory_bytes())} of memory: lower it, or name fewer columns"
         )
     return rows
+
+
+def _timeout_seconds(timeout: float | None) -> float | None:
+    if (seconds := parse_seconds(timeout, "timeout")) == 0:
+        raise ValueError(f"timeout={timeout!r} leaves no time for any batch: give seconds > 0, or None")
+    return seconds
 
 
 def parse_flag(value: bool, name: str) -> bool:

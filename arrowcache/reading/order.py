@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.segment_arrays import are_among
-from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window, starts_of
+from arrowcache.reading.shuffle import starts_of
 from arrowcache.storage.layout import SegmentInfo
 
 _CHUNK_ROWS = 8192  # of the planned order, looked at at once
@@ -122,19 +122,7 @@ class EpochOrder(Order):
         self._segments, self._starts = range(len(plan.rows)), starts_of(plan.rows)
         self._pass_rows = int(self._starts[-1])
         self._start, self._end = plan.position, plan.stream_rows
-
-        def row_order(number: int) -> RowOrder:  # without self: a cycle would keep the order alive
-            key = (plan.epoch, number)
-            match plan.shuffle:
-                case "rows":
-                    return Permutation(int(plan.rows.sum()), plan.seed, key, len(plan.rows))
-                case "window":
-                    return Window(plan.rows, plan.window_rows, plan.seed, key)
-                case "blocks":
-                    return Blocks(plan.rows, plan.block_rows, plan.seed, key)
-            return Sequential(plan.rows)
-
-        self._pass = lru_cache(maxsize=2)(row_order)  # the current and the next one
+        self._pass = lru_cache(maxsize=2)(plan.row_order)  # the current and the next one
 
     def batches(self, first: int, last: int) -> NDArray[np.int64]:
         steps, size, apart = max(0, min(last, self.steps) - first), self.batch_size, self.step_rows

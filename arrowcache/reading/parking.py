@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from arrowcache.errors import WorkerError
 from arrowcache.lifetimes import Origin, is_exiting
+from arrowcache.os_errors import start
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.shortage import start
 
 _log = logging.getLogger("arrowcache")
 

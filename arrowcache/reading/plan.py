@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
 from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
 from arrowcache.units import MOST_COUNTED, parse_count
 
@@ -55,6 +56,18 @@ class Plan:
     def is_in_order(self) -> bool:
         """True if segments are read one after another, oldest first."""
         return self.shuffle in ("window", None)
+
+    def row_order(self, number: int) -> RowOrder:
+        """Return the order of a pass over all rows: the first one has the number 0."""
+        key = (self.epoch, number)
+        match self.shuffle:
+            case "rows":
+                return Permutation(int(self.rows.sum()), self.seed, key, len(self.rows))
+            case "window":
+                return Window(self.rows, self.window_rows, self.seed, key)
+            case "blocks":
+                return Blocks(self.rows, self.block_rows, self.seed, key)
+        return Sequential(self.rows)
 
     def at(self, position: int) -> Plan:
         """Return the same epoch from another position on."""
@@ -102,7 +115,7 @@ class Plan:
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
                 seed=parse_count(state["seed"], "seed", least=0, most=None),
-                shuffle=state["shuffle"],
+                shuffle=require_shuffle(state["shuffle"]),
                 epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
                 window_rows=parse_count(state["window_rows"], "window_rows"),
                 block_rows=parse_count(state["block_rows"], "block_rows"),
@@ -112,8 +125,6 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"the state is damaged: {error!r}") from None
-        if plan.shuffle not in SHUFFLES:
-            raise ValueError(f"the state is damaged: shuffle={plan.shuffle!r}")
         if (plan.rows < 1).any() or (np.diff(plan.seqs, prepend=-1) < 1).any():
             raise ValueError("the state is damaged: its segments cannot be")
         if (plan.rows > most_rows).any():
@@ -135,6 +146,13 @@ class Plan:
                 f"the state is damaged: position={plan.position} of an epoch of {plan.stream_rows} rows"
             )
         return plan
+
+
+def require_shuffle(name: str | None) -> str | None:
+    """Return the name of a shuffle. Raises: ValueError: there is none of this name."""
+    if name not in SHUFFLES:
+        raise ValueError(f"shuffle={name!r} is unknown: use one of {SHUFFLES}")
+    return name
 
 
 def runs_of(seqs: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -37,9 +37,9 @@ from contextlib import ExitStack, suppress
 
 from arrowcache.errors import CacheFormatError, CorruptSegmentError, warn
 from arrowcache.lifetimes import Mutex, forgets_in_child
+from arrowcache.os_errors import explaining
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.shortage import explaining
 from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, SegmentInfo, Term, joiner_line, joiners, ranks_name
 from arrowcache.storage.lease import Lease

@@ -68,7 +68,7 @@ def array_over(owner: Any, dtype: Any, shape: Sequence[int]) -> NDArray[Any]:
     return np.ndarray(tuple(shape), dtype, owner)
 
 
-class _Column:
+class _SlotColumn:
     """One column's buffers. The end of an owner touches `returned` alone."""
 
     def __init__(self, name: str, row_shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -89,7 +89,7 @@ class Slot:
 
     __slots__ = ("_owned", "_rows", "addresses")
 
-    def __init__(self, rows: int, owned: list[tuple[_Column, Any]], addresses: dict[str, int]) -> None:
+    def __init__(self, rows: int, owned: list[tuple[_SlotColumn, Any]], addresses: dict[str, int]) -> None:
         self._rows, self._owned, self.addresses = rows, owned, addresses
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -120,8 +120,8 @@ class Slots:
         allocate: Callable[[int], NDArray[np.uint8]] = page_aligned,
         free: Callable[[NDArray[np.uint8]], object] = lambda memory: None,  # noqa: ARG005
     ) -> None:
-        self._columns = [_Column(name, shape, dtype) for name, (shape, dtype) in columns.items()]
-        self._of_any_size: dict[Hashable, _Column] = {}
+        self._columns = [_SlotColumn(name, shape, dtype) for name, (shape, dtype) in columns.items()]
+        self._of_any_size: dict[Hashable, _SlotColumn] = {}
         self._rows = rows
         self._allocate, self._free = allocate, free
         self._many_buffers = _MANY_BUFFERS + 2 * in_flight
@@ -131,7 +131,7 @@ class Slots:
 
     def lend(self, rows: int) -> Slot:
         """Lend memory for this number of rows."""
-        owned: list[tuple[_Column, Any]] = []
+        owned: list[tuple[_SlotColumn, Any]] = []
         addresses: dict[str, int] = {}
         with self._lock:
             for column in self._columns:
@@ -148,13 +148,13 @@ class Slots:
             kind: arrays of the same kind use one another's memory.
         """
         with self._lock:
-            column = self._of_any_size.setdefault(kind, _Column("", (), np.dtype(np.uint8)))
+            column = self._of_any_size.setdefault(kind, _SlotColumn("", (), np.dtype(np.uint8)))
             if nbytes > column.largest_bytes:
                 column.largest_bytes = int(nbytes * _GROWTH) if column.largest_bytes else nbytes
             owner, buffer = self._lend(column, nbytes, column.largest_bytes)
             return owner, buffer.address
 
-    def _lend(self, column: _Column, nbytes: int, most_bytes: int) -> tuple[Any, _Buffer]:
+    def _lend(self, column: _SlotColumn, nbytes: int, most_bytes: int) -> tuple[Any, _Buffer]:
         while column.returned:
             back = column.returned.popleft()
             column.lent.discard(back)

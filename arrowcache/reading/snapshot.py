@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime as dt
 import errno
 import itertools
-import os
 import sys
 import threading
 import time
@@ -33,7 +32,7 @@ from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.lifetimes import Mutex, Origin
 from arrowcache.native.library import address_of
-from arrowcache.native.rows import Rows
+from arrowcache.native.rows import SegmentRows
 from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable
 from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.memory import output_arrays
@@ -78,7 +77,6 @@ class Snapshot(Shown):
         self.next_seq = next_seq  # seq of the next segment to be published
         self.left_out_rows = left_out_rows  # rows of the oldest segments that a loader left to writers
         self._mapped = MappedSegments.of(store)
-        self._folder = os.fspath(store.folder.segments)
         self._lease = lease
         self._origin = Origin()
         self._lock = threading.RLock()  # a signal handler may close the snapshot
@@ -130,7 +128,7 @@ class Snapshot(Shown):
         self._starts = np.concatenate(([0], np.cumsum(arrays.rows)))
         self._length = int(self._starts[-1])
         self._nbytes = int(arrays.nbytes.sum())
-        self._rows = Rows(self._starts)
+        self._rows = SegmentRows(self._starts)
         self._gatherer = Gatherer(self._store.settings.schema, self._rows)
 
     @property
@@ -359,7 +357,7 @@ class Snapshot(Shown):
             start = first - int(self._starts[index])
             end_lease = lease.share(segment.seq)
             try:
-                path, rows = f"{self._folder}/{segment.name}", range(start, start + count)
+                path, rows = self._store.path_of(segment), range(start, start + count)
                 layout = self._mapped.layout_of(segment.seq).buffers
                 view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
                 return dict(view)

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, warn
+from arrowcache.os_errors import explaining
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.shortage import explaining
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes, format_count

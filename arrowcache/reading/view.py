@@ -11,6 +11,7 @@ Must never be asked for a file whose structure was not checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,18 +48,20 @@ class Viewer:
     def __init__(self, schema: Schema, names: Sequence[str]) -> None:
         self.names = tuple(uncopied(schema, names))
         fixed, variable = list(schema.fixed), list(schema.variable)
-        self._columns: list[_Fixed | _Ragged] = []
+        self._columns: list[_FixedView | _RaggedView] = []
         for name in self.names:
             if name in schema.fixed:
                 kind, number = schema.fixed[name], fixed.index(name)
-                self._columns.append(_Fixed(name, number, kind.numpy_dtype, kind.shape, kind.row_bytes))
+                self._columns.append(_FixedView(name, number, kind.numpy_dtype, kind.shape, kind.row_bytes))
             elif isinstance(ragged := schema[name], Ragged):
                 number, sizes = len(fixed) + 2 * variable.index(name), (ragged.item_bytes, ragged.elements)
-                self._columns.append(_Ragged(name, number, ragged.numpy_dtype, ragged.inner_shape, *sizes))
+                self._columns.append(
+                    _RaggedView(name, number, ragged.numpy_dtype, ragged.inner_shape, *sizes)
+                )
 
     def view(
         self,
-        path: str,
+        path: Path,
         nbytes: int,
         layout: Sequence[int],
         rows: range,
@@ -81,11 +84,11 @@ class Viewer:
         Raises: OSError: the file cannot be mapped.
         """
         file = FileMapping(path, end_lease, least=max(1, nbytes), writable=True, sparse=sparse)
-        memory = np.asarray(_Memory(file))
+        memory = np.asarray(_MappedBytes(file))
         return {column.name: column.view(file, memory, layout, rows) for column in self._columns}
 
 
-class _Fixed(NamedTuple):
+class _FixedView(NamedTuple):
     name: str
     number: int  # in the layout
     dtype: np.dtype[Any]
@@ -100,7 +103,7 @@ class _Fixed(NamedTuple):
         return np.ndarray((len(rows), *self.shape), self.dtype, memory, start)
 
 
-class _Ragged(NamedTuple):
+class _RaggedView(NamedTuple):
     name: str
     number: int  # in the layout: of its offsets; its values come next
     dtype: np.dtype[Any]
@@ -123,7 +126,7 @@ class _Ragged(NamedTuple):
         return Values(np.ndarray(shape, self.dtype, memory, start), ends - first)
 
 
-class _Memory:
+class _MappedBytes:
     """NumPy's array interface over the bytes of a writable file mapping, which the array keeps."""
 
     def __init__(self, file: FileMapping) -> None:

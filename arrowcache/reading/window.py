@@ -103,7 +103,7 @@ class WindowAssembly(Assembly):
                 fetched = max(fetched, ahead.stop)
                 fetches = [snapshot.fetch(ahead[0] % pass_rows, last, self.names)] if ahead else []
                 ids = np.arange(first, first + len(run))
-                yield _Run(self, BatchRows(epoch, ids, 0.0), fetches, run.start % self.ring_rows)
+                yield _GatheredRun(self, BatchRows(epoch, ids, 0.0), fetches, run.start % self.ring_rows)
             if line is None or runs is None:
                 yield self._step(epoch, order.batches(step, step + 1), None)
             else:
@@ -127,17 +127,17 @@ class WindowAssembly(Assembly):
     def _step(self, epoch: Epoch, ids: NDArray[np.int64], places: NDArray[np.int64] | None) -> Portion:
         rows = BatchRows(epoch, ids, mean_published(epoch, ids))
         if places is None:
-            return _Gathered(self, rows, self.names, self.slots.lend(len(ids)), None)
+            return _GatheredStep(self, rows, self.names, self.slots.lend(len(ids)), None)
         if self._others:
-            return _Gathered(self, rows, self._others, Slot(len(ids), [], {}), places)
-        return _Placed(self, rows, places)
+            return _GatheredStep(self, rows, self._others, Slot(len(ids), [], {}), places)
+        return _PlacedStep(self, rows, places)
 
     @property
     def fixed(self) -> tuple[str, ...]:
         return self._fixed
 
 
-class _Run(Gathered):
+class _GatheredRun(Gathered):
     """A run that is being gathered into a slot."""
 
     def __init__(
@@ -150,7 +150,7 @@ class _Run(Gathered):
         return [self._window.run(self.columns(), self._place, self.epoch)]
 
 
-class _Gathered(Gathered):
+class _GatheredStep(Gathered):
     """A step with columns that are being gathered."""
 
     def __init__(
@@ -168,7 +168,7 @@ class _Gathered(Gathered):
         return [self._window.step(self._rows, self._places, self.columns())]
 
 
-class _Placed(Portion):
+class _PlacedStep(Portion):
     """A step all of whose rows are in the ring."""
 
     def __init__(self, window: WindowAssembly, rows: BatchRows, places: NDArray[np.int64]) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from arrowcache.os_errors import start
 from arrowcache.reading.future import Future
-from arrowcache.shortage import start
 
 _JOIN_SECONDS = 5.0
 

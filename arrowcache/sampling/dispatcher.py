@@ -18,9 +18,9 @@ from functools import partial
 from typing import Protocol
 
 from arrowcache.lifetimes import Origin, before_threads_are_joined
+from arrowcache.os_errors import explained
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, failure
-from arrowcache.shortage import explained
 from arrowcache.storage.store import once_unlocked
 
 _log = logging.getLogger("arrowcache")
@@ -78,7 +78,7 @@ class Engine(Protocol):
 
 
 @dataclass(slots=True)
-class State:
+class PoolState:
     """State shared by the dispatching thread and the pool, under `lock`."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)  # taken by `with` itself:
@@ -104,7 +104,7 @@ class State:
 class Dispatcher:
     """The work of a pool's thread: `run`."""
 
-    def __init__(self, state: State, engine: Engine, options: PoolOptions) -> None:
+    def __init__(self, state: PoolState, engine: Engine, options: PoolOptions) -> None:
         self._state, self._engine, self._retries = state, engine, options.retries
         self._left = options.segments  # tasks still to be claimed; None: no limit
         self._at_work = 0
@@ -227,7 +227,7 @@ def failed(task: Task, error: BaseException) -> tuple[Task, Done]:
     return task, failure(task, error, 0.0)
 
 
-def shut_down(state: State, thread: threading.Thread) -> None:
+def shut_down(state: PoolState, thread: threading.Thread) -> None:
     """End a pool's thread, and wait for it. Idempotent; the next call finishes an interrupted one.
 
     In a forked child it does nothing: the thread is the parent's.
@@ -244,7 +244,7 @@ def shut_down(state: State, thread: threading.Thread) -> None:
         thread.join(STOP_SECONDS)
 
 
-def drop(state: State, thread: threading.Thread) -> None:
+def drop(state: PoolState, thread: threading.Thread) -> None:
     """As `shut_down`, for a finalizer: if this thread has cache.lock, the wait begins after its release."""
     state.stopping = True
     once_unlocked(partial(shut_down, state, thread))

@@ -15,10 +15,10 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from dataclasses import replace
 
 from arrowcache.errors import SamplerError
+from arrowcache.os_errors import explaining
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, run
-from arrowcache.shortage import explaining
 from arrowcache.storage.layout import alive_byte, part_byte, tasks_listed
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.progress import seen_samplers, shown_pool

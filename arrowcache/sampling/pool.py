@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import LoaderTimeoutError, SamplerError, WorkerError
-from arrowcache.sampling.dispatcher import Dispatcher, Engine, State, drop, shut_down
+from arrowcache.os_errors import start
+from arrowcache.sampling.dispatcher import Dispatcher, Engine, PoolState, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Sampler
-from arrowcache.shortage import start
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.units import format_bytes, format_count, format_seconds, parse_count, parse_seconds
 
@@ -93,7 +93,7 @@ class Pool:
     """
 
     def __init__(self, engine: Engine, options: PoolOptions) -> None:
-        self._state = State()
+        self._state = PoolState()
         self._started = time.monotonic()
         self._segments = options.segments
         self._engine_drawn_rows = engine.drawn_rows

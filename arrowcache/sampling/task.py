@@ -28,9 +28,9 @@ import numpy as np
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.errors import SamplerError
+from arrowcache.os_errors import explaining
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.rows import Rows
-from arrowcache.shortage import explaining
 from arrowcache.storage.layout import alive_byte, part_byte
 from arrowcache.storage.locks import LockFile, file_identity
 from arrowcache.storage.progress import Progress
@@ -146,7 +146,7 @@ class _Worker:
         self.sampler: Sampler = unpickled(sampler)
         self.store: Store = open_store(Path(task.cache), check="structure")
         self._identity, self._form = self._identity_now(), self.store.settings.form
-        self.builder = SegmentBuilder(*self._form)
+        self.builder = SegmentBuilder(self._form)
         self._shown: tuple[str, int] | None = None
         self._progress: Progress | None = None
 

@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from arrowcache.errors import WorkerError
+from arrowcache.os_errors import explained, start
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.process import Channel, WorkerProcess
 from arrowcache.sampling.task import Done, Task, failure, run
-from arrowcache.shortage import explained, start
 
 _GRACE_SECONDS = 1.0  # for a process that ends by itself to be seen to
 _JOIN_SECONDS = 5.0
@@ -51,7 +51,7 @@ class Workers(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:  # noqa: ARG002
-        """End the processes, and fail their tasks. Idempotent. Blocks: at most some seconds."""
+        """End the processes, and fail all tasks, begun or not. Idempotent. Blocks: at most some seconds."""
         self._is_over = True
         for process in self._processes.copy():
             process.kill()
@@ -64,7 +64,7 @@ class Workers(Executor):
     def _work(self) -> None:
         process: WorkerProcess | None = None
         try:
-            while (asked := self._asked.get()) is not None and not self._is_over:
+            while (asked := self._asked.get()) is not None:
                 future, task = asked
                 try:
                     if process is None:
@@ -78,6 +78,8 @@ class Workers(Executor):
             self._end(process)
 
     def _begun(self) -> WorkerProcess:
+        if self._is_over:
+            raise WorkerError("the pool ended before a process drew it")
         process = WorkerProcess(__name__)
         self._processes.add(process)
         if self._is_over:  # shut down meanwhile

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arrowcache.storage.page import HEAD, PAGE_BYTES, RECORD_AT, Kind, Page, path_of, read_page
+from arrowcache.storage.page import HEAD, PAGE_BYTES, RECORD_AT, Page, PageKind, path_of, read_page
 
-COUNTERS = Kind("arrowcache-loader", b"arrowcache panel", 1)
+COUNTERS = PageKind("arrowcache-loader", b"arrowcache panel", 1)
 COUNTERS_LINK = COUNTERS.link
 TIMED = ("seconds", "stall", "samplers", "pace", "store", "gather", "transform", "start")
 _IDENTITY = struct.Struct("<Q16s")

@@ -50,7 +50,7 @@ class Rights(NamedTuple):
             os.chown(target, -1, self.group)
 
 
-class Part:
+class PartFile:
     """A half-written file in incoming/, locked by this writer: not debris while it is open.
 
     Raises: BlockingIOError: it was made without cache.lock, and swept at once.
@@ -407,14 +407,14 @@ class Folder:
 
     # publishing
 
-    def new_part(self) -> Part:
-        return Part(self.incoming / f"{uuid.uuid4().hex}{layout.PART}", self.rights())
+    def new_part(self) -> PartFile:
+        return PartFile(self.incoming / f"{uuid.uuid4().hex}{layout.PART}", self.rights())
 
-    def new_wait(self) -> Part:
+    def new_wait(self) -> PartFile:
         """The sign of a waiting writer: an empty, locked file."""
-        return Part(self.incoming / f"{uuid.uuid4().hex}{layout.WAIT}", self.rights())
+        return PartFile(self.incoming / f"{uuid.uuid4().hex}{layout.WAIT}", self.rights())
 
-    def link(self, part: Part, segment_name: str) -> None:
+    def link(self, part: PartFile, segment_name: str) -> None:
         """Make a part visible as a segment; FileExistsError rather than replacing one."""
         part.link(self.segments / segment_name)
 
@@ -454,14 +454,14 @@ class Folder:
         finally:
             claim.discard()
 
-    def _claim_to_free(self, path: Path) -> Part:
+    def _claim_to_free(self, path: Path) -> PartFile:
         """A part, made without cache.lock: a sweep that comes before it is locked takes it for debris."""
         for _ in range(_CLAIM_ATTEMPTS):
             try:
-                return Part(path, self.rights())
+                return PartFile(path, self.rights())
             except BlockingIOError:
                 pass
-        return Part(path, self.rights())
+        return PartFile(path, self.rights())
 
     def sweep(self) -> int:
         """Unlink the debris of dead writers and ranks; returns how many files. Only under cache.lock."""

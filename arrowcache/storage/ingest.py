@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.storage.layout import SegmentInfo, Settings
-from arrowcache.storage.origin import Coverage, Origin, has_place, origins_of, task_of
+from arrowcache.storage.origin import Coverage, FileRows, has_place, origins_of, task_of
 from arrowcache.storage.store import RoomPolicy, Store
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Ingest:
         self._open, self._kind, self._again = store, kind, again
         self._policy = policy or RoomPolicy()
         self._before = before
-        self._builder = SegmentBuilder(*settings.form)
-        self._pending: list[Origin] = []  # of the rows in the builder
+        self._builder = SegmentBuilder(settings.form)
+        self._pending: list[FileRows] = []  # of the rows in the builder
         self._store: Store | None = None
         self._sign = ExitStack()  # shows that somebody writes
         self._own: set[int] = set()  # seqs of what this import published
@@ -98,7 +98,7 @@ class Ingest:
         """
         if self._pending and not has_place(self._kind, self._pending, first, self._again):
             self.publish()
-        self._pending.append(Origin(fingerprint, first, 0))
+        self._pending.append(FileRows(fingerprint, first, 0))
 
     def take(self, samples: Mapping[str, Any], *, many: bool) -> int:
         """Take one sample, or many along a leading axis; returns how many.
@@ -141,7 +141,7 @@ class Ingest:
             for origin in origins:
                 self._coverage.add(origin)
         if last is not None:
-            self._pending = [] if last.is_last else [Origin(last.fingerprint, last.first + last.rows, 0)]
+            self._pending = [] if last.is_last else [FileRows(last.fingerprint, last.first + last.rows, 0)]
 
     def give_up(self, fingerprint: str) -> list[SegmentInfo]:
         """A file is bad: forget its rows, and take back what was published of them.

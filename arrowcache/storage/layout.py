@@ -45,9 +45,8 @@ from typing import Any
 
 import xxhash
 
-from arrowcache.arrow.builder import Form
 from arrowcache.arrow.schema import Schema
-from arrowcache.arrow.segment import row_bytes
+from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import CacheFormatError, SchemaError
 from arrowcache.storage.pace import Pace
 from arrowcache.units import parse_count

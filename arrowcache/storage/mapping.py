@@ -19,7 +19,7 @@ import pyarrow as pa
 from arrowcache import linux
 from arrowcache.lifetimes import Origin, at_exit, interrupt_again, is_exiting
 from arrowcache.native import maps
-from arrowcache.shortage import explained
+from arrowcache.os_errors import explained
 
 PAGE_BYTES = mmap.PAGESIZE
 _UNREADABLE = (errno.EFAULT, linux.EHWPOISON)  # what madvise says where a touch would be a SIGBUS

@@ -32,7 +32,7 @@ _ENTRY = re.compile(r"\.([0-9a-f]{16})-(\d+)-(\d+)(e?)")
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class FileRows:
     """Rows of one file: `rows` of them, from `first` on. `is_last`: the file has no more."""
 
     fingerprint: str
@@ -44,7 +44,7 @@ class Origin:
         return f"{self.fingerprint}-{self.first}-{self.rows}{'e' if self.is_last else ''}"
 
 
-def task_of(kind: str, origins: Iterable[Origin], again: str = "") -> str:
+def task_of(kind: str, origins: Iterable[FileRows], again: str = "") -> str:
     """The task's name of a segment of these rows, in this order.
 
     Args:
@@ -53,20 +53,20 @@ def task_of(kind: str, origins: Iterable[Origin], again: str = "") -> str:
     return ".".join([kind, *map(str, origins), *([f"again-{again}"] if again else [])])
 
 
-def origins_of(task: str) -> tuple[Origin, ...]:
+def origins_of(task: str) -> tuple[FileRows, ...]:
     """Origins of the rows of a segment of this task. Empty if it was not imported."""
     match = _TASK.fullmatch(task)
     if match is None:
         return ()
     return tuple(
-        Origin(fingerprint, int(first), int(rows), bool(last))
+        FileRows(fingerprint, int(first), int(rows), bool(last))
         for fingerprint, first, rows, last in _ENTRY.findall(match[2])
     )
 
 
-def has_place(kind: str, origins: Sequence[Origin], first: int, again: str = "") -> bool:
+def has_place(kind: str, origins: Sequence[FileRows], first: int, again: str = "") -> bool:
     """True if the name of a segment of these rows can name one more file's, from its row `first` on."""
-    longest = Origin("0" * 16, first, 10**_MOST_DIGITS - 1, is_last=True)
+    longest = FileRows("0" * 16, first, 10**_MOST_DIGITS - 1, is_last=True)
     return len(task_of(kind, [*origins, longest], again)) <= _MOST_CHARACTERS
 
 
@@ -94,21 +94,21 @@ class Coverage:
     """
 
     def __init__(self, segments: Iterable[SegmentInfo] = ()) -> None:
-        self._runs: dict[str, list[Origin]] = {}
+        self._runs: dict[str, list[FileRows]] = {}
         for segment in segments:
             for origin in origins_of(segment.task):
                 self.add(origin)
 
-    def add(self, origin: Origin) -> None:
+    def add(self, origin: FileRows) -> None:
         self._runs.setdefault(origin.fingerprint, []).append(origin)
 
-    def forget(self, origin: Origin) -> None:
+    def forget(self, origin: FileRows) -> None:
         """Rows left, whether or not they were known."""
         runs = self._runs.get(origin.fingerprint, [])
         self._runs[origin.fingerprint] = [run for run in runs if run != origin]
 
     def missing(
-        self, fingerprint: str, total: int | None = None, pending: Iterable[Origin] = ()
+        self, fingerprint: str, total: int | None = None, pending: Iterable[FileRows] = ()
     ) -> list[tuple[int, int | None]]:
         """The rows of a file that are not there, as (first, stop).
 
@@ -126,15 +126,15 @@ class Coverage:
         gaps = zip(starts, stops, strict=True)
         return [(start, stop) for start, stop in gaps if stop is None or start < stop]
 
-    def rows(self, fingerprint: str, pending: Iterable[Origin] = ()) -> int:
+    def rows(self, fingerprint: str, pending: Iterable[FileRows] = ()) -> int:
         """Count the rows of a file that are there, each once."""
         return sum(stop - start for start, stop in _merged(self._of(fingerprint, pending)))
 
-    def _of(self, fingerprint: str, pending: Iterable[Origin]) -> list[Origin]:
+    def _of(self, fingerprint: str, pending: Iterable[FileRows]) -> list[FileRows]:
         return [*self._runs.get(fingerprint, ()), *(o for o in pending if o.fingerprint == fingerprint)]
 
 
-def _merged(runs: Iterable[Origin]) -> list[tuple[int, int]]:
+def _merged(runs: Iterable[FileRows]) -> list[tuple[int, int]]:
     """Rows as (first, stop) that ascend, and neither touch nor overlap."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted((run.first, run.first + run.rows) for run in runs if run.rows):

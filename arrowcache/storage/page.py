@@ -36,7 +36,7 @@ _SPARE_DESCRIPTORS = 32  # a process that is nearly out of them needs them itsel
 _TRIES = 100
 
 
-class Kind(NamedTuple):
+class PageKind(NamedTuple):
     """A kind of page: `name` is the memfd's, `magic` and `version` are in the head."""
 
     name: str
@@ -57,7 +57,7 @@ class Page:
         forgets_in_child(self)
 
     @classmethod
-    def made(cls, kind: Kind, folder: Path, identity: bytes) -> Self | None:
+    def made(cls, kind: PageKind, folder: Path, identity: bytes) -> Self | None:
         """A page about the cache in a folder, or None if no memory or descriptor is left.
 
         Args:
@@ -129,7 +129,9 @@ class SeenPage(NamedTuple):
     data: bytes
 
 
-def seen_pages(kind: Kind, cache: tuple[int, int], files: Iterable[OpenFile] | None = None) -> list[SeenPage]:
+def seen_pages(
+    kind: PageKind, cache: tuple[int, int], files: Iterable[OpenFile] | None = None
+) -> list[SeenPage]:
     """The pages of a kind about one cache, by process.
 
     Args:

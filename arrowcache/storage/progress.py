@@ -20,10 +20,10 @@ from enum import IntEnum
 from pathlib import Path
 
 from arrowcache.storage.locks import file_identity
-from arrowcache.storage.page import HEAD, RECORD_AT, Kind, Page, seen_pages
+from arrowcache.storage.page import HEAD, RECORD_AT, Page, PageKind, seen_pages
 from arrowcache.storage.processes import OpenFile
 
-PROGRESS = Kind("arrowcache-sampler", b"arrowcache drawn", 1)
+PROGRESS = PageKind("arrowcache-sampler", b"arrowcache drawn", 1)
 _IDENTITY = struct.Struct("<q64s")
 _RECORD = struct.Struct("<3qdq")
 _MOST_ROWS = 2**62

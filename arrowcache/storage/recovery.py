@@ -26,7 +26,7 @@ from typing import Protocol
 
 from arrowcache.arrow.notation import difference
 from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError
-from arrowcache.shortage import explaining
+from arrowcache.os_errors import explaining
 from arrowcache.storage import layout
 from arrowcache.storage.folder import Folder, require_right
 from arrowcache.storage.layout import Settings

@@ -20,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -31,9 +31,9 @@ import numpy as np
 
 from arrowcache.arrow.segment import EncodedSegment
 from arrowcache.errors import CacheFormatError, CacheFullError, LockTimeoutError
-from arrowcache.shortage import MORE_ROOM, explained, explaining
+from arrowcache.os_errors import MORE_ROOM, explained, explaining
 from arrowcache.storage.eviction import choose_victims, skip_for_headroom
-from arrowcache.storage.folder import PART_SLACK_BYTES, Folder, Part
+from arrowcache.storage.folder import PART_SLACK_BYTES, Folder, PartFile
 from arrowcache.storage.layout import (
     CACHE_LOCK,
     FREED,
@@ -273,8 +273,17 @@ class Store:
         """Forget what was listed: something else may have the name of a segment by now."""
         self._listing = _Listing([], {}, [])
 
+    def files_of(self, segments: Sequence[SegmentInfo]) -> tuple[str, list[str]]:
+        """The folder, and the names there, of files in which the segments' buffers lie as plain bytes.
+
+        Whoever reads a segment asks here where, and reads at the places of its `Layout`.
+        """
+        return os.fspath(self.folder.segments), [segment.name for segment in segments]
+
     def path_of(self, segment: SegmentInfo) -> Path:
-        return self.folder.segments / segment.name
+        """The path of a segment's file in `files_of`."""
+        folder, names = self.files_of([segment])
+        return Path(folder, *names)
 
     # publishing
 
@@ -298,7 +307,7 @@ class Store:
         with self.usage.show_writing():
             for left in reversed(range(_DISK_FULL_ATTEMPTS)):
                 started = time.monotonic()
-                part: Part | None = None
+                part: PartFile | None = None
                 try:
                     part = self._make_room(segment.nbytes, policy)
                     waited = time.monotonic() - started
@@ -320,7 +329,9 @@ class Store:
                     self._evict(segment.nbytes)
         raise CacheFullError(self._why(segment.nbytes, _Blocked.DISK_FULL, policy))
 
-    def _link(self, part: Part, rows: int, task: str, on_visible: Callable[[], None]) -> SegmentInfo | None:
+    def _link(
+        self, part: PartFile, rows: int, task: str, on_visible: Callable[[], None]
+    ) -> SegmentInfo | None:
         with self.locked():
             if task and any(segment.task == task for segment in self.segments()):
                 return None
@@ -353,12 +364,12 @@ class Store:
             message = f"a segment was published, but may be lost if the machine stops now: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _make_room(self, nbytes: int, policy: RoomPolicy) -> Part:
+    def _make_room(self, nbytes: int, policy: RoomPolicy) -> PartFile:
         """Make room, and claim it: a locked part that counts as `nbytes` from now on."""
         started = time.monotonic()
         warned, pause = False, 0.005
-        sign: Part | None = None
-        before: Part | list[Path] | _Blocked | None = None
+        sign: PartFile | None = None
+        before: PartFile | list[Path] | _Blocked | None = None
         try:
             while True:
                 with self.locked():
@@ -370,7 +381,7 @@ class Store:
                     if sign is not None and before is _Blocked.PACE and outcome is _Blocked.LEASED:
                         sign.begin_anew()  # no lease was in the way until now
                 before = outcome
-                if isinstance(outcome, Part):
+                if isinstance(outcome, PartFile):
                     return outcome
                 if isinstance(outcome, list):
                     for path in outcome:
@@ -397,7 +408,7 @@ class Store:
             if sign is not None:
                 sign.discard()
 
-    def _try_claim(self, nbytes: int) -> Part | list[Path] | _Blocked:
+    def _try_claim(self, nbytes: int) -> PartFile | list[Path] | _Blocked:
         """One attempt, under cache.lock.
 
         Returns: the part; or what was retired, to be unlinked before the next attempt; or what

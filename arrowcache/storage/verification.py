@@ -115,7 +115,7 @@ def _isolate(store: Store, segment: SegmentInfo, reason: str) -> tuple[bool, str
                 store.drop_quarantined()
             except OSError as why:
                 return True, f"quarantined in part ({why})"
-        elif os.path.lexists(store.path_of(segment)):
+        elif os.path.lexists(folder.segments / segment.name):
             store.look_anew()
             return False, "left out, since it is no plain file"
     return True, "quarantined"

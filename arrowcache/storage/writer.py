@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from arrowcache.arrow.builder import ConvertedRows, SegmentBuilder
 from arrowcache.errors import ArrowCacheError, CacheFullError
 from arrowcache.lifetimes import Origin
-from arrowcache.shortage import start
+from arrowcache.os_errors import start
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 from arrowcache.units import parse_seconds
 
@@ -44,7 +44,7 @@ class Writer:
             raise ValueError(f"on_full={on_full!r} is unknown: use {' or '.join(map(repr, ON_FULL))}")
         settings = store.settings
         self._store = store
-        self._builder = SegmentBuilder(*settings.form)
+        self._builder = SegmentBuilder(settings.form)
         self._aborted = threading.Event()
         timeout = parse_seconds(timeout, "timeout")
         self._policy = RoomPolicy(on_full, timeout, is_cancelled=self._aborted.is_set)

@@ -28,7 +28,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 
 from arrowcache.reading.loader import Loader
-from arrowcache.tensorflow.columns import Column, Part
+from arrowcache.tensorflow.columns import TensorColumn, TensorPart
 from arrowcache.tensorflow.frames import AHEAD, Frames, Places, Rooms, assemble_columns, wires_of
 from arrowcache.tensorflow.source import source
 
@@ -56,7 +56,11 @@ def find_reader() -> Callable[..., Any]:
 
 
 def arrow_dataset(
-    loader: Loader, columns: Sequence[Column], fixed: Sequence[str], rooms: Rooms, read: Callable[..., Any]
+    loader: Loader,
+    columns: Sequence[TensorColumn],
+    fixed: Sequence[str],
+    rooms: Rooms,
+    read: Callable[..., Any],
 ) -> Any:
     """Return a dataset of dicts; each of its iterations is an epoch of a loader.
 
@@ -69,8 +73,8 @@ def arrow_dataset(
     nothing = _file_of_nothing()
     end = np.full(len(files), nothing.address, np.uint64), np.full(len(files), nothing.size, np.int64)
 
-    def epoch() -> _Epoch:
-        return _Epoch(Frames(columns, fixed, rooms), loader, end)
+    def epoch() -> _EpochFrames:
+        return _EpochFrames(Frames(columns, fixed, rooms), loader, end)
 
     def rows_of(addresses: Any, sizes: Any) -> Any:
         read_files = [_rows_of(read, wires, addresses[n], sizes[n]) for n, wires in enumerate(files)]
@@ -81,7 +85,7 @@ def arrow_dataset(
     return frames.flat_map(rows_of).map(assemble)
 
 
-class _Epoch:
+class _EpochFrames:
     """The frames of an epoch, and one that marks its end: an iterator, which owns the frames.
 
     The last frame's files are empty, and asked for when all of the frame before it has been read.
@@ -104,7 +108,7 @@ def _file_of_nothing() -> pa.Buffer:
     return sink.getvalue()
 
 
-def _rows_of(read: Callable[..., Any], wires: Sequence[Part], address: Any, nbytes: Any) -> Any:
+def _rows_of(read: Callable[..., Any], wires: Sequence[TensorPart], address: Any, nbytes: Any) -> Any:
     """Return the rows of an Arrow file in memory, as a dataset."""
     types, shapes = [wire.dtype for wire in wires], [tf.TensorShape(wire.shape) for wire in wires]
     variant = read(

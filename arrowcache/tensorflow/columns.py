@@ -1,7 +1,7 @@
 """Columns: the TensorFlow form of each column of a batch, and the arrays that carry it.
 
 One or two arrays carry a column: its parts. A backend hands them over as they are
-or as Arrow lists of them; `Column.assemble` turns the parts' tensors into the user's tensor.
+or as Arrow lists of them; `TensorColumn.assemble` turns the parts' tensors into the user's tensor.
 
     Tensor(dtype, shape)    (batch, *shape), of that dtype
     Timestamp()             (batch,) int64, microseconds since 1970: TensorFlow has no dates
@@ -25,7 +25,7 @@ _MOST_DIMENSIONS = 254
 _IDS = {"_seq": tf.int64, "_row": tf.int64, "_age_seconds": tf.float64}
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """One array of a column: its dtype in TensorFlow, and its shape, None where it varies."""
 
     dtype: Any
@@ -37,12 +37,12 @@ class Part(NamedTuple):
         return dtype
 
 
-class Column(NamedTuple):
+class TensorColumn(NamedTuple):
     """One column of every batch: `spec` of the user's tensor, `parts` that carry it."""
 
     name: str
     spec: Any
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     def disassemble(self, values: Any) -> list[NDArray[Any]]:
         """Return the parts of a batch's column, without a copy, except of text and bytes."""
@@ -64,7 +64,9 @@ class Column(NamedTuple):
         return parts[0]
 
 
-def columns_of(schema: Schema, names: Sequence[str], rows: int | None, *, with_ids: bool) -> list[Column]:
+def columns_of(
+    schema: Schema, names: Sequence[str], rows: int | None, *, with_ids: bool
+) -> list[TensorColumn]:
     """Return the columns of a batch of this number of rows. None means that it varies.
 
     Raises: SchemaError: TensorFlow cannot hold a column.
@@ -86,16 +88,16 @@ def columns_of(schema: Schema, names: Sequence[str], rows: int | None, *, with_i
     return columns
 
 
-def _column(name: str, kind: FieldType, rows: int | None) -> Column:
+def _column(name: str, kind: FieldType, rows: int | None) -> TensorColumn:
     if isinstance(kind, Ragged):
         dtype, inner = tf.as_dtype(kind.dtype), kind.inner_shape
         spec = tf.RaggedTensorSpec((rows, None, *inner), dtype, ragged_rank=1, row_splits_dtype=tf.int64)
         splits = None if rows is None else rows + 1
-        return Column(name, spec, (Part(dtype, (None, *inner)), Part(tf.int64, (splits,))))
+        return TensorColumn(name, spec, (TensorPart(dtype, (None, *inner)), TensorPart(tf.int64, (splits,))))
     if isinstance(kind, Tensor):
         return _plain(name, tf.as_dtype(kind.dtype), (rows, *kind.shape))
     return _plain(name, tf.int64 if isinstance(kind, Timestamp) else tf.string, (rows,))
 
 
-def _plain(name: str, dtype: Any, shape: tuple[int | None, ...]) -> Column:
-    return Column(name, tf.TensorSpec(shape, dtype), (Part(dtype, shape),))
+def _plain(name: str, dtype: Any, shape: tuple[int | None, ...]) -> TensorColumn:
+    return TensorColumn(name, tf.TensorSpec(shape, dtype), (TensorPart(dtype, shape),))

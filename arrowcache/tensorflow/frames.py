@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.memory import page_aligned
 from arrowcache.storage.mapping import PAGE_BYTES
-from arrowcache.tensorflow.columns import Column, Part
+from arrowcache.tensorflow.columns import TensorColumn, TensorPart
 
 AHEAD = 1  # frames that may be made while one is read
 _HEAD_BYTES = 16 * PAGE_BYTES  # headers, and 4 bytes a batch
@@ -71,7 +71,7 @@ Places = tuple[NDArray[np.uint64], NDArray[np.int64]]
 """The addresses and bytes of a frame's files, (files,) each."""
 
 
-class _Form(NamedTuple):
+class _Envelope(NamedTuple):
     """The bytes before and behind the values of a file of one column."""
 
     head: NDArray[np.uint8]
@@ -86,7 +86,7 @@ class Frames:
         fixed: names of the columns that are gathered into `rooms`.
     """
 
-    def __init__(self, columns: Sequence[Column], fixed: Sequence[str], rooms: Rooms) -> None:
+    def __init__(self, columns: Sequence[TensorColumn], fixed: Sequence[str], rooms: Rooms) -> None:
         self._fixed, self._others = _divided(columns, fixed)
         self._rooms = rooms
         self._memories = deque(page_aligned(1) for _ in range(1 + AHEAD))
@@ -175,7 +175,7 @@ class Frames:
 
 
 @lru_cache(_MOST_FORMS)
-def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _Form | None:
+def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _Envelope | None:
     """Return the form of a file of batches with `elements` each, the last with `last`, or None: no room."""
     ends = elements * np.arange(batches + 1)
     ends[-1] += last - elements
@@ -190,16 +190,18 @@ def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _Form
     (found,) = pa.ipc.open_file(file).get_batch(0).columns
     start = found.values.buffers()[1].address - file.address
     content = np.frombuffer(file, np.uint8)
-    form = _Form(content[:start].copy(), content[start + values.nbytes :].copy())
+    form = _Envelope(content[:start].copy(), content[start + values.nbytes :].copy())
     return form if len(form.head) <= _HEAD_BYTES and len(form.tail) <= _TAIL_BYTES else None
 
 
-def _divided(columns: Sequence[Column], fixed: Sequence[str]) -> tuple[list[Column], list[Column]]:
+def _divided(
+    columns: Sequence[TensorColumn], fixed: Sequence[str]
+) -> tuple[list[TensorColumn], list[TensorColumn]]:
     """Return the columns that have a file each, and those that share one."""
     return [c for c in columns if c.name in fixed], [c for c in columns if c.name not in fixed]
 
 
-def wires_of(columns: Sequence[Column], fixed: Sequence[str]) -> list[list[Part]]:
+def wires_of(columns: Sequence[TensorColumn], fixed: Sequence[str]) -> list[list[TensorPart]]:
     """Return the parts to be read of each file of a frame."""
     alone, others = _divided(columns, fixed)
     files = [[column] for column in alone]
@@ -209,7 +211,7 @@ def wires_of(columns: Sequence[Column], fixed: Sequence[str]) -> list[list[Part]
 
 
 def assemble_columns(
-    columns: Sequence[Column], fixed: Sequence[str], *files: Sequence[Any]
+    columns: Sequence[TensorColumn], fixed: Sequence[str], *files: Sequence[Any]
 ) -> dict[str, Any]:
     """Make a batch of the results of reading each file of a frame; in a graph."""
     alone, others = _divided(columns, fixed)
@@ -221,14 +223,14 @@ def assemble_columns(
     return {column.name: found[column.name] for column in columns}
 
 
-def _wires_of(column: Column) -> list[Part]:
+def _wires_of(column: TensorColumn) -> list[TensorPart]:
     """Return the parts of a column for the op: flat elements, of a size that both the op and Arrow have."""
-    wires: list[Part] = []
+    wires: list[TensorPart] = []
     for part in column.parts:
         if part.dtype == tf.string:
-            wires += [Part(tf.string, ()), Part(tf.int64, (None,))]
+            wires += [TensorPart(tf.string, ()), TensorPart(tf.int64, (None,))]
         else:
-            wires.append(Part(_WIRE[min(part.dtype.size, 8)], (None,)))
+            wires.append(TensorPart(_WIRE[min(part.dtype.size, 8)], (None,)))
     return wires
 
 
@@ -236,7 +238,7 @@ def _row_of(lists: Sequence[pa.Array]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([*lists], [str(number) for number in range(len(lists))])
 
 
-def _lists_of(column: Column, values: Any) -> list[pa.Array]:
+def _lists_of(column: TensorColumn, values: Any) -> list[pa.Array]:
     """Return a batch's column as Arrow arrays of one row, over the same memory."""
     if isinstance(values, list):
         (items,) = column.disassemble(values)
@@ -266,7 +268,7 @@ def _require_room(elements: int) -> None:
         )
 
 
-def _from_wire(part: Part, lists: Iterator[Any]) -> Any:
+def _from_wire(part: TensorPart, lists: Iterator[Any]) -> Any:
     """Return a part's tensor, made of the lists that carried it."""
     if part.dtype == tf.string:
         text, ends = next(lists), next(lists)

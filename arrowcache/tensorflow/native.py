@@ -15,11 +15,11 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from arrowcache.reading.loader import Loader
-from arrowcache.tensorflow.columns import Column
+from arrowcache.tensorflow.columns import TensorColumn
 from arrowcache.tensorflow.source import source
 
 
-def native_dataset(loader: Loader, columns: Sequence[Column]) -> Any:
+def native_dataset(loader: Loader, columns: Sequence[TensorColumn]) -> Any:
     """Return a dataset of dicts; each of its iterations is an epoch of a loader.
 
     Args:

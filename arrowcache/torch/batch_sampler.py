@@ -71,8 +71,7 @@ class EpochBatchSampler(Sampler[list[int]]):
             self._store.settings, batch_size, shuffle, seed, drop_last=drop_last, **options
         )
         self._made = Epochs(self._store, self._options, Meter())
-        if is_told(self._options):
-            self._made.join(self._options.membership)
+        self._made.join(self._options.membership if is_told(self._options) else None)
         self._slots: dict[tuple[str, ...], Slots] = {}
         self._iterators = 0
         self._current: weakref.ref[EpochRows] | None = None  # the latest epoch

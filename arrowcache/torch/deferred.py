@@ -10,11 +10,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 from arrowcache.torch import registered
-from arrowcache.torch.lane import Lane, Turn
+from arrowcache.torch.lane import Lane, ThreadTurn
 
 _deferred: dict[int, Lane] = {}
 _inherited: list[object] = []
-_turn = Turn()
+_turn = ThreadTurn()
 
 
 def defer(lane: Lane) -> None:

@@ -25,7 +25,7 @@ from arrowcache.storage.store import Store
 from arrowcache.torch import snapshots
 from arrowcache.torch.snapshots import DrawnRows
 from arrowcache.torch.tensors import to_tensor
-from arrowcache.torch.transport import Batch, collate, failure
+from arrowcache.torch.transport import SentBatch, collate, failure
 
 
 class Descriptor:
@@ -77,7 +77,7 @@ class Descriptor:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._batch is not None:
-            return Batch(self._batch, self._rows.arrival).__reduce__()
+            return SentBatch(self._batch, self._rows.arrival).__reduce__()
         return _gathered, (self._rows, self._columns)
 
 

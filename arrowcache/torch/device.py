@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from arrowcache.lifetimes import Origin, at_exit, call_all
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.deferred import defer, let_go, tidy
-from arrowcache.torch.iteration import Counts, Iteration, Source
-from arrowcache.torch.lane import Lane, Turn
+from arrowcache.torch.iteration import BatchSource, DeliveryCounts, Iteration
+from arrowcache.torch.lane import Lane, ThreadTurn
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ class DevicePrefetcher:
         self._iterable = iterable
         self._lanes = [Lane(backend, self._depth) for backend in backends]
         self._iteration: Callable[[], Iteration | None] = lambda: None  # a weak reference
-        self._counts = Counts()
-        self._turn = Turn()
+        self._counts = DeliveryCounts()
+        self._turn = ThreadTurn()
         self._closed = False
         _open.add(self)
 
@@ -136,7 +136,7 @@ class DevicePrefetcher:
         iterator = iter(self._iterable)
         return self.over(_Iterator(iterator, is_ours=iterator is not self._iterable))
 
-    def over(self, source: Source) -> Iteration:
+    def over(self, source: BatchSource) -> Iteration:
         """Iterate over a source, in the same memory. Raises: as `iter`."""
         self._begin()
         iteration = Iteration(

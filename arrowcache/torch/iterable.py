@@ -40,7 +40,7 @@ from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch.dataset import Transform, packed, tensors_of
 from arrowcache.torch.distributed import is_told, membership_now
 from arrowcache.torch.epoch_counter import EpochCounter, Turn
-from arrowcache.torch.transport import Batch, made, sendable
+from arrowcache.torch.transport import SentBatch, made, sendable
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _POLL_SECONDS = 0.005
 _datasets: Counter[str] = Counter()  # number of datasets, by the path of their cache
 
 
-class _Place(NamedTuple):
+class _IteratorState(NamedTuple):
     """The state of an iterator: the plan, and the number of its share's steps that were made."""
 
     plan: Plan
@@ -60,7 +60,7 @@ class _Place(NamedTuple):
     workers: int
 
 
-class _Pass(Iterator[dict[str, Any]]):
+class _Iteration(Iterator[dict[str, Any]]):
     """The batches of one iteration. Dropping it ends the epoch.
 
     Args:
@@ -133,16 +133,16 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
         )
         self._rank = self._options.membership if is_told(self._options) else None  # this process' rank
-        self._options.require_step(self._rank.world_size if self._rank else 1)
+        self._options.require_fit(self._store, self._rank.world_size if self._rank else 1)
         path = str(self._store.folder.path)
         self._ordinal = _datasets[path]  # tells datasets of one job apart, alike on all ranks
         _datasets[path] += 1
         self._name = uuid.uuid4().hex
         self._counter = EpochCounter()
         self._iterations = 0
-        self._place: _Place | None = None
-        self._resumed: _Place | None = None
-        self._pass: weakref.ref[_Pass] | None = None  # the last iteration
+        self._place: _IteratorState | None = None
+        self._resumed: _IteratorState | None = None
+        self._pass: weakref.ref[_Iteration] | None = None  # the last iteration
         self._epochs: Epochs | None = None  # of this process
         self._epochs_key, self._epochs_origin = (0, 0), Origin()
 
@@ -173,12 +173,12 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             )
         with self._store.locked():
             if resumed is None:
-                place = _Place(epochs.unplanned(self._counter.take(turn)), 0, turn.workers)
+                place = _IteratorState(epochs.unplanned(self._counter.take(turn)), 0, turn.workers)
             else:
                 place = resumed
                 self._counter.raise_to(place.plan.epoch + 1)
         self._place = place
-        batches = _Pass(self._batches(epochs, turn, place))
+        batches = _Iteration(self._batches(epochs, turn, place))
         self._pass = weakref.ref(batches)
         return batches
 
@@ -215,7 +215,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
                 made = parse_count(state["made"], "made", least=0)
                 workers = parse_count(state["workers"], "workers")
                 plan = Plan.from_state(state["plan"], self._store.settings.full_rows)
-                resumed = _Place(plan, made, workers)
+                resumed = _IteratorState(plan, made, workers)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the state is damaged: {error!r}") from None
         self._place, self._resumed = None, resumed
@@ -265,7 +265,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             ranks.local_world_size * turn.workers,
         )
 
-    def _batches(self, epochs: Epochs, turn: Turn, place: _Place) -> Iterator[dict[str, Any]]:
+    def _batches(self, epochs: Epochs, turn: Turn, place: _IteratorState) -> Iterator[dict[str, Any]]:
         epochs.resume(place.plan, "keep")
         mine = slice(turn.worker + place.made * turn.workers, None, turn.workers)
         self._counter.recall(epochs.supply)
@@ -306,7 +306,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         if self._options.transform is not None:
             result = self._options.transform(result)
         result = made(tensors_of(result, self._store.settings.schema))
-        return result if isinstance(result, Batch) or get_worker_info() else result.result
+        return result if isinstance(result, SentBatch) or get_worker_info() else result.result
 
     def _wait_for_others(self, epochs: Epochs, epoch: Epoch, turn: Turn) -> None:
         """Wait until all workers have begun this epoch: a slow one then still finds its snapshot."""

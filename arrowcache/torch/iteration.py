@@ -21,7 +21,7 @@ from arrowcache.torch.lane import Course, Flight, Lane
 from arrowcache.torch.structure import split
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """A source of batches, which learns of their delivery."""
 
     def next(self) -> tuple[Any, Any]:
@@ -43,7 +43,7 @@ class Source(Protocol):
 
 
 @dataclass(slots=True)
-class Counts:
+class DeliveryCounts:
     """Counts of delivered batches, and of waits for them."""
 
     batches: int = 0
@@ -63,11 +63,11 @@ class Iteration:
 
     def __init__(
         self,
-        source: Source,
+        source: BatchSource,
         lanes: Sequence[Lane],
         alone: Callable[[Callable[[], Any]], Any],
         depth: int,
-        counts: Counts,
+        counts: DeliveryCounts,
         *,
         is_split: bool,
     ) -> None:

@@ -45,7 +45,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # docume
 
 from arrowcache.lifetimes import Origin, call_all
 from arrowcache.torch.backend import Backend, Event, Stream
-from arrowcache.torch.plan import Column, CopyPlan, Leaves, Memory, Planner
+from arrowcache.torch.plan import ColumnMemory, CopyPlan, Leaves, PlannedColumn, Planner
 from arrowcache.torch.structure import Build, take_apart
 from arrowcache.torch.tensors import source_of
 
@@ -69,15 +69,15 @@ class Flight:
     others: dict[int, Any]  # leaves that are moved when the batch is lent
     arrivals: list[Event]  # of leaves already on a device
     plan: CopyPlan | None = None
-    places: Sequence[Place] = ()
+    places: Sequence[DevicePlace] = ()
     copied: Event = None
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class DevicePlace:
     """Device memory."""
 
-    memory: Memory
+    memory: ColumnMemory
     stream: Stream  # the owner of the memory
     users: set[Stream]  # streams that the next copy into it waits for
     course: Course | None = None  # of the flight in it
@@ -91,11 +91,11 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class Staging:
     """The host's side of copies."""
 
     stream: Stream  # of the copies
-    memory: dict[int, Memory] = field(default_factory=dict)  # pinned, by the number of a column
+    memory: dict[int, ColumnMemory] = field(default_factory=dict)  # pinned, by the number of a column
     sources: list[Any] = field(default_factory=list)  # of copies that may not be over
     copied: Event = None  # after the copies; None: a call failed before it, or there were none
 
@@ -108,10 +108,10 @@ class Lane:
         self._depth = depth
         self._stream = backend.stream()
         self._planner = Planner(backend.can_read)
-        self._columns: dict[int, list[Place]] = {}
+        self._columns: dict[int, list[DevicePlace]] = {}
         self._room: dict[int, int] = {}  # bytes for a column, by its number
-        self._slots: deque[Slot] = deque()  # used in turn: copies end in the order in which they began
-        self._moving: list[Slot] = []  # of leaves with a `to` of their own: each is used once
+        self._slots: deque[Staging] = deque()  # used in turn: copies end in the order in which they began
+        self._moving: list[Staging] = []  # of leaves with a `to` of their own: each is used once
         self._done: dict[Stream, Event] = {}  # after the work of users of free places
         self._here: Stream = None
         self._streams: set[Stream] = set()  # streams that may have read a batch
@@ -269,7 +269,7 @@ class Lane:
 
     def _moved(self, leaves: dict[int, Any], here: Stream) -> dict[int, Any]:
         """Return leaves on the device, by a `to` of their own, which may return before it has read them."""
-        moving, moved = Slot(here), {}
+        moving, moved = Staging(here), {}
         self._moving.append(moving)
         for number, leaf in leaves.items():
             if self.backend.holds(leaf):
@@ -281,12 +281,12 @@ class Lane:
             moving.copied = self._recorded(None, here)
         return moved
 
-    def _free_slot(self) -> Slot | None:
+    def _free_slot(self) -> Staging | None:
         if len(self._slots) <= self._depth:
-            self._slots.appendleft(Slot(self._stream))
+            self._slots.appendleft(Staging(self._stream))
         return self._slots[0] if self._is_read(self._slots[0]) else None
 
-    def _is_read(self, slot: Slot) -> bool:
+    def _is_read(self, slot: Staging) -> bool:
         """True if the copies out of a slot are over. Then its sources are released."""
         if slot.sources:
             if slot.copied is None:
@@ -296,14 +296,16 @@ class Lane:
             slot.sources = []
         return True
 
-    def _staged(self, slot: Slot, column: Column) -> list[torch.Tensor]:
+    def _staged(self, slot: Staging, column: PlannedColumn) -> list[torch.Tensor]:
         """Return tensors over a slot's pinned memory for a column."""
         memory = slot.memory.get(column.number)
         if memory is None or memory.nbytes < column.nbytes:
-            memory = slot.memory[column.number] = Memory(self.backend.pinned_memory(self._room_for(column)))
+            memory = slot.memory[column.number] = ColumnMemory(
+                self.backend.pinned_memory(self._room_for(column))
+            )
         return memory.tensors(column)
 
-    def _end(self, slots: MutableSequence[Slot], slot: Slot, deadline: float) -> None:
+    def _end(self, slots: MutableSequence[Staging], slot: Staging, deadline: float) -> None:
         while not self._is_read(slot) and time.monotonic() < deadline:
             self.backend.pause(_LONGEST_PAUSE_SECONDS)
         if not slot.sources:
@@ -311,7 +313,7 @@ class Lane:
 
     # Places
 
-    def _place(self, column: Column) -> Place:
+    def _place(self, column: PlannedColumn) -> DevicePlace:
         """Return a free place for a column: the one that has been free for longest, or a new one."""
         places = self._columns.setdefault(column.number, [])
         free = [place for place in places if place.is_free]
@@ -328,41 +330,41 @@ class Lane:
                     self._allocate(places, room)
         return place
 
-    def _room_for(self, column: Column) -> int:
+    def _room_for(self, column: PlannedColumn) -> int:
         room = self._room.get(column.number, 0)
         if column.nbytes > room:
             self._room[column.number] = int(column.nbytes * _GROWTH) if room else column.nbytes
         return self._room.get(column.number, 0)  # empty leaves take none
 
-    def _allocate(self, places: list[Place], nbytes: int) -> Place:
-        memory = Memory(self.backend.memory(nbytes, self._here))
+    def _allocate(self, places: list[DevicePlace], nbytes: int) -> DevicePlace:
+        memory = ColumnMemory(self.backend.memory(nbytes, self._here))
         self._mark(self._here)  # it may still work on what was there before
-        places.append(Place(memory, self._here, {self._here}))
+        places.append(DevicePlace(memory, self._here, {self._here}))
         self.allocations += 1
         return places[-1]
 
-    def _reclaim(self, places: list[Place], place: Place) -> None:
+    def _reclaim(self, places: list[DevicePlace], place: DevicePlace) -> None:
         """Let a place be reused, whose tensors have died, after the present work of its users."""
         place.users, place.since = {place.reader, self._here}, self._call
         place.loans = []  # last: an interrupted call is repeated
         if sum(not each.loans for each in places) > self._depth + 2:
             self._give_up(places, place)
 
-    def _give_up(self, places: list[Place], place: Place) -> None:
+    def _give_up(self, places: list[DevicePlace], place: DevicePlace) -> None:
         """Free a place that is not lent; its stream goes on after its copies and users."""
         self._mark(self._stream)
         for user in (self._stream, *place.users):
             self.backend.wait(place.stream, self._done[user])
         places.remove(place)
 
-    def _give_away(self, places: list[Place], place: Place) -> None:
+    def _give_away(self, places: list[DevicePlace], place: DevicePlace) -> None:
         """Leave a place to the tensors over it: its memory is freed with them."""
         if place.reader != place.stream:
             self.backend.retain(place.memory.whole, place.reader)
         places.remove(place)
 
 
-class Turn:
+class ThreadTurn:
     """A lock for one thread at a time. If Ctrl-C leaves it taken, its thread can take it again."""
 
     def __init__(self) -> None:

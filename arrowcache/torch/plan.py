@@ -17,7 +17,7 @@ from arrowcache.torch.tensors import is_dense, strides_of_copy
 
 #: Host tensors, by their numbers in the batch.
 Leaves = Mapping[int, torch.Tensor]
-_Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+_LeafKind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 SMALL_BYTES = 1 << 20  # smaller leaves share a column
 _ALIGNMENT = 256
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Column(NamedTuple):
+class PlannedColumn(NamedTuple):
     """Leaves, and their layout."""
 
     number: int  # in the batch: 0 has the small ones
@@ -46,19 +46,19 @@ class Column(NamedTuple):
 class CopyPlan(NamedTuple):
     """The columns of a batch."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[PlannedColumn, ...]
     readable: list[int]  # large leaves that the device reads in place
     nbytes: int
 
 
-class Memory:
+class ColumnMemory:
     """Memory for any column that fits."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole, self.nbytes = whole, whole.nbytes
-        self._last: tuple[Column | None, list[torch.Tensor]] = None, []
+        self._last: tuple[PlannedColumn | None, list[torch.Tensor]] = None, []
 
-    def tensors(self, column: Column) -> list[torch.Tensor]:
+    def tensors(self, column: PlannedColumn) -> list[torch.Tensor]:
         """Return the bytes of a column, and each of its leaves: views."""
         if self._last[0] is not column:
             pieces = [
@@ -79,7 +79,7 @@ class Planner:
     def __init__(self, can_read: Callable[[torch.Tensor], bool]) -> None:
         self._can_read = can_read
         nothing = CopyPlan((), [], 0)
-        self._last: tuple[dict[int, _Kind], list[int], CopyPlan] = {}, [], nothing  # its large leaves
+        self._last: tuple[dict[int, _LeafKind], list[int], CopyPlan] = {}, [], nothing  # its large leaves
 
     def plan(self, leaves: Leaves) -> CopyPlan:
         kinds = {number: (leaf.dtype, leaf.shape, leaf.stride()) for number, leaf in leaves.items()}
@@ -106,9 +106,9 @@ def _planned(leaves: Leaves, large: list[int], readable: list[int]) -> CopyPlan:
     return CopyPlan(tuple(columns), readable, sum(leaf.nbytes for leaf in leaves.values()))
 
 
-def _column(number: int, leaves: Leaves, *, is_staged: bool) -> Column:
+def _column(number: int, leaves: Leaves, *, is_staged: bool) -> PlannedColumn:
     pieces, end = [], 0
     for leaf in leaves.values():
         pieces.append(Piece(end, leaf.nbytes, leaf.dtype, leaf.shape, strides_of_copy(leaf)))
         end += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return Column(number, tuple(leaves), tuple(pieces), end, is_staged)
+    return PlannedColumn(number, tuple(leaves), tuple(pieces), end, is_staged)

@@ -36,7 +36,7 @@ class Registers(Protocol):
         """Unregister an address, if it is registered."""
 
 
-class _Part(NamedTuple):
+class _RegisteredPart(NamedTuple):
     """Registered bytes, such as of a slot, which may have grown since."""
 
     start: int
@@ -54,7 +54,7 @@ class Registered:
 
     def __init__(self, device: Registers) -> None:
         self._device = device
-        self._parts: dict[int, _Part] = {}  # by address
+        self._parts: dict[int, _RegisteredPart] = {}  # by address
         self._unseen: dict[weakref.ref[mmap.mmap], int] = {}  # memory that may not be registered yet
         self._is_refused = False  # once refused, always refused
         self.origin = Origin()
@@ -66,7 +66,7 @@ class Registered:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8 that start at a page. Calls no device."""
         memory = mapped_memory(nbytes)
-        self._own(0, 0)  # or dead memory would gather
+        self._forget_dead()  # or it would gather
         self._unseen[weakref.ref(memory)] = address_of(memory)
         return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
 
@@ -98,7 +98,7 @@ class Registered:
         for start in [start for start in self._parts if 0 <= start - address < len(memory)]:
             self._unregister(start)
 
-    def _around(self, address: int) -> _Part | None:
+    def _around(self, address: int) -> _RegisteredPart | None:
         """Return the part that an address lies in, or None; parts are few."""
         for part in self._parts.values():
             if part.start <= address < part.start + part.nbytes:
@@ -106,14 +106,18 @@ class Registered:
         return None
 
     def _own(self, address: int, nbytes: int) -> mmap.mmap | None:
-        """Return the memory of `allocate` that some bytes lie in, once; forget dead memory."""
+        """Return the memory of `allocate` that some bytes lie in, once."""
         for known, start in [*self._unseen.items()]:
             memory = known()
-            if memory is None or (start <= address and address + nbytes <= start + len(memory)):
+            if memory is not None and start <= address and address + nbytes <= start + len(memory):
                 self._unseen.pop(known, None)
-                if memory is not None:
-                    return memory
+                return memory
         return None
+
+    def _forget_dead(self) -> None:
+        for known in [*self._unseen]:
+            if known() is None:
+                self._unseen.pop(known, None)
 
     def _that_registered(self, memory: mmap.mmap, start: int) -> Registered | None:
         """Return another owner that registered a part, and may still read it: an earlier prefetcher's."""
@@ -125,10 +129,12 @@ class Registered:
     def _register(self, memory: mmap.mmap, start: int, nbytes: int) -> bool:
         if self._is_refused:
             return False
-        kept = _kept.setdefault(id(memory), _Kept(memory))  # first: an interrupted call keeps too much
+        kept = _kept.setdefault(id(memory), _KeptMemory(memory))  # first: an interrupted call keeps too much
         if self not in kept.by:
             kept.by.append(self)
-        self._parts[start] = _Part(start, nbytes, getattr(memory, "parts", {}), start - address_of(memory))
+        self._parts[start] = _RegisteredPart(
+            start, nbytes, getattr(memory, "parts", {}), start - address_of(memory)
+        )
         if not self._device.register(start, nbytes):
             del self._parts[start]
             self._is_refused = True
@@ -139,7 +145,7 @@ class Registered:
         del self._parts[start]
 
 
-class _Kept:
+class _KeptMemory:
     """Memory with registered parts, and its registrars: several, for example one a prefetcher."""
 
     __slots__ = ("by", "memory")
@@ -152,9 +158,9 @@ class _Kept:
         return sys.getrefcount(self.memory)
 
 
-_kept: dict[int, _Kept] = {}
-_lost: list[_Kept] = []  # of failed devices: it stays for ever
-_ALONE = _Kept(object()).references()  # the count when nobody else knows it
+_kept: dict[int, _KeptMemory] = {}
+_lost: list[_KeptMemory] = []  # of failed devices: it stays for ever
+_ALONE = _KeptMemory(object()).references()  # the count when nobody else knows it
 
 
 def tidy() -> None:

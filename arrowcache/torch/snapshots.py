@@ -32,13 +32,13 @@ from torch.utils.data import get_worker_info
 
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
 from arrowcache.lifetimes import Origin, at_exit, forgets_in_child
+from arrowcache.os_errors import start
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
 from arrowcache.reading.plan import Plan, runs_of, segments_of
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.temperature import batches_ahead
-from arrowcache.shortage import start
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
@@ -291,7 +291,7 @@ class _ReopenedSnapshot:
         self._snapshot.close()
 
 
-class _Reader:
+class _LastSnapshot:
     """A worker's last used snapshot, until it was idle for a while."""
 
     def __init__(self) -> None:
@@ -340,7 +340,7 @@ class _Reader:
             self._watcher = None
 
 
-_reader = _Reader()
+_reader = _LastSnapshot()
 
 
 def _at_exit() -> None:

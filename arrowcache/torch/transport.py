@@ -5,9 +5,9 @@ the result cannot be pickled, that thread prints a traceback, and the consumer w
 tensors travel in memory without a name, as in this library's workers. A result that cannot be sent becomes
 an exception, which torch raises in the consumer. So does an exception of a class that cannot be sent.
 
-A worker's result is a `Batch` (a dict) or a `Result` (anything else) until the consumer has it.
+A worker's result is a `SentBatch` (a dict) or a `Result` (anything else) until the consumer has it.
 Guarantees: torch's default_collate and default_convert leave both unchanged; for a user's collate function
-a `Batch` is a dict; unpickling never raises an Exception, which would kill torch's pin-memory thread,
+a `SentBatch` is a dict; unpickling never raises an Exception, which would kill torch's pin-memory thread,
 but returns its ExceptionWrapper.
 """
 
@@ -32,7 +32,7 @@ from arrowcache.torch import snapshots
 from arrowcache.torch.snapshots import Arrival
 
 
-class Batch(dict[str, Any]):
+class SentBatch(dict[str, Any]):
     """A batch; unpickled as a plain dict.
 
     Args:
@@ -43,14 +43,14 @@ class Batch(dict[str, Any]):
         super().__init__(batch)
         self._arrival = arrival
 
-    def __missing__(self, name: object) -> Batch:
+    def __missing__(self, name: object) -> SentBatch:
         if name == 0:
             return self  # default_collate looks at its first element
         raise KeyError(name)
 
     def __copy__(self) -> dict[str, Any]:
         """Copy for default_convert, which fills the copy anew."""
-        return dict(self) if get_worker_info() is None else Batch(self, self._arrival)
+        return dict(self) if get_worker_info() is None else SentBatch(self, self._arrival)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _received, (self._arrival, pack(dict(self)))
@@ -60,7 +60,7 @@ class Result:
     """A transform's result that is no dict; it is unpickled unwrapped.
 
     Args:
-        arrival: as of `Batch`.
+        arrival: as of `SentBatch`.
     """
 
     def __init__(self, result: object, arrival: Arrival | None = None) -> None:
@@ -78,9 +78,9 @@ class Result:
         return _received, (self._arrival, pack(self.result))
 
 
-def made(result: Any, arrival: Arrival | None = None) -> Batch | Result:
+def made(result: Any, arrival: Arrival | None = None) -> SentBatch | Result:
     """Wrap a result for a collate function."""
-    return Batch(result, arrival) if type(result) is dict else Result(result, arrival)
+    return SentBatch(result, arrival) if type(result) is dict else Result(result, arrival)
 
 
 def _received(arrival: Arrival | None, packed: bytes | ExceptionWrapper) -> Any:
@@ -108,7 +108,7 @@ def collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG00
     return batch.result if isinstance(batch, Result) else dict(batch)
 
 
-default_collate_fn_map[Batch] = collate
+default_collate_fn_map[SentBatch] = collate
 default_collate_fn_map[Result] = collate
 
 
@@ -116,7 +116,7 @@ def pack(content: object) -> bytes | ExceptionWrapper:
     """Pack content for `unpack` in another process, or return the exception that prevents it."""
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(content)
+        _TensorPickler(file).dump(content)
     except Exception:  # noqa: BLE001  # a transform may return anything
         return failure("while a DataLoader's worker sent what a transform had made")
     return file.getvalue()
@@ -150,7 +150,7 @@ def _can_be_sent(kind: object) -> bool:
     return True
 
 
-class _Pickler(ForkingPickler):
+class _TensorPickler(ForkingPickler):
     """torch's pickler, with other memory for tensors."""
 
     def reducer_override(self, thing: Any) -> Any:

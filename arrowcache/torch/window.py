@@ -37,13 +37,13 @@ from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.deferred import keep
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.iteration import Iteration
-from arrowcache.torch.lane import Turn
+from arrowcache.torch.lane import ThreadTurn
 from arrowcache.units import format_bytes
 
 _WORDS = (torch.int64, torch.int32, torch.int16)  # widest first: a row is selected in whole words
 
 
-class _Column(NamedTuple):
+class _RingColumn(NamedTuple):
     """A column of the ring. `words` are (rows, words of a row) over `memory`."""
 
     memory: torch.Tensor
@@ -58,7 +58,7 @@ class Ring:
 
     def __init__(self, backend: Backend, rows: int) -> None:
         self._backend, self._rows = backend, rows
-        self._columns: dict[str, _Column] = {}
+        self._columns: dict[str, _RingColumn] = {}
         self._stream: Stream = None  # the stream of its last use
         self._events: dict[Stream, Event] = {}
         self._retained: set[Stream] = set()
@@ -133,8 +133,8 @@ class Ring:
         self._stream = here
         return here
 
-    def _allocated(self, columns: Mapping[str, torch.Tensor], here: Stream) -> dict[str, _Column]:
-        found: dict[str, _Column] = {}
+    def _allocated(self, columns: Mapping[str, torch.Tensor], here: Stream) -> dict[str, _RingColumn]:
+        found: dict[str, _RingColumn] = {}
         memory = words = None
         try:
             for name, rows in columns.items():
@@ -142,7 +142,7 @@ class Ring:
                 memory = self._backend.memory(self._rows * row_bytes, here)
                 word = next((word for word in _WORDS if row_bytes % word.itemsize == 0), torch.uint8)
                 words = memory.view(word).view(self._rows, row_bytes // word.itemsize)
-                found[name] = _Column(memory, words, row_bytes, rows.dtype, row_shape)
+                found[name] = _RingColumn(memory, words, row_bytes, rows.dtype, row_shape)
         except torch.OutOfMemoryError as error:
             memory = words = None  # or the traceback would keep them
             found.clear()
@@ -188,7 +188,7 @@ class WindowEpoch:
     def __init__(self, delivery: WindowDelivery, found: Iteration, ring: Ring, names: Sequence[str]) -> None:
         self._delivery, self._found, self._ring, self._names = delivery, found, ring, names
         self._number = 0  # of the next run or step
-        self._turn = Turn()
+        self._turn = ThreadTurn()
 
     def __iter__(self) -> WindowEpoch:
         return self

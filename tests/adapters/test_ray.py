@@ -41,7 +41,7 @@ from ray.cluster_utils import Cluster
 
 import arrowcache as ac
 from arrowcache.ray import NodeCaches, SamplerPool
-from arrowcache.ray.ingest import Ingest
+from arrowcache.ray.ingest import NodeIngest
 
 QUICK: dict[str, Any] = {"progress": False, "workers": 3}
 PATHS = (Path(ac.__file__).parents[1], Path(__file__).parents[1])  # for the workers' imports
@@ -451,7 +451,7 @@ def test_caches_that_cannot_be_had_are_errors_of_the_constructor(cluster, caches
 
 def test_what_arrives_is_checked_before_it_is_published(caches):
     node = caches.node_ids()[0]
-    ingest = Ingest(caches, node)  # here, as Ray does it there
+    ingest = NodeIngest(caches, node)  # here, as Ray does it there
     good = np.frombuffer(file_bytes(ROW, columns_of(ROW, 16)), np.uint8)
     other = ac.Schema({"id": ac.Tensor("int32")})
     for bad in (good[:-1], good[100:], np.frombuffer(file_bytes(other, columns_of(other, 16)), np.uint8)):

@@ -25,7 +25,7 @@ LAYERS = {  # an import may only point to a lower number
     "sampling": 3, "reading": 3,
     "storage": 2,
     "arrow": 1,
-    "pickling": 0.5, "process": 0.5, "shortage": 0.5,
+    "pickling": 0.5, "process": 0.5, "os_errors": 0.5,
     "cgroup": 0, "display": 0, "errors": 0, "linux": 0, "native": 0,
     "lifetimes": -1, "units": -1,
 }  # fmt: skip

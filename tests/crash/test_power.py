@@ -26,7 +26,7 @@ from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache.storage import recovery
-from arrowcache.storage.folder import Folder, Part
+from arrowcache.storage.folder import Folder, PartFile
 from arrowcache.storage.layout import tasks_listed
 from arrowcache.storage.store import Store
 
@@ -277,7 +277,7 @@ def below_the_cache(self: Folder, path: Path) -> None:
 
 
 MISSING: dict[str, tuple[bool, object, str, Any, str]] = {
-    "the bytes' sync": (True, Part, "sync", nothing, "other bytes|damaged"),
+    "the bytes' sync": (True, PartFile, "sync", nothing, "other bytes|damaged"),
     "the names' sync": (True, Folder, "sync_segments", nothing, "is lost"),
     "the parents' sync": (True, Folder, "sync_folder", below_the_cache, "no cache here"),
     "the quarantine's sync": (True, Folder, "sync_isolated", nothing, "and back"),

@@ -105,8 +105,8 @@ def test_an_interrupted_demo_leaves_no_process_and_no_file(tmp_path, number, sen
 
 
 GOOD = [
-    demo.Epoch(0, 1.0, 3, 300, 0, 10.0, 10.0, 1.0, 20.0),
-    demo.Epoch(1, 1.0, 9, 900, 4, 10.0, 10.0, 1.0, 90.0),
+    demo.EpochLine(0, 1.0, 3, 300, 0, 10.0, 10.0, 1.0, 20.0),
+    demo.EpochLine(1, 1.0, 9, 900, 4, 10.0, 10.0, 1.0, 90.0),
 ]
 
 

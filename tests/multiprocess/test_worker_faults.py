@@ -207,8 +207,10 @@ def test_the_start_of_workers_is_blamed_on_nothing_else(cache, tmp_path, monkeyp
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
     monkeypatch.setattr(process, "_START", waiting + process._START)
-    take, taken = pool.Pool.take_start_seconds, []  # those of processes; an epoch's own are beside them
-    monkeypatch.setattr(pool.Pool, "take_start_seconds", lambda own: taken.append(take(own)) or taken[-1])
+    take, taken = pool.WorkerPool.take_start_seconds, []  # those of processes; an epoch's own are beside them
+    monkeypatch.setattr(
+        pool.WorkerPool, "take_start_seconds", lambda own: taken.append(take(own)) or taken[-1]
+    )
     with loader_of(cache) as loader:
         epoch, made = iter(loader), []
         consumer = threading.Thread(target=lambda: made.append(next(epoch)))

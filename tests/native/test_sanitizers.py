@@ -148,12 +148,12 @@ def test_the_unit_tests_touch_no_memory_but_their_own(tmp_path):
 
 OUTSIDE = """
 import numpy as np
-from arrowcache.native.engine import Column, copy_rows
-from arrowcache.native.rows import Rows
+from arrowcache.native.engine import CopiedColumn, copy_rows
+from arrowcache.native.rows import SegmentRows
 data, layout, out = np.arange(64, dtype=np.uint8), np.zeros(1, np.int64), np.zeros((1, 8), np.uint8)
-rows = Rows(np.array([0, 8]))
+rows = SegmentRows(np.array([0, 8]))
 rows.put([0], [[data.ctypes.data, 64, layout.ctypes.data, 0, 0, 0, 0]])
-copy = copy_rows(rows, np.array([800]), [Column(0, 8, out.ctypes.data)], out)
+copy = copy_rows(rows, np.array([800]), [CopiedColumn(0, 8, out.ctypes.data)], out)
 print(copy.take(60), copy.refused)
 """
 

@@ -90,6 +90,8 @@ def wait(cache: ac.Cache, **counts: Any) -> None:
         pool.wait(timeout=60, **counts)
 
 
+#: Where torch.distributed may still name the rank, it is refused once the epoch begins.
+RUN_ALONE: Refusal = ({"run_id": "job"}, ValueError, "without a rank")
 #: Of every reader that takes them: also those of test_torch_arguments.
 LOADERS: list[Refusal] = [
     ({"batch_size": 0}, ValueError, "batch_size"),
@@ -106,9 +108,11 @@ LOADERS: list[Refusal] = [
     ({"columns": ["id", "id"]}, ValueError, "twice"),
     ({"epoch_rows": 0}, ValueError, "epoch_rows"),
     ({"epoch_rows": 15}, ValueError, "less than one step of 16 rows"),
+    ({"batch_size": 1024}, ValueError, "one step of 1024 rows takes.*lower batch_size"),
     ({"epoch_rows": 2**70}, ValueError, "epoch_rows=.*at most"),
     ({"wait_rows": 0}, ValueError, "wait_rows"),
     ({"wait_rows": 2**70}, ValueError, "wait_rows=.*at most"),
+    ({"timeout": 0}, ValueError, "timeout=0 leaves no time"),
     ({"timeout": NAN}, ValueError, "timeout"),
     ({"transform": 5}, TypeError, "transform"),
     ({"where": "seq > 3"}, TypeError, "where"),
@@ -116,7 +120,8 @@ LOADERS: list[Refusal] = [
     ({"paced": "yes"}, TypeError, "paced"),
     ({"rank": 0}, ValueError, "pass world_size, too"),
     ({"world_size": 2}, ValueError, "pass rank, too"),
-    ({"run_id": "job"}, ValueError, "without a rank"),
+    ({"run_id": 5}, TypeError, "run_id must be a str"),
+    RUN_ALONE,
     (RANKED | {"rank": 2}, ValueError, "ranks count from 0"),
     (RANKED | {"rank": -1}, ValueError, "ranks count from 0"),
     (RANKED | {"world_size": 0}, ValueError, "ranks count from 0"),
@@ -138,7 +143,6 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
         [
             *LOADERS,
             ({"batch_size": 2**31 - 1, "drop_last": False}, ValueError, "take 2.0 TiB, and there are.*lower"),
-            ({"timeout": 0}, ValueError, "timeout"),
             ({"prefetch": 0}, ValueError, "prefetch"),
             ({"prefetch": 2**20}, ValueError, "prefetch=1048576 must be an int of at most 65536"),
             ({"with_ids": 1}, TypeError, "with_ids must be True or False, not 1"),

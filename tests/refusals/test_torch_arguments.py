@@ -15,11 +15,15 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 import arrowcache as ac
 import arrowcache.torch as at
 
-from .test_arguments import LOADERS, Refusal, left, named
+from .test_arguments import LOADERS, RUN_ALONE, Refusal, left, named
 
 
-def dataloader(held: Any, **options: Any) -> None:
-    len(at.dataloader(**{"cache": held, "batch_size": 16, "num_workers": 0, **options}))
+def dataloader(held: Any, **options: Any) -> DataLoader[dict[str, Any]]:
+    return at.dataloader(**{"cache": held, "batch_size": 16, "num_workers": 0, **options})
+
+
+def iterable(held: Any, **options: Any) -> at.CacheIterableDataset:
+    return at.CacheIterableDataset(**{"cache": held, "batch_size": 16, **options})
 
 
 def stock(held: Any, **options: Any) -> None:
@@ -41,13 +45,15 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
         [*of_loaders(at.Loader), ({"device": "cuda:99"}, ValueError, "'cpu'")],
     ),
     "CacheIterableDataset": (
-        lambda held, **options: iter(at.CacheIterableDataset(**{"cache": held, "batch_size": 16, **options})),
-        of_loaders(at.CacheIterableDataset),
+        iterable,
+        [refusal for refusal in of_loaders(at.CacheIterableDataset) if refusal is not RUN_ALONE],
     ),
+    "iter(CacheIterableDataset)": (lambda held, **options: iter(iterable(held, **options)), [RUN_ALONE]),
+    "len(dataloader)": (lambda held, **options: len(dataloader(held, **options)), [RUN_ALONE]),
     "dataloader": (
         dataloader,
         [
-            *of_loaders(at.dataloader),
+            *(refusal for refusal in of_loaders(at.dataloader) if refusal is not RUN_ALONE),
             ({"num_workers": 1.5}, TypeError, "num_workers"),
             ({"num_workers": "2"}, TypeError, "num_workers"),
             ({"num_workers": True}, ValueError, "num_workers"),

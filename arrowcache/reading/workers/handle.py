@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
+from arrowcache.os_errors import explained
 from arrowcache.process import Message, WorkerProcess, one_thread
 from arrowcache.reading.future import Future
 from arrowcache.reading.memory import SharedMemory
 from arrowcache.reading.slots import Loan, array_over, lent
 from arrowcache.reading.workers.packing import unpack
 from arrowcache.reading.workers.worker_slots import ENDED, PROGRESS, STAGES_OF_WORKERS
-from arrowcache.shortage import explained
 
 _MAIN = "arrowcache.reading.workers.worker"
 _MEDDLING = "a transform must leave alone descriptors that are not its own"

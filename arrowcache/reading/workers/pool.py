@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
 from arrowcache.lifetimes import Mutex, forgets_in_child
+from arrowcache.os_errors import explained, start
 from arrowcache.pickling import unpack_error
 from arrowcache.process import Message
 from arrowcache.reading.future import Future
 from arrowcache.reading.workers.handle import Request, WorkerHandle
-from arrowcache.shortage import explained, start
 
 _log = logging.getLogger("arrowcache")
 
@@ -73,7 +73,7 @@ class Restarts:
         self._losses = 0
 
 
-class Pool:
+class WorkerPool:
     """Worker processes. Thread-safe.
 
     `end` and `close` may be called by finalizers, at any point of any thread: they wait for no lock.

@@ -28,7 +28,7 @@ from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.workers.handle import Finished
-from arrowcache.reading.workers.pool import DEPTH, Pool
+from arrowcache.reading.workers.pool import DEPTH, WorkerPool
 from arrowcache.reading.workers.segment_list import pack_segments
 from arrowcache.storage.store import Store
 
@@ -70,7 +70,7 @@ class RemoteAssembly:
         self._wanted = prefetch + in_flight * self._most_batches
         here = replace(options, settings=store.settings, workers=0, prefetch=None, may_view=False)
         self._new_here = partial(Assembly, store, here, meter)
-        self._new_pool = partial(Pool, options.workers, self._settings, packed)
+        self._new_pool = partial(WorkerPool, options.workers, self._settings, packed)
         self._has_transform = transform is not None
         self._epoch: tuple[Epoch, int] | None = None  # the epoch, and its number in the pool
         self.after_fork()
@@ -125,7 +125,7 @@ class RemoteAssembly:
         """Begin anew, in a forked child and at first: no process is started."""
         self._here = None if self._has_transform else self._new_here()  # until a process is ready
         self._pool, self._epoch = self._new_pool(), None
-        weakref.finalize(self, Pool.close, self._pool)
+        weakref.finalize(self, WorkerPool.close, self._pool)
 
     def require_views(self) -> None:
         """Raises: ValueError: workers copy every batch."""
@@ -143,7 +143,7 @@ class RemoteAssembly:
         """Return the stages of workers and their starts."""
         return self._pool.in_progress()
 
-    def _portions_here(self, pool: Pool, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
+    def _portions_here(self, pool: WorkerPool, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
         """Make the first portions in this process, while no worker is ready."""
         if self._here is not None:
             portions = self._here.portions(epoch, awaited=awaited)
@@ -153,7 +153,7 @@ class RemoteAssembly:
                 self._here = None  # frees its memory
 
     def _portion(
-        self, pool: Pool, epoch: Epoch, number: int, step: int, ids: NDArray[np.int64], batches: int
+        self, pool: WorkerPool, epoch: Epoch, number: int, step: int, ids: NDArray[np.int64], batches: int
     ) -> Portion:
         oldest = epoch.order.segments_span(epoch.delivered).start
         published = mean_published(epoch, ids)

@@ -26,7 +26,7 @@ URI = str | os.PathLike[str]
 _AT_ONCE = 16  # requests at a time, each of which waits for the store
 
 
-class File(NamedTuple):
+class ListedFile(NamedTuple):
     """A file of a store: its path there, and its length."""
 
     path: str
@@ -82,7 +82,7 @@ class ObjectStore:
         """Open a file for random access. Without retries: `run` it."""
         return self.filesystem.open_input_file(path)
 
-    def find(self, path: str, suffixes: Sequence[str]) -> list[File]:
+    def find(self, path: str, suffixes: Sequence[str]) -> list[ListedFile]:
         """Return a file, or all files below a folder that end in one of `suffixes`, sorted by name.
 
         Files and folders whose names begin with a dot or an underscore are left out.
@@ -92,11 +92,11 @@ class ObjectStore:
         if info.type == fs.FileType.NotFound:
             raise FileNotFoundError(errno.ENOENT, "no such file or folder", self.name(path))
         if info.type != fs.FileType.Directory:
-            return [File(info.path, info.size)]
+            return [ListedFile(info.path, info.size)]
         selector = fs.FileSelector(path, recursive=True)
         found = self.run(lambda: self.filesystem.get_file_info(selector), path)
         files = sorted(
-            File(info.path, info.size)
+            ListedFile(info.path, info.size)
             for info in found
             if info.type == fs.FileType.File
             and info.path.endswith(tuple(suffixes))

@@ -25,7 +25,7 @@ from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.choice import Choice
 from arrowcache.sampling.sources.handles import Handles
-from arrowcache.sampling.sources.object_store import URI, File, ObjectStore, at_once, locate
+from arrowcache.sampling.sources.object_store import URI, ListedFile, ObjectStore, at_once, locate
 from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source
 from arrowcache.units import parse_count
@@ -36,7 +36,7 @@ _PIECE_BYTES = 256 << 10  # copied twice before it has left the processor's cach
 _MOST_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
 
 
-class _Group(NamedTuple):
+class _RowGroup(NamedTuple):
     """A row group: the number of its file, its number in the file, its rows."""
 
     file: int
@@ -108,7 +108,7 @@ class ParquetRows(Source):
             _require_fill(file, footer.fields, self._fill)
         self._piece_rows = max(1, _PIECE_BYTES // row_bytes(self.schema))
         self._groups = [
-            _Group(file, number, rows)
+            _RowGroup(file, number, rows)
             for file, footer in enumerate(footers)
             for number, rows in footer.groups
             if rows
@@ -146,10 +146,10 @@ class ParquetRows(Source):
     def close(self) -> None:
         self._kept.close()
 
-    def _taken(self, group: _Group) -> int:
+    def _taken(self, group: _RowGroup) -> int:
         return group.rows if self._rows_per_group is None else min(self._rows_per_group, group.rows)
 
-    def _parts(self, rng: np.random.Generator) -> Iterator[tuple[_Group, int]]:
+    def _parts(self, rng: np.random.Generator) -> Iterator[tuple[_RowGroup, int]]:
         """Yield row groups, and the number of rows of each, before the filter.
 
         A segment may be full before the first row group ends. If this group were drawn like the others, rows
@@ -163,7 +163,7 @@ class ParquetRows(Source):
             group = self._groups[self._choice.draw(rng)]
             yield group, self._taken(group)
 
-    def _draw(self, rng: np.random.Generator, group: _Group, taken: int, found: int) -> NDArray[np.int64]:
+    def _draw(self, rng: np.random.Generator, group: _RowGroup, taken: int, found: int) -> NDArray[np.int64]:
         """Draw from the rows that a filter left, each as likely as it would be without the filter."""
         if found != group.rows:
             taken = int(rng.hypergeometric(found, group.rows - found, taken))
@@ -171,7 +171,7 @@ class ParquetRows(Source):
             return rng.permutation(found)
         return rng.choice(found, taken, replace=False)
 
-    def _pieces(self, group: _Group, table: pa.Table, rows: NDArray[np.int64]) -> Iterator[Rows]:
+    def _pieces(self, group: _RowGroup, table: pa.Table, rows: NDArray[np.int64]) -> Iterator[Rows]:
         """Yield rows of a row group in the given order, in pieces."""
         try:
             columns = {name: self._column(name, table.column(name)) for name in self.schema}
@@ -200,14 +200,14 @@ class ParquetRows(Source):
     def _names(self) -> list[str]:
         return [self._store.name(file.path) for file in self._files]
 
-    def _footer(self, file: File) -> _Footer:
+    def _footer(self, file: ListedFile) -> _Footer:
         name = self._store.name(file.path)
         try:
             return self._store.run(lambda: _footer(self._store, file, self._filter), file.path)
         except pa.ArrowException as error:
             raise _damaged(name, error) from None
 
-    def _read(self, group: _Group) -> pa.Table:
+    def _read(self, group: _RowGroup) -> pa.Table:
         """Read a row group of an open file; a file that failed is opened again."""
         file = self._files[group.file]
 
@@ -234,7 +234,7 @@ class _Footer(NamedTuple):
     groups: list[tuple[int, int]]
 
 
-def _footer(store: ObjectStore, file: File, condition: pc.Expression | None) -> _Footer:
+def _footer(store: ObjectStore, file: ListedFile, condition: pc.Expression | None) -> _Footer:
     fragment = pads.ParquetFileFormat().make_fragment(file.path, store.filesystem, file_size=file.nbytes)
     fragment.ensure_complete_metadata()
     fields = fragment.physical_schema
@@ -257,7 +257,7 @@ class _Open:
     """
 
     def __init__(
-        self, store: ObjectStore, file: File, names: list[str], condition: pc.Expression | None
+        self, store: ObjectStore, file: ListedFile, names: list[str], condition: pc.Expression | None
     ) -> None:
         self._names, self._condition = names, condition
         self._in_threads = not store.is_in_python

@@ -20,7 +20,7 @@ from arrowcache.arrow.convert import require_value
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.sources.choice import Choice
-from arrowcache.sampling.sources.object_store import URI, File, ObjectStore, locate
+from arrowcache.sampling.sources.object_store import URI, ListedFile, ObjectStore, locate
 from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source, shuffled
 from arrowcache.units import parse_count
@@ -108,15 +108,15 @@ class WebDatasetShards(Source):
             f"{self._name(shard)}: the last of {empty} shards in a row without a sample; leave them out"
         )
 
-    def _name(self, shard: File) -> str:
+    def _name(self, shard: ListedFile) -> str:
         return self._store.name(shard.path)
 
-    def _samples(self, shard: File) -> Iterator[dict[str, Any]]:
+    def _samples(self, shard: ListedFile) -> Iterator[dict[str, Any]]:
         """Yield the samples of a shard, in order, decoded."""
         name = self._name(shard)
         if shard.nbytes % tarfile.BLOCKSIZE:  # within a header, tarfile would take it for the end
             raise _damaged(name, f"it has {shard.nbytes} bytes, and tar has blocks of {tarfile.BLOCKSIZE}")
-        with io.BufferedReader(_Stream(self._store, shard), _BUFFER_BYTES) as file:
+        with io.BufferedReader(_StoreStream(self._store, shard), _BUFFER_BYTES) as file:
             try:
                 with tarfile.open(fileobj=file, mode="r|") as tar:
                     for key, files in _grouped(tar):
@@ -204,10 +204,10 @@ def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
         yield current, files
 
 
-class _Stream(io.RawIOBase):
+class _StoreStream(io.RawIOBase):
     """A store's file from its beginning, in large pieces; each read is repeated on failure."""
 
-    def __init__(self, store: ObjectStore, shard: File) -> None:
+    def __init__(self, store: ObjectStore, shard: ListedFile) -> None:
         self._store, self._path, self._nbytes = store, shard.path, shard.nbytes
         self._file = store.run(lambda: store.open(shard.path), shard.path)
         self._at = 0

@@ -28,7 +28,7 @@ _FIELD = "data"
 POSITION_FIELDS = ("recording", "position")
 
 
-class _Found(NamedTuple):
+class _Metadata(NamedTuple):
     """The metadata of an array."""
 
     shape: tuple[int, ...]
@@ -134,10 +134,10 @@ class ArrayWindows(Source):
     def _name(self, address: Address) -> str:
         return self._store.name(address.path) + (f"#{address.inner}" if address.inner else "")
 
-    def _look(self, address: Address) -> _Found:
+    def _look(self, address: Address) -> _Metadata:
         array = open_array(self._store, address)
         try:
-            return _Found(tuple(array.shape), np.dtype(array.dtype))
+            return _Metadata(tuple(array.shape), np.dtype(array.dtype))
         finally:
             array.close()
 
@@ -186,7 +186,7 @@ class ArrayWindows(Source):
             starts.append(next(iter(sizes.values())) - max(cut.values()) + 1)
         return tuple(starts)
 
-    def _schema(self, found: Sequence[_Found]) -> Schema:
+    def _schema(self, found: Sequence[_Metadata]) -> Schema:
         kinds: dict[str, Tensor] = {}
         first: dict[str, str] = {}
         fields = [

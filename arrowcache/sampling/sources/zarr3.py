@@ -42,7 +42,7 @@ class ZarrArray:
         if not store.run(lambda: store.filesystem.get_file_info(described), described).is_file:
             raise FileNotFoundError(errno.ENOENT, "no array of Zarr v3, which would have a zarr.json", name)
         self._name = name
-        self._store = _Reader(store, path)
+        self._store = _ReadOnlyStore(store, path)
         try:
             self._array: Any = self._run(lambda: zarr.open_array(self._store, mode="r", zarr_format=3))
         except BaseException:
@@ -65,7 +65,7 @@ class ZarrArray:
             raise SamplerError(f"{self._name}: cannot be read as Zarr v3: {why}") from error
 
 
-class _Reader(ZarrStore):
+class _ReadOnlyStore(ZarrStore):
     """A folder of a store, read only."""
 
     def __init__(self, store: ObjectStore, path: str) -> None:

@@ -13,6 +13,7 @@ from quick import first_is_quick
 import arrowcache as ac
 from arrowcache.arrow import segment
 from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.segment import Form
 
 MIXED = ac.Schema(
     {"text": ac.String(), "x": ac.Tensor("int16", (2,)), "r": ac.Ragged("float32", (2,)), "raw": ac.Binary()}
@@ -40,7 +41,7 @@ def mixed(number: int, width: int = 3) -> dict[str, object]:
 
 
 def test_rows_come_back_in_the_order_they_were_taken():
-    builder = SegmentBuilder(MIXED, 5, 10_000)
+    builder = SegmentBuilder(Form(MIXED, 5, 10_000))
     for number in range(5):
         assert add(builder, mixed(number, width=number)) == 1
     assert builder.is_full
@@ -52,7 +53,7 @@ def test_rows_come_back_in_the_order_they_were_taken():
 
 
 def test_a_full_builder_takes_nothing_and_an_emptied_one_starts_anew():
-    builder = SegmentBuilder(MIXED, 2, 10_000)
+    builder = SegmentBuilder(Form(MIXED, 2, 10_000))
     rows = builder.convert({name: [value, value, value] for name, value in mixed(1).items()}, many=True)
     assert builder.take(rows, 0) == 2
     assert builder.take(rows, 2) == 0
@@ -73,7 +74,7 @@ def test_a_full_builder_takes_nothing_and_an_emptied_one_starts_anew():
     ],
 )
 def test_a_bad_sample_changes_nothing(change, parts):
-    builder = SegmentBuilder(MIXED, 5, 10_000)
+    builder = SegmentBuilder(Form(MIXED, 5, 10_000))
     add(builder, mixed(1))
     before = rows_of(builder)
     with pytest.raises(ac.SchemaError) as caught:
@@ -87,17 +88,17 @@ def test_a_missing_field_is_named():
     sample = mixed(1)
     del sample["r"], sample["raw"]
     with pytest.raises(ac.SchemaError, match=r"'r', 'raw'.*x, text"):
-        SegmentBuilder(MIXED, 5, 10_000).convert(sample, many=False)
+        SegmentBuilder(Form(MIXED, 5, 10_000)).convert(sample, many=False)
 
 
 def test_fields_with_different_numbers_of_samples_are_refused_with_the_numbers():
     many = {name: [value] * 3 for name, value in mixed(1).items()}
     with pytest.raises(ac.SchemaError, match=r"'text': 2"):
-        SegmentBuilder(MIXED, 5, 10_000).convert(many | {"text": ["a", "b"]}, many=True)
+        SegmentBuilder(Form(MIXED, 5, 10_000)).convert(many | {"text": ["a", "b"]}, many=True)
 
 
 def test_one_bad_sample_among_many_is_found_before_any_is_taken():
-    builder = SegmentBuilder(MIXED, 5, 10_000)
+    builder = SegmentBuilder(Form(MIXED, 5, 10_000))
     many = {name: [value] * 3 for name, value in mixed(1).items()}
     many["r"][2] = np.zeros((1, 9), np.float32)
     with pytest.raises(ac.SchemaError, match="'r'"):
@@ -106,12 +107,12 @@ def test_one_bad_sample_among_many_is_found_before_any_is_taken():
 
 
 def test_no_samples_at_all_are_no_error():
-    builder = SegmentBuilder(ac.Schema({"x": ac.Tensor("int16", (2,))}), 5, 10_000)
+    builder = SegmentBuilder(Form(ac.Schema({"x": ac.Tensor("int16", (2,))}), 5, 10_000))
     assert add(builder, {"x": np.zeros((0, 2), np.int16)}, many=True) == 0
 
 
 def test_a_row_above_the_segments_bytes_is_refused_with_both_sizes():
-    builder = SegmentBuilder(MIXED, 5, 4096)
+    builder = SegmentBuilder(Form(MIXED, 5, 4096))
     with pytest.raises(ValueError, match=r"4\.0 KiB.*larger segment_bytes"):
         builder.convert(mixed(1) | {"raw": bytes(4096)}, many=False)
     assert add(builder, mixed(1)) == 1
@@ -122,7 +123,7 @@ def test_a_row_above_the_segments_bytes_is_refused_with_both_sizes():
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=40), st.integers(5000, 9000), st.integers(1, 30))
 def test_no_segment_is_larger_than_its_bound_and_no_row_is_lost(widths, segment_bytes, full_rows):
     schema = ac.Schema({"id": ac.Tensor("int32"), "raw": ac.Binary(), "r": ac.Ragged("int16")})
-    builder = SegmentBuilder(schema, full_rows, segment_bytes)
+    builder = SegmentBuilder(Form(schema, full_rows, segment_bytes))
     samples = {
         "id": np.arange(len(widths), dtype=np.int32),
         "raw": [bytes(width) for width in widths],
@@ -147,14 +148,14 @@ def test_no_segment_is_larger_than_its_bound_and_no_row_is_lost(widths, segment_
 
 def test_variable_data_stays_under_arrows_offsets_over_many_appends(monkeypatch):
     monkeypatch.setattr(segment, "MAX_ELEMENTS", 1000)
-    builder = SegmentBuilder(ac.Schema({"raw": ac.Binary()}), 50, 1 << 20)
+    builder = SegmentBuilder(Form(ac.Schema({"raw": ac.Binary()}), 50, 1 << 20))
     taken = [add(builder, {"raw": bytes(300)}) for _ in range(4)]
     assert taken == [1, 1, 1, 0]
 
 
 def test_a_row_beyond_arrows_offsets_is_refused(monkeypatch):
     monkeypatch.setattr(segment, "MAX_ELEMENTS", 1000)
-    builder = SegmentBuilder(ac.Schema({"raw": ac.Binary()}), 50, 1 << 20)
+    builder = SegmentBuilder(Form(ac.Schema({"raw": ac.Binary()}), 50, 1 << 20))
     assert add(builder, {"raw": bytes(1000)}) == 1
     with pytest.raises(ValueError, match="offsets"):
         builder.convert({"raw": bytes(1001)}, many=False)
@@ -162,7 +163,7 @@ def test_a_row_beyond_arrows_offsets_is_refused(monkeypatch):
 
 def test_a_wide_row_beside_a_small_value_is_taken(monkeypatch):
     monkeypatch.setattr(segment, "MAX_ELEMENTS", 1000)
-    builder = SegmentBuilder(ac.Schema({"x": ac.Tensor("int64", (900,)), "t": ac.String()}), 1, 1 << 20)
+    builder = SegmentBuilder(Form(ac.Schema({"x": ac.Tensor("int64", (900,)), "t": ac.String()}), 1, 1 << 20))
     assert add(builder, {"x": np.zeros(900, np.int64), "t": "a"}) == 1
 
 
@@ -174,7 +175,7 @@ STEPS = (files("arrow/builder.py"), ("opcode",))
 @pytest.mark.parametrize("count", first_is_quick([1, 3]))
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_what_a_failed_take_left_is_in_no_row(error, count, goes_on):
-    builder = SegmentBuilder(MIXED, 9, 10_000)
+    builder = SegmentBuilder(Form(MIXED, 9, 10_000))
     first = builder.convert(mixed(1), many=False)
     lost = builder.convert({name: [value] * count for name, value in mixed(2).items()}, many=True)
     last = builder.convert(mixed(3, width=5), many=False)
@@ -196,7 +197,7 @@ def test_what_a_failed_take_left_is_in_no_row(error, count, goes_on):
 
 @pytest.mark.parametrize("clears", [False, True])
 def test_a_failure_at_any_step_leaves_room_for_as_much_as_before(clears):
-    builder = SegmentBuilder(ac.Schema({"raw": ac.Binary(), "r": ac.Ragged("int64")}), 9, 10_000)
+    builder = SegmentBuilder(Form(ac.Schema({"raw": ac.Binary(), "r": ac.Ragged("int64")}), 9, 10_000))
     wide = builder.convert({"raw": bytes(4000), "r": np.zeros(400, np.int64)}, many=False)
     for failure in interruptions(5, *STEPS):
         builder.clear()
@@ -215,7 +216,7 @@ def test_a_failure_at_any_step_leaves_room_for_as_much_as_before(clears):
 
 def test_rows_are_taken_though_somebody_has_the_encoded_segment_still():
     """As an error has that was raised while it was published, and that was kept."""
-    builder = SegmentBuilder(MIXED, 5, 10_000)
+    builder = SegmentBuilder(Form(MIXED, 5, 10_000))
     add(builder, mixed(1))
     encoded = builder.encode()
     before = b"".join(encoded.pieces)

@@ -28,8 +28,8 @@ from processes import Script
 from slow_pages import SlowPages, require_slow_pages
 
 from arrowcache.native import engine, library
-from arrowcache.native.engine import Column, Job, copy_values, fetch_rows, find_values
-from arrowcache.native.rows import Rows
+from arrowcache.native.engine import CopiedColumn, Job, copy_values, fetch_rows, find_values
+from arrowcache.native.rows import SegmentRows
 from arrowcache.native.threads import _thread_count
 from arrowcache.native.threads import threads as of_process
 
@@ -145,7 +145,7 @@ def test_rows_that_are_released_after_they_were_asked_for_are_refused(no_threads
 @READS
 def test_columns_are_made_once_for_many_jobs(reads):
     files, begin = Files([10, 20], [8, 700, 3]), engine.read_rows if reads else engine.copy_rows
-    columns = engine.Columns([Column(number, width) for number, width in enumerate(files.widths)])
+    columns = engine.CopiedColumns([CopiedColumn(number, width) for number, width in enumerate(files.widths)])
     for ids in np.arange(30), np.array([3, 29, 3]):
         arrays = files.outputs(len(ids))
         moved = columns.at(array.ctypes.data for array in arrays)
@@ -179,7 +179,7 @@ def test_rows_that_are_released_before_their_copy_is_taken_are_refused_if_it_is_
 
 def test_no_rows_are_copied_from_no_segments():
     nothing = np.zeros(0, np.int64)
-    rows = Rows(np.zeros(1, np.int64))
+    rows = SegmentRows(np.zeros(1, np.int64))
     out = np.zeros((1, 8), np.uint8)
     for begin in (begun, begun_read):
         assert ended(begin(rows, nothing, [out[:0]])).refused == -1
@@ -201,7 +201,7 @@ def test_rows_of_no_columns_are_no_bytes(reads):
 def test_the_segment_of_each_row_is_known(lengths):
     starts = np.concatenate(([0], np.cumsum(lengths)))
     ids = np.arange(starts[-1])
-    assert np.array_equal(Rows(starts).segments_of(ids), np.repeat(np.arange(len(lengths)), lengths))
+    assert np.array_equal(SegmentRows(starts).segments_of(ids), np.repeat(np.arange(len(lengths)), lengths))
 
 
 @pytest.mark.parametrize(
@@ -907,17 +907,17 @@ def run(script: str) -> str:
 BIG = """
 import os, signal, sys, threading, time
 import numpy as np
-from arrowcache.native.engine import Column, copy_rows
-from arrowcache.native.rows import Rows
+from arrowcache.native.engine import CopiedColumn, copy_rows
+from arrowcache.native.rows import SegmentRows
 files = [np.ones(64 << 20, np.uint8) for _ in range(4)]
 layout = np.zeros(1, np.int64)
-rows = Rows(np.arange(5) * 1024)
+rows = SegmentRows(np.arange(5) * 1024)
 for number, file in enumerate(files):
     rows.put([number], [[file.ctypes.data, 64 << 20, layout.ctypes.data, 0, 0, 0, 0]])
 ids = np.random.default_rng(0).integers(0, 4096, 4096)
 out = np.zeros((4096, 64 << 10), np.uint8)
 def copy():
-    job = copy_rows(rows, ids, [Column(0, 64 << 10, out.ctypes.data)], out)
+    job = copy_rows(rows, ids, [CopiedColumn(0, 64 << 10, out.ctypes.data)], out)
     try:
         while not job.take(0.05):
             pass
@@ -1027,7 +1027,7 @@ TRUNCATED = """
     files = Files([4], [1 << 20], folder=pathlib.Path(sys.argv[1]))
     rows, out = files.table(), np.zeros((4, 1 << 20), np.uint8)
     os.truncate(files.paths[0], 4096)
-    columns = [engine.Column(0, 1 << 20, out.ctypes.data)]
+    columns = [engine.CopiedColumn(0, 1 << 20, out.ctypes.data)]
     job = engine.copy_rows(rows, np.arange(4), columns)
     while not job.has_ended():
         time.sleep(0.01)

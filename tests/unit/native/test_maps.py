@@ -182,8 +182,8 @@ KIND_BYTES = bytes(range(256)) * 400  # more than are read at once
 PARTS = ((0, 1), (1, 7), (9, 40_000), (60_000, 0), (70_000, 5), (80_000, 22_400))
 
 
-def kind_of(data: bytes) -> maps.Kind:
-    return maps.Kind(len(data), [(start, data[start : start + length]) for start, length in PARTS])
+def kind_of(data: bytes) -> maps.FileKind:
+    return maps.FileKind(len(data), [(start, data[start : start + length]) for start, length in PARTS])
 
 
 def test_files_that_are_alike_are_mapped_and_no_others(tmp_path):

@@ -16,8 +16,8 @@ from arrowcache import Binary, Ragged, String
 from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
-from arrowcache.native.engine import Column, copy_rows, read_rows
-from arrowcache.native.rows import Rows
+from arrowcache.native.engine import CopiedColumn, copy_rows, read_rows
+from arrowcache.native.rows import SegmentRows
 from arrowcache.reading.gather import Gather, OutsideError, ValuesGather
 
 TEXTS = ["", "a", "été", "longer than the others, by far", "ß", "five", "six" * 50, "7"]
@@ -39,7 +39,7 @@ class Segment:
         self.layout = np.array(list(places), np.int64)
         self.ends = self.file[self.layout[1] : self.layout[2]].view(np.uint8)
         self.is_cold = is_cold
-        self.table = Rows(np.array([0, self.rows]))
+        self.table = SegmentRows(np.array([0, self.rows]))
         told = [self.file.ctypes.data, self.file.nbytes, self.layout.ctypes.data, 0, 0, 0, 0]
         self.table.put([0], [told])
 
@@ -51,7 +51,9 @@ def fixed_of(segment, ids, width=WIDTH):
     """A copy of the fixed column, and where it goes."""
     out = np.zeros((len(ids), width), np.uint8)
     begin = read_rows if segment.is_cold else copy_rows
-    return begin(segment.table, np.asarray(ids), [Column(0, width, out.ctypes.data)], (segment, out)), out
+    return begin(
+        segment.table, np.asarray(ids), [CopiedColumn(0, width, out.ctypes.data)], (segment, out)
+    ), out
 
 
 def texts_of(segment, ids, kind=String(), name="text"):  # noqa: B008
@@ -149,7 +151,7 @@ def test_a_row_out_of_range_is_named(wrong, segment):
 def test_rows_that_were_released_meanwhile_are_refused_when_they_are_taken():
     segment, out = Segment(is_cold=False), np.zeros((1, WIDTH), np.uint8)
     rows = segment.table
-    gather = gather_of(copy_rows(rows, np.array([0]), [Column(0, WIDTH, out.ctypes.data)], out))
+    gather = gather_of(copy_rows(rows, np.array([0]), [CopiedColumn(0, WIDTH, out.ctypes.data)], out))
     rows.release(1)
     for _ in range(2):
         with pytest.raises(OutsideError):

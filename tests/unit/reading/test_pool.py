@@ -9,7 +9,7 @@ from helpers import DEADLINE_SECONDS, make_cache, publish
 
 from arrowcache import Loader
 from arrowcache.reading.workers import pool as pool_module
-from arrowcache.reading.workers.pool import MOST_LOSSES, Pool, Restarts
+from arrowcache.reading.workers.pool import MOST_LOSSES, Restarts, WorkerPool
 
 
 def lose(restarts, now, was_ready=True, others_are_ready=False):
@@ -48,7 +48,7 @@ def test_an_epoch_that_begins_does_not_wait_for_processes_that_start(tmp_path, m
     """They have leased nothing yet that they could let go."""
     cache = make_cache(tmp_path / "cache")
     publish(cache, 10)
-    monkeypatch.setattr(Pool, "_answered", lambda self, worker, message: None)  # none gets ready
+    monkeypatch.setattr(WorkerPool, "_answered", lambda self, worker, message: None)  # none gets ready
     monkeypatch.setattr(pool_module, "_DROP_SECONDS", 100 * DEADLINE_SECONDS)
     epochs: list[int] = []
 

@@ -14,6 +14,7 @@ from helpers import sample as row
 
 import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.pickling import pickled
 from arrowcache.sampling import task as task_module
@@ -31,7 +32,7 @@ def task(
 
 
 def builder() -> SegmentBuilder:
-    return SegmentBuilder(ROW, 16, 32 * 1024)
+    return SegmentBuilder(Form(ROW, 16, 32 * 1024))
 
 
 def stream(seed: int, number: int, count: int) -> list[int]:
@@ -99,7 +100,7 @@ def test_a_small_segment_has_the_first_samples_of_its_task(chunk):
 @pytest.mark.slow
 def test_a_small_segment_of_texts_ends_by_its_bytes_but_not_before_its_first_row():
     schema = ac.Schema({"text": ac.String()})
-    into = SegmentBuilder(schema, 1 << 14, 1 << 20)
+    into = SegmentBuilder(Form(schema, 1 << 14, 1 << 20))
 
     def rows(number: int, text: str) -> int:
         assert draw(
@@ -153,7 +154,7 @@ def test_rows_yielded_at_once_are_the_rows_yielded_one_by_one(chunk):
 
 def test_the_beginning_of_rows_that_no_longer_fit_fills_the_segment():
     schema = ac.Schema({"id": ac.Tensor("int64"), "text": ac.String()})
-    into = SegmentBuilder(schema, 64, 4096)
+    into = SegmentBuilder(Form(schema, 64, 4096))
     many = ac.Rows(id=np.arange(10), text=["x" * 300] * 10)
     assert draw(lambda rng: iter([many] * 3), task(), into, lambda: False)
     assert into._fixed["id"][: into.rows].tolist() == (list(range(10)) * 2)[: into.rows]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arrowcache.storage.layout import SegmentInfo, parse_segment_name, segment_name
 from arrowcache.storage.origin import (
     Coverage,
-    Origin,
+    FileRows,
     fingerprint,
     has_place,
     kind_of_import,
@@ -24,7 +24,7 @@ from arrowcache.storage.origin import (
 ONE, OTHER = "0123456789abcdef", "f" * 16
 ORIGINS = st.lists(
     st.builds(
-        Origin, st.sampled_from([ONE, OTHER]), st.integers(0, 10**15), st.integers(1, 10**9), st.booleans()
+        FileRows, st.sampled_from([ONE, OTHER]), st.integers(0, 10**15), st.integers(1, 10**9), st.booleans()
     ),
     min_size=1,
     max_size=20,
@@ -34,7 +34,7 @@ ORIGINS = st.lists(
 @pytest.mark.slow
 @given(st.sampled_from(["parquet", "tfrecord"]), ORIGINS, st.sampled_from(["", "01234567"]))
 def test_a_task_names_the_rows_and_is_a_segments_name(kind, origins, again):
-    kept: list[Origin] = []
+    kept: list[FileRows] = []
     for origin in origins:
         if not has_place(kind, kept, origin.first, again):
             break
@@ -49,9 +49,9 @@ def test_a_task_names_the_rows_and_is_a_segments_name(kind, origins, again):
 
 
 def test_a_segment_names_some_small_files():
-    kept: list[Origin] = []
+    kept: list[FileRows] = []
     while has_place("parquet", kept, 0):
-        kept.append(Origin(ONE, 0, 100, is_last=True))
+        kept.append(FileRows(ONE, 0, 100, is_last=True))
     assert len(kept) == 7
 
 
@@ -65,7 +65,7 @@ def test_other_tasks_come_from_no_file(task):
     assert kind_of_import(task) == ""
 
 
-def covered(*origins: Origin) -> Coverage:
+def covered(*origins: FileRows) -> Coverage:
     coverage = Coverage()
     for origin in origins:
         coverage.add(origin)
@@ -73,28 +73,30 @@ def covered(*origins: Origin) -> Coverage:
 
 
 def test_what_is_missing_of_a_file():
-    coverage = covered(Origin(ONE, 20, 10), Origin(ONE, 10, 10), Origin(ONE, 50, 5), Origin(OTHER, 0, 99))
+    coverage = covered(
+        FileRows(ONE, 20, 10), FileRows(ONE, 10, 10), FileRows(ONE, 50, 5), FileRows(OTHER, 0, 99)
+    )
     assert coverage.missing(ONE, 100) == [(0, 10), (30, 50), (55, 100)]
     assert coverage.missing(ONE, 55) == [(0, 10), (30, 50)]
-    assert coverage.missing(ONE, 100, [Origin(ONE, 55, 45), Origin(ONE, 0, 10)]) == [(30, 50)]
+    assert coverage.missing(ONE, 100, [FileRows(ONE, 55, 45), FileRows(ONE, 0, 10)]) == [(30, 50)]
     assert coverage.missing("a" * 16, 7) == [(0, 7)]
-    assert coverage.rows(ONE, [Origin(ONE, 52, 8), Origin(OTHER, 99, 1)]) == 30
+    assert coverage.rows(ONE, [FileRows(ONE, 52, 8), FileRows(OTHER, 99, 1)]) == 30
     assert coverage.missing("a" * 16, 0) == []
-    coverage.forget(Origin(ONE, 50, 5))
-    coverage.forget(Origin(ONE, 50, 5))
+    coverage.forget(FileRows(ONE, 50, 5))
+    coverage.forget(FileRows(ONE, 50, 5))
     assert coverage.missing(ONE, 55) == [(0, 10), (30, 55)]
 
 
 def test_where_the_end_of_a_file_is_not_known_there_may_be_more():
-    assert covered(Origin(ONE, 0, 10)).missing(ONE) == [(10, None)]
-    assert covered(Origin(ONE, 0, 10), Origin(ONE, 10, 5, is_last=True)).missing(ONE) == []
-    assert covered(Origin(ONE, 10, 5, is_last=True)).missing(ONE) == [(0, 10)]
+    assert covered(FileRows(ONE, 0, 10)).missing(ONE) == [(10, None)]
+    assert covered(FileRows(ONE, 0, 10), FileRows(ONE, 10, 5, is_last=True)).missing(ONE) == []
+    assert covered(FileRows(ONE, 10, 5, is_last=True)).missing(ONE) == [(0, 10)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20))), st.integers(0, 80))
 def test_what_is_there_and_what_is_missing_are_the_file(runs, total):
     runs = [(first, rows) for first, rows in runs if first + rows <= total]
-    missing = covered(*(Origin(ONE, first, rows) for first, rows in runs)).missing(ONE, total)
+    missing = covered(*(FileRows(ONE, first, rows) for first, rows in runs)).missing(ONE, total)
     there = {row for first, rows in runs for row in range(first, first + rows)}
     assert {row for first, stop in missing for row in range(first, stop)} == set(range(total)) - there
 

@@ -8,7 +8,7 @@ import resource
 
 import pytest
 
-from arrowcache.shortage import explained
+from arrowcache.os_errors import explained
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Shortage: advice where the kernel refuses files, mappings, threads or room on the disk.
+"""OS errors: advice where the kernel refuses files, mappings, threads or room on the disk.
 
 An error of the operating system keeps its class, number and path, so that handlers still match; its
 text gains the numbers and the advice.

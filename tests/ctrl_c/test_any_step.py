@@ -295,9 +295,9 @@ def test_a_signal_handler_may_close_a_loader_at_any_step_of_iter(cache, options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_cold", [False, True], ids=["warm", "cold"])
-def test_a_signal_handler_may_close_a_loader_at_any_step_of_next(tmp_path, is_cold):
-    """The native threads went on copying rows of files that it had unmapped."""
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])
+def test_a_signal_handler_may_close_a_loader_at_any_step_of_next(tmp_path, on_disk):
+    """A loader begins by asking the disk. The native threads went on copying rows of files that it had unmapped."""
     cache = make_cache(tmp_path / "cache", MIXED, segment_rows=16)
     with cache.writer() as writer:
         writer.extend(every_kind(0, 96))
@@ -306,12 +306,10 @@ def test_a_signal_handler_may_close_a_loader_at_any_step_of_next(tmp_path, is_co
     for interruption in interruptions(
         100, code, ("opcode",), lambda: loaders[-1].close(), every=29, blocks=True
     ):
-        if is_cold:
+        if on_disk:
             drop_from_memory(*segment_files(cache))
         loaders.append(ac.Loader(cache, 16, prefetch=2))
         batches = iter(loaders[-1])
-        if is_cold:
-            loaders[-1]._assembly.temperature.is_cold = True
         next(batches)
         with interruption:
             consume(itertools.islice(batches, 2))

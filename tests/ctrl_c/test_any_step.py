@@ -297,7 +297,7 @@ def test_a_signal_handler_may_close_a_loader_at_any_step_of_iter(cache, options)
 @pytest.mark.slow
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])
 def test_a_signal_handler_may_close_a_loader_at_any_step_of_next(tmp_path, on_disk):
-    """A loader begins by asking the disk. The native threads went on copying rows of files that it had unmapped."""
+    """It begins by asking the disk. Native threads went on with rows of files that it had unmapped."""
     cache = make_cache(tmp_path / "cache", MIXED, segment_rows=16)
     with cache.writer() as writer:
         writer.extend(every_kind(0, 96))

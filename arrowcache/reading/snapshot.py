@@ -357,7 +357,8 @@ class Snapshot(Shown):
             start = first - int(self._starts[index])
             end_lease = lease.share(segment.seq)
             try:
-                path, rows = self._store.path_of(segment), range(start, start + count)
+                folder, (name,) = self._store.files_of((segment,))  # no Path, for each batch
+                path, rows = f"{folder}/{name}", range(start, start + count)
                 layout = self._mapped.layout_of(segment.seq).buffers
                 view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
                 return dict(view)

@@ -11,7 +11,6 @@ Must never be asked for a file whose structure was not checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +60,7 @@ class Viewer:
 
     def view(
         self,
-        path: Path,
+        path: str,
         nbytes: int,
         layout: Sequence[int],
         rows: range,

@@ -276,7 +276,7 @@ class Store:
     def files_of(self, segments: Sequence[SegmentInfo]) -> tuple[str, list[str]]:
         """The folder, and the names there, of files in which the segments' buffers lie as plain bytes.
 
-        Whoever reads a segment asks here where, and reads at the places of its `Layout`.
+        Whoever reads rows of a segment asks here where, and reads at the places of its `Layout`.
         """
         return os.fspath(self.folder.segments), [segment.name for segment in segments]
 

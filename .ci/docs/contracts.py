@@ -4,6 +4,7 @@ import re
 
 import griffe
 
+OUR_OWN = "for the package's own use"  # a docstring with these words has no reference
 PARTS = "Blocks|Guarantees?|Raises|Returns|Warns|Yields"
 PART = re.compile(rf"^((?:{PARTS})(?:, \w+)*): (\S.*(?:\n +.*)*)", re.MULTILINE)
 
@@ -13,6 +14,11 @@ class Contracts(griffe.Extension):
         """Make a paragraph of each part of a contract; griffe takes `Raises: ...` for a title."""
         if obj.docstring:
             obj.docstring.value = PART.sub(r"\n**\1:** \2\n", obj.docstring.value)
+
+    def on_class_members(self, *, cls, **_):
+        for name, member in [*cls.members.items()]:
+            if not member.is_alias and member.docstring and OUR_OWN in member.docstring.value:
+                del cls.members[name]
 
     def on_function(self, *, func, loader, **_):
         """Show each argument of `**options: Unpack[...]`, as `spelled_out` does for `help()`."""

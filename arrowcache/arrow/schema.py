@@ -280,12 +280,12 @@ class Schema(Shown, Mapping[str, FieldType]):
         )
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Describe the schema in plain JSON values; `from_json` is the inverse."""
+        """Describe the schema in JSON values, for the package's own use; `from_json` is the inverse."""
         return [{"name": name, **_describe(kind)} for name, kind in self._fields.items()]
 
     @classmethod
     def from_json(cls, described: object) -> Schema:
-        """Rebuild a schema from `to_json`.
+        """Rebuild a schema from `to_json`, for the package's own use.
 
         Raises: SchemaError: not such a description.
         """

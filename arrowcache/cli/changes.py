@@ -24,7 +24,7 @@ from arrowcache.units import format_bytes
 
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")
 _SEGMENT_BYTES = "64MiB"
-Counts = tuple[int | None, int | None, int | None]  # rows, segments, bytes; None if not known
+Amounts = tuple[int | None, int | None, int | None]  # rows, segments, bytes; None if not known
 
 Capacity = Annotated[
     str | None,
@@ -159,11 +159,11 @@ def _sum(segments: Sequence[SegmentInfo]) -> Imported:
     return total
 
 
-def _row(total: Imported) -> Counts:
+def _row(total: Imported) -> Amounts:
     return total.rows, total.segments, total.nbytes
 
 
-def _report(store: Store, changes: Mapping[str, Counts], json: bool) -> None:
+def _report(store: Store, changes: Mapping[str, Amounts], json: bool) -> None:
     """Summarize changes, and the present content of the cache."""
     stats = store.stats()
     counts = {**changes, "held now": (stats.rows, stats.segments, stats.published_bytes)}

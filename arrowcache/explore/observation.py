@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arrowcache.reading.stats import STAGES, bottleneck_of
+from arrowcache.storage.cache_lock import LOCK_TIMEOUT_SECONDS
 from arrowcache.storage.counters import COUNTERS, Readout, parse_counters
 from arrowcache.storage.layout import WAIT, SegmentInfo
 from arrowcache.storage.locks import Holder, file_identity, flock_holders, range_holders
@@ -23,7 +24,7 @@ from arrowcache.storage.page import seen_pages
 from arrowcache.storage.processes import OpenFile, command, open_files, started
 from arrowcache.storage.progress import PROGRESS, State, seen_samplers
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.storage.store import LOCK_TIMEOUT_SECONDS, Store
+from arrowcache.storage.store import Store
 
 FIRST_SEEN, PROCESS_START = "first seen", "process start"
 UNSEEN = "an unseen process"

@@ -32,8 +32,9 @@ from arrowcache.reading.shuffle import ORDER_VERSION
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.supply import Supply
+from arrowcache.storage.cache_lock import once_unlocked
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.store import Store, once_unlocked
+from arrowcache.storage.store import Store
 
 if TYPE_CHECKING:
     from typing import Self

@@ -24,10 +24,10 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.view import uncopied
+from arrowcache.storage.cache_lock import once_unlocked
 from arrowcache.storage.counters import CounterPage
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.storage.store import once_unlocked
 
 if TYPE_CHECKING:
     from typing import Self

@@ -103,7 +103,9 @@ class Snapshot(Shown):
         *,
         yields_since: float | None = None,
     ) -> Snapshot:
-        """Lease the segments that are published now. With `yields_since`, a loader may leave some out.
+        """Lease the segments that are published now, for the package's own use.
+
+        With `yields_since`, a loader may leave some out.
 
         Args:
             where: as of `Store.lease`.

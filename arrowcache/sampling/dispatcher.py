@@ -21,7 +21,7 @@ from arrowcache.lifetimes import Origin, before_threads_are_joined
 from arrowcache.os_errors import explained
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, failure
-from arrowcache.storage.store import once_unlocked
+from arrowcache.storage.cache_lock import once_unlocked
 
 _log = logging.getLogger("arrowcache")
 

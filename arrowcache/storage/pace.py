@@ -147,12 +147,12 @@ class Pace:
         return flow.rows / 2 + self.samples_per_insert * slack
 
     def to_json(self) -> dict[str, Any]:
-        """A record of plain numbers; `from_json` is the inverse."""
+        """A record of plain numbers, for the package's own use; `from_json` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Pace:
-        """Read a record.
+        """Read a record, for the package's own use.
 
         Raises: TypeError, ValueError: it is no pace's.
         """

@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import errno
 import os
-import random
-import threading
 import time
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,8 +26,9 @@ from typing import NamedTuple
 import numpy as np
 
 from arrowcache.arrow.segment import EncodedSegment
-from arrowcache.errors import CacheFormatError, CacheFullError, LockTimeoutError
+from arrowcache.errors import CacheFormatError, CacheFullError
 from arrowcache.os_errors import MORE_ROOM, explained, explaining
+from arrowcache.storage.cache_lock import LOCK_TIMEOUT_SECONDS, held
 from arrowcache.storage.eviction import choose_victims, skip_for_headroom
 from arrowcache.storage.folder import PART_SLACK_BYTES, Folder, PartFile
 from arrowcache.storage.layout import (
@@ -46,14 +43,13 @@ from arrowcache.storage.layout import (
     segment_name,
 )
 from arrowcache.storage.lease import Lease, own_leases
-from arrowcache.storage.locks import LockFile, flock_holders, range_holders
+from arrowcache.storage.locks import LockFile, range_holders
 from arrowcache.storage.overview import CacheStats, Survey
 from arrowcache.storage.pace import Flow, Pace
 from arrowcache.storage.sizing import BOOKKEEPING_BYTES, beyond_disk, require_capacity, room_of_two
 from arrowcache.storage.usage import Usage
 from arrowcache.units import format_bytes
 
-LOCK_TIMEOUT_SECONDS = 60.0
 _WARN_AFTER_SECONDS = 30.0
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK_FULL_ATTEMPTS = 4
@@ -136,42 +132,6 @@ class _Blocked(Enum):
 _WORTH_WAITING = (_Blocked.LEASED, _Blocked.PACE)
 
 
-class _Here(threading.local):
-    """State of each thread."""
-
-    #: It holds this cache.lock, or waits for it. Weak: one whose closing Ctrl-C cut short closes as it goes.
-    lock: Callable[[], LockFile | None] = staticmethod(lambda: None)
-
-    def __init__(self) -> None:
-        self.errands: deque[Callable[[], None]] = deque()
-
-    @property
-    def is_locked(self) -> bool:
-        file = self.lock()
-        return file is not None and not file.is_closed
-
-
-_here = _Here()
-
-
-def once_unlocked(errand: Callable[[], None]) -> None:
-    """Do what takes cache.lock itself: at once, or as soon as this thread has let go of every one.
-
-    So a finalizer may, which the garbage collector calls at any point of any thread.
-    """
-    _here.errands.append(errand)
-    _do_errands()
-
-
-def _do_errands() -> None:
-    while not _here.is_locked:
-        try:
-            errand = _here.errands.popleft()  # not "if there is one": the collector may come in between
-        except IndexError:
-            return
-        errand()
-
-
 class Store:
     """The protocol over one cache folder. Thread-safe; usable after fork and by many processes."""
 
@@ -194,33 +154,8 @@ class Store:
         Raises: LockTimeoutError: names the holder. OSError: the folder is gone or read-only; this, and
             what is done meanwhile, says what to do.
         """
-        with explaining(self.folder.path):
-            before = _here.lock
-            file = LockFile(self.folder.cache_lock)
-            try:
-                _here.lock = weakref.ref(file)
-                self._wait_for(file, timeout_seconds)
-                yield
-            finally:
-                try:
-                    file.close()
-                finally:  # Ctrl-C may have come before it did anything
-                    file.close()
-                    _here.lock = before
-                _do_errands()
-
-    def _wait_for(self, file: LockFile, timeout_seconds: float) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        pause = 0.0005
-        while not file.try_exclusive():
-            if time.monotonic() > deadline:
-                holders = ", ".join(map(str, flock_holders(file.path))) or "an unseen process"
-                raise LockTimeoutError(
-                    f"{file.path} was held for over {timeout_seconds:g} s by {holders}: "
-                    "continue it (kill -CONT) or end it"
-                )
-            time.sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, 0.02)
+        with explaining(self.folder.path), held(self.folder.cache_lock, timeout_seconds):
+            yield
 
     def segments(self) -> list[SegmentInfo]:
         """The published segments, oldest first. Without cache.lock they may be evicted at once.
@@ -276,7 +211,7 @@ class Store:
     def files_of(self, segments: Sequence[SegmentInfo]) -> tuple[str, list[str]]:
         """The folder, and the names there, of files in which the segments' buffers lie as plain bytes.
 
-        Whoever reads a segment asks here where, and reads at the places of its `Layout`.
+        Whoever reads rows of a segment asks here where, and reads at the places of its `Layout`.
         """
         return os.fspath(self.folder.segments), [segment.name for segment in segments]
 

@@ -160,7 +160,10 @@ class DevicePrefetcher:
         return self._lanes[0].backend
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return (nbytes,) on the host: arrays over it go to the (first) device without another copy."""
+        """Return (nbytes,) on the host, for the package's own use.
+
+        Arrays over it go to the (first) device without another copy.
+        """
         return self.backend.host_memory(nbytes).numpy()
 
     def stats(self) -> PrefetcherStats:

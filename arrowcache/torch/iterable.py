@@ -60,7 +60,7 @@ class _IteratorState(NamedTuple):
     workers: int
 
 
-class _Iteration(Iterator[dict[str, Any]]):
+class _WorkerBatches(Iterator[dict[str, Any]]):
     """The batches of one iteration. Dropping it ends the epoch.
 
     Args:
@@ -142,7 +142,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._iterations = 0
         self._place: _IteratorState | None = None
         self._resumed: _IteratorState | None = None
-        self._pass: weakref.ref[_Iteration] | None = None  # the last iteration
+        self._pass: weakref.ref[_WorkerBatches] | None = None  # the last iteration
         self._epochs: Epochs | None = None  # of this process
         self._epochs_key, self._epochs_origin = (0, 0), Origin()
 
@@ -178,7 +178,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
                 place = resumed
                 self._counter.raise_to(place.plan.epoch + 1)
         self._place = place
-        batches = _Iteration(self._batches(epochs, turn, place))
+        batches = _WorkerBatches(self._batches(epochs, turn, place))
         self._pass = weakref.ref(batches)
         return batches
 

@@ -47,7 +47,7 @@ _IDLE_SECONDS = 1.0
 _REMEMBERED = 64  # of epochs that were given up, whose batches may still arrive
 
 Arrival = tuple[str, int]  # a snapshot's key, and a step
-Columns = dict[str, Any]
+ColumnArrays = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,7 @@ class DrawnRows(list[int]):
         """Return the key and step by which `delivered` knows this batch."""
         return self.snapshot.key, self.step
 
-    def read(self, columns: tuple[str, ...], store: Store) -> Columns:
+    def read(self, columns: tuple[str, ...], store: Store) -> ColumnArrays:
         """Return the rows, copied into NumPy arrays, in any process.
 
         Args:
@@ -181,7 +181,7 @@ class OwnedEpoch:
             self.close()
         return rows
 
-    def read(self, step: int, ids: NDArray[np.int64], names: tuple[str, ...]) -> Columns:
+    def read(self, step: int, ids: NDArray[np.int64], names: tuple[str, ...]) -> ColumnArrays:
         """Gather rows into a slot: name -> array, which returns its memory when it dies.
 
         If rows come from the disk it begins to read those of the next batches, too.
@@ -281,7 +281,7 @@ class _ReopenedSnapshot:
                 "before this batch was read; keep the DataLoader's iterator until its batches are used"
             )
 
-    def read(self, ids: NDArray[np.int64], columns: tuple[str, ...]) -> Columns:
+    def read(self, ids: NDArray[np.int64], columns: tuple[str, ...]) -> ColumnArrays:
         return dict(self._snapshot.gather(ids - self._rows_before, columns))
 
     def release_oldest(self, oldest: int) -> None:
@@ -307,7 +307,7 @@ class _LastSnapshot:
         """Begin anew: a thread that stayed behind may hold the lock."""
         self.__init__()  # type: ignore[misc]
 
-    def read(self, rows: DrawnRows, store: Store, columns: tuple[str, ...]) -> Columns:
+    def read(self, rows: DrawnRows, store: Store, columns: tuple[str, ...]) -> ColumnArrays:
         with self._lock:
             if self._snapshot is None or self._key != rows.snapshot.key:
                 self.close()

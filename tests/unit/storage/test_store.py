@@ -31,11 +31,13 @@ import arrowcache as ac
 from arrowcache import linux
 from arrowcache.arrow.segment import encode
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage import cache_lock
 from arrowcache.storage import store as store_module
+from arrowcache.storage.cache_lock import once_unlocked
 from arrowcache.storage.layout import FREED, MOST_SEQ, ranks_name, segment_name
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.store import Cancelled, RoomPolicy, once_unlocked
+from arrowcache.storage.store import Cancelled, RoomPolicy
 
 RAISE = RoomPolicy("raise")
 
@@ -102,7 +104,7 @@ def test_the_garbage_collector_may_bring_an_errand_while_another_one_is_looked_f
         once_unlocked(lambda: done.append("the collector's"))
         return False
 
-    monkeypatch.setattr(type(store_module._here), "is_locked", property(is_locked))
+    monkeypatch.setattr(type(cache_lock._here), "is_locked", property(is_locked))
     once_unlocked(lambda: done.append("ours"))
     assert done == ["ours", "the collector's"]
 

@@ -195,6 +195,19 @@ def test_the_holders_of_ranges_are_named_with_their_ranges(path, pair):
     assert found == [(os.getpid(), 3, 7), (os.getpid(), 5, 2**63 - 1)]
 
 
+def test_who_holds_another_files_flock_is_not_named(tmp_path):
+    paths = [tmp_path / str(number) for number in range(4)]
+    files = [LockFile(path, os.O_RDWR | os.O_CREAT) for path in paths]
+    for file in files:
+        assert file.try_exclusive()
+    assert [len(flock_holders(path)) for path in paths] == [1, 1, 1, 1]
+    files[0].close()
+    files[3].close()
+    assert [len(flock_holders(path)) for path in paths] == [0, 1, 1, 0]
+    files[1].close()
+    files[2].close()
+
+
 def test_nobody_holds_a_file_that_is_not_there(tmp_path):
     assert flock_holders(tmp_path / "missing") == []
     assert range_holders(tmp_path / "missing") == []

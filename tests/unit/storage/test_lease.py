@@ -9,6 +9,7 @@ import os
 import pytest
 from helpers import in_child
 
+from arrowcache import linux
 from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile
 
@@ -118,12 +119,12 @@ def test_narrowing_gives_up_both_ends_and_nothing_else(path):
 
 
 def test_what_the_kernel_has_no_memory_to_unlock_stays_leased_until_it_has(path, monkeypatch):
-    def refused(file, start, length):
+    def refused(*lock):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     lease = Lease(path, 2, 9)
     with monkeypatch.context() as patch:
-        patch.setattr(LockFile, "unlock_range", refused)
+        patch.setattr(linux, "set_lock", refused)
         lease.narrow(4, 7)
         lease.give_up(5)
     assert leased(path) == [2, 3, 4, 5, 6, 7, 8, 9]

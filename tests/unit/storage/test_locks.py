@@ -86,6 +86,21 @@ def test_a_missing_file_is_a_plain_error_and_leaves_nothing_to_finalize(tmp_path
         LockFile(tmp_path / "missing")
 
 
+def test_a_lock_file_that_cannot_have_its_mode_is_closed(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError("fchmod")
+
+    monkeypatch.setattr(os, "fchmod", refused)
+    files, mask = open_files(), os.umask(0o777)
+    try:
+        with pytest.raises(PermissionError, match="fchmod") as kept:  # and what it passed
+            LockFile(tmp_path / "new", os.O_RDWR | os.O_CREAT)
+    finally:
+        os.umask(mask)
+    assert open_files() == files
+    del kept
+
+
 def test_a_lock_file_is_closed_when_a_program_is_started(path):
     file = LockFile(path)
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import socket
 
 import pytest
-from helpers import in_child
+from helpers import in_child, open_files
 
 from arrowcache import linux
 from arrowcache.storage.lease import Lease, own_leases
@@ -150,6 +151,18 @@ def test_a_segment_being_evicted_cannot_be_leased(path):
     evictor.close()
     assert leased(path) == [], "the refused lease left nothing behind"
     del refused
+
+
+def test_a_lease_for_which_no_descriptor_is_left_keeps_none(path, monkeypatch):
+    def none_left():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socketpair", none_left)
+    files = open_files()
+    with pytest.raises(OSError, match="open files") as kept:  # and what it passed
+        Lease(path, 2, 6)
+    assert open_files() == files
+    del kept
 
 
 def test_a_forgotten_lease_ends_with_the_object(path):

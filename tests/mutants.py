@@ -156,7 +156,8 @@ def tried(copy: Path, file: str, code: str | None, mark: str, timeout: float) ->
         path.write_text(original)
     if outcome.name == "SURVIVED":
         return "survived"
-    return "timeout" if output == "timeout" or "Timeout" in log.read_text(errors="replace") else "killed"
+    hung = output == "timeout" or re.search(r"Timeout \(>|\+ Timeout \+", log.read_text(errors="replace"))
+    return "timeout" if hung else "killed"
 
 
 def main() -> int:

@@ -43,14 +43,14 @@ FILES += sorted(f"storage/{path.name}" for path in ROOT.glob("arrowcache/storage
 TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
     "storage/counters.py": "reading/test_panel.py reading/test_stats.py",
     "storage/folder.py": "storage/test_folder.py storage/test_store.py",
-    "storage/ingest.py": "storage/test_origin.py storage/test_writer.py test_cache.py",
     "storage/layout.py": "storage/test_layout.py storage/test_usage.py storage/test_recovery.py",
     "storage/lease.py": "storage/test_lease.py storage/test_store.py",
     "storage/mapping.py": "storage/test_mapping.py reading/test_unreadable.py",
     "storage/page.py": "storage/test_progress.py reading/test_panel.py",
     "storage/recovery.py": "storage/test_recovery.py test_cache.py",
     "storage/sizing.py": "test_cache.py storage/test_store.py",
-    "storage/store.py": "storage/test_store.py storage/test_recovery.py test_cache.py",
+    "storage/store.py": "storage/test_store.py storage/test_recovery.py storage/test_ingest.py "
+    "reading/test_pacing.py",
     "storage/verification.py": "storage/test_verification.py reading/test_unreadable.py",
     "reading/membership.py": "reading/test_ranks.py reading/test_loader_ranks.py",
     "reading/order.py": "reading/test_order.py reading/test_plan.py reading/test_resumed_steps.py",
@@ -156,7 +156,8 @@ def tried(copy: Path, file: str, code: str | None, mark: str, timeout: float) ->
         path.write_text(original)
     if outcome.name == "SURVIVED":
         return "survived"
-    return "timeout" if output == "timeout" or "Timeout" in log.read_text(errors="replace") else "killed"
+    hung = output == "timeout" or re.search(r"Timeout \(>|\+ Timeout \+", log.read_text(errors="replace"))
+    return "timeout" if hung else "killed"
 
 
 def main() -> int:

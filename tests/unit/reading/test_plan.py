@@ -112,6 +112,7 @@ def test_a_state_without_segments_is_one_too():
         ({"segments": [[0, 2**40, 1]]}, "damaged"),
         ({"segments": [[0, 1 << 21, 1]]}, "damaged"),
         ({"segments": [[0, 10, 2**62]]}, "damaged"),
+        ({"segments": [[0, 5, 2**62]]}, "damaged"),  # in 64 bits their sum is 2**62
         ({"segments": [[0, 0.5, 1]]}, "damaged"),
         ({"epoch": 2**80}, "damaged"),
         ({"window_rows": "3"}, "damaged"),

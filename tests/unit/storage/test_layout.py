@@ -361,6 +361,11 @@ def test_content_that_is_sound_but_none_of_ours_is_refused(record):
         RanksRecord.unpack(xxhash.xxh3_64_hexdigest(text).encode() + b" " + text + b"\n")
 
 
+def test_a_segment_of_more_rows_than_arrow_counts_is_none_of_ours():
+    assert parse_segment_name(segment_name(1, 2**31 - 1, "")) == (1, 2**31 - 1, "")
+    assert parse_segment_name(segment_name(1, 2**31, "")) is None
+
+
 def test_totals_survive_their_bytes_and_such_as_nobody_counted_are_zero():
     totals = UsageRecord(2**62, 1_000_000, 3, 4, 5, 6, 2**40)
     assert UsageRecord.unpack(totals.pack()) == totals

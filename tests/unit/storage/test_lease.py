@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
+import socket
 
 import pytest
-from helpers import in_child
+from helpers import in_child, open_files
 
+from arrowcache import linux
 from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile
 
@@ -115,6 +119,22 @@ def test_narrowing_gives_up_both_ends_and_nothing_else(path):
     lease.narrow(4, 4)  # of a closed lease: nothing
 
 
+def test_what_the_kernel_has_no_memory_to_unlock_stays_leased_until_it_has(path, monkeypatch):
+    def refused(*lock):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    lease = Lease(path, 2, 9)
+    with monkeypatch.context() as patch:
+        patch.setattr(linux, "set_lock", refused)
+        lease.narrow(4, 7)
+        lease.give_up(5)
+    assert leased(path) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert lease.covers(9)
+    lease.narrow(4, 7)
+    assert leased(path) == [4, 5, 6, 7]
+    lease.close()
+
+
 def test_one_damaged_segment_is_given_up_alone(path):
     lease = Lease(path, 2, 5)
     lease.give_up(3)
@@ -126,10 +146,23 @@ def test_one_damaged_segment_is_given_up_alone(path):
 def test_a_segment_being_evicted_cannot_be_leased(path):
     evictor = LockFile(path)
     assert evictor.try_range(4, 1, exclusive=True)
-    with pytest.raises(OSError, match="2 to 6"):
+    with pytest.raises(OSError, match="2 to 6") as refused:  # which keeps what it passed
         Lease(path, 2, 6)
     evictor.close()
     assert leased(path) == [], "the refused lease left nothing behind"
+    del refused
+
+
+def test_a_lease_for_which_no_descriptor_is_left_keeps_none(path, monkeypatch):
+    def none_left():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socketpair", none_left)
+    files = open_files()
+    with pytest.raises(OSError, match="open files") as kept:  # and what it passed
+        Lease(path, 2, 6)
+    assert open_files() == files
+    del kept
 
 
 def test_a_forgotten_lease_ends_with_the_object(path):

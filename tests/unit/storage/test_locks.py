@@ -86,6 +86,21 @@ def test_a_missing_file_is_a_plain_error_and_leaves_nothing_to_finalize(tmp_path
         LockFile(tmp_path / "missing")
 
 
+def test_a_lock_file_that_cannot_have_its_mode_is_closed(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError("fchmod")
+
+    monkeypatch.setattr(os, "fchmod", refused)
+    files, mask = open_files(), os.umask(0o777)
+    try:
+        with pytest.raises(PermissionError, match="fchmod") as kept:  # and what it passed
+            LockFile(tmp_path / "new", os.O_RDWR | os.O_CREAT)
+    finally:
+        os.umask(mask)
+    assert open_files() == files
+    del kept
+
+
 def test_a_lock_file_is_closed_when_a_program_is_started(path):
     file = LockFile(path)
     try:
@@ -193,6 +208,19 @@ def test_the_holders_of_ranges_are_named_with_their_ranges(path, pair):
     assert second.try_range(5, 0, exclusive=False)
     found = sorted((holder.pid, holder.locked.start, holder.locked.stop) for holder in range_holders(path))
     assert found == [(os.getpid(), 3, 7), (os.getpid(), 5, 2**63 - 1)]
+
+
+def test_who_holds_another_files_flock_is_not_named(tmp_path):
+    paths = [tmp_path / str(number) for number in range(4)]
+    files = [LockFile(path, os.O_RDWR | os.O_CREAT) for path in paths]
+    for file in files:
+        assert file.try_exclusive()
+    assert [len(flock_holders(path)) for path in paths] == [1, 1, 1, 1]
+    files[0].close()
+    files[3].close()
+    assert [len(flock_holders(path)) for path in paths] == [0, 1, 1, 0]
+    files[1].close()
+    files[2].close()
 
 
 def test_nobody_holds_a_file_that_is_not_there(tmp_path):

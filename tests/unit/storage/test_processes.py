@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,16 @@ def test_a_process_that_is_gone_is_unknown():
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         pass
     assert command(child.pid) == "unknown"
+
+
+def test_a_process_has_started_after_its_parent_and_before_now():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        own, its = processes.started(os.getpid()), processes.started(child.pid)
+        child.communicate(b"\n")
+    assert own is not None
+    assert its is not None
+    assert own <= its <= time.time() + 1, "/proc tells whole seconds of the boot"
+    assert processes.started(child.pid) is None
 
 
 def test_a_long_command_is_shortened_at_its_end():

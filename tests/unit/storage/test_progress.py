@@ -115,6 +115,16 @@ def test_only_the_samplers_of_a_cache_are_seen_and_of_two_pools_each_counts_its_
             pool.stop()
 
 
+def test_a_task_is_seen_as_soon_as_it_begins_and_without_the_rows_of_the_one_before(cache):
+    progress = Progress.open(cache.path, "default.0", 0)
+    for task in (7, 8):
+        progress.begin(task, 16)
+        (seen,) = seen_samplers(cache.path)
+        assert (seen.task, seen.rows, seen.full_rows, seen.state) == (task, 0, 16, State.DRAWS)
+        progress.count(3, 16)
+    progress.close()
+
+
 def test_a_forked_child_shows_nothing_of_its_parents_samplers(cache):
     progress = Progress.open(cache.path, "default.0", 0)
     progress.begin(7, 16)

@@ -296,6 +296,14 @@ def test_a_cache_moved_to_another_place_is_as_it_was(path, tmp_path):
     assert cache.schema == ROW
 
 
+def test_a_warning_of_the_disk_that_is_an_error_leaves_nothing_behind(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="disk"):
+            make_cache(path, capacity=10**18)
+    assert not path.exists()
+
+
 def test_opening_warns_of_nothing(path):
     publish(make_cache(path), 1)
     with warnings.catch_warnings():

@@ -422,6 +422,20 @@ def test_bytes_that_the_disk_does_not_give_are_damage_and_no_bus_error(cache):
     assert seqs(cache) == [0, 2, 3]
 
 
+def test_headers_that_the_disk_does_not_give_are_an_error_and_no_bus_error(cache):
+    def check(path: Path) -> str:
+        store = ac.Cache.open(path).store
+        segment = store.segments()[1]
+        file = mapping.FileMapping(store.path_of(segment)).buffer()
+        os.truncate(store.path_of(segment), 0)
+        with pytest.raises(ac.CorruptSegmentError) as caught:
+            verification.check_file(file, store, segment, check_bytes=False)
+        return str(caught.value)
+
+    with Child(check, cache.path) as child:
+        assert "the disk does not give its bytes" in child.result()
+
+
 def test_a_damaged_segment_that_cannot_be_moved_is_left_out_all_the_same(cache, monkeypatch):
     """As on a disk that is read-only by now: what else there is could not be read either."""
     flip_byte(segment_files(cache)[1], 0)

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from helpers import (
     append_rows,
     flip_byte,
     ids_of,
-    in_child,
     make_cache,
     publish,
     published_ids,
@@ -339,22 +337,6 @@ def test_a_state_of_a_killed_process_resumes_in_another(cache, tmp_path, shuffle
         child.kill()
     delivered, state = json.loads(log.read_text())
     with Loader(cache, 7, shuffle=shuffle, seed=3, drop_last=False) as loader:
-        loader.load_state_dict(state)
-        assert sorted(delivered + ids_of(loader)) == list(range(ROWS))
-
-
-def test_a_forked_child_resumes_what_its_parent_has_begun(cache):
-    with loader_of(cache, drop_last=False) as loader:
-        delivered, state = stop_after(3, loader)
-
-        def child():
-            loader.load_state_dict(state)
-            assert sorted(delivered + ids_of(loader)) == list(range(ROWS))
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
-            with in_child(child):
-                pass
         loader.load_state_dict(state)
         assert sorted(delivered + ids_of(loader)) == list(range(ROWS))
 

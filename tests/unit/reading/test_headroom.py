@@ -244,21 +244,6 @@ def test_a_writer_that_could_not_publish_its_rest_goes_on_showing_itself(cache):
     assert not cache.store.usage.somebody_writes()
 
 
-def test_a_writer_of_a_killed_process_is_gone_with_it(cache):
-    def write(path, is_open):
-        writer = ac.Cache.open(path).writer()
-        is_open.touch()
-        time.sleep(DEADLINE_SECONDS)
-        writer.close()
-
-    is_open = cache.path.parent / "open"
-    with Child(write, cache.path, is_open) as child:
-        wait_until(is_open.exists, "the child's writer")
-        assert cache.store.usage.somebody_writes()
-        child.kill()
-        assert not cache.store.usage.somebody_writes()
-
-
 # what is said
 
 

@@ -788,19 +788,6 @@ def test_of_two_pools_the_last_one_to_end_takes_the_sign_down(cache):
     assert not writes(cache)
 
 
-@pytest.mark.slow
-def test_a_killed_pool_shows_nothing_and_neither_do_workers_it_left(cache):
-    def sample_for_ever(path):
-        with SamplerPool(path, draws(), workers=1, progress=False):
-            threading.Event().wait()
-
-    with Child(sample_for_ever, str(cache.path)) as child:
-        wait_until(lambda: segment_files(cache), "a segment")
-        assert writes(cache)
-        child.kill()
-        wait_until(lambda: not writes(cache), "the sign to go")
-
-
 def stop_in_time(pool: SamplerPool, **options: bool) -> None:
     started = time.monotonic()
     pool.stop(**options)

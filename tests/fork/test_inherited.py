@@ -31,6 +31,7 @@ from helpers import (
     published_ids,
     sample,
     seqs,
+    worker_pids,
 )
 
 import arrowcache as ac
@@ -218,6 +219,31 @@ def locked(cache: ac.Cache) -> Iterator[Child]:
         assert sorted(came + ids_of(epoch)) == IDS
 
 
+@contextmanager
+def workers(cache: ac.Cache) -> Iterator[Child]:
+    """A child has worker processes of its own, no descriptor of its parent's, and leaves those alone."""
+    kinds = ("anon_inode:[event", "anon_inode:[pidfd", "socket:")
+    before = open_files()
+    with ac.Loader(cache, 8, workers=2, transform=dict) as loader:
+        epoch = iter(loader)
+        made = [next(epoch)]
+        pids = worker_pids()
+
+        def child() -> None:
+            assert not [name for _, name in open_files() - before if name.startswith(kinds)]
+            made[0]["id"][:] = -1  # which stays here
+            assert sorted(ids_of(loader)) == IDS
+            own = worker_pids()
+            assert len(own) == 2
+            assert not {*own} & {*pids}
+            loader.close()
+            assert not [pid for pid in own if Path(f"/proc/{pid}").exists()]
+
+        yield child
+        assert sorted(ids_of([*made, *epoch])) == IDS
+        assert worker_pids() == pids
+
+
 # what is written
 
 
@@ -339,6 +365,7 @@ SCENES: dict[str, Callable[[ac.Cache], AbstractContextManager[Child]]] = {
     "a loader between epochs": partial(loader, is_between_epochs=True),
     "the state of a loader": state,
     "locks that threads have": locked,
+    "worker processes": workers,
     "a writer": writer,
     "progress": progress,
     "a lease": lease,
@@ -349,7 +376,9 @@ SCENES: dict[str, Callable[[ac.Cache], AbstractContextManager[Child]]] = {
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("fork", [in_child, in_living_child], ids=["ended", "alive"])
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "worker processes")) for name in SCENES]
+)
 def test_a_child_sees_what_it_may_and_its_parent_keeps_the_rest(cache, name, fork):
     with ExitStack() as until_the_end, SCENES[name](cache) as child:
         until_the_end.enter_context(fork(child))

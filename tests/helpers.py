@@ -255,6 +255,29 @@ def in_child(body: Callable[[], None]) -> Iterator[int]:
     assert os.waitstatus_to_exitcode(status) == 0, "the child failed: see its traceback"
 
 
+@contextmanager
+def in_living_child(body: Callable[[], None]) -> Iterator[int]:
+    """As `in_child`, with a child that has done its work as the block begins, and lives until its end."""
+    (told, tells), (waits, ends) = os.pipe(), os.pipe()
+
+    def live() -> None:
+        os.close(ends)
+        body()
+        os.write(tells, b"-")
+        os.read(waits, 1)
+
+    with ExitStack() as descriptors:
+        for fd in (told, waits):
+            descriptors.callback(os.close, fd)
+        with in_child(live) as pid:
+            os.close(tells)
+            try:
+                assert os.read(told, 1), "the child failed: see its traceback"
+                yield pid
+            finally:
+                os.close(ends)
+
+
 def with_less(module: ModuleType, text: str, less: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module whose source has less in place of a text that it has once."""
     assert module.__file__ is not None

@@ -40,25 +40,31 @@ ROOT = Path(__file__).parents[1]
 READING = "mapped membership order plan portion ranks segment_arrays shuffle snapshot supply window filling"
 FILES = [f"reading/{name}.py" for name in READING.split()]
 FILES += sorted(f"storage/{path.name}" for path in ROOT.glob("arrowcache/storage/[!_]*.py"))
+FORKS = "../fork/test_inherited.py"
 TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
+    "storage/cache_lock.py": "storage/test_store.py",
     "storage/counters.py": "reading/test_panel.py reading/test_stats.py",
     "storage/folder.py": "storage/test_folder.py storage/test_store.py",
     "storage/layout.py": "storage/test_layout.py storage/test_usage.py storage/test_recovery.py",
-    "storage/lease.py": "storage/test_lease.py storage/test_store.py",
-    "storage/mapping.py": "storage/test_mapping.py reading/test_unreadable.py",
-    "storage/page.py": "storage/test_progress.py reading/test_panel.py",
+    "storage/lease.py": f"storage/test_lease.py storage/test_store.py {FORKS}",
+    "storage/locks.py": f"storage/test_locks.py {FORKS}",
+    "storage/mapping.py": f"storage/test_mapping.py reading/test_unreadable.py {FORKS}",
+    "storage/page.py": f"storage/test_progress.py reading/test_panel.py {FORKS}",
+    "storage/progress.py": f"storage/test_progress.py {FORKS}",
     "storage/recovery.py": "storage/test_recovery.py test_cache.py",
     "storage/sizing.py": "test_cache.py storage/test_store.py",
     "storage/store.py": "storage/test_store.py storage/test_recovery.py storage/test_ingest.py "
     "reading/test_pacing.py",
+    "storage/writer.py": f"storage/test_writer.py {FORKS}",
     "storage/verification.py": "storage/test_verification.py reading/test_unreadable.py",
+    "reading/mapped.py": f"reading/test_mapped.py {FORKS}",
     "reading/membership.py": "reading/test_ranks.py reading/test_loader_ranks.py",
     "reading/order.py": "reading/test_order.py reading/test_plan.py reading/test_resumed_steps.py",
     "reading/plan.py": "reading/test_plan.py reading/test_resumed_steps.py reading/test_resume.py",
     "reading/portion.py": "reading/test_seams.py reading/test_stats.py reading/test_stream.py",
     "reading/ranks.py": "reading/test_ranks.py reading/test_loader_ranks.py",
     "reading/shuffle.py": "reading/test_shuffle.py reading/test_order.py",
-    "reading/snapshot.py": "reading/test_snapshot.py reading/test_view.py",
+    "reading/snapshot.py": f"reading/test_snapshot.py reading/test_view.py {FORKS}",
     "reading/supply.py": "reading/test_epoch.py reading/test_patience.py reading/test_stats.py",
     "reading/window.py": "reading/test_filling.py ../adapters/test_torch_window.py",
 }

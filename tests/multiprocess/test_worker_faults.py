@@ -15,9 +15,7 @@ import pytest
 from helpers import (
     DEADLINE_SECONDS,
     ids_of,
-    in_child,
     make_cache,
-    open_files,
     publish,
     wait_until,
     worker_pids,
@@ -282,23 +280,6 @@ def test_what_a_closed_loader_had_is_gone_with_its_last_reference(cache, workers
         wait_until(lambda: made_by() is None, "what made its batches to be gone")
     finally:
         gc.enable()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_forked_child_keeps_no_descriptor_of_its_parents_workers(cache):
-    kinds = ("anon_inode:[event", "anon_inode:[pidfd", "socket:")
-    before = open_files()
-    with loader_of(cache) as loader:
-        epoch = iter(loader)
-        next(epoch)
-
-        def child():
-            assert not [name for _, name in open_files() - before if name.startswith(kinds)]
-
-        with in_child(child):
-            pass
-        assert len(list(epoch)) == 19
 
 
 @pytest.mark.slow

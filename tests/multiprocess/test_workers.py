@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from helpers import (
     ids_of,
-    in_child,
     make_cache,
     names_in_dev_shm,
     open_files,
@@ -643,29 +642,6 @@ def test_processes_started_in_any_way_have_workers(cache, method):
     with Child(read_with_workers, cache.path, method, method=method) as child:
         assert child.result() == [list(range(1, 321))] * 2
     assert cache.stats().leased_bytes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_forked_child_has_workers_of_its_own_and_leaves_its_parents_alone(cache):
-    with loader_of(cache, transform=by_value(twice)) as loader:
-        epoch = iter(loader)
-        made = [next(epoch)]
-        workers = worker_pids()
-
-        def child():
-            made[0]["id"][:] = -1  # which stays here
-            assert sorted(ids_of(loader)) == list(range(320))
-            own = worker_pids()
-            assert len(own) == 2
-            assert not set(own) & set(workers)
-            loader.close()
-            assert not any(map(is_alive, own))
-
-        with in_child(child):
-            pass
-        assert sorted(ids_of(made + list(epoch))) == list(range(320))
-        assert worker_pids() == workers
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from helpers import (
     DEADLINE_SECONDS,
     append_rows,
     ids_of,
-    in_child,
     make_cache,
     nearly_full,
     publish,
@@ -243,43 +242,6 @@ def test_a_writer_that_could_not_publish_its_rest_goes_on_showing_itself(cache):
         assert cache.store.usage.somebody_writes()
     writer.close()
     assert not cache.store.usage.somebody_writes()
-
-
-def test_a_writer_of_a_killed_process_is_gone_with_it(cache):
-    def write(path, is_open):
-        writer = ac.Cache.open(path).writer()
-        is_open.touch()
-        time.sleep(DEADLINE_SECONDS)
-        writer.close()
-
-    is_open = cache.path.parent / "open"
-    with Child(write, cache.path, is_open) as child:
-        wait_until(is_open.exists, "the child's writer")
-        assert cache.store.usage.somebody_writes()
-        child.kill()
-        assert not cache.store.usage.somebody_writes()
-
-
-def test_a_forked_child_neither_shows_nor_prolongs_a_writer(cache):
-    writer = cache.writer()
-    was_seen, is_over = os.pipe(), os.pipe()
-
-    def child():
-        os.close(is_over[1])
-        assert cache.store.usage.somebody_writes(), "its parent does"
-        writer.close()  # does nothing here
-        assert cache.store.usage.somebody_writes()
-        os.write(was_seen[1], b"-")
-        os.read(is_over[0], 1)
-
-    with in_child(child):
-        os.close(was_seen[1])
-        os.close(is_over[0])
-        os.read(was_seen[0], 1)
-        writer.close()
-        assert not cache.store.usage.somebody_writes(), "the child lives still"
-        os.close(is_over[1])
-    os.close(was_seen[0])
 
 
 # what is said

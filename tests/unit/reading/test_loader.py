@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import threading
 import weakref
@@ -18,7 +17,6 @@ from helpers import (
     disk_bytes,
     flip_byte,
     held_by_another_thread,
-    in_child,
     make_cache,
     publish,
     published_ids,
@@ -705,37 +703,6 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
             wait_until(lambda: snapshot() is None, "the second epoch's snapshot to go")
         finally:
             gc.enable()
-
-
-def test_a_forked_child_reads_on_whatever_its_parents_threads_were_doing(cache):
-    def child():
-        assert len(ids(loader)) == 160
-
-    with Loader(cache, 16) as loader:
-        assert len(ids(loader)) == 160
-        with loader._assembly.slots._lock, in_child(child):  # as a thread that was just taking memory
-            pass
-
-
-def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_had(cache):
-    def child():
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(DEADLINE_SECONDS))  # its end, if it hangs
-        with pytest.raises(ValueError, match="forked"):
-            next(epoch)
-        assert loader.stats().batches == 1
-        epoch.close()
-        loader.close()
-        with pytest.raises(ValueError, match="forked"):
-            snapshot.gather([0])
-        snapshot.close()
-
-    with Loader(cache, 16) as loader, cache.snapshot() as snapshot:
-        epoch = iter(loader)
-        check(next(epoch))
-        with held_by_another_thread(epoch._turn, loader._meter._lock, snapshot._lock), in_child(child):
-            pass
-        assert len(ids(epoch)) == 144
 
 
 def test_a_closed_loader_takes_no_state(cache):

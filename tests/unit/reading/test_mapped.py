@@ -15,7 +15,6 @@ import pytest
 from helpers import (
     flip_byte,
     ids_of,
-    in_child,
     make_cache,
     mapped_seqs,
     publish,
@@ -110,25 +109,6 @@ def test_a_cache_of_another_schema_may_follow_at_the_same_path(tmp_path):
             assert rows.shape == (20, *shape)
             assert rows.reshape(20, -1)[:, 0].tolist() == list(range(20))
         shutil.rmtree(cache.path)
-
-
-def test_a_forked_child_shares_among_its_own_readers(cache):
-    with ac.Loader(cache.path, 16) as first, ac.Loader(cache.path, 16) as second:
-        ours = iter(first), iter(second)
-        next(ours[0]), next(ours[1])
-
-        def child():
-            assert mapped_files() == []
-            with ac.Loader(cache.path, 16) as third, ac.Loader(cache.path, 16) as fourth:
-                epochs = iter(third), iter(fourth)
-                ids = [ids_of([next(epoch)]) for epoch in epochs]
-                assert len(mapped_files()) == 6
-                for epoch, begun in zip(epochs, ids, strict=True):
-                    assert sorted(begun + ids_of(epoch)) == list(range(96))
-
-        with in_child(child):
-            pass
-        assert len(mapped_files()) == 6
 
 
 def test_bytes_are_checked_also_where_another_reader_has_the_segment_mapped(cache):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from helpers import append_rows, make_cache, publish, sample, wait_until
-from processes import Child
 
 import arrowcache as ac
 from arrowcache.reading.snapshot import Snapshot
@@ -126,20 +123,6 @@ def test_a_short_last_batch_counts_its_rows(cache):
     with ac.Loader(cache, 10, drop_last=False) as loader:
         assert epoch(loader) == 2
     assert cache.stats().served_rows == 16
-
-
-def _read_a_batch_and_die(path: str) -> None:
-    batches = iter(ac.Loader(path, 16))
-    next(batches)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_the_counts_outlive_a_killed_process(cache):
-    publish(cache, 2)
-    with Child(_read_a_batch_and_die, str(cache.path)) as child:
-        assert child.exit_code() == -signal.SIGKILL
-    assert served(cache) == [1, 1]
-    assert cache.stats().served_rows == 32
 
 
 def test_an_epoch_waits_for_min_rows(cache):

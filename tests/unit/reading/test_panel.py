@@ -6,11 +6,10 @@ import os
 import resource
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import in_child, wait_until
+from helpers import wait_until
 from processes import Child
 
 from arrowcache import Loader
@@ -209,23 +208,6 @@ def test_another_process_sees_it_until_it_is_killed(cache):
         assert shown.rows == shown.batches * 16 >= 160
         child.kill()
     assert not os.path.exists(f"/proc/{child.pid}/fd")
-
-
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_forked_child_closes_its_parents_panel_and_shows_its_own(cache):
-    with Loader(cache, 16) as loader:
-        list(loader)
-
-        def child() -> None:
-            assert panels() == []
-            assert COUNTERS_LINK not in Path("/proc/self/maps").read_text()
-            assert len(list(loader)) == 10
-            assert (readout(cache).pid, readout(cache).batches) == (os.getpid(), 20)
-            loader.close()
-
-        with in_child(child):
-            pass
-        assert (readout(cache).pid, readout(cache).batches) == (os.getpid(), 10)
 
 
 def test_without_memfd_a_loader_works_unseen(cache, monkeypatch):

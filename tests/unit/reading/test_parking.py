@@ -17,7 +17,6 @@ from helpers import (
     disk_bytes,
     flip_byte,
     ids_of,
-    in_child,
     mapped_seqs,
     publish,
     published_ids,
@@ -280,31 +279,6 @@ def test_a_loader_that_is_dropped_leases_nothing(cache, state, for_ever):
     gc.collect()
     wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
     assert mapped_seqs(cache) == []
-
-
-@pytest.mark.parametrize("state", ["in an epoch", "between epochs"])
-def test_a_forked_child_parks_by_itself_and_its_parent_keeps_its_lease(cache, state):
-    with Loader(cache, 16) as loader:
-        epoch = iter(loader)
-        first = ids_of([next(epoch)])
-        if state == "between epochs":
-            first += ids_of(epoch)
-
-        def child():
-            del first[:]
-            newer = iter(loader)
-            publish(cache, 1)
-            assert sorted(ids_of(newer)) == list(range(160))
-            loader.close()
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
-            with in_child(child):
-                pass
-        if state == "in an epoch":
-            assert cache.evict(1) == 0, "the parent's lease holds"
-            assert sorted(first + ids_of(epoch)) == list(range(160))
-        assert sorted(ids_of(loader)) == list(range(176))
 
 
 def test_reading_changes_no_page_of_the_files(cache):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import time
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +13,12 @@ from helpers import (
     append_rows,
     flip_byte,
     ids_of,
-    in_child,
     make_cache,
     publish,
     published_ids,
     segment_files,
     wait_until,
 )
-from processes import Child
 from quick import first_is_quick
 
 import arrowcache as ac
@@ -315,48 +310,6 @@ def test_a_state_survives_torch_and_json(cache):
         with loader_of(cache) as resumed:
             resumed.load_state_dict(again)
             assert delivered + ids_of(resumed) == whole
-
-
-def train_until_killed(path: Path, log: Path, shuffle: str | None) -> None:
-    """Write each batch's ids and the state after it, like a checkpoint; then wait for the end."""
-    loader = Loader(path, 7, shuffle=shuffle, seed=3, columns=["id"], workers=2, worker_type="thread")
-    delivered = []
-    for batch in loader:
-        delivered += batch["id"].tolist()
-        temporary = log.with_suffix(".part")
-        temporary.write_text(json.dumps([delivered, loader.state_dict()]))
-        temporary.rename(log)
-        if len(delivered) == 35:
-            time.sleep(3600)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_a_state_of_a_killed_process_resumes_in_another(cache, tmp_path, shuffle):
-    log = tmp_path / "checkpoint"
-    with Child(train_until_killed, cache.path, log, shuffle) as child:
-        wait_until(lambda: log.exists() and len(json.loads(log.read_text())[0]) == 35, "five steps")
-        child.kill()
-    delivered, state = json.loads(log.read_text())
-    with Loader(cache, 7, shuffle=shuffle, seed=3, drop_last=False) as loader:
-        loader.load_state_dict(state)
-        assert sorted(delivered + ids_of(loader)) == list(range(ROWS))
-
-
-def test_a_forked_child_resumes_what_its_parent_has_begun(cache):
-    with loader_of(cache, drop_last=False) as loader:
-        delivered, state = stop_after(3, loader)
-
-        def child():
-            loader.load_state_dict(state)
-            assert sorted(delivered + ids_of(loader)) == list(range(ROWS))
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
-            with in_child(child):
-                pass
-        loader.load_state_dict(state)
-        assert sorted(delivered + ids_of(loader)) == list(range(ROWS))
 
 
 # over a cache that has changed

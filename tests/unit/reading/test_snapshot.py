@@ -568,68 +568,6 @@ def test_many_threads_may_gather_at_once(tmp_path):
     assert failures == []
 
 
-def test_a_forked_child_is_refused_and_takes_its_own(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 3)
-    snapshot = cache.snapshot()
-    snapshot.gather([0, 40])
-
-    def child():
-        with pytest.raises(ValueError, match="forked"):
-            snapshot.gather([0])
-        with pytest.raises(ValueError, match="forked"):
-            snapshot.table()
-        snapshot.close()
-        with cache.snapshot() as own:
-            assert own.gather(range(48))["id"].tolist() == list(range(48))
-        publish(cache, 1)
-
-    with in_child(child):
-        pass
-    assert snapshot.gather([0, 47])["id"].tolist() == [0, 47]
-    assert cache.stats().leased_bytes > 0
-    assert cache.evict("1GB") == 0
-    snapshot.close()
-    assert seqs(cache) == [0, 1, 2, 3]
-
-
-def test_a_childs_life_keeps_no_evicted_file_alive(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 3)
-    snapshot = cache.snapshot()
-    snapshot.map_all()
-    table = snapshot.table()
-    reader, writer = os.pipe()
-    answer_reader, answer_writer = os.pipe()
-
-    def child():
-        os.close(writer)
-        os.write(answer_writer, b"r")
-        os.read(reader, 1)
-        with open("/proc/self/maps") as maps:
-            assert str(cache.path / "segments") not in maps.read()
-        names = [
-            os.readlink(f"/proc/self/fd/{fd}")
-            for fd in os.listdir("/proc/self/fd")
-            if os.path.islink(f"/proc/self/fd/{fd}")
-        ]
-        assert not [name for name in names if str(cache.path) in name]
-
-    with in_child(child):
-        os.read(answer_reader, 1)
-        snapshot.close()
-        del table
-        gc.collect()
-        try:
-            assert cache.evict("1GB") > 0
-            assert seqs(cache) == []
-        finally:
-            os.close(writer)
-            os.close(reader)
-    os.close(answer_reader)
-    os.close(answer_writer)
-
-
 def test_a_table_shows_every_row_without_a_copy_and_outlives_the_snapshot(tmp_path):
     cache = build(tmp_path / "cache", SCHEMAS["ragged"], [20, 5])
     expected = plain_rows(cache)
@@ -969,26 +907,6 @@ def test_a_forgotten_snapshot_warns_and_leases_nothing(tmp_path):
     with pytest.warns(ResourceWarning, match="not closed"):
         forgotten.clear()
     assert cache.stats().leased_bytes == 0
-
-
-def test_a_forked_child_does_not_warn_of_what_it_inherits(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 1)
-    inherited = [cache.snapshot()]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-
-        def child():
-            inherited.clear()
-            assert caught == []
-            forgotten = [cache.snapshot()]
-            forgotten.clear()
-            assert [str(each.message) for each in caught] == ["a snapshot was not closed"], "its own alone"
-
-        with in_child(child):
-            pass
-        inherited[0].close()
-    assert caught == []
 
 
 @pytest.mark.slow

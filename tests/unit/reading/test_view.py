@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -246,28 +244,6 @@ def test_what_an_epoch_in_order_has_passed_may_be_evicted_while_it_runs(cache, s
             evicted.append(cache.evict("1GB"))
             assert set(expected) - set(delivered) <= set(published_ids(cache)), "what is to come stays"
     assert sorted(delivered) == expected
-
-
-def test_a_view_is_dead_in_a_forked_child_but_lives_on_in_its_parent(cache):
-    with cache.snapshot() as snapshot:
-        view = next(snapshot.views())
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-            view["image"].sum()
-            os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        assert os.WIFSIGNALED(status)
-        assert os.WTERMSIG(status) == signal.SIGSEGV
-        assert np.array_equal(view["image"], images(range(16)))
-        pid = os.fork()
-        if pid == 0:
-            del view  # unmaps nothing, unlocks nothing
-            gc.collect()
-            os._exit(0)
-        os.waitpid(pid, 0)
-        assert np.array_equal(view["image"], images(range(16)))
-        assert leased(cache)
 
 
 EXIT = """

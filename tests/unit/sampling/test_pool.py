@@ -788,19 +788,6 @@ def test_of_two_pools_the_last_one_to_end_takes_the_sign_down(cache):
     assert not writes(cache)
 
 
-@pytest.mark.slow
-def test_a_killed_pool_shows_nothing_and_neither_do_workers_it_left(cache):
-    def sample_for_ever(path):
-        with SamplerPool(path, draws(), workers=1, progress=False):
-            threading.Event().wait()
-
-    with Child(sample_for_ever, str(cache.path)) as child:
-        wait_until(lambda: segment_files(cache), "a segment")
-        assert writes(cache)
-        child.kill()
-        wait_until(lambda: not writes(cache), "the sign to go")
-
-
 def stop_in_time(pool: SamplerPool, **options: bool) -> None:
     started = time.monotonic()
     pool.stop(**options)
@@ -931,7 +918,7 @@ def test_the_workers_of_a_stopped_pool_are_gone(cache, tmp_path):
     assert not [pid for pid in signs(folder) if Path("/proc", pid).exists()]
 
 
-# forks, Ctrl-C and the garbage collector
+# a fork, Ctrl-C and the garbage collector
 
 
 class Engine:
@@ -1074,61 +1061,6 @@ def test_a_forked_child_answers_though_its_parent_had_the_pools_lock():
             pass
         published = pool.stats().segments
         pool.wait(segments=published + 2, timeout=DEADLINE_SECONDS)  # it goes on here
-
-
-FORKS = """
-    import multiprocessing, os, signal, sys, threading
-    import arrowcache as ac
-    from concurrent.futures import ThreadPoolExecutor
-    from helpers import sample
-
-    def sampler(rng):
-        while True:
-            yield sample(int(rng.integers(1 << 20)))
-
-    held, done = threading.Event(), threading.Event()
-
-    def hold(pool):
-        with pool._state.changed:
-            held.set()
-            done.wait(60)
-
-    def child():
-        signal.alarm(20)  # ends what hangs
-
-    with ThreadPoolExecutor(1) as executor:
-        cache = ac.Cache.open(sys.argv[1])
-        pool = ac.SamplerPool(cache, sampler, workers=1, executor=executor, progress=False)
-        pool.wait(segments=1, timeout=60)
-        thread = threading.Thread(target=hold, args=[pool])
-        thread.start()
-        held.wait(60)
-        if sys.argv[2] == "multiprocessing":
-            process = multiprocessing.get_context("fork").Process(target=child)
-            process.start()
-            process.join()
-            code = process.exitcode
-        else:
-            import warnings
-            warnings.simplefilter("ignore")  # of forks beside threads
-            pid = os.fork()
-            if pid == 0:
-                child()
-                sys.exit()
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        done.set()
-        thread.join()
-        pool.stop()
-    print(code)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["multiprocessing", "os.fork"])
-def test_a_forked_child_ends_though_its_parent_had_the_pools_lock(cache, how):
-    with Script(FORKS, cache.path, how) as script:
-        assert script.line() == "0"
-        assert script.end() == (0, "")
 
 
 # the end of the whole process

@@ -8,7 +8,7 @@ import os
 import socket
 
 import pytest
-from helpers import in_child, open_files
+from helpers import open_files
 
 from arrowcache import linux
 from arrowcache.storage.lease import Lease, own_leases
@@ -193,22 +193,3 @@ def test_own_leases_are_found_by_whatever_path_the_file_was_opened(path, tmp_pat
     assert set(own_leases(path, 4)) == {lease, relative}
     lease.close()
     relative.close()
-
-
-def test_a_forked_child_has_no_lease_and_leaves_its_parents_alone(path):
-    lease = Lease(path, 2, 6)
-
-    def child():
-        assert own_leases(path, 4) == []
-        assert not lease.covers(4)
-        lease.give_up(4)
-        lease.narrow(5, 5)
-        lease.close()
-        own = Lease(path, 4, 4)
-        assert own_leases(path, 4) == [own]
-        own.close()
-
-    with in_child(child):
-        pass
-    assert leased(path) == [2, 3, 4, 5, 6]
-    lease.close()

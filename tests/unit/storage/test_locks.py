@@ -109,22 +109,6 @@ def test_a_lock_file_is_closed_when_a_program_is_started(path):
         file.close()
 
 
-def test_a_forked_child_neither_keeps_nor_drops_its_parents_locks(path, pair):
-    first, second = pair
-    assert first.try_range(3, 4, exclusive=False)
-    assert first.try_exclusive()
-
-    def child():
-        assert first.fd == -1
-        first.close()
-        del first.__dict__["path"]
-
-    with in_child(child):
-        pass
-    assert not second.try_range(3, 1, exclusive=True), "the child's end dropped the lock"
-    assert not second.try_exclusive()
-
-
 def open_files() -> set[str]:
     found = set()
     for fd in os.listdir("/proc/self/fd"):
@@ -165,31 +149,6 @@ def test_a_fork_while_another_thread_opens_a_lock_inherits_nothing_of_it(path, m
         forked.set()
     thread.join()
     files[0].close()
-
-
-def test_a_childs_life_does_not_prolong_its_parents_locks(path, pair):
-    first, second = pair
-    assert first.try_range(3, 4, exclusive=False)
-    assert first.try_exclusive()
-    reader, writer = os.pipe()
-    ready_reader, ready_writer = os.pipe()
-
-    def child():
-        os.close(writer)
-        os.write(ready_writer, b"r")
-        os.read(reader, 1)  # until the parent is done
-
-    with in_child(child):
-        os.close(reader)
-        os.read(ready_reader, 1)
-        first.close()
-        try:
-            assert second.try_range(3, 1, exclusive=True)
-            assert second.try_exclusive()
-        finally:
-            os.close(writer)
-    os.close(ready_reader)
-    os.close(ready_writer)
 
 
 def test_the_holder_of_a_flock_is_named(path, pair):

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import in_child, wait_until
+from helpers import wait_until
 
 from arrowcache.reading.memory import address_of
 from arrowcache.storage import mapping
@@ -61,22 +61,6 @@ def test_a_mapped_file_is_unmapped_before_it_is_said_so(file):
     del part
     gc.collect()
     assert told == [False]
-
-
-def test_a_forked_child_has_no_mapping_and_ends_nothing(file):
-    told = []
-    buffer = FileMapping(file, on_unmap=lambda: told.append(1)).buffer()
-
-    def child():
-        nonlocal buffer
-        assert str(file) not in maps()
-        del buffer
-        gc.collect()
-        assert told == []
-
-    with in_child(child):
-        pass
-    assert buffer[:3].to_pybytes() == b"abc"
 
 
 def test_ctrl_c_while_a_mapping_dies_is_raised_a_moment_after_it(file):

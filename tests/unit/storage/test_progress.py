@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from helpers import DEADLINE_SECONDS, KIB, full, in_child, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, KIB, full, make_cache, publish, wait_until
 from helpers import sample as row
 
 import arrowcache as ac
@@ -123,23 +123,6 @@ def test_a_task_is_seen_as_soon_as_it_begins_and_without_the_rows_of_the_one_bef
         assert (seen.task, seen.rows, seen.full_rows, seen.state) == (task, 0, 16, State.DRAWS)
         progress.count(3, 16)
     progress.close()
-
-
-def test_a_forked_child_shows_nothing_of_its_parents_samplers(cache):
-    progress = Progress.open(cache.path, "default.0", 0)
-    progress.begin(7, 16)
-    progress.count(3, 16)
-
-    def child():
-        assert [each.pid for each in seen_samplers(cache.path)] == [os.getppid()]
-        progress.count(5, 16)
-
-    with in_child(child):
-        pass
-    (seen,) = seen_samplers(cache.path)
-    assert (seen.task, seen.rows) == (7, 3)
-    progress.close()
-    assert seen_samplers(cache.path) == []
 
 
 def test_without_memfd_samplers_work_unseen(cache, monkeypatch):

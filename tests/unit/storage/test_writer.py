@@ -12,7 +12,7 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers import in_child, make_cache, publish, published_ids, sample, segment_files, seqs, wait_until
+from helpers import make_cache, publish, published_ids, sample, segment_files, seqs, wait_until
 
 import arrowcache as ac
 from arrowcache.storage.folder import Folder
@@ -457,23 +457,6 @@ def test_extending_by_nothing_takes_nothing(cache):
         writer.extend(id=[], image=[])
         writer.append(sample(0))
     assert published_ids(cache) == [0]
-
-
-def test_a_forked_child_publishes_nothing_of_its_parents_writer(cache):
-    writer = cache.writer(max_delay=0.01)
-    writer.append(sample(0))
-
-    def child():
-        with pytest.raises(ValueError, match="forked"):
-            writer.append(sample(1))
-        writer.close()
-        writer.abort()
-
-    with in_child(child):
-        pass
-    writer.append(sample(2))
-    writer.close()
-    assert published_ids(cache) == [0, 2]
 
 
 def test_a_wait_without_bound_may_be_said_as_infinity(cache):

@@ -6,7 +6,7 @@ import pytest
 from helpers import ids_of, make_cache, sample
 
 from arrowcache.storage.ingest import Imported, Ingest
-from arrowcache.storage.origin import Origin, origins_of
+from arrowcache.storage.origin import FileRows, origins_of
 
 ONE, OTHER = "0123456789abcdef", "f" * 16
 
@@ -45,7 +45,7 @@ def test_a_file_goes_on_in_the_next_segment_and_is_known_to_the_next_import(cach
         ingest.publish()
         nbytes = sum(segment.allocated_bytes for segment in cache.store.segments())
         assert ingest.published == Imported(20, 2, nbytes)
-    assert tasks(cache) == [(Origin(ONE, 0, 16),), (Origin(ONE, 16, 4, is_last=True),)]
+    assert tasks(cache) == [(FileRows(ONE, 0, 16),), (FileRows(ONE, 16, 4, is_last=True),)]
     with begun(cache) as again:
         again.open()
         assert again.missing(ONE, 20) == []
@@ -57,7 +57,7 @@ def test_small_files_share_a_segment(cache):
         take(ingest, ONE, range(3))
         take(ingest, OTHER, range(3, 7))
         ingest.publish()
-    assert tasks(cache) == [(Origin(ONE, 0, 3, is_last=True), Origin(OTHER, 0, 4, is_last=True))]
+    assert tasks(cache) == [(FileRows(ONE, 0, 3, is_last=True), FileRows(OTHER, 0, 4, is_last=True))]
 
 
 def test_what_was_not_published_is_discarded(cache):

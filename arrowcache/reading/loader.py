@@ -145,7 +145,7 @@ class Loader:
         )
         self._meter = Meter(options.workers, shuffle)
         self._epochs = Epochs(self._store, options, self._meter)
-        self._join()
+        self._join(begins=False)
         self._assembly = self._kind_of_assembly()(self._store, options, self._meter)
         self._origin = Origin()
         self._parking: Parking | None = None  # while it is in use
@@ -317,8 +317,8 @@ class Loader:
         """Return the consumer's iterator; loaders for a device have their own."""
         return EpochIterator(stream, self._options.timeout, self._finish)
 
-    def _join(self) -> None:
-        """Join as the rank found now; loaders for a framework may find another before each epoch."""
+    def _join(self, *, begins: bool) -> None:  # noqa: ARG002
+        """Join as the rank found now; loaders for a framework may find another as an epoch begins."""
         self._epochs.join(self._options.membership)
 
     def _begin(self, *, endless: bool) -> Batches:
@@ -328,7 +328,7 @@ class Loader:
             self._origin, self._stream, self._parking = Origin(), None, None
             self._assembly.after_fork()
         self._end_current("a newer one began")
-        self._join()
+        self._join(begins=True)
         try:
             parking = self._parking
             if parking is None:

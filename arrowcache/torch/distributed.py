@@ -13,12 +13,14 @@ def is_told(options: LoaderOptions) -> bool:
     return options.rank is not None or options.world_size is not None
 
 
-def membership_now(options: LoaderOptions) -> Membership | None:
+def membership_now(options: LoaderOptions, *, begins: bool = True) -> Membership | None:
     """Return the membership of the options, else of torch.distributed, if it is initialized by now.
 
+    Args:
+        begins: an epoch begins. False: torch.distributed may still give the rank.
     Raises: ValueError, TypeError: an argument does not fit, or is missing.
     """
     distributed = torch.distributed
     if not is_told(options) and distributed.is_available() and distributed.is_initialized():
         return membership(distributed.get_rank(), distributed.get_world_size(), options.run_id)
-    return options.membership
+    return options.membership if begins or is_told(options) else None

@@ -118,8 +118,9 @@ class Loader(NumpyLoader):
         if isinstance(self._assembly, WindowAssembly):
             self._ring = Ring(prefetcher.backend, self._assembly.ring_rows)
 
-    def _join(self) -> None:
-        self._epochs.join(membership_now(self._options))  # Lightning initializes torch.distributed in `fit`
+    def _join(self, *, begins: bool) -> None:
+        # Lightning initializes torch.distributed in `fit`: until then a run_id may have no rank.
+        self._epochs.join(membership_now(self._options, begins=begins))
 
     def _hand_out(self, stream: BatchStream) -> Batches:
         if self._prefetcher is None:

@@ -256,6 +256,19 @@ def test_the_rank_of_torch_distributed_is_the_one_at_the_beginning_of_an_epoch(c
     assert cache.stats().leased_bytes == 0
 
 
+def test_a_job_may_have_a_name_before_torch_distributed_has_a_rank(cache, tmp_path):
+    """Lightning initializes it in `fit`, after the loader was made."""
+    with Loader(cache, 8, run_id="job") as loader:
+        with pytest.raises(ValueError, match="run_id='job' is given without a rank"):
+            iter(loader)
+        torch.distributed.init_process_group("gloo", f"file://{tmp_path}/all", rank=0, world_size=1)
+        try:
+            assert len(ids(loader)) == 160
+        finally:
+            torch.distributed.destroy_process_group()
+    assert cache.stats().leased_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("transform", "message"),
     [

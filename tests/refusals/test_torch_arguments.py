@@ -22,6 +22,10 @@ def dataloader(held: Any, **options: Any) -> DataLoader[dict[str, Any]]:
     return at.dataloader(**{"cache": held, "batch_size": 16, "num_workers": 0, **options})
 
 
+def loader(held: Any, **options: Any) -> at.Loader:
+    return at.Loader(**{"cache": held, "batch_size": 16, **options})
+
+
 def iterable(held: Any, **options: Any) -> at.CacheIterableDataset:
     return at.CacheIterableDataset(**{"cache": held, "batch_size": 16, **options})
 
@@ -33,27 +37,25 @@ def stock(held: Any, **options: Any) -> None:
 
 
 def of_loaders(face: Callable[..., Any]) -> list[Refusal]:
-    """Those whose arguments a face has."""
+    """Those whose arguments a face has, when it is made."""
     names = inspect.signature(face).parameters
-    return [refusal for refusal in LOADERS if refusal[0].keys() <= names.keys()]
+    return [each for each in LOADERS if each is not RUN_ALONE and each[0].keys() <= names.keys()]
 
 
 INSTEAD = (TypeError, "EpochBatchSampler")
 FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
     "Loader": (
-        lambda held, **options: at.Loader(**{"cache": held, "batch_size": 16, **options}),
+        loader,
         [*of_loaders(at.Loader), ({"device": "cuda:99"}, ValueError, "'cpu'")],
     ),
-    "CacheIterableDataset": (
-        iterable,
-        [refusal for refusal in of_loaders(at.CacheIterableDataset) if refusal is not RUN_ALONE],
-    ),
+    "iter(Loader)": (lambda held, **options: iter(loader(held, **options)), [RUN_ALONE]),
+    "CacheIterableDataset": (iterable, of_loaders(at.CacheIterableDataset)),
     "iter(CacheIterableDataset)": (lambda held, **options: iter(iterable(held, **options)), [RUN_ALONE]),
     "len(dataloader)": (lambda held, **options: len(dataloader(held, **options)), [RUN_ALONE]),
     "dataloader": (
         dataloader,
         [
-            *(refusal for refusal in of_loaders(at.dataloader) if refusal is not RUN_ALONE),
+            *of_loaders(at.dataloader),
             ({"num_workers": 1.5}, TypeError, "num_workers"),
             ({"num_workers": "2"}, TypeError, "num_workers"),
             ({"num_workers": True}, ValueError, "num_workers"),

@@ -61,13 +61,15 @@ class Interruption:
         self._finalizers, self._blocks = finalizers, blocks
         self.where = ""
         """At which step it came; empty where it did not."""
+        self._before: Any = None  # such as a measurement of coverage
 
     def __enter__(self) -> Self:
+        self._before = sys.gettrace()
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        sys.settrace(None)
+        sys.settrace(self._before)
         return bool(self.where) and isinstance(self._error, type) and kind is self._error
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:

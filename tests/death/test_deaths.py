@@ -6,6 +6,7 @@ DEATHS says how often each way is tried; those of benchmarks/RESULTS.md are 30 o
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -163,3 +164,27 @@ def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_pa
     for number in range(400 if is_cold else 2000):
         come_and_go(number)
     wait_until(is_nothing_left, "all to be let go")  # a thread that cancels for another, too
+
+
+TRUNCATED = """
+    import faulthandler, os, pathlib, sys, time
+    import numpy as np
+    from plain_rows import Files
+    from arrowcache.native import engine
+
+    faulthandler.enable()
+    files = Files([4], [1 << 20], folder=pathlib.Path(sys.argv[1]))
+    rows, out = files.table(), np.zeros((4, 1 << 20), np.uint8)
+    os.truncate(files.paths[0], 4096)
+    columns = [engine.CopiedColumn(0, 1 << 20, out.ctypes.data)]
+    job = engine.copy_rows(rows, np.arange(4), columns)
+    while not job.has_ended():
+        time.sleep(0.01)
+"""
+
+
+def test_a_fault_in_a_native_thread_is_told_by_faulthandler(tmp_path):
+    with Script(TRUNCATED, tmp_path) as script:
+        code, said = script.end()
+    assert code == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in said

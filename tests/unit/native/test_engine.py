@@ -24,7 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interruptions import Interruption, interruptions
 from plain_rows import Array, Files, begun, begun_read, checked, columns_of, ended, threads
-from processes import Script
 from slow_pages import SlowPages, require_slow_pages
 
 from arrowcache.native import engine, library
@@ -1015,27 +1014,3 @@ def test_a_missing_library_says_how_to_get_it(tmp_path):
 def test_a_library_without_a_function_is_refused():
     with pytest.raises(ImportError, match="has no engine_of_another_time: install arrowcache again"):
         library.declare("engine_of_another_time", None)
-
-
-TRUNCATED = """
-    import faulthandler, os, pathlib, sys, time
-    import numpy as np
-    from plain_rows import Files
-    from arrowcache.native import engine
-
-    faulthandler.enable()
-    files = Files([4], [1 << 20], folder=pathlib.Path(sys.argv[1]))
-    rows, out = files.table(), np.zeros((4, 1 << 20), np.uint8)
-    os.truncate(files.paths[0], 4096)
-    columns = [engine.CopiedColumn(0, 1 << 20, out.ctypes.data)]
-    job = engine.copy_rows(rows, np.arange(4), columns)
-    while not job.has_ended():
-        time.sleep(0.01)
-"""
-
-
-def test_a_fault_in_a_native_thread_is_told_by_faulthandler(tmp_path):
-    with Script(TRUNCATED, tmp_path) as script:
-        code, said = script.end()
-    assert code == -signal.SIGBUS
-    assert "Fatal Python error: Bus error" in said

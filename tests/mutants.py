@@ -69,9 +69,8 @@ TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
     "reading/window.py": "reading/test_filling.py ../adapters/test_torch_window.py",
 }
 PYTEST = "-m pytest -qx --timeout 60 --hypothesis-seed 0 -p no:cacheprovider -p no:xdist"
-IDENTITY = re.compile(
-    r"_(Is|IsNot)_(?!Is)|(?<!Is)(?<!IsNot)_(Is|IsNot)$"
-)  # in place of a value, or the reverse
+# Identity in place of a value, or the reverse.
+IDENTITY = re.compile(r"_(Is|IsNot)_(?!Is)|(?<!Is)(?<!IsNot)_(Is|IsNot)$")
 
 
 class LeaveOutCall(Operator):  # type: ignore[misc]  # cosmic-ray has no types

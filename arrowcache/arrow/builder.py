@@ -37,8 +37,9 @@ class SegmentBuilder:
     """Rows on their way into one segment of a form."""
 
     def __init__(self, form: Form) -> None:
-        self._form = form
-        self._schema, self._full_rows, self._segment_bytes = schema, full_rows, _ = form[:3]
+        schema, full_rows = form.schema, form.full_rows
+        self._form, self._schema, self._full_rows = form, schema, full_rows
+        self._segment_bytes = form.segment_bytes
         self._empty_bytes = form.bytes_bound(0)
         self._row_bytes = segment.row_bytes(schema)
         self._fixed = {n: np.empty((full_rows, *t.shape), t.numpy_dtype) for n, t in schema.fixed.items()}

@@ -47,6 +47,16 @@ def sample(number: int) -> dict[str, Any]:
     return {"id": number, "image": image}
 
 
+def overfill(cache: ac.Cache) -> None:
+    """Append several capacities of rows of schema ROW, of which none stays half."""
+    writer = cache.writer("raise")
+    try:
+        for number in range(10**5, 10**5 + 16 * 200):
+            writer.append(sample(number))
+    finally:
+        writer.abort()
+
+
 def ramp_rows(number: int, full_rows: int = 16) -> int:
     """Rows of a pool's task, by the documented formula: early ones fill small segments."""
     return max(1, full_rows >> max(0, 10 - number))

@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
 from helpers import DEADLINE_SECONDS
+
+import arrowcache as ac
 
 if TYPE_CHECKING:
     from typing import Self
@@ -288,3 +291,11 @@ def _states(process: Path) -> list[str]:
 def _stat(process: Path) -> list[str]:
     """State, parent, group, session, ... of a process or thread in /proc."""
     return (process / "stat").read_text().rpartition(")")[2].split()
+
+
+def hold_snapshot(path: Path, ready: Path) -> None:
+    """For a `Child`: lease all of a cache from when a file is there until the process ends."""
+    with ac.Cache.open(path).snapshot() as snapshot:
+        assert snapshot.gather([0])["id"].tolist() == [0]
+        ready.touch()
+        Event().wait()

@@ -15,30 +15,13 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from helpers import ids_of, publish, sample, segment_files, seqs, wait_until
-from processes import Child, Script, small_disk
+from helpers import ids_of, overfill, publish, sample, segment_files, seqs, wait_until
+from processes import Child, Script, hold_snapshot, small_disk
 
 import arrowcache as ac
 
 Work = Callable[[Path, Path], None]
 Scene = Generator[Work | None, Child]
-
-
-def overfill(cache: ac.Cache) -> None:
-    """Append several capacities of rows."""
-    writer = cache.writer("raise")
-    try:
-        for number in range(160, 160 + 16 * 100):
-            writer.append(sample(number))
-    finally:
-        writer.abort()
-
-
-def hold_snapshot(path: Path, ready: Path) -> None:
-    with ac.Cache.open(path).snapshot() as snapshot:
-        assert snapshot.gather([0])["id"].tolist() == [0]
-        ready.touch()
-        Event().wait()
 
 
 def hold_epoch(path: Path, ready: Path) -> None:

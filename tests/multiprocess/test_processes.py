@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish, published_ids, seqs, wait_until
+from helpers import make_cache, overfill, publish, published_ids, seqs, wait_until
 from helpers import sample as row
-from processes import METHODS, Child
+from processes import METHODS, Child, hold_snapshot
 
 import arrowcache as ac
 
@@ -23,25 +23,8 @@ def cache(tmp_path):
     return cache
 
 
-def overfill(cache: ac.Cache) -> None:
-    """Append several capacities of rows."""
-    writer = cache.writer("raise")
-    try:
-        for number in range(320, 320 + 16 * 100):
-            writer.append(row(number))
-    finally:
-        writer.abort()
-
-
 def hold_lock(path: Path, ready: Path) -> None:
     with ac.Cache.open(path).store.locked():
-        ready.touch()
-        time.sleep(3600)
-
-
-def hold_snapshot(path: Path, ready: Path) -> None:
-    with ac.Cache.open(path).snapshot() as snapshot:
-        assert snapshot.gather([0])["id"].tolist() == [0]
         ready.touch()
         time.sleep(3600)
 

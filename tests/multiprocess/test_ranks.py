@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import held_rank_files, make_cache, publish, seqs, wait_until
+from helpers import held_rank_files, make_cache, overfill, publish, seqs, wait_until
 from helpers import sample as row
 from processes import Child
 
@@ -116,22 +116,17 @@ def read_once(path: Path, rank: int) -> list[int]:
     return read
 
 
-def overfill(cache: ac.Cache) -> None:
-    writer = cache.writer("raise")
-    try:
-        for number in range(10**5, 10**5 + 16 * 200):
-            writer.append(row(number))
-    except ac.CacheFullError:
-        pass
-    finally:
-        writer.abort()
+def press(cache: ac.Cache) -> None:
+    """A writer that needs all room."""
+    with suppress(ac.CacheFullError):
+        overfill(cache)
 
 
 @pytest.mark.slow
 def test_a_slow_process_gets_what_the_first_one_read_though_that_ended_and_a_writer_presses(cache, tmp_path):
     with Child(hold_ended, cache.path, 0, tmp_path / "ready") as first:
         wait_until((tmp_path / "ready").exists, "the first rank's epoch to end")
-        overfill(cache)
+        press(cache)
         assert seqs(cache)[0] == 0
         assert seqs(cache)[-1] > 20, "the cache is full"
         with Child(read_once, cache.path, 1) as second:
@@ -139,7 +134,7 @@ def test_a_slow_process_gets_what_the_first_one_read_though_that_ended_and_a_wri
         assert len(held_rank_files(cache)) == 1, "two ranks are yet to come"
         first.kill()
     assert held_rank_files(cache) == []
-    overfill(cache)
+    press(cache)
     assert seqs(cache)[0] > 7
 
 
@@ -159,7 +154,7 @@ def test_the_winner_is_killed_before_the_others_join_and_they_agree_anew(cache, 
         assert {path.read_text() for path in ready} == {repr(list(range(10)))}
         assert len(held_rank_files(cache)) == 1
     assert len(files(cache)) == 1
-    overfill(cache)  # seeks room, so it sweeps
+    press(cache)  # seeks room, so it sweeps
     assert files(cache) == []
 
 
@@ -169,7 +164,7 @@ def test_the_winner_is_killed_after_another_one_joined_and_the_third_joins_that(
         with Child(hold, cache.path, 1, tmp_path / "second"):
             wait_until((tmp_path / "second").exists, "the second rank to begin")
             winner.kill()
-            overfill(cache)
+            press(cache)
             with Child(read_once, cache.path, 2) as third:
                 assert third.result() == list(range(8))
 

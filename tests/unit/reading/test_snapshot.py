@@ -779,29 +779,19 @@ def test_altered_text_is_a_damaged_segment_and_not_a_decoding_error(tmp_path):
         snapshot.gather([0])
 
 
-def test_a_suspect_segment_without_a_mapping_is_checked_before_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped_module, "_most_mapped", maps.count() + 1)
+@pytest.mark.parametrize("read", ["rows without a mapping", "a table"])
+def test_a_suspect_segment_is_checked_before_it_is_read(tmp_path, monkeypatch, read):
     publish(make_cache(tmp_path / "cache"), 3)
     cache = ac.Cache.open(tmp_path / "cache", check="bytes")
     flip_byte(segment_files(cache)[2], 3000)
+    if read == "rows without a mapping":
+        monkeypatch.setattr(mapped_module, "_most_mapped", maps.count() + 1)
     with (
         cache.snapshot() as snapshot,
         pytest.warns(RuntimeWarning, match="quarantined"),
         pytest.raises(ac.CorruptSegmentError),
     ):
-        snapshot.gather([0, 20, 40])
-
-
-def test_a_suspect_segment_is_checked_before_a_table_has_its_rows(tmp_path):
-    publish(make_cache(tmp_path / "cache"), 3)
-    cache = ac.Cache.open(tmp_path / "cache", check="bytes")
-    flip_byte(segment_files(cache)[2], 3000)
-    with (
-        cache.snapshot() as snapshot,
-        pytest.warns(RuntimeWarning, match="quarantined"),
-        pytest.raises(ac.CorruptSegmentError),
-    ):
-        snapshot.table()
+        snapshot.table() if read == "a table" else snapshot.gather([0, 20, 40])
 
 
 def test_a_damaged_segment_without_a_mapping_is_a_typed_error_too(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 - Fork: an `Origin` tells whether an object was made in this process, or before its fork. Objects with
   descriptors, memory or locks have `forget_in_child`. `unforked` keeps forks from coming between two steps.
+  A `cached_property` has no lock.
 - Finalizers: the garbage collector calls them at any point of any thread. They wait for no lock: they tell a
   `Mutex` which object ended, and the thread at work handles it.
 - Exit: `at_exit` ends objects while threads still run. Then `is_exiting`, and the kernel frees the rest.
@@ -22,7 +23,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+
+if TYPE_CHECKING:
+    from typing import Self
+
+T = TypeVar("T")
 
 _AGAIN_SECONDS = 0.05
 
@@ -99,6 +105,28 @@ def _after_fork_in_child() -> None:
     _generation += 1
     _after_fork()
     call_all([*_in_child, *(thing.forget_in_child for thing in [*_inherited])])
+
+
+class cached_property(Generic[T]):  # noqa: N801  # the name that it has elsewhere
+    """A property that is computed at its first use, and kept in the object. Threads may compute it twice.
+
+    Before Python 3.12 that of functools has a lock for all objects of a class: a child that is forked while
+    a thread computes one would wait for it for ever.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, thing: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, thing: object, kind: type) -> T: ...
+    def __get__(self, thing: object | None, kind: type) -> Self | T:
+        if thing is None:
+            return self
+        found = thing.__dict__[self._compute.__name__] = self._compute(thing)
+        return found
 
 
 unforked = threading.RLock()  # a thread that holds it, for a moment, delays forks of other threads

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -68,9 +70,33 @@ def full(sampler: Any) -> Any:
     return sampler
 
 
+Lock, RLock = type(threading.Lock()), type(threading.RLock())
+CONTAINERS = dict, list, tuple, deque
+
+
+def locks_of(*things: object) -> list[Any]:
+    """All locks that objects of arrowcache have, themselves or in other objects of it."""
+    todo, seen = [*things], set[int]()
+    found: list[Any] = []
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, RLock) or (isinstance(thing, Lock) and not thing.locked()):
+            found.append(thing)  # a plain one that is locked is a signal, as a Future has one
+        elif type(thing) in CONTAINERS or any(
+            kind.__module__.startswith("arrowcache.") for kind in type(thing).__mro__
+        ):
+            todo += gc.get_referents(thing)
+    return found
+
+
 @contextmanager
-def held_by_another_thread(*locks: Any) -> Iterator[None]:
-    """As a thread finds locks that another one has."""
+def held_by_another_thread(*things: object) -> Iterator[None]:
+    """As a thread finds objects all whose locks another one has."""
+    locks = locks_of(*things)
+    assert locks
     is_held, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -82,8 +108,8 @@ def held_by_another_thread(*locks: Any) -> Iterator[None]:
 
     thread = threading.Thread(target=hold)
     thread.start()
-    is_held.wait(DEADLINE_SECONDS)
     try:
+        assert is_held.wait(DEADLINE_SECONDS)
         yield
     finally:
         is_over.set()

@@ -23,7 +23,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ import pyarrow as pa
 from arrowcache.arrow.dtype import DTYPES, dtype_name, dtype_of
 from arrowcache.display import Card, Shown, Table
 from arrowcache.errors import SchemaError
+from arrowcache.lifetimes import cached_property
 from arrowcache.units import as_int, format_bytes, format_count
 
 RESERVED_NAMES = ("_seq", "_row", "_age_seconds")

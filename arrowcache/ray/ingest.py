@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from contextlib import ExitStack
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ import ray
 from numpy.typing import NDArray
 
 from arrowcache.arrow.segment import EncodedSegment, Form, read_structure
+from arrowcache.lifetimes import cached_property
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.sampling.executors import claim
 from arrowcache.sampling.task import Done

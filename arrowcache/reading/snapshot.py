@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +29,7 @@ from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import CorruptSegmentError
-from arrowcache.lifetimes import Mutex, Origin
+from arrowcache.lifetimes import Mutex, Origin, cached_property
 from arrowcache.native.library import address_of
 from arrowcache.native.rows import SegmentRows
 from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable

@@ -40,7 +40,6 @@ import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -48,6 +47,7 @@ import xxhash
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import CacheFormatError, SchemaError
+from arrowcache.lifetimes import cached_property
 from arrowcache.storage.pace import Pace
 from arrowcache.units import parse_count
 

@@ -72,7 +72,7 @@ def test_a_public_name_loads_no_framework_and_no_process_pool(name):
 
 def test_errors_and_schemas_come_without_storage_and_reading():
     loaded = loaded_by("from arrowcache import CacheFullError, Schema, Tensor")
-    assert parts(loaded) == {"arrow", "display", "errors", "units"}
+    assert parts(loaded) == {"arrow", "display", "errors", "lifetimes", "units"}
 
 
 def test_using_a_cache_loads_no_framework_and_no_process_pool(tmp_path):

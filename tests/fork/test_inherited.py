@@ -10,11 +10,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -213,10 +215,37 @@ def locked(cache: ac.Cache) -> Iterator[Child]:
                 snapshot.gather([0])
             snapshot.close()
 
-        locks = (epoch._turn, loader._meter._lock, snapshot._lock, loader._assembly.slots._lock)
-        with held_by_another_thread(*locks):
+        with held_by_another_thread(epoch, loader, snapshot):
             yield child
         assert sorted(came + ids_of(epoch)) == IDS
+
+
+@contextmanager
+def measuring(cache: ac.Cache) -> Iterator[Child]:
+    """A child reads although a thread of its parent was finding out how much memory there is."""
+    is_asking, go_on, sysconf = threading.Event(), threading.Event(), os.sysconf
+
+    def slow(name: str) -> int:
+        if threading.current_thread() is reading:
+            is_asking.set()
+            assert go_on.wait(DEADLINE_SECONDS)
+        return sysconf(name)
+
+    def child() -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(DEADLINE_SECONDS))  # its end, if it hangs
+        with ac.Loader(cache, 16) as own:
+            assert sorted(ids_of(own)) == IDS
+
+    came: list[int] = []
+    reading = threading.Thread(target=lambda: came.extend(ids_of(loader)))
+    with mock.patch.object(os, "sysconf", slow), ac.Loader(cache, 16) as loader:
+        reading.start()
+        assert is_asking.wait(DEADLINE_SECONDS)
+        yield child
+        go_on.set()
+        reading.join(DEADLINE_SECONDS)
+    assert sorted(came) == IDS
 
 
 @contextmanager
@@ -365,6 +394,7 @@ SCENES: dict[str, Callable[[ac.Cache], AbstractContextManager[Child]]] = {
     "a loader between epochs": partial(loader, is_between_epochs=True),
     "the state of a loader": state,
     "locks that threads have": locked,
+    "a question of a thread": measuring,
     "worker processes": workers,
     "a writer": writer,
     "progress": progress,

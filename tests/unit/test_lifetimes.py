@@ -1,6 +1,7 @@
 """Lifetimes: forks, finalizers, the exit and Ctrl-C, each as its users find it."""
 
 import gc
+import itertools
 import os
 import select
 import signal
@@ -13,7 +14,7 @@ import pytest
 from helpers import DEADLINE_SECONDS, in_child
 
 from arrowcache import lifetimes
-from arrowcache.lifetimes import Mutex, Origin, call_all, forgets_in_child, shielded
+from arrowcache.lifetimes import Mutex, Origin, cached_property, call_all, forgets_in_child, shielded
 from arrowcache.reading import mapped
 
 
@@ -30,6 +31,25 @@ class Told:
 
 
 # fork
+
+
+class Asked:
+    """Each answer is another number."""
+
+    def __init__(self) -> None:
+        self.answers = itertools.count()
+
+    @cached_property
+    def answer(self) -> int:
+        """The number."""
+        return next(self.answers)
+
+
+def test_a_cached_property_is_computed_once_an_object():
+    one, other = Asked(), Asked()
+    assert (one.answer, one.answer, next(one.answers)) == (0, 0, 1)
+    assert other.answer == 0
+    assert Asked.answer.__doc__ == "The number."
 
 
 def test_a_child_is_not_where_its_parents_things_were_made():

@@ -190,7 +190,7 @@ class Job:
             try:
                 if threads.handle == self._handle and not self._is_late:
                     self._cancelled = self._cancelled or time.monotonic_ns()
-                    most = self._cancelled + threads.patience_nanoseconds - time.monotonic_ns()
+                    most = self._cancelled + threads.PATIENCE_NANOSECONDS - time.monotonic_ns()
                     most = max(0, most) if seconds is None else int(seconds * 1e9)
                     one = library if most else quick  # which does not wait, and keeps the GIL
                     if one.engine_cancel(self._handle, self._address, most):
@@ -257,7 +257,7 @@ def _let_go_of_lost() -> None:
         if _under_way.get(lost.address) is lost:
             is_ours = lost.handle == threads.handle  # else a forked child has inherited it
             if not (
-                is_ours and library.engine_cancel(lost.handle, lost.address, threads.patience_nanoseconds)
+                is_ours and library.engine_cancel(lost.handle, lost.address, threads.PATIENCE_NANOSECONDS)
             ):
                 del _under_way[lost.address]
 

@@ -26,7 +26,7 @@ class Threads:
     in a process that works beside others like it.
     """
 
-    patience_nanoseconds = 5_000_000_000  # for threads that the kernel holds
+    PATIENCE_NANOSECONDS = 5_000_000_000  # for threads that the kernel holds
 
     def __init__(self) -> None:
         self.handle = library.engine_new()
@@ -58,7 +58,7 @@ class Threads:
         if not self.are_started:
             return True
         try:
-            return not library.engine_stop(self.handle, self.patience_nanoseconds)
+            return not library.engine_stop(self.handle, self.PATIENCE_NANOSECONDS)
         finally:
             self.are_started = False
 

@@ -267,15 +267,15 @@ class ValuesGather:
     def __init__(
         self, found: engine.Found, kind: VariableType, name: str, *, is_cold: bool, drops: bool = False
     ) -> None:
-        self._found, self._kind, self.name = found, kind, name
+        self.found, self._kind, self.name = found, kind, name
         self._is_cold, self._drops = is_cold, drops
 
     @property
     def refused(self) -> int:
-        return self._found.refused
+        return self.found.refused
 
     def go_on(self) -> None:
-        found = self._found
+        found = self.found
         if self._copy is not None:
             self._copy.go_on()
         elif not self._is_over and found.has_ended() and found.refused < 0 and found.damaged < 0:
@@ -283,7 +283,7 @@ class ValuesGather:
 
     def take(self, seconds: float) -> bool:
         if self._copy is None and not self._is_over:
-            if not self._found.take(seconds):
+            if not self.found.take(seconds):
                 return False
             self._begin_copy()
         return self._copy is None or self._copy.take(seconds)
@@ -291,34 +291,34 @@ class ValuesGather:
     def _begin_copy(self) -> None:
         if self.refused >= 0:
             raise OutsideError(self.refused)
-        if self._found.failure is not None:  # which `Gather` reports
+        if self.found.failure is not None:  # which `Gather` reports
             self._is_over = True
             return
-        if self._found.damaged >= 0:
+        if self.found.damaged >= 0:
             raise CorruptSegmentError(
                 f"the offsets of column {self.name!r} point out of their file, so its bytes were altered "
                 "after it was opened: run cache.verify()"
             )
-        self._data = aligned(int(self._found.offsets[-1]))
+        self._data = aligned(int(self.found.offsets[-1]))
         if self._is_cold:
-            self._copy = engine.read_values(self._found, self._data, drops=self._drops)
+            self._copy = engine.read_values(self.found, self._data, drops=self._drops)
         else:
-            self._copy = engine.copy_values(self._found, self._data)
+            self._copy = engine.copy_values(self.found, self._data)
 
     def cancel(self, seconds: float | None = None) -> bool:
         self._is_over = True  # first: its offsets may be half found
-        return (self._copy is None or self._copy.cancel(seconds)) & self._found.cancel(seconds)
+        return (self._copy is None or self._copy.cancel(seconds)) & self.found.cancel(seconds)
 
     @property
     def missed(self) -> int:
-        return self._found.missed + (0 if self._copy is None else self._copy.missed)
+        return self.found.missed + (0 if self._copy is None else self._copy.missed)
 
     @property
     def failure(self) -> engine.Failure | None:
-        return self._found.failure or (None if self._copy is None else self._copy.failure)
+        return self.found.failure or (None if self._copy is None else self._copy.failure)
 
     def column(self) -> ColumnData:
-        kind, ends = self._kind, self._found.offsets
+        kind, ends = self._kind, self.found.offsets
         if not isinstance(kind, Ragged):
             return to_column(kind, Values(self._data, ends))
         items = self._data.view(kind.numpy_dtype).reshape(-1, *kind.inner_shape)

@@ -29,7 +29,7 @@ from arrowcache.storage.locks import file_identity
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
-_most_mapped = most_mappings() // 2
+_MOST_MAPPED = most_mappings() // 2
 _MAPPED_A_CALL = 128  # segments: some 2 ms, while other threads wait for the GIL
 
 
@@ -206,7 +206,7 @@ class MappedSegments:
         doubted = np.array(sorted(self._doubted), np.int64)
         is_right = (table.layouts[lines] != 0) & ~are_among(table.seqs[lines], doubted)
         is_right &= (table.seqs[lines] >= check_bytes_below) | table.was_read[lines]
-        if maps.count() < _most_mapped:  # else segments without a mapping stay so
+        if maps.count() < _MOST_MAPPED:  # else segments without a mapping stay so
             is_right &= table.words[lines, maps.ADDRESS] != 0
         is_known[is_known] = is_right
         return is_known, table.entries(lines[is_right])
@@ -248,7 +248,7 @@ class MappedSegments:
         try:
             for start in range(0, len(added), _MAPPED_A_CALL):
                 lines = self._table.lines(added[start : start + _MAPPED_A_CALL])
-                alike = maps.open_alike(self._table.files(lines), template.kind, _most_mapped)
+                alike = maps.open_alike(self._table.files(lines), template.kind, _MOST_MAPPED)
                 self._know(lines[alike], template.layout)
         finally:
             unknown = added[self._table.layouts[self._table.lines(added)] == 0]
@@ -316,7 +316,7 @@ class MappedSegments:
         self, line: int, file: maps.File, segment: SegmentInfo, store: Store, check_bytes: bool
     ) -> None:
         """Map a segment and check it: by comparison where its layout is known."""
-        file.open(self._settings.segment_bytes, _most_mapped)
+        file.open(self._settings.segment_bytes, _MOST_MAPPED)
         if segment.seq in self._doubted:
             self._check_read(file, segment, store)
             self._doubted.discard(segment.seq)

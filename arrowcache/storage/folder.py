@@ -60,43 +60,43 @@ class PartFile:
 
     def __init__(self, path: Path, rights: Rights) -> None:
         self.path = path
-        self._file = LockFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, rights.file_mode)
+        self.file = LockFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, rights.file_mode)
         try:
-            rights.give_group(self._file.fd)
+            rights.give_group(self.file.fd)
         except BaseException:
             self.discard()
             raise
-        if not self._file.try_exclusive() or not os.fstat(self._file.fd).st_nlink:
+        if not self.file.try_exclusive() or not os.fstat(self.file.fd).st_nlink:
             raise BlockingIOError(errno.EAGAIN, "a new file is locked by somebody else, or swept", str(path))
 
     def claim(self, nbytes: int) -> None:
         """Set the file's length, sparse: from now on it counts as so many bytes."""
-        os.ftruncate(self._file.fd, nbytes)
+        os.ftruncate(self.file.fd, nbytes)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the file's blocks; on failure the file keeps what it got: discard it."""
-        os.posix_fallocate(self._file.fd, 0, nbytes)
+        os.posix_fallocate(self.file.fd, 0, nbytes)
 
     def write(self, pieces: Sequence[memoryview]) -> None:
         """Write all pieces, one after another, from the file's start."""
         todo = list(pieces)
         while todo:
-            written = os.writev(self._file.fd, todo[:_PIECES_A_CALL])
+            written = os.writev(self.file.fd, todo[:_PIECES_A_CALL])
             while todo and written >= todo[0].nbytes:
                 written -= todo.pop(0).nbytes
             if written:
                 todo[0] = todo[0].cast("B")[written:]
 
     def sync(self) -> None:
-        os.fsync(self._file.fd)
+        os.fsync(self.file.fd)
 
     def begin_anew(self) -> None:
         """Have its time be now."""
-        os.utime(self._file.fd)
+        os.utime(self.file.fd)
 
     def info(self, segment_name: str) -> SegmentInfo | None:
         """The segment that it is under this name."""
-        return _info(segment_name, os.fstat(self._file.fd))
+        return _info(segment_name, os.fstat(self.file.fd))
 
     def link(self, path: Path) -> None:
         """Give the file another name; FileExistsError rather than replacing one."""
@@ -115,8 +115,8 @@ class PartFile:
         name nobody counts them.
         """
         try:
-            if not self._has_other_name and self._file.fd >= 0:
-                os.ftruncate(self._file.fd, 0)
+            if not self._has_other_name and self.file.fd >= 0:
+                os.ftruncate(self.file.fd, 0)
         except OSError:
             pass  # they go as the file is closed
         try:
@@ -124,7 +124,7 @@ class PartFile:
         except OSError:
             pass  # unlocked it is debris: the next sweep tries again
         finally:
-            self._file.close()
+            self.file.close()
 
 
 class RanksFile:

@@ -44,7 +44,7 @@ class Lease:
     is_ending = False
 
     def __init__(self, path: Path, first: int, last: int) -> None:
-        self._file = LockFile(path)
+        self.lock = LockFile(path)
         self._first, self._last = first, last  # what the kernel has locked
         self._owned_from: int | None = first  # what the owner needs; None: it is done
         self._shares: Counter[int] = Counter()  # by seq, for as long as it is in `_shared`
@@ -52,17 +52,17 @@ class Lease:
         self._given_up: set[int] = set()
         self._mutex = Mutex("the narrowing of a lease")
         try:
-            self._file.outlast_mappings()  # mapped implies leased, for a process that is killed, too
+            self.lock.outlast_mappings()  # mapped implies leased, for a process that is killed, too
         except BaseException:
-            self._file.close()
+            self.lock.close()
             raise
-        if not self._file.try_range(first, last - first + 1, exclusive=False):
-            self._file.close()
+        if not self.lock.try_range(first, last - first + 1, exclusive=False):
+            self.lock.close()
             raise OSError(f"segments {first} to {last} are being evicted: cache.lock was not held")
         _leases[id(self)] = weakref.ref(self)
 
     def covers(self, seq: int) -> bool:
-        return self._file.fd >= 0 and self._first <= seq <= self._last and seq not in self._given_up
+        return self.lock.fd >= 0 and self._first <= seq <= self._last and seq not in self._given_up
 
     def stays(self, seq: int) -> bool:
         """True if it covers a segment and is not about to be closed."""
@@ -112,7 +112,7 @@ class Lease:
     def _narrow(self, first: int, last: int) -> None:
         if self._owned_from is not None:
             self._owned_from = max(self._owned_from, first)
-        may_narrow = last < self._last and self._file.fd >= 0 and not any(self._shares.values())
+        may_narrow = last < self._last and self.lock.fd >= 0 and not any(self._shares.values())
         if may_narrow and self._unlock(last + 1, self._last - last):
             self._last = last
 
@@ -123,15 +123,15 @@ class Lease:
         needed = [self._owned_from] if self._owned_from is not None else []
         oldest = min(needed + self._shared[:1], default=None)
         if oldest is None:
-            self._file.close()
+            self.lock.close()
             _leases.pop(id(self), None)
-        elif oldest > self._first and self._file.fd >= 0 and self._unlock(self._first, oldest - self._first):
+        elif oldest > self._first and self.lock.fd >= 0 and self._unlock(self._first, oldest - self._first):
             self._first = oldest
 
     def _unlock(self, first: int, count: int) -> bool:
         """True if the kernel did. It needs memory to split a lock; without, they stay leased longer."""
         try:
-            self._file.unlock_range(first, count)
+            self.lock.unlock_range(first, count)
         except OSError:
             return False
         return True
@@ -143,5 +143,5 @@ def own_leases(path: Path, seq: int) -> list[Lease]:
     return [
         lease
         for lease in [reference() for reference in list(_leases.values())]
-        if lease is not None and lease._file.identity == identity and lease.covers(seq)
+        if lease is not None and lease.lock.identity == identity and lease.covers(seq)
     ]

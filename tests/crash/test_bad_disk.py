@@ -62,7 +62,7 @@ GATHERS = (
     BEGINNING
     + """
     for most_mapped in (1000, 0):
-        mapped._most_mapped = most_mapped
+        mapped._MOST_MAPPED = most_mapped
         for is_cold in (True, False):
             for columns in (FIXED, VARIABLE):
                 drop()
@@ -166,7 +166,7 @@ OPENS = (
                         while not fetch.take(0.05):
                             pass
                     del fetch
-                mapped._most_mapped = 0
+                mapped._MOST_MAPPED = 0
                 with cache.snapshot() as snapshot:
                     snapshot.map_all()
                     snapshot.temperature.is_cold = is_cold
@@ -174,7 +174,7 @@ OPENS = (
                         failed(lambda: snapshot.gather(WHOLE, columns), kind, name, *words)
                         assert checked(snapshot.gather(OTHERS, columns)) == OTHERS
                     assert checked(snapshot.gather(WHOLE, columns)) == WHOLE
-                mapped._most_mapped = 1000
+                mapped._MOST_MAPPED = 1000
         for shuffle in ("rows", "window"):
             drop()
             with of_loader(cache, 6, shuffle=shuffle) as loader:
@@ -200,7 +200,7 @@ ENDS = (
     from arrowcache.native.threads import threads as of_process
     from plain_rows import threads
 
-    of_process.patience_nanoseconds = 50_000_000  # in place of 5 s
+    of_process.PATIENCE_NANOSECONDS = 50_000_000  # in place of 5 s
 
     def left_behind(end, *begun):
         "How many jobs were, as two threads were held."

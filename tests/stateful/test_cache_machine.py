@@ -306,7 +306,7 @@ class CacheMachine(RuleBasedStateMachine):
             part = folder.new_wait() if at == "waiting" else folder.new_part()
             if at == "reserved" and self.has_room(nbytes):
                 part.reserve(nbytes)
-            die(part._file)
+            die(part.file)
 
     def has_room(self, nbytes):
         return disk_bytes(self.path) + nbytes + 8 * KIB < self.capacity
@@ -321,8 +321,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pair=consumes(snapshots))
     def a_reader_dies(self, pair):
         snapshot, lease = pair
-        if snapshot._lease._file.fd >= 0:
-            die(snapshot._lease._file)
+        if snapshot._lease.lock.fd >= 0:
+            die(snapshot._lease.lock)
         self.leases = [other for other in self.leases if other is not lease]
         snapshot.close()  # of its memory, which this process goes on with
 

@@ -752,7 +752,7 @@ def held_read(pages: SlowPages) -> engine.Read:
 
 @pytest.mark.parametrize("held", [held_copy, held_read])
 def test_what_the_kernel_holds_is_left_behind_with_all_that_it_touches(held, pages, monkeypatch):
-    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
+    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
     with threads(1):
         job = held(pages)
         with pytest.warns(ResourceWarning, match="is left behind"):
@@ -777,7 +777,7 @@ def press_in_a_cancel(number: int, released: list[str]) -> None:
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "is left behind"])
 def test_ctrl_c_while_a_job_is_waited_for_comes_once_that_is_over(held, ends, pages, monkeypatch, released):
     """It was lost: whoever pressed it waited, and went on as if nothing had been."""
-    monkeypatch.setattr(of_process, "patience_nanoseconds", 60_000_000_000 if ends else 500_000_000)
+    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 60_000_000_000 if ends else 500_000_000)
     with threads(1), ThreadPoolExecutor(1) as pool:
         job = held(pages)
         released.clear()
@@ -808,7 +808,7 @@ def test_ctrl_c_while_a_job_that_is_dropped_is_waited_for_is_lost(pages, monkeyp
 
 
 def test_what_was_left_behind_may_end(pages, monkeypatch):
-    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
+    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
     with threads(1):
         job = held_copy(pages)
         with pytest.warns(ResourceWarning):
@@ -819,7 +819,7 @@ def test_what_was_left_behind_may_end(pages, monkeypatch):
 
 
 def test_a_job_is_left_behind_where_warnings_are_errors(pages, monkeypatch):
-    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
+    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
     with threads(1):
         job = held_copy(pages)
         assert not job.cancel(), "its warning was an error"
@@ -852,7 +852,7 @@ def test_ctrl_c_ends_a_wait_for_a_read_at_once(pages, released):
 
 def test_a_waiter_reads_by_itself_once_there_are_no_threads_any_more(pages, monkeypatch, released):
     """A fork stops them in the middle of its wait."""
-    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
+    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
     files, ids = Files([1], [100]), np.zeros(1, np.int64)
     with threads(1):
         held = held_copy(pages)

@@ -144,7 +144,7 @@ def test_thousands_of_short_segments_of_differing_lengths(tmp_path):
 
 def test_more_segments_than_mappings(tmp_path, monkeypatch):
     before = mapped_files()
-    monkeypatch.setattr(mapped, "_most_mapped", before + 5)
+    monkeypatch.setattr(mapped, "_MOST_MAPPED", before + 5)
     schema = ac.Schema({"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("int64")})
     cache = create(tmp_path / "cache", schema, 20, "16KiB")
     fill(cache, [20, 3, 20, 20, 1, 20, 19, 20, 20, 4, 20, 20])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -115,24 +116,42 @@ def test_a_gather_of_nothing_has_ended():
     gather.cancel()
 
 
-def test_values_that_were_found_are_copied_without_a_take(segment):
+@pytest.fixture
+def copies(monkeypatch):
+    """The number of columns whose values began to be copied."""
+    begun = Counter()
+
+    def counted(name):
+        begins = getattr(engine, name)
+
+        def begin(*arguments, **options):
+            begun["copies"] += 1
+            return begins(*arguments, **options)
+
+        monkeypatch.setattr(engine, name, begin)
+
+    counted("copy_values")
+    counted("read_values")
+    return lambda: begun["copies"]
+
+
+def test_values_that_were_found_are_copied_without_a_take(segment, copies):
     """Else nobody would begin to read them before somebody waits for them."""
     gather = texts_of(segment, range(8))
-    gather._found.take(DEADLINE_SECONDS)
+    gather.found.take(DEADLINE_SECONDS)
     gather.go_on()
-    assert gather._copy is not None
-    before = gather._copy
+    assert copies() == 1
     gather.go_on()
-    assert gather._copy is before, "once"
+    assert copies() == 1, "once"
     assert gather.take(DEADLINE_SECONDS)
     assert gather.column() == TEXTS
 
 
-def test_what_was_not_found_yet_is_not_copied(no_threads):
+def test_what_was_not_found_yet_is_not_copied(no_threads, copies):
     values = texts_of(Segment(is_cold=True), range(8))
     gather = gather_of(values)
     gather.go_on()
-    assert values._copy is None
+    assert copies() == 0
     assert not gather.take(0)
     assert gather.wait().values() == {"text": TEXTS}
 
@@ -162,19 +181,17 @@ def test_rows_that_were_released_meanwhile_are_refused_when_they_are_taken():
 @pytest.mark.parametrize(
     ("number", "value"), [(3, -1), (3, 10_000), (2, 100)], ids=["negative", "beyond", "falling"]
 )
-def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value, segment, monkeypatch):
-    copies = []
-    monkeypatch.setattr(engine, "copy_values", lambda *arguments: copies.append(arguments))
+def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value, segment, copies):
     segment.set_offset(number, value)
     values = texts_of(segment, range(8))
-    values._found.take(DEADLINE_SECONDS)
+    values.found.take(DEADLINE_SECONDS)
     values.go_on()  # it says nothing: whoever takes it is told
     gather = gather_of(values)
     for _ in range(2):
         with pytest.raises(CorruptSegmentError, match="offsets of column 'text' point out of their file"):
             gather.take(0)
     gather.cancel()
-    assert copies == []
+    assert copies() == 0
 
 
 def test_a_text_that_is_none_is_found():
@@ -254,14 +271,12 @@ def test_memory_is_kept_until_it_has_ended_and_no_longer(no_threads):
 
 
 @pytest.mark.parametrize("is_taken", [False, True], ids=["not found", "found"])
-def test_after_it_was_cancelled_no_values_are_copied(no_threads, monkeypatch, is_taken):
+def test_after_it_was_cancelled_no_values_are_copied(no_threads, copies, is_taken):
     """Their addresses may be of what is unmapped by then, or be none at all."""
-    copies = []
-    monkeypatch.setattr(engine, "copy_values", lambda *arguments: copies.append(arguments))
     values = texts_of(Segment(is_cold=True), range(8))
     if is_taken:
-        values._found.take(DEADLINE_SECONDS)
+        values.found.take(DEADLINE_SECONDS)
     gather = gather_of(values)
     gather.cancel()
     gather.go_on()
-    assert copies == []
+    assert copies() == 0

@@ -66,7 +66,7 @@ class Replaced:
 @contextmanager
 def ctrl_c_in_a_wait(monkeypatch: pytest.MonkeyPatch, pages: SlowPages) -> Iterator[None]:
     """Ctrl-C comes once this thread sleeps in the engine and a page is held, which nobody could wait for."""
-    monkeypatch.setattr(of_process, "patience_nanoseconds", 3600_000_000_000)
+    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 3600_000_000_000)
     main, number, real = threading.get_ident(), threading.get_native_id(), engine.library
     waits = threading.Event()
 
@@ -162,7 +162,7 @@ def test_a_gather_that_dies_while_the_kernel_holds_its_thread_leaves_lease_and_m
     cache, monkeypatch, cold, end
 ):
     require_slow_pages()
-    monkeypatch.setattr(of_process, "patience_nanoseconds", 10_000_000)
+    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
     monkeypatch.setattr(engine, "_INLINE_BYTES", 0)
 
     def body() -> None:
@@ -247,7 +247,7 @@ def test_a_forked_child_lets_go_of_a_gather_although_a_lock_is_held_for_ever(cac
             fetched.clear()
             snapshot.close()
 
-        with held_by_another_thread(snapshot._lock), in_child(body):
+        with held_by_another_thread(snapshot), in_child(body):
             pass
         assert kept[0].wait().values() == {}
         assert snapshot.gather(range(ROWS))["id"].tolist() == list(range(ROWS))

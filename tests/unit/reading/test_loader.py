@@ -378,7 +378,7 @@ def test_dropping_a_closed_iterator_asks_for_no_lock(cache):
         next(kept[0])
         kept[0].close()
         dropping = threading.Thread(target=kept.clear, daemon=True)
-        with held_by_another_thread(loader._stream._lock, loader._meter._lock):
+        with held_by_another_thread(loader):
             dropping.start()
             dropping.join(DEADLINE_SECONDS)
             assert not dropping.is_alive()

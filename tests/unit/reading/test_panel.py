@@ -18,6 +18,7 @@ from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stats import STAGES, Meter
 from arrowcache.storage import counters as counters_module
 from arrowcache.storage.counters import COUNTERS_LINK, TIMED, CounterPage, parse_counters, read_counters
+from arrowcache.storage.page import HEAD, read_page
 from arrowcache.torch import Loader as TorchLoader
 
 NO_TIME = dict.fromkeys(TIMED, (0.0, ()))
@@ -41,6 +42,17 @@ def readouts(cache, pid: int | str = "self"):
     status = os.stat(cache.path)
     found = [read_counters(path) for path in panels(pid)]
     return [shown for shown in found if shown and shown.cache == (status.st_dev, status.st_ino)]
+
+
+def page_of(folder) -> bytes:
+    """The page of the only loader of this folder, as its file has it."""
+    status = os.stat(folder)
+    (page,) = (
+        page
+        for page in map(read_page, panels())
+        if HEAD.unpack_from(page)[3:] == (status.st_dev, status.st_ino)
+    )
+    return page
 
 
 def readout(cache, pid: int | str = "self"):
@@ -122,8 +134,8 @@ def test_what_a_worker_process_hangs_in_is_seen_while_it_does(cache):
         consumer.join()
 
 
-def shown_by(panel: CounterPage, after_seconds: float = 0.0):
-    return parse_counters(panel._page[:], time.perf_counter() + after_seconds)
+def shown_in(folder, after_seconds: float = 0.0):
+    return parse_counters(page_of(folder), time.perf_counter() + after_seconds)
 
 
 def test_a_wait_that_began_right_after_a_show_is_seen_with_what_it_is_for(tmp_path, monkeypatch):
@@ -135,10 +147,10 @@ def test_a_wait_that_began_right_after_a_show_is_seen_with_what_it_is_for(tmp_pa
     with meter.waiting():
         clock.now += 0.001
         with meter.stage("store"):
-            shown = parse_counters(panel._page[:], clock.now + 9.0)
+            shown = parse_counters(page_of(tmp_path), clock.now + 9.0)
     assert (shown.waits, shown.took["stall"], shown.took["store"]) == (1, pytest.approx(9.001), 9.0)
     meter.end_run("an epoch")
-    assert parse_counters(panel._page[:], clock.now).took["seconds"] == pytest.approx(0.001)
+    assert parse_counters(page_of(tmp_path), clock.now).took["seconds"] == pytest.approx(0.001)
     meter.show_on(None)
 
 
@@ -146,7 +158,7 @@ def test_what_others_do_for_it_is_shown_as_its_own(tmp_path):
     panel, meter = CounterPage.open(tmp_path, 0, None), Meter()
     since = time.perf_counter() - 7
     meter.show_on(panel, lambda: [("transform", since)])
-    assert shown_by(panel).took["transform"] >= 7
+    assert shown_in(tmp_path).took["transform"] >= 7
     meter.show_on(None)
 
 
@@ -165,7 +177,7 @@ def test_each_batch_is_shown_at_once_and_times_some_times_a_second_or_after_long
             if wait_seconds:
                 meter.show()
         meter.deliver(ReadyBatch({}, 16, 1000, 0, 0.0, None))
-        assert shown_by(panel).batches == meter.batches, "a burst before a pause would stay unseen"
+        assert shown_in(tmp_path).batches == meter.batches, "a burst before a pause would stay unseen"
         clock.now += train_seconds
 
     shows, show = [], panel.show
@@ -175,7 +187,7 @@ def test_each_batch_is_shown_at_once_and_times_some_times_a_second_or_after_long
     assert len(set(shows)) in (4, 5)
     step(60.0)
     step(60.0, wait_seconds=1.0)
-    assert (shown_by(panel).waits, shown_by(panel).took["stall"]) == (0, 1.0)
+    assert (shown_in(tmp_path).waits, shown_in(tmp_path).took["stall"]) == (0, 1.0)
     meter.end_run("an epoch")
     meter.show_on(None)
 
@@ -186,12 +198,12 @@ def test_what_was_counted_before_is_shown_at_once(tmp_path):
     with meter.stage("samplers"), meter.waiting():
         panel = CounterPage.open(tmp_path, 0, "rows")
         meter.show_on(panel)
-        shown = shown_by(panel, after_seconds=10)
+        shown = shown_in(tmp_path, after_seconds=10)
     assert (shown.epochs, shown.waits) == (1, 1)
     assert shown.took["stall"] >= 10
     assert shown.took["samplers"] >= 10
     meter.show_on(None)
-    assert panel._page is None
+    assert not panel.is_open
 
 
 def test_another_process_sees_it_until_it_is_killed(cache):
@@ -235,7 +247,7 @@ def test_a_loader_that_is_nearly_out_of_descriptors_keeps_them_for_itself(cache)
 
 def test_a_page_that_is_no_panel_is_passed_over(tmp_path):
     panel = CounterPage.open(tmp_path, 3, None)
-    page = bytearray(panel._page[:])
+    page = bytearray(page_of(tmp_path))
     assert parse_counters(bytes(page), 0.0).workers == 3
     assert parse_counters(bytes(page[:-1]), 0.0) is None
     for position in (0, 16):  # magic, version
@@ -243,7 +255,7 @@ def test_a_page_that_is_no_panel_is_passed_over(tmp_path):
         other[position] ^= 1
         assert parse_counters(bytes(other), 0.0) is None
     panel.show((1, 2, 3, 4, 5), dict.fromkeys(TIMED, (float("nan"), [])))
-    assert parse_counters(panel._page[:], 0.0) is None
+    assert parse_counters(page_of(tmp_path), 0.0) is None
     panel.close()
     panel.show((1, 2, 3, 4, 5), NO_TIME)
     assert read_counters(tmp_path) is None, "a folder"
@@ -255,7 +267,7 @@ def test_a_page_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatc
     pages = []
     for count in (1, 2, 2):
         panel.show((count,) * 5, NO_TIME)
-        pages.append(panel._page[:])
+        pages.append(page_of(tmp_path))
     monkeypatch.setattr(counters_module.os, "pread", lambda *_: pages.pop(0))
     assert read_counters("/dev/null").batches == 2
     assert pages == []

@@ -196,7 +196,7 @@ def test_gathered_rows_are_what_a_plain_reader_reads(tmp_path, kind, layout):
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_without_mappings_the_rows_are_the_same(tmp_path, monkeypatch, kind, most):
     before = maps.count()
-    monkeypatch.setattr(mapped_module, "_most_mapped", before + most)
+    monkeypatch.setattr(mapped_module, "_MOST_MAPPED", before + most)
     cache = build(tmp_path / "cache", SCHEMAS[kind], [3, 20, 7, 1, 30, 9])
     expected = plain_rows(cache)
     with cache.snapshot() as snapshot:
@@ -785,7 +785,7 @@ def test_a_suspect_segment_is_checked_before_it_is_read(tmp_path, monkeypatch, r
     cache = ac.Cache.open(tmp_path / "cache", check="bytes")
     flip_byte(segment_files(cache)[2], 3000)
     if read == "rows without a mapping":
-        monkeypatch.setattr(mapped_module, "_most_mapped", maps.count() + 1)
+        monkeypatch.setattr(mapped_module, "_MOST_MAPPED", maps.count() + 1)
     with (
         cache.snapshot() as snapshot,
         pytest.warns(RuntimeWarning, match="quarantined"),
@@ -795,7 +795,7 @@ def test_a_suspect_segment_is_checked_before_it_is_read(tmp_path, monkeypatch, r
 
 
 def test_a_damaged_segment_without_a_mapping_is_a_typed_error_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped_module, "_most_mapped", maps.count() + 1)
+    monkeypatch.setattr(mapped_module, "_MOST_MAPPED", maps.count() + 1)
     cache = make_cache(tmp_path / "cache")
     publish(cache, 3)
     victim = segment_files(cache)[2]

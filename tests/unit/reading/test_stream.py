@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import DEADLINE_SECONDS, in_child, wait_until
+from helpers import DEADLINE_SECONDS, held_by_another_thread, in_child, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -147,36 +147,41 @@ class Manual(Portion):
         return seconds != 0
 
 
+class Stream(BatchStream):
+    """A stream whose test knows what it was made of."""
+
+    def __init__(self, epochs: Epochs, assembly: Assembly, *, endless: bool) -> None:
+        self.epochs, self.assembly, self.meter = epochs, assembly, Meter()
+        super().__init__(epochs, assembly, Parking(), self.meter, endless=endless)
+
+
 def stream_of(
     portions: Callable[[], Iterator[Portion]],
     wanted: int | Callable[[], int] = 3,
     *,
     let_go: Callable[[], object] = lambda: None,
     while_waiting: Callable[[], object] | None = None,
-) -> BatchStream:
+) -> Stream:
     """A stream of one epoch, which has begun."""
-    meter = Meter()
-    if while_waiting is not None:
-        meter.show = while_waiting
     how_many = wanted if callable(wanted) else lambda: wanted
     epochs = Epochs(Epoch(0, let_go), lambda *_: None)
-    stream = BatchStream(epochs, Assembly(lambda _: portions(), how_many), Parking(), meter, endless=False)
+    stream = Stream(epochs, Assembly(lambda _: portions(), how_many), endless=False)
+    if while_waiting is not None:
+        stream.meter.show = while_waiting
     assert stream.begin(lambda: False)
     return stream
 
 
 def endless_of(
     steps: int, after: Callable[[Any, Any], Any], wanted: int = 3, portion: Callable[..., Portion] = Manual
-) -> BatchStream:
+) -> Stream:
     """A stream of epochs of so many steps, of which the next one is as `after` says."""
 
     def portions(epoch: Any) -> Iterator[Portion]:
         for step in range(steps):
             yield portion(10 * epoch.number + step, epoch=epoch)
 
-    stream = BatchStream(
-        Epochs(Epoch(), after), Assembly(portions, lambda: wanted), Parking(), Meter(), endless=True
-    )
+    stream = Stream(Epochs(Epoch(), after), Assembly(portions, lambda: wanted), endless=True)
     assert stream.begin(lambda: False)
     return stream
 
@@ -443,14 +448,14 @@ def test_an_epoch_is_let_go_when_all_of_it_is_made_and_the_next_one_has_begun():
         return pending[step]
 
     stream = endless_of(2, lambda previous, _: epochs[previous.number + 1], 4, portion)
-    first = stream._epochs.first
+    first = stream.epochs.first
     assert first.calls == []
     assert [taken(stream), taken(stream)] == [0, 1]
     assert first.calls == ["let_go"], "its last batch is made"
     assert epochs[1].calls == []
     stream.close()
     assert first.calls == ["let_go", "end"]
-    assert stream._assembly.ended[:2] == [0, 1]
+    assert stream.assembly.ended[:2] == [0, 1]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -472,8 +477,8 @@ def test_a_batch_of_the_next_epoch_is_delivered_after_the_loader_came_to_it():
         with stream.waiting():
             one = stream.take(None)
         stream.deliver(one)
-        assert stream._epochs.progress.number == number
-    assert stream._epochs.came == [1, 2]
+        assert stream.epochs.progress.number == number
+    assert stream.epochs.came == [1, 2]
     stream.close()
 
 
@@ -499,22 +504,22 @@ def test_an_end_is_told_and_why():
 def test_an_epoch_of_which_nobody_asked_for_a_batch_is_taken_back():
     stream = stream_of(counting(2))
     stream.close()
-    assert stream._epochs.taken_back == [0]
-    assert "let_go" in stream._epochs.first.calls, "and not parked"
+    assert stream.epochs.taken_back == [0]
+    assert "let_go" in stream.epochs.first.calls, "and not parked"
     stream = stream_of(counting(2))
     with stream.waiting():
         pass
     stream.drop()
-    assert stream._epochs.taken_back == []
-    assert stream._epochs.first.calls == ["parked", "end"]
+    assert stream.epochs.taken_back == []
+    assert stream.epochs.first.calls == ["parked", "end"]
     assert stream.has_stopped
 
 
 def test_a_beginning_that_is_cancelled_begins_nothing():
-    stream = BatchStream(Epochs(Epoch(), None), None, Parking(), Meter(), endless=False)
+    stream = Stream(Epochs(Epoch(), None), None, endless=False)
     assert not stream.begin(lambda: True)
     stream.close()
-    assert stream._epochs.first.calls == []
+    assert stream.epochs.first.calls == []
 
 
 # errors
@@ -586,8 +591,8 @@ def test_an_error_arrives_after_the_batches_before_it(where, wanted):
         assert "fail" in [entry.name for entry in caught.traceback], "with its own traceback"
     assert stream.take(0) is None
     stream.fail()
-    assert stream._epochs.came == ["error"]
-    assert "let_go" in stream._epochs.first.calls, "and not parked"
+    assert stream.epochs.came == ["error"]
+    assert "let_go" in stream.epochs.first.calls, "and not parked"
 
 
 @PLACES
@@ -661,22 +666,15 @@ def test_who_waits_for_a_batch_shows_that_now_and_then_without_the_lock():
     calls = []
 
     def while_waiting() -> None:
-        is_free = []
-
-        def try_it() -> None:
-            if stream._lock.acquire(blocking=False):
-                is_free.append(1)
-                stream._lock.release()
-
-        in_another_thread(try_it)
-        assert is_free, "who waits for the lock may hold what this needs"
+        with held_by_another_thread(stream):  # who waits for its lock may hold what this needs
+            pass
         calls.append(1)
         if len(calls) == 3:
             pending.is_done.set()
 
     pending = Manual(is_done=False)
     stream = stream_of(of(pending), 1)
-    stream._meter.show = while_waiting
+    stream.meter.show = while_waiting
     assert numbers(stream) == [0]
     assert len(calls) == 3
 
@@ -684,10 +682,10 @@ def test_who_waits_for_a_batch_shows_that_now_and_then_without_the_lock():
 def test_what_a_wait_shows_may_fail():
     pending = Manual(is_done=False)
     stream = stream_of(of(pending), 1)
-    stream._meter.show = lambda: fail(FailingError)
+    stream.meter.show = lambda: fail(FailingError)
     with pytest.raises(FailingError):
         stream.take(None)
-    stream._meter.show = lambda: None
+    stream.meter.show = lambda: None
     stream.close()
     assert pending.cancelled == 1
 
@@ -949,9 +947,9 @@ def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(want
             taken(stream)
         if is_finished:
             assert stream.take(0) is None
-        epoch, ended = weakref.ref(stream._undelivered[0]), weakref.ref(stream)
+        epoch, ended = weakref.ref(stream.epochs.first), weakref.ref(stream)
         stream.close()
-        stream._epochs.first = stream._epochs.progress = None
+        stream.epochs.first = stream.epochs.progress = None
         wait_until(lambda: not any(ref() for ref in alive), "the batches to die")
         assert epoch() is None
         del stream

@@ -52,7 +52,7 @@ def test_a_gather_of_a_truncated_segment_names_it_and_others_can_be_gathered(cac
 
 
 def test_a_gather_of_a_segment_that_has_no_mapping_and_goes_names_it(cache, monkeypatch):
-    monkeypatch.setattr(mapped, "_most_mapped", 0)
+    monkeypatch.setattr(mapped, "_MOST_MAPPED", 0)
     with cache.snapshot() as snapshot:
         snapshot.map_all()
         name = damage(cache, Path.unlink)

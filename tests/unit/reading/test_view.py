@@ -286,7 +286,7 @@ def test_a_numpy_int_is_a_number_of_rows_and_a_closed_snapshot_says_so_at_once(c
 
 
 def test_segments_for_which_no_mapping_is_left_are_viewed_all_the_same(cache, monkeypatch):
-    monkeypatch.setattr(mapped, "_most_mapped", 2)
+    monkeypatch.setattr(mapped, "_MOST_MAPPED", 2)
     again = ac.Cache.open(cache.path)
     with Loader(again, 8, shuffle="blocks") as loader:
         loader.assert_zero_copy()

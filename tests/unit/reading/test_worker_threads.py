@@ -146,9 +146,17 @@ def test_an_idle_thread_keeps_nothing_of_what_it_ran(alone):
         gc.enable()
 
 
-def test_close_waits_for_the_current_functions_and_ends_the_threads(three):
+@pytest.fixture
+def new_threads():
+    """The living threads that were started since the test began."""
+    before = set(threading.enumerate())
+    return lambda: [thread for thread in threading.enumerate() if thread not in before]
+
+
+def test_close_waits_for_the_current_functions_and_ends_the_threads(new_threads, three):
     go_on, futures = blocked(three, 3)
-    threads = list(three._threads)
+    threads = new_threads()
+    assert len(threads) == 3
     closing = threading.Thread(target=three.close)
     closing.start()
     go_on.set()
@@ -158,9 +166,9 @@ def test_close_waits_for_the_current_functions_and_ends_the_threads(three):
     three.close()
 
 
-def test_close_waits_no_longer_than_it_may(alone, monkeypatch):
+def test_close_waits_no_longer_than_it_may(new_threads, alone, monkeypatch):
     go_on, (busy,) = blocked(alone)
-    (thread,) = alone._threads
+    (thread,) = new_threads()
     monkeypatch.setattr(module, "_JOIN_SECONDS", 0.0)
     alone.close()
     assert not busy.done()
@@ -170,13 +178,9 @@ def test_close_waits_no_longer_than_it_may(alone, monkeypatch):
     assert not thread.is_alive(), "it ends after its current function"
 
 
-def test_close_from_its_own_thread_does_not_wait_for_itself(alone):
-    future = alone.submit(alone.close)
-    threads = list(alone._threads)
-    future.result(module._JOIN_SECONDS / 2)
-    for thread in threads:
-        thread.join(DEADLINE_SECONDS)
-        assert not thread.is_alive()
+def test_close_from_its_own_thread_does_not_wait_for_itself(new_threads, alone):
+    alone.submit(alone.close).result(module._JOIN_SECONDS / 2)
+    wait_until(lambda: not new_threads(), "it to end")
 
 
 def test_close_before_the_first_function_is_harmless():
@@ -206,7 +210,7 @@ def test_where_threads_may_not_be_patient_they_work_as_ever(alone, monkeypatch):
     assert refused == ["arrowcache-worker-0"]
 
 
-def test_a_thread_that_cannot_be_started_is_tried_again_by_the_next(monkeypatch):
+def test_a_thread_that_cannot_be_started_is_tried_again_by_the_next(new_threads, monkeypatch):
     started = []
 
     def refuse(self: threading.Thread) -> None:
@@ -223,11 +227,10 @@ def test_a_thread_that_cannot_be_started_is_tried_again_by_the_next(monkeypatch)
             threads.submit(lambda: ran.append(1))
     monkeypatch.setattr(threading.Thread, "start", start)
     assert threads.submit(lambda: 7).result(DEADLINE_SECONDS) == 7
-    assert len(threads._threads) == 3
+    assert len(new_threads()) == 3
     assert ran == [], "what was refused is not run later"
-    started = list(threads._threads)
     threads.close()
-    assert not any(thread.is_alive() for thread in started)
+    assert not new_threads()
 
 
 def test_close_cancels_the_functions_that_no_thread_has_begun(alone):

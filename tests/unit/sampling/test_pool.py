@@ -1057,7 +1057,7 @@ def test_a_forked_child_answers_though_its_parent_had_the_pools_lock():
                 pass
             pool.stop()
 
-        with held_by_another_thread(pool._state.lock), in_child(body):
+        with held_by_another_thread(pool), in_child(body):
             pass
         published = pool.stats().segments
         pool.wait(segments=published + 2, timeout=DEADLINE_SECONDS)  # it goes on here

@@ -205,7 +205,7 @@ def test_a_change_of_the_counts_leaves_no_file_open(folder):
 def test_sweeping_takes_unlocked_parts_and_signs_and_nothing_else(folder):
     living, sign = folder.new_part(), folder.new_wait()
     dead = folder.new_part()
-    dead._file.close()
+    dead.file.close()
     retired = folder.retire(put(folder, segment_name(0, 1, "")))
     foreign = folder.incoming / "notes.txt"
     foreign.touch()
@@ -288,7 +288,7 @@ def test_waiting_writers_are_counted_while_they_live(folder):
     signs = [folder.new_wait() for _ in range(3)]
     assert folder.locked_incoming(".wait") == 3
     signs[0].discard()
-    signs[1]._file.close()
+    signs[1].file.close()
     assert folder.locked_incoming(".wait") == 1
     signs[2].discard()
 

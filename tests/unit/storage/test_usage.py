@@ -14,9 +14,14 @@ from arrowcache.storage.usage import Usage
 
 
 @pytest.fixture
-def usage(tmp_path):
+def store(tmp_path):
     with make_cache(tmp_path / "cache", capacity="10MB", segment_bytes="1MB") as cache:
-        yield cache.store.usage
+        yield cache.store
+
+
+@pytest.fixture
+def usage(store):
+    return store.usage
 
 
 def seqs(*numbers: int) -> np.ndarray:
@@ -46,10 +51,11 @@ def test_a_count_never_turns_over(usage):
     assert usage.served(seqs(0, 1, 2)).tolist() == [2**32 - 1, 2**32 - 1, 0]
 
 
-def test_seqs_over_the_end_of_the_places_are_counted_from_the_beginning(usage):
+def test_seqs_over_the_end_of_the_places_are_counted_from_the_beginning(store):
+    usage = store.usage
     around = seqs(USAGE_SEQS - 1, USAGE_SEQS, USAGE_SEQS + 1)
-    usage._folder.usage.unlink()  # a sparse file so long is more than some file systems take
-    usage._folder.complete()
+    store.folder.usage.unlink()  # a sparse file so long is more than some file systems take
+    store.folder.complete()
     usage.count_epoch(around[1:], 7)
     assert usage.served(around[1:]).tolist() == [7, 7]
     assert usage.served(seqs(0, 1)).tolist() == [7, 7]
@@ -72,10 +78,11 @@ def test_what_is_evicted_unread_is_told_from_what_was_served(usage):
     assert (record.evicted_segments, record.evicted_rows, record.unread_rows) == (3, 70, 50)
 
 
-def test_the_disk_gets_the_counts_of_evicted_segments_back(usage):
+def test_the_disk_gets_the_counts_of_evicted_segments_back(store):
+    usage = store.usage
     counted = np.arange(20_000)
     usage.count_epoch(counted, 1)
-    with open(usage._folder.usage, "rb") as file:
+    with open(store.folder.usage, "rb") as file:
         os.fsync(file.fileno())  # a file system may allocate late
         before = os.fstat(file.fileno()).st_blocks
         for first in range(0, 19_000, 50):

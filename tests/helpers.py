@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -275,6 +276,8 @@ def in_child(body: Callable[[], None]) -> Iterator[int]:
     pid = os.fork()
     if pid == 0:
         code = 1
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(DEADLINE_SECONDS))  # its end, if it hangs
         try:
             body()
             code = 0

@@ -203,8 +203,6 @@ def locked(cache: ac.Cache) -> Iterator[Child]:
         came = ids_of([next(epoch)])
 
         def child() -> None:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(int(DEADLINE_SECONDS))  # its end, if it hangs
             assert loader.stats().batches == 1
             with pytest.raises(ValueError, match=FORKED):
                 next(epoch)
@@ -232,8 +230,6 @@ def measuring(cache: ac.Cache) -> Iterator[Child]:
         return sysconf(name)
 
     def child() -> None:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(DEADLINE_SECONDS))  # its end, if it hangs
         with ac.Loader(cache, 16) as own:
             assert sorted(ids_of(own)) == IDS
 

@@ -17,7 +17,7 @@ SEAMS = (
     "engine.library.", "engine.quick.", "arrowcache.torch.device.backend_of.",  # native code, devices
 )  # fmt: skip
 """What may be patched: calls of files, of the clock, of processes, of the kernel and of other libraries."""
-SIZES_AND_CLOCKS = re.compile(r"_?[A-Z][A-Z_]*|time|resource")
+CONSTANTS_AND_CLOCKS = re.compile(r"_?[A-Z][A-Z_]*|time|resource")
 """So may constants, or a large size and a long wait would take much of either, and a module's clock.
 
 Constants may be read, too.
@@ -58,7 +58,7 @@ def reads(tree: ast.AST) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and is_private(node.attr)
-        and not SIZES_AND_CLOCKS.fullmatch(node.attr)
+        and not CONSTANTS_AND_CLOCKS.fullmatch(node.attr)
         and node.attr not in own
         and ast.unparse(node.value) not in ("self", "cls", "os", "sys")
     ]
@@ -73,7 +73,7 @@ def patches(tree: ast.AST) -> list[str]:
         and ast.unparse(node.func).endswith("patch.setattr")
         and node.args
         and not f"{_target(node)}.".startswith(SEAMS)
-        and not SIZES_AND_CLOCKS.fullmatch(_target(node).rpartition(".")[2])
+        and not CONSTANTS_AND_CLOCKS.fullmatch(_target(node).rpartition(".")[2])
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -118,21 +117,17 @@ def test_a_gather_of_nothing_has_ended():
 
 @pytest.fixture
 def copies(monkeypatch):
-    """The number of columns whose values began to be copied."""
-    begun = Counter()
+    """What began to copy the values of a column, as often as it did."""
+    begun = []
 
-    def counted(name):
-        begins = getattr(engine, name)
+    def noted(name, begins):
+        monkeypatch.setattr(
+            engine, name, lambda *arguments, **options: begun.append(name) or begins(*arguments, **options)
+        )
 
-        def begin(*arguments, **options):
-            begun["copies"] += 1
-            return begins(*arguments, **options)
-
-        monkeypatch.setattr(engine, name, begin)
-
-    counted("copy_values")
-    counted("read_values")
-    return lambda: begun["copies"]
+    noted("copy_values", engine.copy_values)
+    noted("read_values", engine.read_values)
+    return begun
 
 
 def test_values_that_were_found_are_copied_without_a_take(segment, copies):
@@ -140,9 +135,9 @@ def test_values_that_were_found_are_copied_without_a_take(segment, copies):
     gather = texts_of(segment, range(8))
     gather.found.take(DEADLINE_SECONDS)
     gather.go_on()
-    assert copies() == 1
+    assert len(copies) == 1
     gather.go_on()
-    assert copies() == 1, "once"
+    assert len(copies) == 1, "once"
     assert gather.take(DEADLINE_SECONDS)
     assert gather.column() == TEXTS
 
@@ -151,7 +146,7 @@ def test_what_was_not_found_yet_is_not_copied(no_threads, copies):
     values = texts_of(Segment(is_cold=True), range(8))
     gather = gather_of(values)
     gather.go_on()
-    assert copies() == 0
+    assert copies == []
     assert not gather.take(0)
     assert gather.wait().values() == {"text": TEXTS}
 
@@ -191,7 +186,7 @@ def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value
         with pytest.raises(CorruptSegmentError, match="offsets of column 'text' point out of their file"):
             gather.take(0)
     gather.cancel()
-    assert copies() == 0
+    assert copies == []
 
 
 def test_a_text_that_is_none_is_found():
@@ -279,4 +274,4 @@ def test_after_it_was_cancelled_no_values_are_copied(no_threads, copies, is_take
     gather = gather_of(values)
     gather.cancel()
     gather.go_on()
-    assert copies() == 0
+    assert copies == []

@@ -160,14 +160,11 @@ def stream_of(
     wanted: int | Callable[[], int] = 3,
     *,
     let_go: Callable[[], object] = lambda: None,
-    while_waiting: Callable[[], object] | None = None,
 ) -> Stream:
     """A stream of one epoch, which has begun."""
     how_many = wanted if callable(wanted) else lambda: wanted
     epochs = Epochs(Epoch(0, let_go), lambda *_: None)
     stream = Stream(epochs, Assembly(lambda _: portions(), how_many), endless=False)
-    if while_waiting is not None:
-        stream.meter.show = while_waiting
     assert stream.begin(lambda: False)
     return stream
 

@@ -51,8 +51,7 @@ def test_a_count_never_turns_over(usage):
     assert usage.served(seqs(0, 1, 2)).tolist() == [2**32 - 1, 2**32 - 1, 0]
 
 
-def test_seqs_over_the_end_of_the_places_are_counted_from_the_beginning(store):
-    usage = store.usage
+def test_seqs_over_the_end_of_the_places_are_counted_from_the_beginning(store, usage):
     around = seqs(USAGE_SEQS - 1, USAGE_SEQS, USAGE_SEQS + 1)
     store.folder.usage.unlink()  # a sparse file so long is more than some file systems take
     store.folder.complete()
@@ -78,8 +77,7 @@ def test_what_is_evicted_unread_is_told_from_what_was_served(usage):
     assert (record.evicted_segments, record.evicted_rows, record.unread_rows) == (3, 70, 50)
 
 
-def test_the_disk_gets_the_counts_of_evicted_segments_back(store):
-    usage = store.usage
+def test_the_disk_gets_the_counts_of_evicted_segments_back(store, usage):
     counted = np.arange(20_000)
     usage.count_epoch(counted, 1)
     with open(store.folder.usage, "rb") as file:

@@ -316,6 +316,7 @@ def python_raises_it():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.no_cover
 def test_ctrl_c_is_raised_once_the_block_has_ended(python_raises_it):
     steps = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
@@ -328,6 +329,7 @@ def test_ctrl_c_is_raised_once_the_block_has_ended(python_raises_it):
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+@pytest.mark.no_cover
 def test_ctrl_c_waits_though_another_thread_gets_the_signal(python_raises_it):
     """Python has it raised in the main thread, whichever thread the kernel gave it to."""
     is_over, steps = threading.Event(), []
@@ -347,6 +349,7 @@ def test_ctrl_c_waits_though_another_thread_gets_the_signal(python_raises_it):
     thread.join()
 
 
+@pytest.mark.no_cover
 def test_an_error_of_the_block_is_seen_beside_ctrl_c(python_raises_it):
     def work() -> None:
         with shielded():

@@ -773,6 +773,7 @@ def press_in_a_cancel(number: int, released: list[str]) -> None:
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("held", [held_copy, held_read])
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "is left behind"])
 def test_ctrl_c_while_a_job_is_waited_for_comes_once_that_is_over(held, ends, pages, monkeypatch, released):
@@ -796,6 +797,7 @@ def test_ctrl_c_while_a_job_is_waited_for_comes_once_that_is_over(held, ends, pa
             assert frames() is None, "nothing of the interrupt keeps it"
 
 
+@pytest.mark.no_cover
 def test_ctrl_c_while_a_job_that_is_dropped_is_waited_for_is_lost(pages, monkeypatch, released):
     """A finalizer has nobody to tell of it."""
     with threads(1), ThreadPoolExecutor(1) as pool:
@@ -833,6 +835,7 @@ def wait_until_it_waits(number: int, released: list[str], function: str = "engin
     wait_until(lambda: task.read_text().rpartition(")")[2].split()[0] == "S", "it to sleep")
 
 
+@pytest.mark.no_cover
 def test_ctrl_c_ends_a_wait_for_a_read_at_once(pages, released):
     main, number = threading.get_ident(), threading.get_native_id()
 

@@ -90,6 +90,7 @@ def ctrl_c_in_a_wait(monkeypatch: pytest.MonkeyPatch, pages: SlowPages) -> Itera
         pages.let_go()
 
 
+@pytest.mark.no_cover
 def test_ctrl_c_in_a_gather_waits_for_no_disk(cache, pages, monkeypatch):
     out = {"image": slow(pages, 8 * 1024).view(np.float32).reshape(8, 16, 16)}
     snapshot = cache.snapshot()
@@ -103,6 +104,7 @@ def test_ctrl_c_in_a_gather_waits_for_no_disk(cache, pages, monkeypatch):
     assert mapped_seqs(cache) == []
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("make", [ac.Loader, TorchLoader])
 @pytest.mark.parametrize("shuffle", ["rows", "window"])
 def test_ctrl_c_in_a_step_waits_for_no_disk(cache, pages, monkeypatch, make, shuffle):

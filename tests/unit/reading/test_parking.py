@@ -290,6 +290,7 @@ def test_reading_changes_no_page_of_the_files(cache):
     assert [path.read_bytes() for path in segment_files(cache)] == before
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("of", ["parking", "threads"])
 def test_a_thread_that_begins_late_after_ctrl_c_is_not_started_twice(of, monkeypatch):
     """Joining one that was failed now and then, and left another one."""

@@ -978,6 +978,7 @@ def test_ctrl_c_at_any_step_of_a_pool_leaves_one_that_stops():
         assert engine.ends or not engine.tasks, interrupt.where
 
 
+@pytest.mark.no_cover
 def test_a_stop_that_ctrl_c_cut_short_is_done_by_the_next_one():
     begun, go_on = threading.Event(), threading.Event()
 

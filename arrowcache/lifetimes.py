@@ -48,6 +48,22 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
         del error  # its traceback has this frame
 
 
+class Closable:
+    """An object that is closed at the end of its `with` block."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 # fork
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from arrowcache.lifetimes import Origin
+from arrowcache.lifetimes import Closable, Origin
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
@@ -30,8 +29,6 @@ from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from arrowcache.reading.workers.remote import RemoteAssembly
 
 _CLOSED = "the loader is closed: make a new one"
@@ -43,7 +40,7 @@ _NO_DATASET = (
 )
 
 
-class Loader:
+class Loader(Closable):
     """Batches of a cache's rows: `dict[str, ndarray]`; each `for` is an epoch over a new snapshot.
 
     Args:
@@ -264,14 +261,6 @@ class Loader:
             self._parking = None
         self._epochs.close()
         self._meter.show_on(None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __len__(self) -> int:
         """Raises: TypeError: a loader has no length. The message also helps users of a DataLoader."""

@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.lifetimes import Closable
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.origin import Coverage, FileRows, has_place, origins_of, task_of
 from arrowcache.storage.store import RoomPolicy, Store
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class Imported:
         return Imported(self.rows - segment.rows, self.segments - 1, nbytes)
 
 
-class Ingest:
+class Ingest(Closable):
     """One import's builder, and what is known of its files; a context manager that discards what is pending.
 
     Args:
@@ -177,11 +174,3 @@ class Ingest:
     def store(self) -> Store | None:
         """The cache, or None while it was not needed."""
         return self._store
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -224,7 +224,7 @@ class Dispatcher:
 
 def failed(task: Task, error: BaseException) -> tuple[Task, Done]:
     """Return the entry of `collect` for a task that its engine lost."""
-    return task, failure(task, error, 0.0)
+    return task, failure(task, error)
 
 
 def shut_down(state: PoolState, thread: threading.Thread) -> None:

@@ -941,7 +941,7 @@ class Engine:
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
         time.sleep(0.01)
         begun, self.begun = self.begun, []
-        return [(task, Done(task.number, 1, 1, 0.0, 0.0)) for task in begun]
+        return [(task, Done(task.number, 1, 1)) for task in begun]
 
     def drawn_rows(self) -> int:
         return 0

@@ -1,8 +1,8 @@
 """Options: the arguments of a loader, checked, as one frozen value.
 
-`Loader` documents each argument, and spells them out for readers and editors. All other faces pass on keyword
-arguments of the types below; `spelled_out` has `help()` and completion show them one by one. Code behind
-a face never takes a single option: it takes the value.
+`Loader` documents each argument. All faces take keyword arguments of the types below; `spelled_out` has
+`help()` and completion show them one by one. Code behind a face never takes a single option: it takes the
+value.
 """
 
 from __future__ import annotations

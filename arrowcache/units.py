@@ -84,6 +84,11 @@ def as_int(value: object) -> int:
     return operator.index(value)  # type: ignore[arg-type]  # it raises TypeError itself
 
 
+def shortened(text: str, most: int) -> str:
+    """Print at most `most` characters, with "..." in place of others."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def format_bytes(nbytes: float) -> str:
     """Print a size with a binary unit: 67108864 -> "64.0 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -27,6 +27,7 @@ from arrowcache.arrow.schema import (
     VariableType,
 )
 from arrowcache.errors import SchemaError
+from arrowcache.units import shortened
 
 
 def infer_type(name: str, value: object) -> FieldType:
@@ -269,5 +270,4 @@ def _describe(value: object) -> str:
 
 
 def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(repr(value), 60)

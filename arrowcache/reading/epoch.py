@@ -12,7 +12,7 @@ unless its process was killed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -292,17 +292,6 @@ class Epochs:
         Blocks, Returns, Raises: as `begin`.
         """
         return self._begin(previous.number + 1, None, wait, ahead=True)
-
-    def look_ahead(self) -> Iterator[None]:
-        """Look at published segments in advance, one slice a `next`: the next epoch begins sooner."""
-        yield from self._store.look_ahead()
-
-    def take_ahead(self) -> Iterator[None]:
-        """Take the snapshot for `begin_after`, one slice each `next`; `drop_ahead` releases it."""
-        yield from self.supply.take_ahead()
-
-    def drop_ahead(self) -> None:
-        self.supply.drop()
 
     def take_back(self, epoch: Epoch) -> None:
         """Let the next epoch be this one, which was begun and of which no batch was asked for."""

@@ -305,7 +305,7 @@ class BatchStream:
         self._cancel_begun()
         self._error, self._portions = None, iter(())
         self._slices = self._looks = iter(())
-        self._epochs.drop_ahead()
+        self._epochs.supply.drop()
 
     def _cancel_begun(self) -> None:
         for begun in self.begun:
@@ -322,8 +322,9 @@ class BatchStream:
         """Begin to make portions of an epoch, the newest one."""
         self._portions, self._left = self._assembly.portions(epoch, awaited=awaited), epoch.order.steps
         if self._endless and _is_large(epoch):
-            self._looks = self._epochs.look_ahead()
-            self._slices = itertools.chain(self._looks, self._epochs.take_ahead())
+            supply = self._epochs.supply
+            self._looks = supply.store.look_ahead()
+            self._slices = itertools.chain(self._looks, supply.take_ahead())
 
     def _begin_next_epoch(self) -> bool:
         """Begin the epoch after the newest one. Returns: False: there is none, or it is too early."""
@@ -343,7 +344,7 @@ class BatchStream:
             try:
                 following = self._epochs.begin_after(newest)
             finally:
-                self._epochs.drop_ahead()
+                self._epochs.supply.drop()
             self._has_to_wait = following is None
         if self._has_to_wait:
             if is_busy or not self._may_wait:

@@ -161,9 +161,6 @@ class Mutex:
 
     Either may run in the thread at work. There a plain lock would make it wait for ever, and a reentrant one
     would show it the work half done. A finalizer calls `tell`; a handler gets an error.
-
-    Args:
-        work: name of the work, for the message.
     """
 
     def __init__(self, work: str) -> None:
@@ -179,12 +176,10 @@ class Mutex:
 
     @property
     def is_held(self) -> bool:
-        """True while a thread is at work."""
         return self._holder != 0
 
     @property
     def is_here(self) -> bool:
-        """True while this thread is at work."""
         return self._holder == threading.get_ident()
 
     @contextmanager

@@ -20,7 +20,6 @@ def parse_bytes(size: int | str, name: str) -> int:
 
     Args:
         size: bytes, or text with B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (1024).
-        name: the argument's name, for the message.
     Raises: ValueError: not a size, or not positive. TypeError: neither int nor text.
     """
     if isinstance(size, str):
@@ -59,7 +58,6 @@ def parse_count(value: object, name: str, least: int = 1, most: int | None = MOS
     """Check a count: any type of int, such as NumPy's.
 
     Args:
-        name: the argument's name, for the message.
         most: None means no limit.
     Raises: TypeError: not an int. ValueError: below `least`, above `most`, or a bool.
     """

@@ -82,7 +82,6 @@ class Form(NamedTuple):
     paged: bool = False
 
     def encode(self, columns: Mapping[str, Column]) -> EncodedSegment:
-        """As the function `encode`."""
         return encode(self.schema, columns, paged=self.paged)
 
     def bytes_bound(self, rows: int) -> int:

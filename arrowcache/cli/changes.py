@@ -164,7 +164,6 @@ def _row(total: Imported) -> Amounts:
 
 
 def _report(store: Store, changes: Mapping[str, Amounts], json: bool) -> None:
-    """Summarize changes, and the present content of the cache."""
     stats = store.stats()
     counts = {**changes, "held now": (stats.rows, stats.segments, stats.published_bytes)}
     columns = ("rows", "segments", "bytes")
@@ -186,8 +185,6 @@ def _shown(nbytes: int | None) -> int | str | None:
 
 
 class Import(Protocol):
-    """An import of any kind of files."""
-
     @property
     def imported(self) -> Imported: ...
 

@@ -76,7 +76,6 @@ class Epoch:
         self._is_let_go = False
 
     def begin(self, plan: Plan, order: Order) -> None:
-        """Set the plan and the order; then the epoch has begun."""
         self.plan, self.order, self._is_in_order = plan, order, plan.is_in_order
 
     # what the cache counts
@@ -100,7 +99,6 @@ class Epoch:
         self._passes = None
 
     def serve(self, rows: int) -> None:
-        """Count rows to be served."""
         if self._supply.is_paced:
             with self._supply.store.locked():
                 self._supply.store.usage.add_served(rows)
@@ -175,13 +173,7 @@ class Epoch:
 
 
 class Epochs:
-    """Begins one epoch after another.
-
-    Args:
-        store: the cache's store.
-        options: options of every epoch.
-        meter: counts the wait.
-    """
+    """Begins one epoch after another."""
 
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         self._store, self._options, self._meter = store, options, meter

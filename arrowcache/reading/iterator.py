@@ -27,7 +27,6 @@ class EpochIterator:
     Threads that share it take turns: each batch goes to one of them.
 
     Args:
-        timeout_seconds: longest wait of a step. None means no limit.
         finish: converts each batch; a method of the loader, which so lives as long as this.
     """
 

@@ -61,14 +61,12 @@ class _MappedTable(NamedTuple):
         return self.seqs.searchsorted(wanted[are_among(wanted, self.seqs)])
 
     def entries(self, lines: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the entries for `SegmentRows.put` of some lines."""
         return entries_of(self.words[lines], self.layouts[lines])
 
     def files(self, lines: NDArray[np.int64]) -> maps.Files:
         return maps.Files(self.words, lines, self)
 
     def some(self, lines: NDArray[Any]) -> _MappedTable:
-        """Return the table of some lines."""
         return _MappedTable(*[column[lines] for column in self])
 
     def plus(self, more: _MappedTable) -> _MappedTable:
@@ -92,11 +90,7 @@ class Claim:
 
 
 class MappedSegments:
-    """The mapped segments of one cache in this process. Thread-safe.
-
-    Args:
-        settings: the cache's settings.
-    """
+    """The mapped segments of one cache in this process. Thread-safe."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._kind = settings, (settings.schema, settings.segment_bytes)
@@ -212,7 +206,6 @@ class MappedSegments:
         return is_known, table.entries(lines[is_right])
 
     def layout_of(self, seq: int) -> Layout:
-        """The layout of a segment that was mapped."""
         table = self._table
         layout: Layout = table.keeps[table.lines([seq])[0], 0]
         return layout
@@ -230,7 +223,6 @@ class MappedSegments:
 
         Args:
             segments: segments whose bytes need no check.
-            store: the caller's store, whose folder has the files.
         """
         kinds: dict[tuple[int, int], list[SegmentInfo]] = {}
         for segment in segments:
@@ -274,7 +266,6 @@ class MappedSegments:
         """Map and check an acquired segment, if it is not mapped yet; only check it where no mapping is left.
 
         Args:
-            store: the caller's store, whose folder has the file.
             check_bytes: check its bytes too, also if another reader mapped it without.
         Returns: the entry for `SegmentRows.put`.
         Raises: CorruptSegmentError: says what is wrong; only other readers may have it mapped then.

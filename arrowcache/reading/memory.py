@@ -201,7 +201,6 @@ class SharedBuffers:
         return np.frombuffer(self._memory, np.uint8, nbytes, offset)
 
     def free(self, memory: NDArray[np.uint8]) -> None:
-        """Give back memory from `allocate`."""
         self._allocated_bytes -= in_pages(memory.nbytes)
         self._release(self.offset(memory.ctypes.data), size_class(memory.nbytes))
 
@@ -217,7 +216,6 @@ class SharedBuffers:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Return the address of a mapping's first byte."""
     return int(np.frombuffer(memory, np.uint8, 1).ctypes.data)
 
 

@@ -71,7 +71,6 @@ class LoaderOptions:
     """The arguments of `Loader`, with its defaults, and values derived from them for a cache.
 
     Args:
-        settings: settings of the cache.
         may_view: batches may be views of the cache's files.
     Raises: ValueError, TypeError: an argument that does not fit.
     """

@@ -41,9 +41,6 @@ class Patience:
     """One wait. It ends after the timeout without rows, and without a sampler that draws some.
 
     Args:
-        supply: finds the rows.
-        options, world_size: options and ranks of the epoch.
-        meter: counts the wait.
         with_ranks: also try again after other ranks of the job changed something.
     """
 

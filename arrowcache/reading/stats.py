@@ -219,7 +219,6 @@ class Meter:
         self.show()
 
     def show(self) -> None:
-        """Bring the panel up to date."""
         panel = self._panel
         if panel is None or not panel.is_open:  # such as in a forked child
             return
@@ -291,7 +290,6 @@ class Meter:
         return Waiting(self)
 
     def deliver(self, made: ReadyBatch) -> None:
-        """Count a batch that went to the consumer."""
         with self._lock:
             self.batches += 1
             self.rows += made.rows
@@ -310,7 +308,6 @@ class Meter:
             self.left_out_rows = left_out_rows
 
     def hold_up(self, seconds: float) -> None:
-        """Count seconds that writers waited for room that the loader leases."""
         with self._lock:
             self.held_up_seconds += seconds
 

@@ -51,10 +51,6 @@ class BatchStream:
     """A stream of batches. Thread-safe: one thread at a time takes batches; any may end the stream meanwhile.
 
     Args:
-        epochs: begins epochs, and records which one is delivered.
-        assembly: makes portions of them.
-        parking: keeps the last epoch's snapshot for a second.
-        meter: counts deliveries and waits.
         endless: begin the next epoch when the last batch of one is under way.
     """
 
@@ -252,7 +248,6 @@ class BatchStream:
     # portions
 
     def _begin_portions(self) -> None:
-        """Begin portions until enough batches are under way."""
         for begun in self.begun:
             if begun.is_in_parts:
                 begun.go_on()
@@ -405,7 +400,6 @@ def _is_large(epoch: Epoch) -> bool:
 
 
 def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
-    """Return the error of a step whose batch did not come in time."""
     return LoaderTimeoutError(
         f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
         "raise timeout, or look at loader.stats().advice"

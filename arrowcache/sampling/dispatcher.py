@@ -201,7 +201,6 @@ class Dispatcher:
         self._bar.update(done.rows > 0)
 
     def _fail(self, task: Task, done: Done) -> None:
-        """Try again later, or give up."""
         state = self._state
         if state.stopping:
             return

@@ -84,7 +84,6 @@ class Task:
 
     @property
     def task_name(self) -> str:
-        """The task's name in the segment's file name."""
         return f"{self.pool}.{self.number}"
 
 
@@ -131,7 +130,6 @@ def _pickled_sampler(task: Task) -> bytes | None:
 
 
 def failure(task: Task, error: BaseException) -> Done:
-    """Return the result of a task that raised."""
     text = "".join(traceback.format_exception(error))
     return Done(task.number, error=text, refused=isinstance(error, PermissionError))
 

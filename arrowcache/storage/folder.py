@@ -95,7 +95,6 @@ class PartFile:
         os.utime(self.file.fd)
 
     def info(self, segment_name: str) -> SegmentInfo | None:
-        """The segment that it is under this name."""
         return _info(segment_name, os.fstat(self.file.fd))
 
     def link(self, path: Path) -> None:
@@ -150,7 +149,6 @@ class RanksFile:
         os.pwrite(self._file.fd, line, os.fstat(self._file.fd).st_size)
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
         self._file.close()
 
 
@@ -358,7 +356,6 @@ class Folder:
         return sorted(name for name in _plain(self.quarantine) if layout.parse_segment_name(name))
 
     def quarantined_bytes(self) -> int:
-        """Allocated bytes of quarantine/."""
         return sum(allocated for _, allocated, _ in _files(self.quarantine))
 
     def incoming_bytes(self) -> int:

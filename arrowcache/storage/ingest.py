@@ -41,12 +41,10 @@ class Ingest(Closable):
     """One import's builder, and what is known of its files; a context manager that discards what is pending.
 
     Args:
-        settings: the cache's.
         store: opens the cache, or makes it: called when the first segment is ready, or it is asked what is
             there.
         kind: of the files: "parquet" or "tfrecord".
         again: 8 hex digits: take in also what is there; "": only what is missing.
-        policy: what to do while there is no room.
         before: called before each publish; what it raises ends the import.
     """
 

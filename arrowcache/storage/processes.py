@@ -74,7 +74,6 @@ def _role(words: Sequence[str]) -> str:
 
 
 def _words(pid: int) -> list[str]:
-    """The words of a command; none if it is gone."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -114,7 +113,6 @@ def started(pid: int) -> float | None:
 
 
 def open_files() -> Iterator[OpenFile]:
-    """All descriptors of all processes of this user."""
     for name in os.listdir("/proc"):
         if not name.isdecimal():
             continue

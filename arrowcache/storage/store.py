@@ -454,7 +454,6 @@ class Store:
         )
 
     def set_pace(self, pace: Pace | None) -> None:
-        """Change the pace for all processes."""
         with self.locked():
             self.refresh_settings()
             self.usage.begin_pace()  # first: who is killed in between leaves the pace that was
@@ -676,7 +675,6 @@ class Store:
         return sum(segment.allocated_bytes for segment in listed if segment.seq < oldest_leased)
 
     def stats(self) -> CacheStats:
-        """Count; takes cache.lock as `survey` does."""
         return self.survey().stats
 
     def survey(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Survey:

@@ -102,7 +102,6 @@ def quarantine(store: Store, segment: SegmentInfo, error: CorruptSegmentError) -
 
 
 def _isolate(store: Store, segment: SegmentInfo, reason: str) -> tuple[bool, str]:
-    """Move it. Returns: True if it moved, and a word for the warning."""
     folder = store.folder
     with store.locked(), LockFile(folder.lease_lock) as file:
         if not file.try_range(segment.seq, 1, exclusive=True):

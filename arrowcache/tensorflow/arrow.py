@@ -62,13 +62,7 @@ def arrow_dataset(
     rooms: Rooms,
     read: Callable[..., Any],
 ) -> Any:
-    """Return a dataset of dicts; each of its iterations is an epoch of a loader.
-
-    Args:
-        loader: loader whose batches have these columns.
-        fixed: columns that the loader gathers into `rooms`.
-        read: tensorflow-io's op.
-    """
+    """Return a dataset of dicts; each of its iterations is an epoch of a loader."""
     files, assemble = wires_of(columns, fixed), partial(assemble_columns, columns, fixed)
     nothing = _file_of_nothing()
     end = np.full(len(files), nothing.address, np.uint64), np.full(len(files), nothing.size, np.int64)
@@ -109,7 +103,6 @@ def _file_of_nothing() -> pa.Buffer:
 
 
 def _rows_of(read: Callable[..., Any], wires: Sequence[TensorPart], address: Any, nbytes: Any) -> Any:
-    """Return the rows of an Arrow file in memory, as a dataset."""
     types, shapes = [wire.dtype for wire in wires], [tf.TensorShape(wire.shape) for wire in wires]
     variant = read(
         address,

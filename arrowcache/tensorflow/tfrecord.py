@@ -233,7 +233,6 @@ def _distinct(files: Sequence[str]) -> list[str]:
 
 
 def _ends(path: str) -> str:
-    """Return the digest of a file's beginning and end."""
     with tf.io.gfile.GFile(path, "rb") as file:
         begins = file.read(_END_BYTES)
         file.seek(max(0, file.size() - _END_BYTES))

@@ -44,8 +44,6 @@ class BatchSource(Protocol):
 
 @dataclass(slots=True)
 class DeliveryCounts:
-    """Counts of delivered batches, and of waits for them."""
-
     batches: int = 0
     stall_seconds: float = 0.0
     device_seconds: float = 0.0
@@ -55,7 +53,6 @@ class Iteration:
     """The consumer's iterator over the batches of one pass.
 
     Args:
-        lanes: lanes of the devices.
         alone: calls a function while only this thread uses the lanes, or raises an error that says why not.
             It keeps their owner alive.
         is_split: True if each device gets a part of each batch; a list of the parts is lent.
@@ -155,7 +152,6 @@ class Iteration:
         return batch if self._is_split else batch[0]
 
     def _stop(self) -> NoReturn:
-        """Raise the reason why no batch comes."""
         error, self._error = self._error, None
         try:
             if error is not None and not isinstance(error, StopIteration):

@@ -15,11 +15,7 @@ from multiprocessing.connection import wait
 
 
 class ParentWatch:
-    """A `worker_init_fn`: it makes the worker end with its parent, then calls the user's function.
-
-    Args:
-        then: the user's function, or None.
-    """
+    """A `worker_init_fn`: it makes the worker end with its parent, then calls the user's function."""
 
     def __init__(self, then: Callable[[int], object] | None = None) -> None:
         self._then = then

@@ -75,8 +75,6 @@ class DrawnRows(list[int]):
     A list of row ids in that snapshot's numbering, which only CacheDataset can read.
 
     Args:
-        snapshot: name of the snapshot.
-        step: number of the batch in its epoch.
         ids: (rows,) int64.
         oldest: number of the oldest segment that this batch or a later one needs.
         left: batches of the epoch after this one.
@@ -98,7 +96,6 @@ class DrawnRows(list[int]):
 
     @property
     def arrival(self) -> Arrival:
-        """Return the key and step by which `delivered` knows this batch."""
         return self.snapshot.key, self.step
 
     def read(self, columns: tuple[str, ...], store: Store) -> ColumnArrays:
@@ -137,7 +134,6 @@ class OwnedEpoch:
 
     Args:
         store, epoch: their store and epoch; this object ends the epoch.
-        batch_size: rows of a batch, at most.
         slots: memory for batches, by columns: kept by the caller for later epochs.
     """
 

@@ -43,9 +43,6 @@ def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 def to_tensor(values: Any, kind: FieldType | None) -> Any:
     """Return a column of a batch as a tensor over the same memory; lists and tensors are returned unchanged.
 
-    Args:
-        values: a column of a NumPy loader, or of the result of a transform.
-        kind: the column's type, or None for a column that a transform added.
     Raises: as `tensor_over`.
     """
     if isinstance(values, Values):

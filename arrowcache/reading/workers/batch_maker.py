@@ -50,8 +50,6 @@ class BatchMaker:
     """Makes batches.
 
     Args:
-        slots: memory for batches.
-        settings: settings from the main process' RemoteAssembly.
         transform: packed transform; empty means none.
     """
 
@@ -99,7 +97,6 @@ class BatchMaker:
                 self._snapshot.map_ahead()
 
     def drop(self) -> None:
-        """Release an epoch that has ended."""
         if self._snapshot is not None and self._slots.is_over(self._epoch):
             self._snapshot.close()
             self._snapshot = None

@@ -77,10 +77,6 @@ class WorkerPool:
     """Worker processes. Thread-safe.
 
     `end` and `close` may be called by finalizers, at any point of any thread: they wait for no lock.
-
-    Args:
-        size: the number of processes.
-        settings, transform: for the processes; see batch_maker.py.
     """
 
     def __init__(self, size: int, settings: Message, transform: bytes) -> None:
@@ -145,7 +141,6 @@ class WorkerPool:
         return request
 
     def end(self, epoch: int) -> None:
-        """Stop making batches for an epoch, and for all before it."""
         self._ended = max(self._ended, epoch)
         for worker in list(self._workers):
             worker.end_epoch(self._ended)
@@ -260,7 +255,6 @@ class WorkerPool:
         return False
 
     def _serve(self, worker: WorkerHandle) -> None:
-        """Handle a worker's messages until its end."""
         try:
             with self._mutex.held():
                 self._workers.append(worker)

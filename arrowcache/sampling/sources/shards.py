@@ -112,7 +112,6 @@ class WebDatasetShards(Source):
         return self._store.name(shard.path)
 
     def _samples(self, shard: ListedFile) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard, in order, decoded."""
         name = self._name(shard)
         if shard.nbytes % tarfile.BLOCKSIZE:  # within a header, tarfile would take it for the end
             raise _damaged(name, f"it has {shard.nbytes} bytes, and tar has blocks of {tarfile.BLOCKSIZE}")

@@ -158,7 +158,6 @@ class SegmentBuilder:
         return self.form.encode(columns)
 
     def _used_bytes(self) -> dict[str, int]:
-        """Of each variable-length column: bytes of the rows that are taken."""
         return {name: int(self._offsets[name][self.rows]) * n for name, n in self._element_bytes.items()}
 
     def _append(self, name: str, data: memoryview) -> None:

@@ -66,7 +66,6 @@ class EpochIterator:
         return batch
 
     def close(self) -> None:
-        """End the epoch: drop its batches, release its snapshot. Idempotent."""
         self._stream.close()
 
     def __del__(self) -> None:

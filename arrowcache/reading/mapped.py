@@ -248,7 +248,6 @@ class MappedSegments:
                 self._unmap(unknown)
 
     def _add(self, segments: Sequence[SegmentInfo], store: Store) -> NDArray[np.int64]:
-        """Add lines of segments that have none yet. Returns: the numbers of the segments."""
         seqs = np.array([segment.seq for segment in segments], np.int64)
         is_new = ~are_among(seqs, self._table.seqs)
         if some := [segment for segment, new in zip(segments, is_new.tolist(), strict=True) if new]:
@@ -257,7 +256,6 @@ class MappedSegments:
         return seqs[is_new]
 
     def _know(self, lines: NDArray[np.int64], layout: Layout) -> None:
-        """Note that segments were checked, and their layout."""
         for line in lines.tolist():
             self._table.keeps[line, 0] = layout
         self._table.layouts[lines] = layout.buffers.buffer_info()[0]  # last: now readers may use them

@@ -32,8 +32,6 @@ _GROWTH = 1.25  # a buffer larger than all before leaves room for further growth
 
 
 class _Buffer:
-    """One column's memory for a batch."""
-
     __slots__ = ("address", "memory")
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:

@@ -125,7 +125,6 @@ class LoaderStats(Shown):
         return _ADVICE[self.bottleneck]
 
     def _of_the_disk(self) -> str:
-        """Describe how this shuffle and others read the disk."""
         if self.shuffle in ("window", None):
             return "it is read in order already; a faster disk, "
         if self.shuffle == "blocks":

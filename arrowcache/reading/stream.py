@@ -314,7 +314,6 @@ class BatchStream:
     # epochs
 
     def _make(self, epoch: Epoch, *, awaited: bool) -> None:
-        """Begin to make portions of an epoch, the newest one."""
         self._portions, self._left = self._assembly.portions(epoch, awaited=awaited), epoch.order.steps
         if self._endless and _is_large(epoch):
             supply = self._epochs.supply

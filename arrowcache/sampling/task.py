@@ -147,7 +147,6 @@ class _Worker:
         self._progress: Progress | None = None
 
     def progress_of(self, task: Task) -> Progress | None:
-        """Return this worker's page of progress for the task's pool."""
         pool = task.pool, task.token
         if self._shown != pool:
             self._progress = Progress.open(self.store.folder.path, *pool)

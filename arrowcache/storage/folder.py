@@ -78,7 +78,6 @@ class PartFile:
         os.posix_fallocate(self.file.fd, 0, nbytes)
 
     def write(self, pieces: Sequence[memoryview]) -> None:
-        """Write all pieces, one after another, from the file's start."""
         todo = list(pieces)
         while todo:
             written = os.writev(self.file.fd, todo[:_PIECES_A_CALL])
@@ -333,7 +332,6 @@ class Folder:
         return os.listdir(self.segments)
 
     def segment_names(self) -> list[str]:
-        """Names in segments/ that are segments, oldest first."""
         return sorted(name for name in self.names_in_segments() if layout.parse_segment_name(name))
 
     def segment_info(self, name: str) -> SegmentInfo | None:

@@ -63,7 +63,7 @@ class Ingest(Closable):
         self._before = before
         self._builder = SegmentBuilder(settings.form)
         self._pending: list[FileRows] = []  # of the rows in the builder
-        self._store: Store | None = None
+        self.store: Store | None = None  # while it was not needed
         self._sign = ExitStack()  # shows that somebody writes
         self._own: set[int] = set()  # seqs of what this import published
         self._coverage = Coverage()  # of the cache, or of what was imported again
@@ -71,12 +71,12 @@ class Ingest(Closable):
 
     def open(self) -> Store:
         """The cache, which is opened or made now unless it was before."""
-        if self._store is None:
-            self._store = self._open()
-            self._sign = self._store.usage.show_writing()
+        if self.store is None:
+            self.store = self._open()
+            self._sign = self.store.usage.show_writing()
             if not self._again:
-                self._coverage = Coverage(self._store.segments())
-        return self._store
+                self._coverage = Coverage(self.store.segments())
+        return self.store
 
     def missing(self, fingerprint: str, total: int | None = None) -> list[tuple[int, int | None]]:
         """Return the rows of a file to import, as `Coverage.missing`; pending rows count as present."""
@@ -147,9 +147,9 @@ class Ingest(Closable):
         """
         self._builder.clear()
         self._pending = []
-        if self._store is None:
+        if self.store is None:
             return []
-        gone, leased = self._store.take_back(lambda segment: self._is_of(segment, fingerprint))
+        gone, leased = self.store.take_back(lambda segment: self._is_of(segment, fingerprint))
         for segment in gone:
             if segment.seq in self._own:
                 self.published = self.published.minus(segment)
@@ -167,8 +167,3 @@ class Ingest(Closable):
         self._builder.clear()
         self._pending = []
         self._sign.close()
-
-    @property
-    def store(self) -> Store | None:
-        """The cache, or None while it was not needed."""
-        return self._store

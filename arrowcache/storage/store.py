@@ -445,7 +445,6 @@ class Store:
     # pace
 
     def flow(self, listed: list[SegmentInfo]) -> Flow:
-        """The counts that the pace is computed from."""
         usage = self.usage.record()
         return Flow(
             max(0, usage.inserted_rows - usage.paced_inserted_rows),
@@ -512,7 +511,6 @@ class Store:
         return Leased(listed, lease, next_seq, left_out_rows)
 
     def _headroom_segments(self, listed: list[SegmentInfo]) -> int:
-        """Count the oldest segments that are left to writers."""
         if not self.settings.headroom_bytes:
             return 0
         holds, allocated = self._holds_and_allocated_bytes(listed)

@@ -158,11 +158,9 @@ class OwnedEpoch:
 
     @property
     def steps(self) -> int | None:
-        """Return the batches of the epoch, while some are to come or on their way."""
         return None if self._is_closed else self._epoch.order.steps
 
     def rest(self) -> Plan:
-        """Return the part of the epoch that was not drawn yet."""
         return self._epoch.plan.at(self._epoch.order.position_after(self._sent))
 
     def draw(self) -> DrawnRows | None:
@@ -236,8 +234,6 @@ class OwnedEpoch:
 
 
 class _Begun(NamedTuple):
-    """Columns of a batch that are being gathered into a slot."""
-
     names: tuple[str, ...]
     slot: Slot
     gather: Gather

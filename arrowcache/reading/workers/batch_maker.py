@@ -169,7 +169,6 @@ class BatchMaker:
         self._is_mapped = False
 
     def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64]) -> tuple[Batch, int]:
-        """Return the rows, and their bytes."""
         view = None
         if self._viewer is not None and self._viewer.names and (np.diff(ids) == 1).all():
             view = snapshot.view(int(ids[0]), len(ids), self._viewer)

@@ -268,7 +268,6 @@ class _Open:
             self._read_names = names + _needed(condition, self._parquet.schema_arrow, names)
 
     def read(self, number: int) -> pa.Table:
-        """Read a row group's columns, of the rows that the filter leaves."""
         table = self._parquet.read_row_group(number, columns=self._read_names, use_threads=self._in_threads)
         return table if self._condition is None else _filtered(table, self._condition).select(self._names)
 

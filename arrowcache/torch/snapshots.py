@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,7 +39,6 @@ from arrowcache.reading.plan import Plan, runs_of, segments_of
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.temperature import batches_ahead
-from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 
@@ -60,13 +59,6 @@ class SnapshotName:
     key: str
     path: str
     runs: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, path: str, segments: Sequence[SegmentInfo]) -> SnapshotName:
-        """A new name, for one epoch."""
-        seqs = np.array([segment.seq for segment in segments], np.int64)
-        rows = np.array([segment.rows for segment in segments], np.int64)
-        return cls(uuid.uuid4().hex, path, runs_of(seqs, rows))
 
 
 class DrawnRows(list[int]):
@@ -144,7 +136,8 @@ class OwnedEpoch:
         batch_size: int,
         slots: dict[tuple[str, ...], Slots],
     ) -> None:
-        self.name = SnapshotName.of(str(store.folder.path), epoch.snapshot.segments)
+        runs = runs_of(epoch.snapshot.seqs, epoch.snapshot.segment_rows)
+        self.name = SnapshotName(uuid.uuid4().hex, str(store.folder.path), runs)
         self.origin = Origin()
         self.store, self._epoch = store, epoch
         self._batch_size, self._slots = batch_size, slots

@@ -297,7 +297,7 @@ class SamplerPool(Pool):
         store = store_of(cache)
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
-        options = PoolOptions.of(sample, workers, seed, name, segments, retries, progress)
+        options = PoolOptions(sample, workers, seed, name, segments, retries, progress)
         super().__init__(ExecutorEngine(store, options, executor), options)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from arrowcache.arrow.segment import EncodedSegment
-from arrowcache.errors import CacheFormatError, CacheFullError
+from arrowcache.errors import CacheFormatError, CacheFullError, warn
 from arrowcache.os_errors import MORE_ROOM, explained, explaining
 from arrowcache.storage.cache_lock import LOCK_TIMEOUT_SECONDS, held
 from arrowcache.storage.eviction import choose_victims, skip_for_headroom
@@ -296,8 +295,7 @@ class Store:
         try:
             self.folder.sync_segments()
         except OSError as error:  # raising would have its rows published again: readers see them already
-            message = f"a segment was published, but may be lost if the machine stops now: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warn(f"a segment was published, but may be lost if the machine stops now: {error}")
 
     def _make_room(self, nbytes: int, policy: RoomPolicy) -> PartFile:
         """Make room, and claim it: a locked part that counts as `nbytes` from now on."""
@@ -335,8 +333,7 @@ class Store:
                 if waited > _WARN_AFTER_SECONDS and not warned:
                     warned = True
                     why = self._why(nbytes, outcome, policy)
-                    message = f"a writer has been waiting {waited:.0f} s{for_room}: {why}"
-                    warnings.warn(message, RuntimeWarning, stacklevel=4)
+                    warn(f"a writer has been waiting {waited:.0f} s{for_room}: {why}")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.2)
         finally:
@@ -651,7 +648,7 @@ class Store:
         allocated = self.allocated_bytes(self.segments())
         why = beyond_disk(capacity_bytes, allocated, self.folder.free_bytes())
         if why and capacity_bytes > self.settings.capacity_bytes:
-            warnings.warn(why, RuntimeWarning, stacklevel=3)  # first: as an error it changes nothing
+            warn(why)  # first: as an error it changes nothing
         with self.locked():
             self.refresh_settings()
             settings = self.settings.with_capacity(capacity_bytes)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import errno
 import os
-import warnings
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.header import structure_spans
-from arrowcache.errors import CorruptSegmentError
+from arrowcache.errors import CorruptSegmentError, warn
 from arrowcache.storage import layout
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
@@ -97,7 +96,7 @@ def quarantine(store: Store, segment: SegmentInfo, error: CorruptSegmentError) -
             raise  # there is no cache any more
         except OSError as why:  # such as a read-only disk: others can be read
             action = f"left out, since it could not be quarantined ({why})"
-    warnings.warn(f"segment {segment.name} {action}: {error}", RuntimeWarning, stacklevel=2)
+    warn(f"segment {segment.name} {action}: {error}")
     return moved
 
 

@@ -86,6 +86,7 @@ class SegmentRows:
 
     @property
     def is_known(self) -> bool:
+        """True if all segments were put."""
         return bool(self._is_known.all())
 
     def knows(self, segment: int) -> bool:

@@ -58,6 +58,7 @@ class Future(Generic[T]):
         return self._is_done
 
     def wait(self, seconds: float) -> bool:
+        """Wait for the end, at most this many seconds. Returns: True if the future has ended."""
         if not self._is_done and self._pending.acquire(timeout=max(0.0, seconds)):
             self._end()  # for others who wait
         return self._is_done

@@ -332,6 +332,7 @@ class Folder:
         return os.listdir(self.segments)
 
     def segment_names(self) -> list[str]:
+        """Names in segments/ that are segments, oldest first."""
         return sorted(name for name in self.names_in_segments() if layout.parse_segment_name(name))
 
     def segment_info(self, name: str) -> SegmentInfo | None:

@@ -113,6 +113,7 @@ def started(pid: int) -> float | None:
 
 
 def open_files() -> Iterator[OpenFile]:
+    """All descriptors of all processes of this user."""
     for name in os.listdir("/proc"):
         if not name.isdecimal():
             continue

@@ -670,6 +670,7 @@ class Store:
         return sum(segment.allocated_bytes for segment in listed if segment.seq < oldest_leased)
 
     def stats(self) -> CacheStats:
+        """Count; takes cache.lock as `survey` does."""
         return self.survey().stats
 
     def survey(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Survey:

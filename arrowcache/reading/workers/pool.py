@@ -141,6 +141,7 @@ class WorkerPool:
         return request
 
     def end(self, epoch: int) -> None:
+        """Stop making batches for an epoch, and for all before it."""
         self._ended = max(self._ended, epoch)
         for worker in list(self._workers):
             worker.end_epoch(self._ended)

@@ -18,9 +18,9 @@ only TF_CPP_MIN_LOG_LEVEL=3, before TensorFlow is imported, would silence that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +31,6 @@ from arrowcache.reading.loader import Loader
 from arrowcache.tensorflow.columns import TensorColumn, TensorPart
 from arrowcache.tensorflow.frames import AHEAD, Frames, Places, Rooms, assemble_columns, wires_of
 from arrowcache.tensorflow.source import source
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 def find_reader() -> Callable[..., Any]:
@@ -79,7 +76,7 @@ def arrow_dataset(
     return frames.flat_map(rows_of).map(assemble)
 
 
-class _EpochFrames:
+class _EpochFrames(Iterator[Places]):
     """The frames of an epoch, and one that marks its end: an iterator, which owns the frames.
 
     The last frame's files are empty, and asked for when all of the frame before it has been read.
@@ -88,9 +85,6 @@ class _EpochFrames:
     def __init__(self, frames: Frames, loader: Loader, end: Places) -> None:
         self._frames = frames
         self._places = itertools.chain(frames.of_epoch(loader), [end])
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Places:
         return next(self._places)

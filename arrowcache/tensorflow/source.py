@@ -28,13 +28,10 @@ def source(loader: Loader, epoch: Callable[[], Iterator[Any]], signature: Any) -
     return tf.data.Dataset.from_generator(lambda: _Elements(epoch()), output_signature=signature)
 
 
-class _Elements:
+class _Elements(Iterator[Any]):
     def __init__(self, elements: Iterator[Any]) -> None:
         self._elements = elements
         _iterators.add(self)
-
-    def __iter__(self) -> _Elements:
-        return self
 
     def __next__(self) -> Any:
         with _calls:

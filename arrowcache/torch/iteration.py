@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -49,7 +49,7 @@ class DeliveryCounts:
     device_seconds: float = 0.0
 
 
-class Iteration:
+class Iteration(Iterator[Any]):
     """The consumer's iterator over the batches of one pass.
 
     Args:
@@ -78,9 +78,6 @@ class Iteration:
         self._lanes, self._alone, self._depth, self._counts = lanes, alone, depth, counts
         self._is_split = is_split
         self._source = source
-
-    def __iter__(self) -> Iteration:
-        return self
 
     def __next__(self) -> Any:
         """Return the next batch, on the device; a list with one part a device, if there are several.

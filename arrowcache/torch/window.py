@@ -21,7 +21,7 @@ software:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn
 
@@ -176,7 +176,7 @@ class WindowDelivery(Delivery):
         super().deliver(self._receipt)
 
 
-class WindowEpoch:
+class WindowEpoch(Iterator[Batch]):
     """The batches of an epoch whose rows are shuffled on the device. Dropping it ends the epoch.
 
     Nobody else uses its ring before it has ended.
@@ -186,9 +186,6 @@ class WindowEpoch:
         self._delivery, self._found, self._ring, self._names = delivery, found, ring, names
         self._number = 0  # of the next run or step
         self._turn = ThreadTurn()
-
-    def __iter__(self) -> WindowEpoch:
-        return self
 
     def __next__(self) -> Batch:
         """The next batch, on the device.

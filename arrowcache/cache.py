@@ -84,9 +84,7 @@ class Cache(Shown, Closable):
             CacheFormatError: the folder is not a cache. SchemaError: exist_ok and another
             schema.
         """
-        if not isinstance(schema, Schema):
-            schema = Schema(schema)
-        settings = settings_of(schema, capacity, segment_bytes, segment_rows, headroom, durable)
+        settings = settings_of(Schema(schema), capacity, segment_bytes, segment_rows, headroom, durable)
         require_pace(pace, settings)
         cache = cls(create_store(Path(path).absolute(), settings, exist_ok=exist_ok))
         if pace is not None and pace != cache.pace:

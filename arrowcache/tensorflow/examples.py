@@ -65,7 +65,7 @@ def example_parser(
 
     Raises: SchemaError: a column that TensorFlow cannot hold. ValueError: an unknown column.
     """
-    schema = schema if isinstance(schema, Schema) else Schema(schema)
+    schema = Schema(schema)
     names = schema.select(columns, least=1)
     columns_of(schema, names, None, with_ids=False)  # raises for columns that TensorFlow cannot hold
     kinds = {name: schema[name] for name in names}

@@ -153,7 +153,7 @@ class TFRecordImport(Intake):
         again: bool = False,
     ) -> None:
         store = store_of(cache)
-        schema = schema if isinstance(schema, Schema) else Schema(schema)
+        schema = Schema(schema)
         if dict(schema) != dict(store.settings.schema):
             raise SchemaError(
                 f"{store.folder.path} has another schema: {difference(store.settings.schema, schema)}"

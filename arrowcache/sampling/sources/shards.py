@@ -78,7 +78,7 @@ class WebDatasetShards(Source):
         self._fields: tuple[str, ...] | None = None if fields is None else tuple(fields)
         self._kinds: Mapping[str, FieldType] = {}  # until the schema is known
         if schema is not None:
-            self.schema = schema if isinstance(schema, Schema) else Schema(schema)
+            self.schema = Schema(schema)
             if self._fields is not None and set(self._fields) != set(self.schema):
                 raise ValueError(
                     f"fields are {', '.join(map(str, self._fields)) or 'none'}, and schema has "

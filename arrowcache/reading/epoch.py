@@ -56,15 +56,13 @@ class Epoch:
 
     def __init__(
         self,
-        number: int,
+        planned: Plan,
         supply: Supply,
         agreement: Agreement | None,
         meter: Meter,
         batch_size: int,
-        *,
-        was_resumed: bool,
     ) -> None:
-        self.number, self.was_resumed = number, was_resumed  # it is the rest of a planned epoch
+        self.planned, self.number = planned, planned.epoch  # as of `Epochs.planned`
         self.delivered = 0  # steps, of those made here
         self._supply, self._agreement, self._meter = supply, agreement, meter
         self._batch_size, self._is_in_order = batch_size, False
@@ -181,11 +179,20 @@ class Epochs:
         self._agreement: Agreement | None = None
         self._shard, self._has_joined = Shard(), False
         self.supply = Supply(store, options)
-        self._resumed: Plan | None = None
+        #: The next epoch: the rest of one, if its plan has segments, else a number and no more.
+        self.planned = self.plan_of(0)
         self._missing = "skip"
         self._lost_ahead: int | None = None  # the number of a ranks' epoch that this rank cannot read
-        self.next = 0  # the number of the next epoch
         self.progress: Epoch | None = None  # the epoch whose batches are delivered, or were last
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next epoch. Who sets it drops the rest of a planned one."""
+        return self.planned.epoch
+
+    @next_number.setter
+    def next_number(self, number: int) -> None:
+        self.planned = self.plan_of(number)
 
     def join(self, membership: Membership | None, shard: Shard | None = None) -> None:
         """Be this rank of this job from the next epoch on. None keeps the rank, at first a single process.
@@ -223,35 +230,26 @@ class Epochs:
             missing: treatment of rows whose segments have left the cache: "skip" them, with a warning;
                 "raise"; or "keep" their steps, as of `ResumedSteps`.
         """
-        self.next = plan.epoch
-        self._resumed = plan if len(plan.seqs) else None
+        self.planned = plan if len(plan.seqs) else self.plan_of(plan.epoch)
         self._missing = missing
         self.progress = None
-
-    def planned(self) -> Plan:
-        """Return the next epoch as a plan: the loaded state, or its number alone."""
-        return self.unplanned(self.next) if self._resumed is None else self._resumed
-
-    def unplanned(self, number: int) -> Plan:
-        """Return the plan of an epoch of which only the number is known."""
-        return self._plan(number, None)
 
     def expected_steps(self) -> int:
         """Return the number of batches of the next epoch, if it began now; at least one.
 
         Leases for a moment, maps nothing, and does not ask other ranks.
         """
-        plan = self._resumed
-        if plan is None:
+        plan = self.planned
+        if not len(plan.seqs):
             with self.supply.look() as snapshot:
-                plan = self._plan(self.next, snapshot)
+                plan = self.plan_of(plan.epoch, snapshot)
         return max(1, self._whole_order(plan).steps)
 
     def pass_over(self, plan: Plan) -> bool:
         """Let the next epoch be the one after a planned epoch, if no step of the planned one is left."""
         if not len(plan.seqs) or self._whole_order(plan).steps:
             return False
-        self.next, self._resumed, self.progress = plan.epoch + 1, None, None
+        self.next_number, self.progress = plan.epoch + 1, None
         return True
 
     def begin(self, wait: Wait = Wait(), made: slice = _ALL) -> Epoch | None:  # noqa: B008 - it is a value
@@ -264,7 +262,7 @@ class Epochs:
         Raises: LoaderTimeoutError: too few rows came in time. MissingSegmentsError: see `resume`.
         """
         self._lost_ahead = None
-        epoch = self._begin(self.planned().epoch, self._resumed, wait, made=made)
+        epoch = self._begin(self.planned, wait, made=made)
         if epoch is not None:
             try:
                 self._come_to(epoch)
@@ -272,7 +270,6 @@ class Epochs:
                 self.take_back(epoch)
                 epoch.end()
                 raise
-            self._resumed = None
         return epoch
 
     def begin_after(self, previous: Epoch, wait: Wait | None = None) -> Epoch | None:
@@ -283,13 +280,12 @@ class Epochs:
             wait: None begins it only if there are enough rows now, else returns None.
         Blocks, Returns, Raises: as `begin`.
         """
-        return self._begin(previous.number + 1, None, wait, ahead=True)
+        return self._begin(self.plan_of(previous.number + 1), wait, ahead=True)
 
     def take_back(self, epoch: Epoch) -> None:
         """Let the next epoch be this one, which was begun and of which no batch was asked for."""
         if epoch is self.progress:
-            self.next = epoch.number
-            self._resumed = epoch.plan if epoch.was_resumed else None
+            self.planned = epoch.planned
             self._meter.take_back_epoch()
 
     def came_to(self, epoch: Epoch) -> None:
@@ -300,8 +296,8 @@ class Epochs:
 
     def came_to_error(self) -> None:
         """Record that the consumer got an error, perhaps that of an epoch begun ahead."""
-        if self._lost_ahead == self.next:
-            self.next += 1
+        if self._lost_ahead == self.next_number:
+            self.next_number += 1
 
     def settle(self) -> bool:
         """Release the agreement's segments of epochs that all ranks have joined.
@@ -316,23 +312,21 @@ class Epochs:
 
     def _come_to(self, epoch: Epoch) -> None:
         self._meter.begin_epoch(epoch.snapshot.left_out_rows)
-        self.next = epoch.number + 1
-        self.progress = epoch
+        self.progress = epoch  # first: see `take_back`
+        self.next_number = epoch.number + 1
         self.supply.warn(epoch.snapshot)
 
     def _begin(
-        self, number: int, resumed: Plan | None, wait: Wait | None, *, made: slice = _ALL, ahead: bool = False
+        self, planned: Plan, wait: Wait | None, *, made: slice = _ALL, ahead: bool = False
     ) -> Epoch | None:
         """Return an epoch that owns all that was taken for it; a failure releases all."""
-        options, was_resumed = self._options, resumed is not None
-        epoch = Epoch(
-            number, self.supply, self._agreement, self._meter, options.batch_size, was_resumed=was_resumed
-        )
+        options, is_rest = self._options, len(planned.seqs) > 0
+        epoch = Epoch(planned, self.supply, self._agreement, self._meter, options.batch_size)
         with ExitStack() as undo:  # Ctrl-C may come anywhere
             undo.enter_context(epoch)
-            if resumed is not None:
-                retake = partial(self.supply.retake, resumed.includes)
-                snapshot = self._agreed(epoch, resumed.position, retake)
+            if is_rest:
+                retake = partial(self.supply.retake, planned.includes)
+                snapshot = self._agreed(epoch, planned.position, retake)
             elif wait is not None:
                 patience = Patience(
                     self.supply,
@@ -346,7 +340,7 @@ class Epochs:
                 snapshot = self._take(epoch, ahead=ahead)
             if snapshot is None:
                 return None
-            plan = resumed or self._plan(number, snapshot)
+            plan = planned if is_rest else self.plan_of(planned.epoch, snapshot)
             order = self._order(plan, snapshot.segments, self._missing)
             steps = range(order.steps)[made]
             rows = len(steps) * options.batch_size
@@ -358,7 +352,8 @@ class Epochs:
             undo.pop_all()
         return epoch
 
-    def _plan(self, number: int, snapshot: Snapshot | None) -> Plan:
+    def plan_of(self, number: int, snapshot: Snapshot | None = None) -> Plan:
+        """Return the plan of an epoch: over a snapshot, or the number alone."""
         options, seqs, rows, window_rows = self._options, np.empty(0, np.int64), np.empty(0, np.int64), 1
         if snapshot is not None:
             seqs, rows = snapshot.seqs, snapshot.segment_rows
@@ -430,7 +425,7 @@ class Epochs:
                 if ahead:
                     self._lost_ahead = epoch.number
                 else:
-                    self.next = epoch.number + 1
+                    self.next_number = epoch.number + 1
                 raise
         if snapshot is not None:
             epoch.snapshot = snapshot

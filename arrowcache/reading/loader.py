@@ -147,7 +147,7 @@ class Loader(Closable):
         """
         progress = self._epochs.progress
         if progress is None or self._is_over(progress):
-            return self._epochs.planned().to_state()
+            return self._epochs.planned.to_state()
         return progress.rest().to_state()
 
     def load_state_dict(self, state: dict[str, Any], missing: str = "skip") -> None:
@@ -250,7 +250,7 @@ class Loader(Closable):
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} of {self._store.folder.path}: batch_size={self._options.batch_size}, "
-            f"shuffle={self._options.shuffle!r}, epoch {self._epochs.next}>"
+            f"shuffle={self._options.shuffle!r}, epoch {self._epochs.next_number}>"
         )
 
     def _kind_of_assembly(self) -> type[Assembly | RemoteAssembly]:

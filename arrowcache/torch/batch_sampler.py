@@ -87,7 +87,7 @@ class EpochBatchSampler(Sampler[list[int]]):
     @property
     def epoch(self) -> int:
         """The number of the next epoch."""
-        return self._epochs.next
+        return self._epochs.next_number
 
     @property
     def left_out_rows(self) -> int:
@@ -100,7 +100,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
         Not needed: epochs count by themselves. The one in progress goes on.
         """
-        self._epochs.next = parse_count(epoch, "epoch", least=0)
+        self._epochs.next_number = parse_count(epoch, "epoch", least=0)
 
     def __len__(self) -> int:
         """Return the batches of the epoch in progress, or of the next one if it began now.
@@ -176,7 +176,7 @@ class EpochRows(Iterator[list[int]]):
         """
         if self._owned is not None:
             return self._owned.rest().to_state()
-        self._told_before.update(self._sampler._epochs.planned().to_state())
+        self._told_before.update(self._sampler._epochs.planned.to_state())
         return self._told_before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             )
         with self._store.locked():
             if resumed is None:
-                place = _IteratorState(epochs.unplanned(self._counter.take(turn)), 0, turn.workers)
+                place = _IteratorState(epochs.plan_of(self._counter.take(turn)), 0, turn.workers)
             else:
                 place = resumed
                 self._counter.raise_to(place.plan.epoch + 1)

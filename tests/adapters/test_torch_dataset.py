@@ -267,6 +267,20 @@ def test_set_epoch_decides_the_order(cache):
     assert ids_of(loader) == epochs[1]
 
 
+def test_set_epoch_after_a_loaded_state_takes_the_place_of_its_rest(cache):
+    sampler = EpochBatchSampler(cache, 16)
+    epoch = iter(sampler)
+    next(epoch)
+    state = epoch.state_dict()
+    iter(sampler).load_state_dict(state)
+    assert sampler.epoch == 0
+    sampler.set_epoch(7)
+    assert sampler.epoch == 7
+    later = iter(sampler)
+    assert len([*later]) == 10, "all of it, and no rest"
+    assert later.state_dict()["epoch"] == 7
+
+
 def test_len_is_of_the_epoch_in_progress_else_of_the_next(cache):
     loader = dataloader(cache, 16, 2)
     assert len(loader) == 10

@@ -59,7 +59,7 @@ def test_an_epoch_that_was_let_go_counts_what_is_delivered_until_its_end(cache, 
     assert left(cache)[0] == 0
 
 
-@pytest.mark.parametrize("failing", ["_plan", "_order", "_come_to"])
+@pytest.mark.parametrize("failing", ["plan_of", "_order", "_come_to"])
 def test_an_epoch_that_cannot_begin_leaves_nothing_and_is_the_next_one_still(
     cache, epochs, failing, monkeypatch
 ):

@@ -150,7 +150,7 @@ def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache, monkeypat
         rest = ids_of(epoch)
         whole = first + rest
         in_begin, go_on, ended = threading.Event(), threading.Event(), []
-        plan_of = Epochs._plan
+        plan_of = Epochs.plan_of
 
         def slow(*args):
             plan = plan_of(*args)
@@ -159,7 +159,7 @@ def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache, monkeypat
                 assert go_on.wait(DEADLINE_SECONDS)
             return plan
 
-        monkeypatch.setattr(Epochs, "_plan", slow)
+        monkeypatch.setattr(Epochs, "plan_of", slow)
         endless = loader.repeat()
 
         def consume():

@@ -124,16 +124,18 @@ class Epoch:
     def is_delivered(self) -> bool:
         return self.delivered >= self.order.steps
 
-    def deliver(self) -> None:
-        """Count a delivered batch. An epoch in order also releases segments whose rows were all delivered."""
-        self.delivered += 1
-        if self._is_in_order:
-            self.release_oldest(self.order.segments_span(self.delivered).start)
+    def deliver(self, count: int = 1, step: int | None = None) -> None:
+        """Count delivered batches. An epoch in order also releases segments that no later batch needs.
 
-    def release_oldest(self, count: int) -> None:
-        """Release the first `count` segments, also in the ranks' agreement, if all ranks have joined."""
-        if self.snapshot.release_oldest(count) and self._agreement is not None:
-            self._agreement.settle()
+        Args:
+            step: all batches before this step were delivered, or are made elsewhere. None means that batches
+                are made here, all of them, and delivered in order.
+        """
+        self.delivered += count
+        if self._is_in_order:
+            oldest = self.order.segments_span(self.delivered if step is None else step).start
+            if self.snapshot.release_oldest(oldest) and self._agreement is not None:
+                self._agreement.settle()
 
     def note_held_up(self) -> None:
         """Count how long writers have waited for its lease. Call it before the lease ends. Never fails."""

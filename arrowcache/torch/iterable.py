@@ -278,13 +278,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             self._warn_of_lost_rows(epoch, steps, turn)
             yield {}
             for step in steps:
-                if epoch.plan.is_in_order:
-                    epoch.release_oldest(order.segments_span(step).start)
                 rows = order.batches(step, step + 1)
                 batch = self._make(epoch, rows) if len(rows) else None
                 self._place = place = place._replace(made=place.made + 1)
+                epoch.deliver(0 if batch is None else 1, min(step + turn.workers, order.steps))
                 if batch is not None:
-                    epoch.delivered += 1
                     yield batch
         self._wait_for_others(epochs, epoch, turn)
 

@@ -141,11 +141,10 @@ class OwnedEpoch:
         self.origin = Origin()
         self.store, self._epoch = store, epoch
         self._batch_size, self._slots = batch_size, slots
-        self._pending: dict[int, int] = {}  # step -> the oldest segment in use from then on
+        self._pending: set[int] = set()  # steps that were drawn, and have not arrived
         self._drawn: dict[int, NDArray[np.int64]] = {}  # step -> rows that may be read here
         self._begun: dict[int, _Begun] = {}  # reads of the next batches, by step
         self._sent = 0
-        self._oldest = 0
         self._is_closed = False
         _owned[self.name.key] = self
 
@@ -162,7 +161,8 @@ class OwnedEpoch:
         if step < order.steps:
             oldest = order.segments_span(step).start if self._epoch.plan.is_in_order else 0
             rows = DrawnRows(self.name, step, order.batches(step, step + 1), oldest, order.steps - step - 1)
-            self._pending[step], self._drawn[step] = oldest, rows.ids
+            self._pending.add(step)
+            self._drawn[step] = rows.ids
             self._sent += 1
         elif not self._pending:
             self.close()
@@ -202,15 +202,12 @@ class OwnedEpoch:
 
     def delivered(self, step: int) -> None:
         """Count a batch as arrived, even a failed one: release segments that no other batch needs."""
-        oldest = self._pending.pop(step, 0)
         self._drawn.pop(step, None)
+        if step in self._pending:
+            self._pending.remove(step)
+            self._epoch.deliver(step=min(list(self._pending), default=step))
         if self._sent == self._epoch.order.steps and not self._pending:
             self.close()
-            return
-        oldest = min(list(self._pending.values()), default=oldest)
-        if oldest > self._oldest:
-            self._oldest = oldest
-            self._epoch.release_oldest(oldest)
 
     def close(self, *, is_stale: bool = False) -> None:
         """Unlease. A batch that arrives later is read anew, or refused if `is_stale`. Idempotent."""
@@ -222,7 +219,6 @@ class OwnedEpoch:
             return
         self._is_closed = True
         self._begun.clear()
-        self._epoch.delivered = self._sent - len(self._pending)
         self._epoch.end()
 
 

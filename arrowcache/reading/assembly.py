@@ -125,9 +125,6 @@ class Assembly:
                 step += size
             step, size = end, min(2 * size, self._most_batches)
 
-    def end(self, epoch: Epoch) -> None:
-        """Make nothing more of an epoch; call this before its snapshot is closed."""
-
     def drop(self) -> None:
         """Release leases on epochs that ended: none here."""
 

@@ -71,9 +71,15 @@ class Epoch:
         self._origin = Origin()
         self._began = time.time()
         self._held_up_seconds = 0.0  # seconds that writers waited for its lease, counted so far
-        self._is_let_go = False
+        self._is_unleased = False
+        self.on_end: Callable[[], object] | None = None  # has others make no more batches of it
 
-    def begin(self, plan: Plan, order: Order) -> None:
+    def begin(self, plan: Plan, order: Order, rows: int) -> None:
+        """Set what it reads, and count `rows` as served."""
+        if self._supply.is_paced:
+            with self._supply.store.locked():
+                self._supply.store.usage.add_served(rows)
+                self._rows = rows
         self.plan, self.order, self._is_in_order = plan, order, plan.is_in_order
 
     # what the cache counts
@@ -95,12 +101,6 @@ class Epoch:
     def keep_passes(self) -> None:
         """Keep the count of its passes: other ranks may read the snapshot."""
         self._passes = None
-
-    def serve(self, rows: int) -> None:
-        if self._supply.is_paced:
-            with self._supply.store.locked():
-                self._supply.store.usage.add_served(rows)
-                self._rows = rows
 
     def give_back(self) -> None:
         """Take back the count of rows that were not served. Idempotent.
@@ -146,30 +146,32 @@ class Epoch:
             self._held_up_seconds += more
             self._meter.hold_up(more)
 
-    def let_go(self, leave_to: Callable[[Snapshot], None] = Snapshot.close) -> None:
-        """Unlease its segments, when all of its batches are made. Idempotent; never fails.
-
-        Args:
-            leave_to: closes the snapshot, perhaps later.
-        """
-        snapshot = getattr(self, "snapshot", None)  # missing if nothing was taken
-        if snapshot is not None and not self._is_let_go:
-            self.note_held_up()
-            leave_to(snapshot)
-            if self._agreement is not None:
-                self._agreement.release(self.number)
-            self._is_let_go = True  # last: the next call completes one that Ctrl-C cut short
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def end(self) -> None:
-        """Release all that it owns; no more batches are delivered. Idempotent; never fails."""
-        self.let_go()
-        self.give_back()  # last: it may wait for cache.lock
+    def end(
+        self, leave_to: Callable[[Snapshot], None] = Snapshot.close, *, may_deliver: bool = False
+    ) -> None:
+        """End it: no more batches are made, and its segments are unleased. Idempotent; never fails.
+
+        Args:
+            leave_to: closes the snapshot, perhaps later.
+            may_deliver: batches that are made may still be delivered, until a call without this.
+        """
+        snapshot = getattr(self, "snapshot", None)  # missing if nothing was taken
+        if snapshot is not None and not self._is_unleased:
+            if self.on_end is not None:
+                self.on_end()
+            self.note_held_up()
+            leave_to(snapshot)
+            if self._agreement is not None:
+                self._agreement.release(self.number)
+            self._is_unleased = True  # last: the next call completes one that Ctrl-C cut short
+        if not may_deliver:
+            self.give_back()  # last: it may wait for cache.lock
 
 
 class Epochs:
@@ -233,8 +235,7 @@ class Epochs:
                 "raise"; or "keep" their steps, as of `ResumedSteps`.
         """
         self.planned = plan if len(plan.seqs) else self.plan_of(plan.epoch)
-        self._missing = missing
-        self.progress = None
+        self._missing, self.progress, self._lost_ahead = missing, None, None
 
     def expected_steps(self) -> int:
         """Return the number of batches of the next epoch, if it began now; at least one.
@@ -348,8 +349,7 @@ class Epochs:
             rows = len(steps) * options.batch_size
             if self._shard.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
                 rows -= max(0, order.steps * options.batch_size - (plan.stream_rows - plan.position))
-            epoch.serve(rows)
-            epoch.begin(plan, order)
+            epoch.begin(plan, order, rows)
             self.supply.known = snapshot.next_seq  # the next epoch counts segments published after this one
             undo.pop_all()
         return epoch

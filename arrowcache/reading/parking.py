@@ -63,7 +63,11 @@ class Parking:
         self._leave(snapshot, _PARK)
 
     def leave(self, snapshot: Snapshot) -> None:
-        """Have the thread close a snapshot: unmapping evicted files takes the disk's time."""
+        """Have the thread close a snapshot: unmapping evicted files takes the disk's time.
+
+        The last one is closed here if the thread has not: there are never more than two.
+        """
+        self.drop()
         self._leave(snapshot, _DROP)
 
     def _leave(self, snapshot: Snapshot, said: str) -> None:
@@ -78,11 +82,11 @@ class Parking:
         if not is_kept:
             self.drop()
 
-    def drop(self) -> None:
-        """Release every lease but the running epoch's."""
+    def drop(self, ended: Snapshot | None = None) -> None:
+        """Release every lease but the running epoch's, and close the snapshot of one that ended."""
         with self._lock:
             parked = self._parked.copy()
-        for snapshot in parked:
+        for snapshot in parked if ended is None else [*parked, ended]:
             snapshot.close()
         with self._lock:  # after they are closed: Ctrl-C loses none
             self._parked = [snapshot for snapshot in self._parked if snapshot not in parked]

@@ -343,7 +343,7 @@ class BatchStream:
         if self._has_to_wait:
             if is_busy or not self._may_wait:
                 return False  # first all batches are delivered
-            wait = Wait(lambda: self.ended, partial(self._retire, newest))
+            wait = Wait(lambda: self.ended, partial(self._retire, newest, self._parking.drop))
             following = self._epochs.begin_after(newest, wait)
             self._has_to_wait = False
         if following is None:  # the stream has ended
@@ -371,27 +371,26 @@ class BatchStream:
         under_way = [portion.epoch for portion in self.begun]
         for epoch in self._making[:-1]:
             if epoch not in under_way:
-                self._retire(epoch, self._parking.leave if _is_large(epoch) else Snapshot.close)
+                self._retire(epoch, self._parking.leave if _is_large(epoch) else self._parking.drop)
 
-    def _retire(self, epoch: Epoch, leave_to: Callable[[Snapshot], None] = Snapshot.close) -> None:
-        """Release an epoch whose batches are all made. Idempotent."""
-        self._assembly.end(epoch)
-        self._parking.drop()
-        epoch.let_go(leave_to)
+    def _retire(self, epoch: Epoch, leave_to: Callable[[Snapshot], None]) -> None:
+        """End an epoch whose batches are all made. Idempotent."""
+        epoch.end(leave_to, may_deliver=True)
         with self._lock:
             self._making = [each for each in self._making if each is not epoch]
 
     def _let_go(self) -> None:
-        for epoch in self._making[:-1]:
-            self._retire(epoch)
-        for newest in self._making:
-            self._assembly.end(newest)
-            # After a failure it is not parked: the next epoch checks its segments anew.
-            is_parked = self._was_asked and not self._has_failed
-            newest.let_go(self._parking.park if is_parked else Snapshot.close)
-        for each in self._undelivered:
-            each.end()
-        self._making, self._undelivered = [], []
+        # After a failure nothing is parked: the next epoch checks its segments anew.
+        is_parked = self._was_asked and not self._has_failed
+        making = self._making
+        for epoch in making:
+            if epoch is not making[-1]:
+                self._retire(epoch, self._parking.drop)
+            else:
+                self._retire(epoch, self._parking.park if is_parked else Snapshot.close)
+        for epoch in self._undelivered:
+            epoch.end()
+        self._undelivered = []
 
 
 def _is_large(epoch: Epoch) -> bool:

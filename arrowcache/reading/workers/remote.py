@@ -72,7 +72,6 @@ class RemoteAssembly:
         self._new_here = partial(Assembly, store, here, meter)
         self._new_pool = partial(WorkerPool, options.workers, self._settings, packed)
         self._has_transform = transform is not None
-        self._epoch: tuple[Epoch, int] | None = None  # the epoch, and its number in the pool
         self.after_fork()
 
     def gather_into(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:  # noqa: ARG002
@@ -93,7 +92,7 @@ class RemoteAssembly:
         pool = self._pool
         pool.start()
         number = pool.begin(pack_segments(epoch.snapshot.segments))
-        self._epoch = epoch, number
+        epoch.on_end = partial(pool.end, number)
         step = 0
         for portion in self._portions_here(pool, epoch, awaited=awaited):
             yield portion
@@ -105,11 +104,6 @@ class RemoteAssembly:
             yield self._portion(pool, epoch, number, step, epoch.order.batches(step, last), last - step)
             step, size = last, min(2 * size, self._most_batches)
 
-    def end(self, epoch: Epoch) -> None:
-        if self._epoch is not None and self._epoch[0] is epoch:
-            self._pool.end(self._epoch[1])
-            self._epoch = None
-
     def drop(self) -> None:
         self._pool.drop()
 
@@ -120,7 +114,7 @@ class RemoteAssembly:
     def after_fork(self) -> None:
         """Begin anew, in a forked child and at first: no process is started."""
         self._here = None if self._has_transform else self._new_here()  # until a process is ready
-        self._pool, self._epoch = self._new_pool(), None
+        self._pool = self._new_pool()
         weakref.finalize(self, WorkerPool.close, self._pool)
 
     def require_views(self) -> None:

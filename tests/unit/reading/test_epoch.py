@@ -8,7 +8,6 @@ from helpers import make_cache, publish
 from arrowcache.reading.epoch import Epochs
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
-from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 
 
@@ -46,14 +45,16 @@ def test_an_epoch_lets_go_of_all_that_it_has_and_twice_is_once(cache, epochs, st
         assert left(cache) == (0, steps * 8, 0)
 
 
-def test_an_epoch_that_was_let_go_counts_what_is_delivered_until_its_end(cache, epochs):
+def test_an_epoch_whose_batches_are_all_made_counts_what_is_delivered_until_its_end(cache, epochs):
     epoch = epochs.begin()
-    kept: list[Snapshot] = []
-    epoch.let_go(kept.append)
-    epoch.let_go(kept.append)
+    calls: list[object] = []
+    epoch.on_end = lambda: calls.append("no more")
+    epoch.end(calls.append, may_deliver=True)
+    epoch.end(calls.append, may_deliver=True)
     epoch.deliver()
     epoch.end()
-    assert kept == [epoch.snapshot]
+    assert calls == ["no more", epoch.snapshot], "those who make batches end before it is unleased"
+    kept = [epoch.snapshot]
     assert left(cache)[1:] == (8, 0)
     kept[0].close()
     assert left(cache)[0] == 0

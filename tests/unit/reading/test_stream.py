@@ -43,13 +43,11 @@ class Epoch:
     def deliver(self) -> None:
         self.calls.append("deliver")
 
-    def let_go(self, leave_to: Callable[[Any], None] = Snapshot.close) -> None:
-        if "let_go" not in self.calls:
+    def end(self, leave_to: Callable[[Any], None] = Snapshot.close, *, may_deliver: bool = False) -> None:
+        if not {"let_go", "parked"} & {*self.calls}:
             self._let_go()
-            self.calls.append("let_go" if leave_to is Snapshot.close else "parked")
-
-    def end(self) -> None:
-        if "end" not in self.calls:
+            self.calls.append("parked" if leave_to.__name__ == "park" else "let_go")
+        if not may_deliver and "end" not in self.calls:
             self.calls.append("end")
 
 
@@ -80,25 +78,19 @@ class Epochs:
 
 class Assembly:
     def __init__(self, portions: Callable[[Any], Iterator[Portion]], wanted: Callable[[], int]) -> None:
-        self._portions, self.wanted, self.ended = portions, wanted, []
+        self._portions, self.wanted = portions, wanted
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
         assert awaited == (epoch.number == 0)
         return self._portions(epoch)
 
-    def end(self, epoch: Epoch) -> None:
-        self.ended.append(epoch.number)
-
 
 class Parking:
-    def __init__(self) -> None:
-        self.drops = 0
-
     def park(self, snapshot: Any) -> None:
         raise AssertionError
 
-    def drop(self) -> None:
-        self.drops += 1
+    def drop(self, ended: Any = None) -> None:
+        """Nothing is parked."""
 
 
 def made(number: int, epoch: Any = None) -> ReadyBatch:
@@ -431,7 +423,7 @@ def test_an_epoch_that_began_as_the_stream_ended_is_ended():
     stream = endless_of(4, after)
     assert [taken(stream) for _ in range(2)] == [0, 1]
     assert stream.take(None) is None
-    assert late.calls == ["end"]
+    assert late.calls == ["let_go", "end"]
 
 
 def test_an_epoch_is_let_go_when_all_of_it_is_made_and_the_next_one_has_begun():
@@ -450,7 +442,6 @@ def test_an_epoch_is_let_go_when_all_of_it_is_made_and_the_next_one_has_begun():
     assert epochs[1].calls == []
     stream.close()
     assert first.calls == ["let_go", "end"]
-    assert stream.assembly.ended[:2] == [0, 1]
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -34,6 +34,7 @@ from arrowcache.reading.view import Viewer
 from arrowcache.reading.worker_threads import WorkerThreads
 from arrowcache.storage.store import Store
 
+Allocator = Callable[[int], NDArray[np.uint8]]  # as of `Slots`
 Batch = dict[str, Any]
 
 _VIEWS = 8  # batches over one mapping
@@ -43,13 +44,25 @@ _WARM_BYTES = 8 << 20  # bytes under way: more slots leave the processor's cache
 _MOST_UNDER_WAY, _MOST_FETCHED = 8, 64
 _MOST_BATCHES = 256  # of a portion
 _ELEMENTS_UNDER_GIL = 500
-_PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying this
+PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying this
 
 
 class Assembly:
-    """Makes portions of epochs."""
+    """Makes portions of epochs.
 
-    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
+    Args:
+        allocate: makes the memory that batches are gathered into.
+        portion_bytes: size of small batches that lie side by side.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        options: LoaderOptions,
+        meter: Meter,
+        allocate: Allocator = page_aligned,
+        portion_bytes: int = PORTION_BYTES,
+    ) -> None:
         schema, self.names, self.meter = store.settings.schema, options.names, meter
         self._options, self._batch_size = options, options.batch_size
         self._fixed = tuple(name for name in self.names if name in schema.fixed)
@@ -61,20 +74,6 @@ class Assembly:
         self._threads = self._new_threads()
         self.temperature = Temperature()
         self._columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
-        self.gather_into(page_aligned)
-
-    def _new_threads(self) -> WorkerThreads | None:
-        return None if self._options.transform is None else WorkerThreads(max(1, self._options.workers))
-
-    def gather_into(
-        self, allocate: Callable[[int], NDArray[np.uint8]], portion_bytes: int = _PORTION_BYTES
-    ) -> None:
-        """Gather batches into memory of this allocator. Call it before any batch is made.
-
-        Args:
-            allocate: as of `Slots`.
-            portion_bytes: size of small batches that lie side by side.
-        """
         most = 1
         if self._threads is None and self._viewer is not None:
             most = min(_VIEWS, FETCHED_BYTES // self._batch_bytes)
@@ -82,8 +81,15 @@ class Assembly:
             most = min(_MOST_BATCHES, portion_bytes // self._batch_bytes)
         self._most_batches = max(1, most)  # batches of a portion; copied ones lie side by side
         rows = self._batch_size * (self._most_batches if self._viewer is None else 1)
+        self._lend_rows(rows, allocate)
+
+    def _lend_rows(self, rows: int, allocate: Allocator) -> None:
+        """Have slots of so many rows."""
         self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
         self.slots = self._new_slots()
+
+    def _new_threads(self) -> WorkerThreads | None:
+        return None if self._options.transform is None else WorkerThreads(max(1, self._options.workers))
 
     def prepare(self) -> None:
         """Nothing has to start."""

@@ -13,9 +13,10 @@ import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from arrowcache.lifetimes import Closable, Origin
-from arrowcache.reading.assembly import Assembly, Batch
+from arrowcache.reading.assembly import PORTION_BYTES, Allocator, Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
+from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import LoaderArguments, LoaderOptions, spelled_out
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.plan import Plan
@@ -106,7 +107,7 @@ class Loader(Closable):
         self._meter = Meter(options.workers, options.shuffle)
         self._epochs = Epochs(self._store, options, self._meter)
         self._join(begins=False)
-        self._assembly = self._kind_of_assembly()(self._store, options, self._meter)
+        self._assembly = self._new_assembly()
         self._origin = Origin()
         self._parking: Parking | None = None  # while it is in use
         self._stream: BatchStream | None = None  # of the iterator that began last
@@ -253,13 +254,15 @@ class Loader(Closable):
             f"shuffle={self._options.shuffle!r}, epoch {self._epochs.next_number}>"
         )
 
-    def _kind_of_assembly(self) -> type[Assembly | RemoteAssembly]:
-        """Return the class that makes batches; loaders for a device may make them there."""
+    def _new_assembly(
+        self, allocate: Allocator = page_aligned, portion_bytes: int = PORTION_BYTES
+    ) -> Assembly | RemoteAssembly:
+        """Return what makes batches; loaders for a framework have memory of their own."""
         if not self._options.workers or self._options.worker_type != "process":
-            return Assembly
+            return Assembly(self._store, self._options, self._meter, allocate, portion_bytes)
         from arrowcache.reading.workers import remote  # imports much that other loaders do not need
 
-        return remote.RemoteAssembly
+        return remote.RemoteAssembly(self._store, self._options, self._meter, allocate)
 
     def _finish(self, batch: Batch) -> Batch:
         """Convert a batch in the consumer's thread; loaders for a framework override this."""

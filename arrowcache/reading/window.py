@@ -13,22 +13,21 @@ arrived, the ring has all rows that the step refers to.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.segment import row_bytes
-from arrowcache.reading.assembly import Assembly, Batch, BatchRows, Gathered, mean_published
+from arrowcache.reading.assembly import Allocator, Assembly, Batch, BatchRows, Gathered, mean_published
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.fetching import FETCHED_BYTES
 from arrowcache.reading.filling import Filling
 from arrowcache.reading.gather import Gather
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.portion import Portion, ReadyBatch
-from arrowcache.reading.slots import Slot, Slots
+from arrowcache.reading.slots import Slot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import column_bytes
 from arrowcache.storage.store import Store
@@ -60,22 +59,15 @@ class WindowAssembly(Assembly):
     The ring holds two windows: one in use, and room for the next rows.
     """
 
-    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter, allocate: Allocator) -> None:
         settings = store.settings
         window_bytes = min(options.window_nbytes, settings.capacity_bytes)
         self.ring_rows = max(1, 2 * window_bytes // row_bytes(settings.schema))
         self._numbers: Iterator[int] = itertools.count()
-        super().__init__(store, options, meter)
+        super().__init__(store, options, meter, allocate)
+        self._run_rows = max(1, min(_RUN_BYTES // self._row_bytes, self.ring_rows // _LEAST_RUNS))
+        self._lend_rows(self._run_rows, allocate)
         self._others = tuple(name for name in self.names if name not in self._fixed)
-
-    def gather_into(
-        self, allocate: Callable[[int], NDArray[np.uint8]], portion_bytes: int | None = None
-    ) -> None:
-        """As of `Assembly`. portion_bytes: size of a run; None means the least that copies at full speed."""
-        run_bytes = _RUN_BYTES if portion_bytes is None else portion_bytes
-        self._run_rows = max(1, min(run_bytes // self._row_bytes, self.ring_rows // _LEAST_RUNS))
-        self._new_slots = partial(Slots, self._columns, self._run_rows, self.wanted(), allocate)
-        self.slots = self._new_slots()
 
     def wanted(self) -> int:
         return self._options.prefetch or _UNDER_WAY

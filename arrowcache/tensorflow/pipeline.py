@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from arrowcache.arrow.schema import Schema
-from arrowcache.reading.assembly import Assembly
+from arrowcache.reading.assembly import PORTION_BYTES, Allocator, Assembly
 from arrowcache.reading.loader import Loader
-from arrowcache.reading.options import EpochArguments, spelled_out
+from arrowcache.reading.memory import page_aligned
+from arrowcache.reading.options import EpochArguments, LoaderArguments, spelled_out
 from arrowcache.storage.recovery import HasStore
 from arrowcache.tensorflow.arrow import arrow_dataset, find_reader
 from arrowcache.tensorflow.columns import columns_of
@@ -26,6 +27,8 @@ from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+    from arrowcache.reading.workers.remote import RemoteAssembly
 
 _BACKENDS = ("auto", "arrow", "native")
 _MOST_PREFETCH = 1 << 16
@@ -80,9 +83,11 @@ def dataset(
         raise TypeError(f"drop_remainder must be True or False, not {drop_remainder!r}")
     read = find_reader() if backend == "arrow" else None
     prefetch = parse_count(prefetch, "prefetch", least=0, most=_MOST_PREFETCH)
+    rooms = Rooms()
     loader = _CopyingLoader(
         cache,
         batch_size,
+        None if read is None else rooms,
         columns=columns,
         shuffle=shuffle,
         seed=seed,
@@ -95,8 +100,6 @@ def dataset(
     if read is None:
         batches = native_dataset(loader, found)
     else:
-        rooms = Rooms()
-        loader.gather_into(rooms)
         batches = arrow_dataset(loader, found, [*loader.schema.fixed], rooms, read)
     unsharded = tf.data.Options()
     unsharded.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
@@ -111,9 +114,22 @@ class _CopyingLoader(Loader):
 
     _may_yield_views = False
 
-    def gather_into(self, rooms: Rooms) -> None:
-        assert isinstance(self._assembly, Assembly)  # its workers are threads
-        self._assembly.gather_into(rooms.allocate, _FRAME_BYTES)
+    def __init__(
+        self,
+        cache: HasStore | str | os.PathLike[str],
+        batch_size: int,
+        rooms: Rooms | None,
+        **options: Unpack[LoaderArguments],
+    ) -> None:
+        self._rooms = rooms
+        super().__init__(cache, batch_size, **options)
+
+    def _new_assembly(
+        self, allocate: Allocator = page_aligned, portion_bytes: int = PORTION_BYTES
+    ) -> Assembly | RemoteAssembly:
+        if self._rooms is None:
+            return super()._new_assembly(allocate, portion_bytes)
+        return super()._new_assembly(self._rooms.allocate, _FRAME_BYTES)
 
     @property
     def schema(self) -> Schema:

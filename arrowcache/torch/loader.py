@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from arrowcache.arrow.schema import Ragged
-from arrowcache.reading.assembly import Assembly, Batch
+from arrowcache.reading.assembly import PORTION_BYTES, Allocator, Assembly, Batch
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
+from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import LoaderArguments, spelled_out
 from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.window import WindowAssembly
@@ -69,9 +70,6 @@ class Loader(NumpyLoader):
         if device is not None:
             self._prefetcher = DevicePrefetcher((), device)
         super().__init__(cache, batch_size, **options)
-        if self._prefetcher is not None:
-            self._assembly.gather_into(self._prefetcher.host_memory)
-            self._make_ring(self._prefetcher)
         schema = self._store.settings.schema
         if any(isinstance(schema.get(name), Ragged) for name in self._options.names):
             import_nested()  # or the first batch would wait for it
@@ -106,17 +104,18 @@ class Loader(NumpyLoader):
             if self._prefetcher is not None:
                 self._prefetcher.close()
 
-    def _kind_of_assembly(self) -> type[Assembly | RemoteAssembly]:
-        options, fixed = self._options, self._store.settings.schema.fixed.keys()
+    def _new_assembly(
+        self, allocate: Allocator = page_aligned, portion_bytes: int = PORTION_BYTES
+    ) -> Assembly | RemoteAssembly:
+        options, prefetcher, fixed = self._options, self._prefetcher, self._store.settings.schema.fixed.keys()
+        if prefetcher is None:
+            return super()._new_assembly(allocate, portion_bytes)
         is_plain = options.transform is None and not options.workers
-        may_shuffle = self._prefetcher is not None and options.window_bytes is not None
-        if may_shuffle and is_plain and fixed & {*options.names}:
-            return WindowAssembly
-        return super()._kind_of_assembly()
-
-    def _make_ring(self, prefetcher: DevicePrefetcher) -> None:
-        if isinstance(self._assembly, WindowAssembly):
-            self._ring = Ring(prefetcher.backend, self._assembly.ring_rows)
+        if options.window_bytes is None or not is_plain or not fixed & {*options.names}:
+            return super()._new_assembly(prefetcher.host_memory)
+        assembly = WindowAssembly(self._store, options, self._meter, prefetcher.host_memory)
+        self._ring = Ring(prefetcher.backend, assembly.ring_rows)
+        return assembly
 
     def _join(self, *, begins: bool) -> None:
         # Lightning initializes torch.distributed in `fit`: until then a run_id may have no rank.
@@ -127,7 +126,8 @@ class Loader(NumpyLoader):
             return super()._hand_out(stream)
         if self._prefetcher.is_inherited():  # the devices belong to the process that forked this one
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
-            self._make_ring(self._prefetcher)
+            if self._ring is not None:
+                self._ring = Ring(self._prefetcher.backend, self._ring.rows)
         seconds, ring = self._options.timeout, self._ring
         if ring is None:
             return self._prefetcher.over(Delivery(stream, seconds, self._finish))

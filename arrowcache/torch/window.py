@@ -57,7 +57,7 @@ class Ring:
     """Rows on a device, in a ring. One thread at a time calls it."""
 
     def __init__(self, backend: Backend, rows: int) -> None:
-        self._backend, self._rows = backend, rows
+        self._backend, self.rows = backend, rows
         self._columns: dict[str, _RingColumn] = {}
         self._stream: Stream = None  # the stream of its last use
         self._events: dict[Stream, Event] = {}
@@ -139,16 +139,16 @@ class Ring:
         try:
             for name, rows in columns.items():
                 row_bytes, row_shape = _row_bytes(rows), tuple(rows.shape[1:])
-                memory = self._backend.memory(self._rows * row_bytes, here)
+                memory = self._backend.memory(self.rows * row_bytes, here)
                 word = next((word for word in _WORDS if row_bytes % word.itemsize == 0), torch.uint8)
-                words = memory.view(word).view(self._rows, row_bytes // word.itemsize)
+                words = memory.view(word).view(self.rows, row_bytes // word.itemsize)
                 found[name] = _RingColumn(memory, words, row_bytes, rows.dtype, row_shape)
         except torch.OutOfMemoryError as error:
             memory = words = None  # or the traceback would keep them
             found.clear()
-            free, needed = self._backend.free_bytes(), self._rows * sum(map(_row_bytes, columns.values()))
+            free, needed = self._backend.free_bytes(), self.rows * sum(map(_row_bytes, columns.values()))
             raise torch.OutOfMemoryError(
-                f"two windows of {self._rows // 2} rows each take {format_bytes(needed)} of "
+                f"two windows of {self.rows // 2} rows each take {format_bytes(needed)} of "
                 f"{self._backend.device}, where {'less' if free is None else format_bytes(free)} is free: "
                 "give a smaller window_bytes, or none, for the host to shuffle"
             ) from error

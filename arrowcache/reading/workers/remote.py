@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.pickling import pickled
-from arrowcache.reading.assembly import Assembly, mean_published
+from arrowcache.reading.assembly import Allocator, Assembly, mean_published
 from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.stats import Meter
@@ -40,11 +41,14 @@ _PORTION_BYTES = 32 << 20  # each portion is a few hand-overs between three thre
 class RemoteAssembly:
     """Makes portions of epochs for worker processes, whose pool it owns.
 
-    Args: as Assembly's.
+    Args: as Assembly's. Of an allocator only that there is one: batches then lie in memory that a device may
+        register.
     Raises: TypeError: the transform cannot be pickled.
     """
 
-    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
+    def __init__(
+        self, store: Store, options: LoaderOptions, meter: Meter, allocate: Allocator = page_aligned
+    ) -> None:
         schema: Schema = store.settings.schema
         names, transform = options.names, options.transform
         self._batch_size = options.batch_size
@@ -58,7 +62,7 @@ class RemoteAssembly:
             "in_flight": -(-self._usual // options.workers),
             "with_ids": options.with_ids,
             "views": options.views,
-            "keeps": False,
+            "keeps": allocate is not page_aligned,
         }
         packed = b""
         if transform is not None:
@@ -73,10 +77,6 @@ class RemoteAssembly:
         self._new_pool = partial(WorkerPool, options.workers, self._settings, packed)
         self._has_transform = transform is not None
         self.after_fork()
-
-    def gather_into(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:  # noqa: ARG002
-        """Put batches into memory that a device may register. Call it before any batch is made."""
-        self._settings["keeps"] = True
 
     def prepare(self) -> None:
         """Start the processes, as an epoch is wanted soon; returns at once.

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,11 @@ def test_ctrl_c_in_a_gather_waits_for_no_disk(cache, pages, monkeypatch):
 @pytest.mark.parametrize("make", [ac.Loader, TorchLoader])
 @pytest.mark.parametrize("shuffle", ["rows", "window"])
 def test_ctrl_c_in_a_step_waits_for_no_disk(cache, pages, monkeypatch, make, shuffle):
-    loader = make(cache, 8, shuffle=shuffle, prefetch=2)
-    loader._assembly.gather_into(lambda nbytes: slow(pages, nbytes))
+    class Slow(make):
+        def _new_assembly(self, *_: Any) -> Any:
+            return super()._new_assembly(partial(slow, pages))
+
+    loader = Slow(cache, 8, shuffle=shuffle, prefetch=2)
     with ctrl_c_in_a_wait(monkeypatch, pages):
         epoch = iter(loader)
         with pytest.raises(KeyboardInterrupt):

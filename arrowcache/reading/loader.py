@@ -16,6 +16,7 @@ from arrowcache.lifetimes import Closable, Origin
 from arrowcache.reading.assembly import PORTION_BYTES, Allocator, Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
+from arrowcache.reading.membership import Membership
 from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import LoaderArguments, LoaderOptions, spelled_out
 from arrowcache.reading.parking import Parking
@@ -106,7 +107,7 @@ class Loader(Closable):
         )
         self._meter = Meter(options.workers, options.shuffle)
         self._epochs = Epochs(self._store, options, self._meter)
-        self._join(begins=False)
+        self._epochs.join(self._membership(begins=False))
         self._assembly = self._new_assembly()
         self._origin = Origin()
         self._parking: Parking | None = None  # while it is in use
@@ -272,9 +273,9 @@ class Loader(Closable):
         """Return the consumer's iterator; loaders for a device have their own."""
         return EpochIterator(stream, self._options.timeout, self._finish)
 
-    def _join(self, *, begins: bool) -> None:  # noqa: ARG002
-        """Join as the rank found now; loaders for a framework may find another as an epoch begins."""
-        self._epochs.join(self._options.membership)
+    def _membership(self, *, begins: bool) -> Membership | None:  # noqa: ARG002
+        """Return the rank known now; loaders for a framework may find another as an epoch begins."""
+        return self._options.membership
 
     def _begin(self, *, endless: bool) -> Batches:
         if self._closed:
@@ -283,7 +284,7 @@ class Loader(Closable):
             self._origin, self._stream, self._parking = Origin(), None, None
             self._assembly.after_fork()
         self._end_current("a newer one began")
-        self._join(begins=True)
+        self._epochs.join(self._membership(begins=True))
         try:
             parking = self._parking
             if parking is None:

@@ -23,7 +23,7 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.torch.distributed import is_told, membership_now
+from arrowcache.torch.distributed import membership_now
 from arrowcache.torch.snapshots import DrawnRows, OwnedEpoch
 from arrowcache.units import parse_count
 
@@ -71,7 +71,7 @@ class EpochBatchSampler(Sampler[list[int]]):
             self._store.settings, batch_size, shuffle, seed, drop_last=drop_last, **options
         )
         self._made = Epochs(self._store, self._options, Meter())
-        self._made.join(self._options.membership if is_told(self._options) else None)
+        self._made.join(membership_now(self._options, begins=False))
         self._slots: dict[tuple[str, ...], Slots] = {}
         self._iterators = 0
         self._current: weakref.ref[EpochRows] | None = None  # the latest epoch

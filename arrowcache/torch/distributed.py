@@ -8,19 +8,15 @@ from arrowcache.reading.membership import Membership, membership
 from arrowcache.reading.options import LoaderOptions
 
 
-def is_told(options: LoaderOptions) -> bool:
-    """True if the user gave the rank; else it may not be known before the first epoch."""
-    return options.rank is not None or options.world_size is not None
-
-
 def membership_now(options: LoaderOptions, *, begins: bool = True) -> Membership | None:
     """Return the membership of the options, else of torch.distributed, if it is initialized by now.
 
     Args:
-        begins: an epoch begins. False: torch.distributed may still give the rank.
+        begins: an epoch begins. False: torch.distributed may still be initialized, as Lightning does in
+            `fit`, so a run_id may have no rank yet.
     Raises: ValueError, TypeError: an argument does not fit, or is missing.
     """
-    distributed = torch.distributed
-    if not is_told(options) and distributed.is_available() and distributed.is_initialized():
+    distributed, is_given = torch.distributed, options.rank is not None or options.world_size is not None
+    if not is_given and distributed.is_available() and distributed.is_initialized():
         return membership(distributed.get_rank(), distributed.get_world_size(), options.run_id)
-    return options.membership if begins or is_told(options) else None
+    return options.membership if begins or is_given else None

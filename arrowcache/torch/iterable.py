@@ -37,7 +37,7 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch.dataset import Transform, packed, tensors_of
-from arrowcache.torch.distributed import is_told, membership_now
+from arrowcache.torch.distributed import membership_now
 from arrowcache.torch.epoch_counter import EpochCounter, Turn
 from arrowcache.torch.transport import SentBatch, made, sendable
 from arrowcache.units import parse_count
@@ -131,7 +131,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
         )
-        self._rank = self._options.membership if is_told(self._options) else None  # this process' rank
+        self._rank = membership_now(self._options, begins=False)  # this process' rank
         self._options.require_fit(self._store, self._rank.world_size if self._rank else 1)
         path = str(self._store.folder.path)
         self._ordinal = _datasets[path]  # tells datasets of one job apart, alike on all ranks

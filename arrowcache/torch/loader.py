@@ -11,6 +11,7 @@ from arrowcache.arrow.schema import Ragged
 from arrowcache.reading.assembly import PORTION_BYTES, Allocator, Assembly, Batch
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
+from arrowcache.reading.membership import Membership
 from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import LoaderArguments, spelled_out
 from arrowcache.reading.stream import BatchStream
@@ -117,9 +118,8 @@ class Loader(NumpyLoader):
         self._ring = Ring(prefetcher.backend, assembly.ring_rows)
         return assembly
 
-    def _join(self, *, begins: bool) -> None:
-        # Lightning initializes torch.distributed in `fit`: until then a run_id may have no rank.
-        self._epochs.join(membership_now(self._options, begins=begins))
+    def _membership(self, *, begins: bool) -> Membership | None:
+        return membership_now(self._options, begins=begins)
 
     def _hand_out(self, stream: BatchStream) -> Batches:
         if self._prefetcher is None:

@@ -34,7 +34,6 @@ from arrowcache.reading.view import Viewer
 from arrowcache.reading.worker_threads import WorkerThreads
 from arrowcache.storage.store import Store
 
-Allocator = Callable[[int], NDArray[np.uint8]]  # as of `Slots`
 Batch = dict[str, Any]
 
 _VIEWS = 8  # batches over one mapping
@@ -44,25 +43,23 @@ _WARM_BYTES = 8 << 20  # bytes under way: more slots leave the processor's cache
 _MOST_UNDER_WAY, _MOST_FETCHED = 8, 64
 _MOST_BATCHES = 256  # of a portion
 _ELEMENTS_UNDER_GIL = 500
-PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying this
+_PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying this
+
+
+class Memory(NamedTuple):
+    """What batches are gathered into: an allocator of `Slots`, and the size of small ones side by side."""
+
+    allocate: Callable[[int], NDArray[np.uint8]] = page_aligned
+    portion_bytes: int = _PORTION_BYTES
+
+
+MEMORY = Memory()
 
 
 class Assembly:
-    """Makes portions of epochs.
+    """Makes portions of epochs."""
 
-    Args:
-        allocate: makes the memory that batches are gathered into.
-        portion_bytes: size of small batches that lie side by side.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        options: LoaderOptions,
-        meter: Meter,
-        allocate: Allocator = page_aligned,
-        portion_bytes: int = PORTION_BYTES,
-    ) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter, memory: Memory = MEMORY) -> None:
         schema, self.names, self.meter = store.settings.schema, options.names, meter
         self._options, self._batch_size = options, options.batch_size
         self._fixed = tuple(name for name in self.names if name in schema.fixed)
@@ -78,14 +75,14 @@ class Assembly:
         if self._threads is None and self._viewer is not None:
             most = min(_VIEWS, FETCHED_BYTES // self._batch_bytes)
         elif self._threads is None and len(self._fixed) == len(self.names):
-            most = min(_MOST_BATCHES, portion_bytes // self._batch_bytes)
+            most = min(_MOST_BATCHES, memory.portion_bytes // self._batch_bytes)
         self._most_batches = max(1, most)  # batches of a portion; copied ones lie side by side
         rows = self._batch_size * (self._most_batches if self._viewer is None else 1)
-        self._lend_rows(rows, allocate)
+        self._lend_rows(rows, memory)
 
-    def _lend_rows(self, rows: int, allocate: Allocator) -> None:
+    def _lend_rows(self, rows: int, memory: Memory) -> None:
         """Have slots of so many rows."""
-        self._new_slots = partial(Slots, self._columns, rows, self.wanted(), allocate)
+        self._new_slots = partial(Slots, self._columns, rows, self.wanted(), memory.allocate)
         self.slots = self._new_slots()
 
     def _new_threads(self) -> WorkerThreads | None:

@@ -13,11 +13,10 @@ import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from arrowcache.lifetimes import Closable, Origin
-from arrowcache.reading.assembly import PORTION_BYTES, Allocator, Assembly, Batch
+from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import LoaderArguments, LoaderOptions, spelled_out
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.plan import Plan
@@ -255,15 +254,13 @@ class Loader(Closable):
             f"shuffle={self._options.shuffle!r}, epoch {self._epochs.next_number}>"
         )
 
-    def _new_assembly(
-        self, allocate: Allocator = page_aligned, portion_bytes: int = PORTION_BYTES
-    ) -> Assembly | RemoteAssembly:
+    def _new_assembly(self, memory: Memory = MEMORY) -> Assembly | RemoteAssembly:
         """Return what makes batches; loaders for a framework have memory of their own."""
         if not self._options.workers or self._options.worker_type != "process":
-            return Assembly(self._store, self._options, self._meter, allocate, portion_bytes)
+            return Assembly(self._store, self._options, self._meter, memory)
         from arrowcache.reading.workers import remote  # imports much that other loaders do not need
 
-        return remote.RemoteAssembly(self._store, self._options, self._meter, allocate)
+        return remote.RemoteAssembly(self._store, self._options, self._meter, memory)
 
     def _finish(self, batch: Batch) -> Batch:
         """Convert a batch in the consumer's thread; loaders for a framework override this."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.segment import row_bytes
-from arrowcache.reading.assembly import Allocator, Assembly, Batch, BatchRows, Gathered, mean_published
+from arrowcache.reading.assembly import Assembly, Batch, BatchRows, Gathered, Memory, mean_published
 from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.fetching import FETCHED_BYTES
 from arrowcache.reading.filling import Filling
@@ -59,14 +59,14 @@ class WindowAssembly(Assembly):
     The ring holds two windows: one in use, and room for the next rows.
     """
 
-    def __init__(self, store: Store, options: LoaderOptions, meter: Meter, allocate: Allocator) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter, memory: Memory) -> None:
         settings = store.settings
         window_bytes = min(options.window_nbytes, settings.capacity_bytes)
         self.ring_rows = max(1, 2 * window_bytes // row_bytes(settings.schema))
         self._numbers: Iterator[int] = itertools.count()
-        super().__init__(store, options, meter, allocate)
+        super().__init__(store, options, meter, memory)
         self._run_rows = max(1, min(_RUN_BYTES // self._row_bytes, self.ring_rows // _LEAST_RUNS))
-        self._lend_rows(self._run_rows, allocate)
+        self._lend_rows(self._run_rows, memory)
         self._others = tuple(name for name in self.names if name not in self._fixed)
 
     def wanted(self) -> int:

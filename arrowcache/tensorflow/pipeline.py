@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from arrowcache.arrow.schema import Schema
-from arrowcache.reading.assembly import PORTION_BYTES, Allocator, Assembly
+from arrowcache.reading.assembly import MEMORY, Assembly, Memory
 from arrowcache.reading.loader import Loader
-from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import EpochArguments, LoaderArguments, spelled_out
 from arrowcache.storage.recovery import HasStore
 from arrowcache.tensorflow.arrow import arrow_dataset, find_reader
@@ -124,12 +123,10 @@ class _CopyingLoader(Loader):
         self._rooms = rooms
         super().__init__(cache, batch_size, **options)
 
-    def _new_assembly(
-        self, allocate: Allocator = page_aligned, portion_bytes: int = PORTION_BYTES
-    ) -> Assembly | RemoteAssembly:
-        if self._rooms is None:
-            return super()._new_assembly(allocate, portion_bytes)
-        return super()._new_assembly(self._rooms.allocate, _FRAME_BYTES)
+    def _new_assembly(self, memory: Memory = MEMORY) -> Assembly | RemoteAssembly:
+        if self._rooms is not None:
+            memory = Memory(self._rooms.allocate, _FRAME_BYTES)
+        return super()._new_assembly(memory)
 
     @property
     def schema(self) -> Schema:

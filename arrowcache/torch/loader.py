@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from arrowcache.arrow.schema import Ragged
-from arrowcache.reading.assembly import PORTION_BYTES, Allocator, Assembly, Batch
+from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import LoaderArguments, spelled_out
 from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.window import WindowAssembly
@@ -105,16 +104,15 @@ class Loader(NumpyLoader):
             if self._prefetcher is not None:
                 self._prefetcher.close()
 
-    def _new_assembly(
-        self, allocate: Allocator = page_aligned, portion_bytes: int = PORTION_BYTES
-    ) -> Assembly | RemoteAssembly:
+    def _new_assembly(self, memory: Memory = MEMORY) -> Assembly | RemoteAssembly:
         options, prefetcher, fixed = self._options, self._prefetcher, self._store.settings.schema.fixed.keys()
         if prefetcher is None:
-            return super()._new_assembly(allocate, portion_bytes)
+            return super()._new_assembly(memory)
+        memory = Memory(prefetcher.host_memory)
         is_plain = options.transform is None and not options.workers
         if options.window_bytes is None or not is_plain or not fixed & {*options.names}:
-            return super()._new_assembly(prefetcher.host_memory)
-        assembly = WindowAssembly(self._store, options, self._meter, prefetcher.host_memory)
+            return super()._new_assembly(memory)
+        assembly = WindowAssembly(self._store, options, self._meter, memory)
         self._ring = Ring(prefetcher.backend, assembly.ring_rows)
         return assembly
 

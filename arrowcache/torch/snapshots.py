@@ -204,7 +204,7 @@ class OwnedEpoch:
         """Count a batch as arrived, even a failed one: release segments that no other batch needs."""
         self._drawn.pop(step, None)
         if step in self._pending:
-            self._pending.remove(step)
+            self._pending.discard(step)
             self._epoch.deliver(step=min(list(self._pending), default=step))
         if self._sent == self._epoch.order.steps and not self._pending:
             self.close()

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.pickling import pickled
-from arrowcache.reading.assembly import Allocator, Assembly, mean_published
+from arrowcache.reading.assembly import MEMORY, Assembly, Memory, mean_published
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.stats import Meter
@@ -41,14 +40,11 @@ _PORTION_BYTES = 32 << 20  # each portion is a few hand-overs between three thre
 class RemoteAssembly:
     """Makes portions of epochs for worker processes, whose pool it owns.
 
-    Args: as Assembly's. Of an allocator only that there is one: batches then lie in memory that a device may
-        register.
+    Args: as Assembly's. If `memory` is not the usual, batches lie in memory that a device may register.
     Raises: TypeError: the transform cannot be pickled.
     """
 
-    def __init__(
-        self, store: Store, options: LoaderOptions, meter: Meter, allocate: Allocator = page_aligned
-    ) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter, memory: Memory = MEMORY) -> None:
         schema: Schema = store.settings.schema
         names, transform = options.names, options.transform
         self._batch_size = options.batch_size
@@ -62,7 +58,7 @@ class RemoteAssembly:
             "in_flight": -(-self._usual // options.workers),
             "with_ids": options.with_ids,
             "views": options.views,
-            "keeps": allocate is not page_aligned,
+            "keeps": memory is not MEMORY,
         }
         packed = b""
         if transform is not None:

@@ -22,6 +22,7 @@ import arrowcache as ac
 from arrowcache.native import engine
 from arrowcache.native.threads import threads as of_process
 from arrowcache.reading import gather
+from arrowcache.reading.assembly import Memory
 from arrowcache.reading.slots import Slots
 from arrowcache.torch import Loader as TorchLoader
 
@@ -111,7 +112,7 @@ def test_ctrl_c_in_a_gather_waits_for_no_disk(cache, pages, monkeypatch):
 def test_ctrl_c_in_a_step_waits_for_no_disk(cache, pages, monkeypatch, make, shuffle):
     class Slow(make):
         def _new_assembly(self, *_: Any) -> Any:
-            return super()._new_assembly(partial(slow, pages))
+            return super()._new_assembly(Memory(partial(slow, pages)))
 
     loader = Slow(cache, 8, shuffle=shuffle, prefetch=2)
     with ctrl_c_in_a_wait(monkeypatch, pages):

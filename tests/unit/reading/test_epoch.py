@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from helpers import make_cache, publish
 
+from arrowcache.native import maps
 from arrowcache.reading.epoch import Epochs
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
+from arrowcache.storage.folder import Folder
 
 
 @pytest.fixture
@@ -59,12 +63,18 @@ def test_an_epoch_that_was_let_go_counts_what_is_delivered_until_its_end(cache, 
     assert left(cache)[0] == 0
 
 
-@pytest.mark.parametrize("failing", ["_plan", "_order", "_come_to"])
+@pytest.mark.parametrize("failing", ["mapping", "counting", "warning"])
 def test_an_epoch_that_cannot_begin_leaves_nothing_and_is_the_next_one_still(
     cache, epochs, failing, monkeypatch
 ):
-    with monkeypatch.context() as patch:
-        patch.setattr(Epochs, failing, lambda *_: 1 / 0)
+    publish(cache, 48)  # nearly full: beside a writer rows are left out, of which it warns at last
+    with monkeypatch.context() as patch, cache.writer():
+        if failing == "mapping":
+            patch.setattr(maps.File, "open", lambda *_: 1 / 0)
+        elif failing == "counting":
+            patch.setattr(Folder, "change_usage", lambda *_: 1 / 0)
+        else:
+            patch.setattr(warnings, "warn", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             epochs.begin()
     assert left(cache) == (0, 0, 0)

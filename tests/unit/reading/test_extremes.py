@@ -15,7 +15,6 @@ import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
 from arrowcache.arrow.segment import encode, read_structure
 from arrowcache.native.maps import count as mapped_files
-from arrowcache.reading import mapped
 from arrowcache.storage.layout import segment_name
 from arrowcache.storage.mapping import FileMapping
 
@@ -140,16 +139,6 @@ def test_thousands_of_short_segments_of_differing_lengths(tmp_path):
     assert_reads_like_a_plain_reader(cache)
     with cache.snapshot() as snapshot:
         assert [segment.rows for segment in snapshot.segments] == parts
-
-
-def test_more_segments_than_mappings(tmp_path, monkeypatch):
-    before = mapped_files()
-    monkeypatch.setattr(mapped, "_MOST_MAPPED", before + 5)
-    schema = ac.Schema({"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("int64")})
-    cache = create(tmp_path / "cache", schema, 20, "16KiB")
-    fill(cache, [20, 3, 20, 20, 1, 20, 19, 20, 20, 4, 20, 20])
-    assert_reads_like_a_plain_reader(cache)
-    assert mapped_files() == before
 
 
 @pytest.mark.slow

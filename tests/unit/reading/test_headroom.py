@@ -77,13 +77,6 @@ def test_every_epoch_of_a_cache_to_which_nobody_writes_has_every_row(idle, shuff
             assert loader.stats().left_out_rows == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("worker_type", ["thread", "process"])
-def test_workers_deliver_every_row_too(idle, worker_type):
-    with loader_of(idle, workers=1, worker_type=worker_type) as loader:
-        assert epoch_of(loader) == EVERY_ROW
-
-
 def test_every_epoch_of_repeat_has_every_row(idle):
     with loader_of(idle) as loader:
         batches = loader.repeat()
@@ -126,12 +119,6 @@ def test_an_epoch_leaves_two_segments_at_least_while_a_writer_is_open(cache):
     with loader_of(cache) as loader:
         with cache.writer():
             assert left_out(loader, warns=True) == _OLDEST_TWO
-        assert left_out(loader) == 0
-
-
-def test_no_headroom_means_none(tmp_path):
-    cache = nearly_full(tmp_path / "cache", headroom=0)
-    with loader_of(cache) as loader, cache.writer():
         assert left_out(loader) == 0
 
 

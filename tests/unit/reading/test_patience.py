@@ -18,7 +18,6 @@ import arrowcache as ac
 from arrowcache import Loader, SamplerPool
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.progress import Progress
-from arrowcache.storage.store import Store
 
 QUICK = {"progress": False, "workers": 1}
 SECONDS = 0.5  # a timeout
@@ -215,14 +214,15 @@ def test_a_batch_of_what_is_there_may_be_larger_than_the_cache(cache):
 
 
 class Opened:
-    """How often this process opened cache.lock."""
+    """How often this process, or one thread of it, opened cache.lock."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch, thread=None) -> None:
         self.count = 0
         before = LockFile.__init__
 
         def counted(file, path, *arguments):
-            self.count += path.name == "cache.lock"
+            is_it = thread in (None, threading.current_thread())
+            self.count += is_it and path.name == "cache.lock"
             before(file, path, *arguments)
 
         monkeypatch.setattr(LockFile, "__init__", counted)
@@ -271,14 +271,7 @@ def test_a_rank_that_waits_takes_no_lock_of_the_cache_while_somebody_publishes(c
     with Loader(cache, 16, **options) as loader:
         failed: list[BaseException] = []
         waits = threading.Thread(target=lambda: _attempt(lambda: iter(loader), failed))
-        took, locked = [], Store.locked
-
-        def counted(store, *arguments):
-            if threading.current_thread() is waits:
-                took.append(store)
-            return locked(store, *arguments)
-
-        monkeypatch.setattr(Store, "locked", counted)
+        opened = Opened(monkeypatch, waits)
         waits.start()
         for _ in range(20):
             publish(cache, 1)
@@ -287,7 +280,7 @@ def test_a_rank_that_waits_takes_no_lock_of_the_cache_while_somebody_publishes(c
         waits.join(DEADLINE_SECONDS)
         assert not waits.is_alive()
         assert [type(error) for error in failed] == [ValueError], "it was closed while it waited"
-        assert took == []
+        assert opened.count == 0
 
 
 def test_a_waiting_loader_finds_what_another_rank_began(cache):

@@ -7,11 +7,10 @@ import threading
 from typing import Any
 
 import pytest
-from helpers import DEADLINE_SECONDS, append_rows, are_made, ids_of, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, append_rows, ids_of, make_cache, publish, wait_until
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading.epoch import Epochs
 from arrowcache.torch import Loader as TorchLoader
 
 ROWS = 57
@@ -111,7 +110,7 @@ def test_steps_stats_and_state_follow_what_was_delivered_not_what_was_made(cache
     with loader_of(cache, 16, transform=seen, prefetch=12, workers=workers) as loader:
         endless = loader.repeat()
         publish(cache, 1, first=100)
-        wait_until(lambda: are_made(endless), "an epoch of three steps to be made")
+        wait_until(lambda: len(seen.batches) >= 3, "an epoch of three steps to be made")
         assert (loader.steps, loader.stats().epochs, loader.state_dict()["epoch"]) == (3, 1, 0)
         for step in range(1, 4):
             next(endless)
@@ -132,7 +131,7 @@ def test_the_epoch_after_it_is_the_one_after_that_which_was_delivered(cache, wor
     seen = Seen()
     with loader_of(cache, 16, transform=seen, prefetch=12, workers=workers) as loader:
         endless = loader.repeat()
-        wait_until(lambda: are_made(endless), "an epoch to be made")
+        wait_until(lambda: len(seen.batches) >= 3, "an epoch to be made")
         next(endless)
         wait_until(lambda: len(seen.batches) > 3, "the next one to be begun")
         endless.close()
@@ -142,24 +141,21 @@ def test_the_epoch_after_it_is_the_one_after_that_which_was_delivered(cache, wor
         assert take_epoch(endless, loader) == epochs[3]
 
 
-def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache, monkeypatch):
-    with loader_of(cache, 16) as loader:
+def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache):
+    in_begin, go_on, ended = threading.Event(), threading.Event(), []
+
+    def where(segment):
+        if threading.current_thread() is not threading.main_thread():
+            in_begin.set()
+            assert go_on.wait(DEADLINE_SECONDS)
+        return True
+
+    with loader_of(cache, 16, where=where) as loader:
         epoch = iter(loader)
         first = ids_of([next(epoch)])
         state = loader.state_dict()
         rest = ids_of(epoch)
         whole = first + rest
-        in_begin, go_on, ended = threading.Event(), threading.Event(), []
-        plan_of = Epochs._plan
-
-        def slow(*args):
-            plan = plan_of(*args)
-            if threading.current_thread() is not threading.main_thread():
-                in_begin.set()
-                assert go_on.wait(DEADLINE_SECONDS)
-            return plan
-
-        monkeypatch.setattr(Epochs, "_plan", slow)
         endless = loader.repeat()
 
         def consume():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from typing import Any
 
 import pytest
-import torch
 from helpers import (
     append_rows,
     flip_byte,
@@ -95,22 +93,6 @@ def test_at_every_step_what_was_delivered_and_what_remains_are_the_epoch_in_orde
                     resumed.load_state_dict(state)
                     assert ids_of(resumed) == joined(delivered[step:]), f"the rest after step {step}"
                 assert ids_of(resumed) == following, "the next for is the next epoch"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-@pytest.mark.parametrize("other", [1, 5, 16, 60])
-def test_another_batch_size_goes_on_in_the_same_order(cache, shuffle, other):
-    with loader_of(cache, shuffle=shuffle, drop_last=False) as loader:
-        whole = ids_of(loader)
-    for steps in range(1, 9):
-        with loader_of(cache, shuffle=shuffle) as loader:
-            delivered, state = stop_after(steps, loader)
-        with loader_of(cache, other, shuffle, drop_last=False) as resumed:
-            resumed.load_state_dict(state)
-            batches = [batch["id"].tolist() for batch in resumed]
-        assert delivered + joined(batches) == whole
-        assert {len(batch) for batch in batches[:-1]} <= {other}
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -259,70 +241,7 @@ def test_an_iterator_that_is_dropped_before_its_first_batch_began_no_epoch(cache
         assert loader.state_dict()["epoch"] == 3
 
 
-def test_of_two_loads_in_a_row_the_second_counts(cache):
-    with loader_of(cache) as loader:
-        whole = ids_of(loader)
-        _, first = stop_after(2, loader)
-        loader.load_state_dict(first | {"epoch": 0})
-        delivered, second = stop_after(5, loader)
-        loader.load_state_dict(first)
-        loader.load_state_dict(second)
-        rest = ids_of(loader)
-        assert whole[14:49] == delivered
-        assert whole[49:] == rest
-
-
-def test_loading_a_state_ends_the_epoch_in_progress(cache):
-    with loader_of(cache) as loader:
-        older = iter(loader)
-        delivered = ids_of(next(older) for _ in range(2))
-        loader.load_state_dict(loader.state_dict())
-        with pytest.raises(RuntimeError, match="a state was loaded: iterate anew"):
-            next(older)
-        rest = ids_of(loader)
-        assert sorted(delivered + rest) == sorted(set(delivered + rest))
-        assert len(delivered + rest) == 56
-
-
-def test_a_wrong_state_does_not_end_the_epoch_in_progress(cache):
-    with loader_of(cache) as loader:
-        epoch = iter(loader)
-        next(epoch)
-        with pytest.raises(ValueError, match="not a state"):
-            loader.load_state_dict({"epoch": 3})
-        assert len(ids_of(epoch)) == 49
-
-
-# where a state goes
-
-
-def test_a_state_survives_torch_and_json(cache):
-    with loader_of(cache) as loader:
-        whole = ids_of(loader)
-        state = loader.state_dict() | {"epoch": 0}
-        loader.load_state_dict(state)
-        delivered, state = stop_after(4, loader)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    for again in (torch.load(file, weights_only=True), json.loads(json.dumps(state))):
-        assert again == state
-        with loader_of(cache) as resumed:
-            resumed.load_state_dict(again)
-            assert delivered + ids_of(resumed) == whole
-
-
 # over a cache that has changed
-
-
-def test_what_was_published_since_is_in_the_next_epoch_and_not_in_the_resumed_one(cache):
-    with loader_of(cache, drop_last=False) as loader:
-        delivered, state = stop_after(3, loader)
-    publish(cache, 2, first=100)
-    with loader_of(cache, drop_last=False) as resumed:
-        resumed.load_state_dict(state)
-        assert sorted(delivered + ids_of(resumed)) == list(range(ROWS))
-        assert sorted(ids_of(resumed)) == [*range(ROWS), *range(100, 132)]
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)

@@ -5,6 +5,7 @@ Where rows come from the disk, that is. Whoever copies from a mapping gets SIGBU
 
 from __future__ import annotations
 
+import builtins
 import os
 import warnings
 from collections.abc import Callable
@@ -85,16 +86,26 @@ def test_other_readers_learn_of_a_segment_that_could_not_be_read(cache):
     assert seqs(cache) == [0, 1, 2, 4, 5]
 
 
-def test_a_segment_whose_read_failed_by_chance_is_read_on(cache, monkeypatch):
+def test_a_segment_whose_read_failed_by_chance_is_checked_once_and_read_on(cache, monkeypatch):
+    monkeypatch.setattr(mapped, "_MOST_MAPPED", 0)
     with cache.snapshot() as snapshot:
         snapshot.map_all()
-        snapshot._doubted(DAMAGED * SEGMENT_ROWS)
-        with cache.snapshot() as after:
-            assert after.map_all() == ROWS
-            assert after.gather(range(ROWS))["id"].tolist() == WHOLE
-        monkeypatch.setattr("arrowcache.reading.mapped.check_file", None)
-        with cache.snapshot() as last:
-            assert last.map_all() == ROWS, "it is not doubted any more"
+        path, away = segment_files(cache)[DAMAGED], cache.path / "away"
+        path.rename(away)
+        with pytest.raises(ac.CorruptSegmentError, match="No such file"):
+            snapshot.gather(range(ROWS))
+        away.rename(path)
+        opened, opening = [], open
+        monkeypatch.setattr(
+            builtins, "open", lambda *file, **how: opened.append(file[0]) or opening(*file, **how)
+        )
+        for _ in range(2):
+            with cache.snapshot() as after:
+                assert after.map_all() == ROWS
+                assert after.gather(range(ROWS))["id"].tolist() == WHOLE
+            assert len([each for each in opened if isinstance(each, int)]) == 1, (
+                "all its bytes were read, once"
+            )
 
 
 def check_next_epochs(loader: Any, name: str) -> None:

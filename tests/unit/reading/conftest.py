@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from helpers import append_rows, make_cache
 
 from arrowcache.native import maps
 
@@ -14,6 +15,14 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher's environment: what a loader's rank is, a test says."""
     for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cache(request, tmp_path):
+    """Segments of 16 rows, the last one may be short: ids 0 to 159, or as many as the module's ROWS says."""
+    cache = make_cache(tmp_path / "cache")
+    append_rows(cache, range(getattr(request.module, "ROWS", 160)))
+    return cache
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from helpers import make_cache, publish
+from helpers import publish
 
 from arrowcache.native import maps
 from arrowcache.reading.epoch import Epochs
@@ -15,12 +15,7 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.folder import Folder
 
-
-@pytest.fixture
-def cache(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 4)
-    return cache
+ROWS = 64
 
 
 @pytest.fixture(params=[None, Membership(0, 2, "job", 1)], ids=["alone", "of two ranks"])

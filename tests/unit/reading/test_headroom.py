@@ -148,15 +148,6 @@ def test_what_was_published_since_this_loaders_epoch_before_counts_as_writing(ca
         assert epoch_of(other) == everything, "and to this one all was there before its first epoch"
 
 
-def test_an_epoch_that_another_loader_began_does_not_count(cache):
-    with loader_of(cache) as loader, loader_of(cache) as other:
-        assert left_out(loader) == left_out(other) == 0
-        _write(cache, id=np.arange(5000, 5010), data=np.zeros((10, 480), np.uint8))
-        for each in (loader, other):
-            with pytest.warns(RuntimeWarning, match="an epoch leaves out"):
-                epoch_of(each)
-
-
 def test_the_epochs_of_repeat_heed_a_writer_that_comes_between(cache):
     with loader_of(cache, prefetch=1) as loader:
         batches = loader.repeat()
@@ -285,24 +276,6 @@ def test_the_rest_of_a_resumed_epoch_leaves_out_what_it_left_out_before_and_says
 
 
 # who comes while an epoch holds everything
-
-
-@pytest.mark.slow
-def test_a_writer_that_comes_while_an_epoch_holds_everything_waits_for_its_end(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    fill(cache)
-    with Loader(cache, 16) as loader:
-        epoch = iter(loader)
-        oldest = seqs(cache)[0]
-        next(epoch)
-        with Child(append_rows_with_timeout, cache.path) as child:
-            wait_until(lambda: cache.stats().waiting_writers, "the writer to wait")
-            assert seqs(cache)[0] == oldest
-            rest = ids_of(epoch)
-            assert len(rest) % 16 == 0
-            ids_of(loader)  # leaves the headroom: somebody writes
-            child.result()
-    assert cache.verify() == []
 
 
 def append_rows_with_timeout(path):

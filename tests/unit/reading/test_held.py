@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import held_by_another_thread, ids_of, in_child, make_cache, mapped_seqs, publish, wait_until
+from helpers import held_by_another_thread, ids_of, in_child, make_cache, mapped_seqs, wait_until
 from plain_rows import threads as engine_threads
 from slow_pages import SlowPages, require_slow_pages
 
@@ -25,15 +25,7 @@ from arrowcache.reading import gather
 from arrowcache.reading.slots import Slots
 from arrowcache.torch import Loader as TorchLoader
 
-ROWS = 96
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> ac.Cache:
-    """Six segments of 16 rows, ids 0 to 95."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 6)
-    return cache
+ROWS = 96  # six segments
 
 
 @pytest.fixture

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from helpers import (
     DEADLINE_SECONDS,
-    append_rows,
     held_rank_files,
     ids_of,
-    make_cache,
     publish,
     wait_until,
 )
@@ -20,15 +18,7 @@ from arrowcache import Loader
 from arrowcache.reading import epoch as epoch_module
 
 SHUFFLES = ["rows", "window", "blocks", None]
-ROWS = 157
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Nine segments of 16 rows and one of 13: ids 0 to 156."""
-    cache = make_cache(tmp_path / "cache")
-    append_rows(cache, range(ROWS))
-    return cache
+ROWS = 157  # nine segments of 16 and one of 13
 
 
 def ranks_of(cache: Any, world: int, size: int = 8, make: type[Loader] = Loader, **options: Any):
@@ -45,10 +35,6 @@ def rank_of(
 def close(loaders: list[Loader]) -> None:
     for loader in loaders:
         loader.close()
-
-
-def joined(batches: Any) -> list[int]:
-    return [number for batch in batches for number in batch]
 
 
 def one_by_one(loaders: list[Loader]) -> list[list[list[int]]]:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from helpers import (
     flip_byte,
-    ids_of,
     make_cache,
     mapped_seqs,
     publish,
@@ -27,31 +26,13 @@ import arrowcache as ac
 from arrowcache.native import maps
 from arrowcache.reading import mapped
 
-
-@pytest.fixture
-def cache(tmp_path):
-    """Six segments of 16 rows, ids 0 to 95."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 6)
-    return cache
+ROWS = 96  # six segments
 
 
 def mapped_files() -> list[str]:
     """The segments' files that this process has mapped, once for each mapping that begins a file."""
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     return [fields[5] for fields in lines if "/segments/" in fields[-1] and int(fields[2], 16) == 0]
-
-
-def test_loaders_that_were_given_one_path_map_each_segment_once(cache):
-    with ac.Loader(cache.path, 16) as first, ac.Loader(str(cache.path), 16) as second:
-        epochs = iter(first), iter(second)
-        ids = [ids_of([next(epoch)]) for epoch in epochs]
-        files = mapped_files()
-        assert sorted(files) == sorted(set(files)) == list(map(str, segment_files(cache)))
-        for epoch, begun in zip(epochs, ids, strict=True):
-            assert sorted(begun + ids_of(epoch)) == list(range(96))
-    assert mapped_files() == []
-    assert cache.stats().leased_bytes == 0
 
 
 def test_a_segment_stays_mapped_until_the_last_reader_of_its_cache_has_let_go(cache):

@@ -10,7 +10,6 @@ import threading
 import warnings
 from functools import partial
 
-import numpy as np
 import pytest
 from helpers import (
     DEADLINE_SECONDS,
@@ -250,16 +249,6 @@ def test_a_folder_that_vanishes_ends_no_epoch_and_is_told_by_the_next(cache):
 # its end
 
 
-def test_close_lets_go_of_everything(cache):
-    loader = Loader(cache, 16)
-    epoch = iter(loader)
-    publish(cache, 2)
-    loader.close()
-    assert cache.stats().leased_bytes == 0
-    assert mapped_seqs(cache) == []
-    assert next(epoch, None) is None
-
-
 @pytest.mark.parametrize("state", ["in an epoch", "between epochs"])
 def test_a_loader_that_is_dropped_leases_nothing(cache, state, for_ever):
     loader = Loader(cache, 16)
@@ -271,15 +260,6 @@ def test_a_loader_that_is_dropped_leases_nothing(cache, state, for_ever):
     gc.collect()
     wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")
     assert mapped_seqs(cache) == []
-
-
-def test_reading_changes_no_page_of_the_files(cache):
-    before = [path.read_bytes() for path in segment_files(cache)]
-    with Loader(cache, 16) as loader:
-        for _ in range(2):
-            for batch in loader:
-                assert np.all(batch["image"][:, 0, 0] == batch["id"])
-    assert [path.read_bytes() for path in segment_files(cache)] == before
 
 
 @pytest.mark.no_cover

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from functools import partial
 import pytest
 from helpers import DEADLINE_SECONDS, append_rows, full, make_cache, publish, wait_until
 from helpers import sample as row
-from processes import Script
 
 import arrowcache as ac
 from arrowcache import Loader, SamplerPool
@@ -185,18 +183,9 @@ def test_rows_that_grow_are_waited_for_however_long_it_takes(cache, progress):
         assert next(iter(loader))
 
 
-@pytest.mark.parametrize(
-    ("options", "fact"),
-    [
-        ({"wait_rows": 5000}, "wait_rows=5000 take .* lower wait_rows, or raise"),
-        ({"batch_size": 5000}, "one step of 5000 rows takes .* lower batch_size, pass drop_last=False, or"),
-        (
-            {"batch_size": 1000, "rank": 1, "world_size": 2, "run_id": "job"},
-            "one step of 2000 rows takes",
-        ),
-    ],
-)
-def test_more_rows_than_the_capacity_may_hold_are_refused_before_any_wait(cache, options, fact):
+def test_more_rows_than_the_capacity_may_hold_are_refused_before_any_wait(cache):
+    options = {"batch_size": 1000, "rank": 1, "world_size": 2, "run_id": "job"}
+    fact = "one step of 2000 rows takes .* lower batch_size, pass drop_last=False, or"
     with pytest.raises(ValueError, match=fact):
         Loader(cache, **options)
     another = ac.Cache.open(cache.path)  # which resizes it, as another process would
@@ -283,24 +272,6 @@ def test_a_rank_that_waits_takes_no_lock_of_the_cache_while_somebody_publishes(c
         assert opened.count == 0
 
 
-def test_a_waiting_loader_finds_what_another_rank_began(cache):
-    """The second rank joins by the file in ranks/, though its own `where` sees too few rows."""
-    publish(cache, 2)
-    options = {"world_size": 2, "run_id": "job", "timeout": DEADLINE_SECONDS}
-    found: list[int] = []
-
-    def second():
-        with Loader(cache, 16, rank=1, **options) as loader:
-            found.extend(number for batch in loader for number in batch["id"].tolist())
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    with Loader(cache, 16, rank=0, **options) as loader:
-        mine = [number for batch in loader for number in batch["id"].tolist()]
-    thread.join(DEADLINE_SECONDS)
-    assert sorted(mine + found) == list(range(32))
-
-
 def test_rows_that_come_at_last_are_seen_whenever_they_come(cache):
     for least in range(5):
         epochs: list[object] = []
@@ -314,24 +285,6 @@ def test_rows_that_come_at_last_are_seen_whenever_they_come(cache):
 
 def _is_from(least, segment) -> bool:
     return segment.seq >= least
-
-
-def test_ctrl_c_ends_a_wait_for_rows(cache):
-    with Script(_WAITS, cache.path) as script:
-        assert script.line() == "ready"
-        script.signal_group(signal.SIGINT)
-        code, errors = script.end()
-    assert code == -signal.SIGINT
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-
-
-_WAITS = """
-import sys, threading
-import arrowcache as ac
-loader = ac.Loader(sys.argv[1], 16, timeout=None)
-print("ready", flush=True)
-iter(loader)
-"""
 
 
 # too few rows for ever

@@ -46,10 +46,6 @@ def named(plan: Plan, present, ids) -> list[tuple[int, int]]:
     return list(zip(seqs.tolist(), (ids - starts[index]).tolist(), strict=True))
 
 
-def everything(plan: Plan) -> list[tuple[int, int]]:
-    return [(int(s), r) for s, n in zip(plan.seqs, plan.rows, strict=True) for r in range(n)]
-
-
 # states
 
 plans = st.builds(

@@ -7,22 +7,13 @@ import threading
 from typing import Any
 
 import pytest
-from helpers import DEADLINE_SECONDS, append_rows, ids_of, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, ids_of, publish, wait_until
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.torch import Loader as TorchLoader
 
-ROWS = 57
+ROWS = 57  # three segments of 16 and one of 9
 SHUFFLES = ["rows", "window", "blocks", None]
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Three segments of 16 rows and one of 9: ids 0 to 56."""
-    cache = make_cache(tmp_path / "cache")
-    append_rows(cache, range(ROWS))
-    return cache
 
 
 def loader_of(cache: ac.Cache, size: int = 7, make: type[Loader] = Loader, **options: Any) -> Loader:
@@ -63,18 +54,6 @@ class Seen:
 
 
 # what it yields
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [Loader, TorchLoader])
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_every_epoch_has_each_row_exactly_once(cache, make, workers, shuffle):
-    with loader_of(cache, make=make, workers=workers, shuffle=shuffle, drop_last=False) as loader:
-        endless = loader.repeat()
-        epochs = [take_epoch(endless, loader) for _ in range(5)]
-        assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
-        assert len({tuple(epoch) for epoch in epochs}) == (1 if shuffle is None else 5)
 
 
 @pytest.mark.parametrize("workers", [0, 3])
@@ -208,15 +187,6 @@ def test_its_end_leaves_no_lease_and_a_closed_or_dropped_loader_no_thread(cache,
             assert len(ids_of(loader)) == 56
         loader.close()
     wait_until(lambda: len(threads()) == before, f"the threads to end: {threads()}")
-
-
-def test_a_newer_for_ends_it(cache):
-    with loader_of(cache) as loader:
-        endless = loader.repeat()
-        next(endless)
-        assert len(ids_of(loader)) == 56
-        with pytest.raises(RuntimeError, match="newer"):
-            next(endless)
 
 
 @pytest.mark.parametrize("workers", [0, 3])

@@ -58,7 +58,7 @@ def test_an_epoch_that_was_let_go_counts_what_is_delivered_until_its_end(cache, 
     assert left(cache)[0] == 0
 
 
-@pytest.mark.parametrize("failing", ["mapping", "counting", "warning"])
+@pytest.mark.parametrize("failing", ["mapping", "first count", "second count", "warning"])
 def test_an_epoch_that_cannot_begin_leaves_nothing_and_is_the_next_one_still(
     cache, epochs, failing, monkeypatch
 ):
@@ -66,8 +66,10 @@ def test_an_epoch_that_cannot_begin_leaves_nothing_and_is_the_next_one_still(
     with monkeypatch.context() as patch, cache.writer():
         if failing == "mapping":
             patch.setattr(maps.File, "open", lambda *_: 1 / 0)
-        elif failing == "counting":
-            patch.setattr(Folder, "change_usage", lambda *_: 1 / 0)
+        elif failing != "warning":  # of an epoch of each segment, then of the rows that are to be served
+            changes = iter([False] if failing == "first count" else [True, False])
+            change = Folder.change_usage
+            patch.setattr(Folder, "change_usage", lambda *how: change(*how) if next(changes, True) else 1 / 0)
         else:
             patch.setattr(warnings, "warn", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):

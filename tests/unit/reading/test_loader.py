@@ -395,10 +395,10 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
         gc.enable()
 
 
-def test_a_closed_loader_takes_no_state_and_asserts_nothing(cache):
+def test_a_closed_loader_takes_no_state_and_begins_and_asserts_nothing(cache):
     with Loader(cache, 16) as loader:
         state = loader.state_dict()
-    for use in (partial(loader.load_state_dict, state), loader.assert_zero_copy):
+    for use in (partial(loader.load_state_dict, state), loader.assert_zero_copy, loader.__iter__):
         with pytest.raises(ValueError, match="the loader is closed: make a new one"):
             use()
 

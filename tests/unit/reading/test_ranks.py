@@ -106,6 +106,7 @@ def descriptors():
         ((0, None, None), ValueError), ((None, 2, None), ValueError), ((None, None, "job"), ValueError),
         ((2, 2, "job"), ValueError), ((0.5, 2, "job"), TypeError), ((0, "2", "job"), TypeError),
         ((0, 2, 7), TypeError), ((0, 2, ""), ValueError), ((0, 2**63, "job"), ValueError),
+        ((True, 2, "job"), TypeError),
     ],
 )  # fmt: skip
 def test_what_does_not_make_a_rank_is_refused(arguments, error):

@@ -45,27 +45,16 @@ def slow(pages: SlowPages, nbytes: int) -> Any:
     return array[:nbytes]
 
 
-class Replaced:
-    """A library with another function of some name."""
-
-    def __init__(self, library: Any, **functions: Any) -> None:
-        self._library = library
-        self.__dict__ |= functions
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._library, name)
-
-
 @contextmanager
 def ctrl_c_in_a_wait(monkeypatch: pytest.MonkeyPatch, pages: SlowPages) -> Iterator[None]:
     """Ctrl-C comes once this thread sleeps in the engine and a page is held, which nobody could wait for."""
     monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 3600_000_000_000)
-    main, number, real = threading.get_ident(), threading.get_native_id(), engine.library
+    main, number, real = threading.get_ident(), threading.get_native_id(), engine.library.engine_take
     waits = threading.Event()
 
     def engine_take(*arguments: Any) -> int:
         waits.set()
-        return int(real.engine_take(*arguments))
+        return int(real(*arguments))
 
     def press() -> None:
         assert pages.touched.wait(60)
@@ -74,7 +63,7 @@ def ctrl_c_in_a_wait(monkeypatch: pytest.MonkeyPatch, pages: SlowPages) -> Itera
         wait_until(lambda: task.read_text().rpartition(")")[2].split()[0] == "S", "it to sleep")
         signal.pthread_kill(main, signal.SIGINT)
 
-    monkeypatch.setattr(engine, "library", Replaced(real, engine_take=engine_take))
+    monkeypatch.setattr(engine.library, "engine_take", engine_take)
     with engine_threads(1), ThreadPoolExecutor(1) as pool:
         pressed = pool.submit(press)
         yield
@@ -191,7 +180,7 @@ def test_a_fetch_that_is_dropped_while_the_kernel_holds_its_thread_leaves_lease_
         snapshot = cache.snapshot()
         snapshot.map_all()
         fetch = snapshot.fetch(0, ROWS, ["id", "image"])
-        monkeypatch.setattr(engine, "library", Replaced(engine.library, engine_cancel=lambda *_: 1))
+        monkeypatch.setattr(engine.library, "engine_cancel", lambda *_: 1)
         del fetch
         snapshot.close()
         del snapshot

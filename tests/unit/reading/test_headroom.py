@@ -417,13 +417,6 @@ def test_a_writer_that_waits_for_another_reader_is_not_this_loaders_doing(tmp_pa
         epoch.close()
 
 
-def test_where_nobody_waits_nothing_is_held_up(cache):
-    with loader_of(cache) as loader:
-        ids_of(loader)
-        assert loader.stats().held_up_seconds == 0
-        assert "lease" not in loader.stats().advice
-
-
 @pytest.mark.parametrize("bottleneck", ["consumer", "gather", "store", "transform"])
 def test_the_advice_on_leases_comes_beside_that_on_the_bottleneck(bottleneck):
     import dataclasses

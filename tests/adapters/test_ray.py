@@ -37,6 +37,7 @@ from helpers import (
 )
 from helpers import sample as row
 from processes import Script
+from ray._private import services
 from ray.cluster_utils import Cluster
 
 import arrowcache as ac
@@ -67,7 +68,7 @@ def cluster() -> Iterator[Cluster]:
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         environment.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray gives its servers 30 s to start, which is not enough on a busy machine.
-        environment.setattr("ray._private.services.get_node", patient(ray._private.services.get_node))
+        environment.setattr("ray._private.services.get_node", patient(services.get_node))
         for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds"):
             environment.setenv(f"RAY_{name}", "300000" if name.endswith("ms") else "300")
         # Two servers that nobody asks anything, and that take a busy machine a minute to start.
@@ -243,7 +244,12 @@ def test_stop_may_publish_what_was_drawn_anywhere_and_the_next_pool_draws_those_
 # waiting
 
 
-def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path):
+@pytest.mark.parametrize(
+    ("in_flight", "most"),
+    [(None, 3 + 2 * 2), ("40KiB", 2)],
+    ids=["workers, and two a node", "segments of 18 KiB"],
+)
+def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path, in_flight, most):
     begun = tmp_path / "begun"
     begun.mkdir()
 
@@ -259,12 +265,11 @@ def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path):
     one, two = opened(caches)
     held = [one.snapshot(), two.snapshot()]
     try:
-        with SamplerPool(caches, full(sampler), **QUICK) as pool:
+        with SamplerPool(caches, full(sampler), in_flight=in_flight, **QUICK) as pool:
             wait_until(
                 lambda: [cache.stats().waiting_writers for cache in (one, two)] == [1, 1], "both to be full"
             )
             before = pool.stats().segments
-            most = 3 + 2 * 2  # workers, and two a node
             wait_until(lambda: len(os.listdir(begun)) >= before + 2, "the samplers")
             assert len(os.listdir(begun)) <= before + most
             held.pop().close()
@@ -291,8 +296,7 @@ def test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on(caches
                 raise LookupError("no such scan")
             yield row(number)
 
-    pool = SamplerPool(caches, read_remote_scan, segments=5, retries=1, in_flight="40KiB", **QUICK)
-    assert pool._engine._most == 2, "segments in flight, of 18 KiB"
+    pool = SamplerPool(caches, read_remote_scan, segments=5, retries=1, **QUICK)
     with pytest.raises(ac.SamplerError, match=r"in read_remote_scan(.|\n)*LookupError: no such scan"):
         pool.wait(timeout=LONG_SECONDS)
     pool.stop()

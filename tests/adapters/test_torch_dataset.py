@@ -25,9 +25,8 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 import arrowcache as ac
-import arrowcache.torch.dataset
 from arrowcache.reading.plan import segments_of
-from arrowcache.storage import recovery
+from arrowcache.storage.folder import Folder
 from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
 from arrowcache.torch.descriptor import Descriptor
 
@@ -59,7 +58,7 @@ def no_lease_is_left(cache) -> None:
 @pytest.fixture
 def in_a_worker(monkeypatch):
     """Datasets answer as they do in a DataLoader's worker."""
-    monkeypatch.setattr(arrowcache.torch.dataset, "get_worker_info", lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", SimpleNamespace(id=0))
 
 
 def through_a_queue(thing):
@@ -162,14 +161,14 @@ def test_a_collate_function_of_the_users_own_gets_the_batch(cache, workers, kind
 def openings(monkeypatch):
     """How often a cache was opened, in this process and those that are forked from it."""
     count = multiprocessing.get_context("fork").Value("i", 0)
-    real = recovery.recover
+    complete = Folder.complete
 
-    def recover(store):
+    def counted(folder):
         with count.get_lock():
             count.value += 1
-        real(store)
+        complete(folder)
 
-    monkeypatch.setattr(recovery, "recover", recover)
+    monkeypatch.setattr(Folder, "complete", counted)
     return count
 
 

@@ -120,11 +120,17 @@ def test_a_transform_runs_in_the_worker(cache):
         assert (os.getpid() in pids) == (workers == 0)
 
 
+@pytest.fixture
+def paths(cache, tmp_path):
+    """Two paths of the cache: ranks that are one process here number the datasets of each."""
+    (tmp_path / "other").symlink_to(cache.path)
+    return cache.path, tmp_path / "other"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, workers):
-    datasets = [CacheIterableDataset(cache, 8, rank=r, world_size=2, run_id="job") for r in range(2)]
-    datasets[1]._ordinal = datasets[0]._ordinal  # as in two processes
+def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, paths, workers):
+    datasets = [CacheIterableDataset(paths[r], 8, rank=r, world_size=2, run_id="job") for r in range(2)]
     loaders = [batches_of(dataset, workers) for dataset in datasets]
     for _ in range(2):
         steps = list(zip(*loaders, strict=True))
@@ -333,11 +339,9 @@ def test_a_stateful_dataloader_resumes_an_epoch_that_rolls(cache, workers, every
 
 @pytest.mark.slow
 @pytest.mark.parametrize("evicted", ["60kB", "90kB", "130kB"])
-def test_ranks_resume_a_rolled_epoch_in_equally_many_steps(cache, evicted):
+def test_ranks_resume_a_rolled_epoch_in_equally_many_steps(cache, paths, evicted):
     def make():
-        made = [window_of(cache, rank=r, world_size=2, run_id="job") for r in range(2)]
-        made[1]._ordinal = made[0]._ordinal  # as in two processes
-        return made
+        return [window_of(paths[r], rank=r, world_size=2, run_id="job") for r in range(2)]
 
     datasets = make()
     iterators = [iter(dataset) for dataset in datasets]

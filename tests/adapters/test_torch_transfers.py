@@ -26,7 +26,7 @@ import arrowcache as ac
 import arrowcache.torch.device
 from arrowcache.reading import stats as loader_stats
 from arrowcache.reading.memory import PAGE_BYTES, SharedMemory
-from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, plan, registered
+from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, plan, registered, tensors
 
 MIB = 1 << 20
 
@@ -374,8 +374,7 @@ def test_a_tensor_that_is_handed_over_is_none_of_anothers(nbytes):
     with DevicePrefetcher([[torch.zeros(nbytes), torch.ones(nbytes)]], "cpu") as prefetcher:
         (batch,) = prefetcher
     for tensor in batch:
-        assert not tensor._is_view()
-        tensor.detach_()
+        tensor.detach_()  # which no view lets be done
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         tensor.requires_grad_()
 
@@ -420,10 +419,15 @@ class Movable:
         return Movable([*self.history, f"moved, non_blocking={non_blocking}"])
 
 
-def test_an_object_with_a_to_is_pinned_and_moved_without_a_wait(fake, monkeypatch):
-    from arrowcache.torch.tensors import pinned
+class Pins(FakeDevice):
+    """One that has objects pinned, as an accelerator does."""
 
-    monkeypatch.setattr(fake, "pinned", pinned)
+    def pinned(self, leaf: object) -> object:
+        return tensors.pinned(leaf)
+
+
+def test_an_object_with_a_to_is_pinned_and_moved_without_a_wait(monkeypatch):
+    monkeypatch.setattr(arrowcache.torch.device, "backend_of", lambda _: Pins())
     with DevicePrefetcher([[Movable()]], "fake") as prefetcher:
         ((found,),) = prefetcher
     assert found.history == ("pinned", "moved, non_blocking=True")

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -117,9 +118,12 @@ def test_a_loader_whose_slots_are_used_again_too_early(name):
 
 
 @pytest.mark.parametrize("name", ["registered", "workers"])
-def test_slots_that_the_device_does_not_read(name, monkeypatch):
-    monkeypatch.setattr(FakeDevice, "register", lambda self, address, nbytes: False)
-    assert "the device did not read from these" in failed(name)
+def test_slots_that_the_device_does_not_read(name):
+    class Refuses(FakeDevice):
+        def register(self, address, nbytes):
+            return False
+
+    assert "the device did not read from these" in failed(name, Fake(fake=Refuses))
 
 
 @pytest.mark.slow
@@ -183,15 +187,21 @@ def test_a_copy_for_each_leaf(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_processor_that_waits_for_a_device_that_is_done(monkeypatch):
-    monkeypatch.setattr(FakeDevice, "query", lambda self, event: self.clock > 0)
-    assert "the processor waited" in failed("sync")
+def test_a_processor_that_waits_for_a_device_that_is_done():
+    class Late(FakeDevice):
+        def query(self, event):
+            return self.clock > 0
+
+    assert "the processor waited" in failed("sync", Fake(fake=Late))
 
 
 @pytest.mark.slow
-def test_a_call_during_a_capture(monkeypatch):
-    monkeypatch.setattr(FakeDevice, "is_capturing", lambda self: False)
-    assert "not permitted when stream is capturing" in failed("capture global")
+def test_a_call_during_a_capture():
+    class Silent(FakeDevice):
+        def is_capturing(self):
+            return False
+
+    assert "not permitted when stream is capturing" in failed("capture global", Fake(fake=Silent))
 
 
 def test_a_busy_device_that_counts_as_stall(monkeypatch):
@@ -204,9 +214,12 @@ def test_a_busy_device_that_counts_as_stall(monkeypatch):
     assert "stall 13.000 s" in failed("busy")
 
 
-def test_a_device_that_is_not_busy(monkeypatch):
-    monkeypatch.setattr(FakeTrial, "block", lambda self, seconds: None)
-    assert "waited for the device 0" in failed("busy")
+def test_a_device_that_is_not_busy():
+    class Idle(FakeTrial):
+        def block(self, seconds):
+            pass
+
+    assert "waited for the device 0" in failed("busy", Fake(kind=Idle))
 
 
 def test_batches_that_a_full_device_loses(monkeypatch):
@@ -214,10 +227,12 @@ def test_batches_that_a_full_device_loses(monkeypatch):
     assert "the iteration ended after batch -1 of 7" in failed("full")
 
 
-def test_a_device_that_is_not_full(monkeypatch):
-    monkeypatch.setattr(FakeTrial, "limit", FakeTrial.on)
-    monkeypatch.setattr(FakeDevice, "set_stream", lambda self, stream: None)
-    assert "the limit was none" in failed("full")
+def test_a_device_that_is_not_full():
+    class Boundless(FakeTrial):
+        def limit(self, nbytes):
+            return nullcontext()
+
+    assert "the limit was none" in failed("full", Fake(kind=Boundless))
 
 
 def test_calls_that_fail_and_nobody_hears_of_it(monkeypatch):
@@ -315,6 +330,13 @@ def test_the_share_of_time_under_others(spans, others, share):
     assert device.share_under(spans, others) == share
 
 
+class Blind(GpuTrial):
+    """A try that reads nothing."""
+
+    def read(self, tensor, expected):
+        pass
+
+
 NOT_PRETENDED = {
     "broken",
     "ends",
@@ -330,17 +352,17 @@ NOT_PRETENDED = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in NOT_PRETENDED])
 def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypatch):
-    for seconds in ("STORM_SECONDS", "LOADER_SECONDS", "WINDOW_SECONDS"):
-        monkeypatch.setattr(correctness, seconds, 0.0)
+    monkeypatch.setattr(correctness, "STORM_SECONDS", 0.0)
+    monkeypatch.setattr(correctness, "LOADER_SECONDS", 0.0)
+    monkeypatch.setattr(correctness, "WINDOW_SECONDS", 0.0)
     monkeypatch.setattr(correctness, "FLAT_EPOCHS", 4)
     monkeypatch.setattr(graphs, "CAPTURE_SECONDS", 0.0)
     monkeypatch.setattr(trouble, "BUSY_SECONDS", 0.5)
     monkeypatch.setattr(figures, "STEPS", {1: 3, 32: 2, 256: 1})
-    if name == "busy":  # reads are at once here, also where the device is busy
-        monkeypatch.setattr(GpuTrial, "read", lambda self, tensor, expected: None)
+    kind = Blind if name == "busy" else GpuTrial  # reads are at once here, also where the device is busy
     check = next(check for check in table.checks(tmp_path / "trace.json.gz") if check.name == name)
     with pretended_cuda() as fake:
-        found = run(check, Gpu(), GPU)
+        found = run(check, Gpu(kind), GPU)
         assert (found.state, fake.errors) == (TOLD if check.is_figure else HELD, []), found.said
     assert (tmp_path / "trace.json.gz").exists() == (name == "hidden")
 

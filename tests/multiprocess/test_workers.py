@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -557,10 +557,14 @@ def test_workers_that_cannot_start_are_an_error(cache, monkeypatch):
 
 @pytest.mark.slow
 def test_a_stopped_worker_ends_in_a_timeout_and_close_ends_it(cache):
-    with loader_of(cache, workers=1, transform=by_value(twice)) as loader:
-        list(loader)
-        settings = cache.store.settings  # not while processes start:
-        loader._options = replace(loader._options, settings=settings, timeout=0.5)
+    with loader_of(cache, workers=1, transform=by_value(twice), timeout=0.5) as loader:
+
+        def is_whole() -> bool:
+            with suppress(ac.LoaderTimeoutError):  # the process starts
+                return len(ids_of(loader)) == 320
+            return False
+
+        wait_until(is_whole, "an epoch whose batches come")
         (pid,) = worker_pids()
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(ac.LoaderTimeoutError):

@@ -35,6 +35,7 @@ from processes import Child, Script
 
 import arrowcache as ac
 from arrowcache import SamplerPool, process
+from arrowcache.sampling import executors
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.pool import Pool
 from arrowcache.sampling.task import Done, Task
@@ -218,10 +219,10 @@ def test_a_sampler_may_ask_for_full_segments_from_the_start(cache):
 
 
 class Counting(ProcessPoolExecutor):
-    """Counts the bytes of what it sends to its processes."""
+    """Counts the bytes of what it sends to its processes, each of which ends after so many tasks."""
 
-    def __init__(self, workers: int) -> None:
-        super().__init__(workers, mp_context=get_context("forkserver"))
+    def __init__(self, workers: int, tasks: int | None = None) -> None:
+        super().__init__(workers, mp_context=get_context("forkserver"), max_tasks_per_child=tasks)
         self.nbytes: list[int] = []
 
     def submit(self, function, /, *arguments, **options):
@@ -253,30 +254,15 @@ def test_a_sampler_travels_about_once_a_worker_and_its_tasks_are_small(cache):
 
 
 def test_a_worker_that_begins_later_asks_for_the_sampler(cache):
-    """The first pool's tasks leave nothing to processes that begin after them."""
-    with Counting(1) as executor:
+    """The tasks before leave nothing to processes that begin after them."""
+    with Counting(1, tasks=4) as executor:
         sampler = heavy(bytes(1 << 20))
-        pool = SamplerPool(cache, sampler, executor=executor, workers=1, progress=False)
-        pool.wait(segments=3, timeout=DEADLINE_SECONDS)
-        first = [nbytes for nbytes in executor.nbytes if nbytes > 1000]
-        pool.stop()
-        assert len(first) == 1
-        assert executor.submit(_forget_samplers).result(DEADLINE_SECONDS) >= 1
-        executor.nbytes.clear()
-        with SamplerPool(cache, sampler, executor=executor, segments=3, workers=1, progress=False) as pool:
-            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
-            executor.submit(_forget_samplers).result(DEADLINE_SECONDS)
+        with SamplerPool(cache, sampler, executor=executor, segments=9, workers=1, progress=False) as pool:
             pool.wait(timeout=DEADLINE_SECONDS)
             assert pool.stats().retries == 0
-
-
-def _forget_samplers() -> int:
-    """What a new process is like."""
-    from arrowcache.sampling import task
-
-    count = len(task._samplers)
-    task._samplers.clear()
-    return count
+    large = [nbytes for nbytes in executor.nbytes if nbytes > 1000]
+    assert len(large) >= 3, "once a process"
+    assert tasks(cache) == {number: expected(number) for number in range(9)}
 
 
 # failures
@@ -575,8 +561,8 @@ def test_wait_times_out_with_numbers(cache, tmp_path):
 
 
 def test_a_wait_is_woken_by_stop(cache, tmp_path, monkeypatch):
-    for name in ("STOP_SECONDS", "_END_SECONDS"):
-        monkeypatch.setattr(f"arrowcache.sampling.executors.{name}", 0.2)  # that it waits for the task
+    monkeypatch.setattr(executors, "STOP_SECONDS", 0.2)  # that it waits for the task
+    monkeypatch.setattr(executors, "_END_SECONDS", 0.2)
     with ThreadPoolExecutor(2) as executor:
         gate = tmp_path / "gate"
         pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, **QUICK)

@@ -18,7 +18,6 @@ from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.pickling import pickled
-from arrowcache.sampling import task as task_module
 from arrowcache.sampling.rows import single
 from arrowcache.sampling.task import Size, Task, draw, run, size_of
 from arrowcache.storage.locks import LockFile
@@ -268,10 +267,13 @@ def test_a_task_of_a_pool_that_ended_publishes_nothing(pool_of):
 def test_a_task_that_cannot_ask_for_its_pool_says_why(pool_of, monkeypatch):
     cache, _ = pool_of
 
-    def refuse(path):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+    def refuse(path, *arguments, **options):
+        if os.fspath(path).endswith("pools/default.0"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(task_module, "LockFile", refuse)
+    opened = os.open
+    monkeypatch.setattr(os, "open", refuse)
     done = run(task(sampler=pickled(sampler_of(None), "a sampler"), cache=str(cache.path)))
     assert not done.stopped
     assert "Too many open files: this process may have" in done.error

@@ -31,12 +31,6 @@ from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampl
 from arrowcache.torch.descriptor import Descriptor
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
-WORKERS = [
-    pytest.param(0, None, id="no workers"),
-    pytest.param(2, "fork", id="fork"),
-    pytest.param(2, "spawn", id="spawn", marks=pytest.mark.slow),
-    pytest.param(2, "forkserver", id="forkserver", marks=pytest.mark.slow),
-]
 
 
 def identity_of_kind(kind: str):
@@ -68,43 +62,34 @@ def through_a_queue(thing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", first_is_quick(["none", "identity"]))
-@pytest.mark.parametrize(("workers", "context"), WORKERS)
-def test_epochs_are_those_of_the_loader_and_grow_with_the_cache(cache, workers, context, transform):
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_epochs_of_spawned_workers_are_those_of_the_loader_and_grow_with_the_cache(cache, context, transform):
+    """Those of forked ones: test_readers.py."""
     options = {"multiprocessing_context": context, "transform": identity_of_kind(transform)}
-    loader = dataloader(cache, 16, workers, seed=3, **options)
+    loader = dataloader(cache, 16, 2, seed=3, **options)
     with Loader(cache, 16, seed=3) as own:
         for _ in range(3):
             batches = list(loader)
             for batch in batches:
                 check(batch)
             assert ids_of(batches) == ids_of(own)
-            assert sorted(ids_of(batches)) == list(range(cache.stats().rows))
             publish(cache, 2)
     del loader, batches, batch
     no_lease_is_left(cache)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_spelled_out_dataloader(cache, persistent):
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_the_spelled_out_dataloader(cache, workers, persistent, batched):
     sampler = EpochBatchSampler(cache, 16, shuffle="rows", seed=0, drop_last=True)
-    loader = DataLoader(
-        CacheDataset(cache), batch_sampler=sampler, num_workers=2, persistent_workers=persistent,
-        prefetch_factor=3,
-    )  # fmt: skip
+    how = {"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}
+    loader = DataLoader(CacheDataset(cache), num_workers=workers, persistent_workers=persistent, **how)
     with Loader(cache, 16) as own:
         for _ in range(3):
             assert ids_of(loader) == ids_of(own)
     del loader
     no_lease_is_left(cache)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_without_batching_yields_the_same(cache, workers):
-    sampler = EpochBatchSampler(cache, 16, seed=1)
-    loader = DataLoader(CacheDataset(cache), sampler=sampler, batch_size=None, num_workers=workers)
-    with Loader(cache, 16, seed=1) as own:
-        assert ids_of(loader) == ids_of(own)
 
 
 def test_a_transform_may_return_anything_and_sees_numpy(cache):
@@ -536,16 +521,6 @@ def test_with_pin_memory_batches_are_pinned(cache, workers):
 
 
 # torchdata
-
-
-@pytest.fixture
-def stateful():
-    reason = "torchdata is not installed: StatefulDataLoader cannot be tried"
-    module = sys.modules.get("torchdata") or pytest.importorskip("torchdata", reason=reason)
-    assert module
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return StatefulDataLoader
 
 
 @pytest.mark.slow

@@ -111,36 +111,73 @@ def failed(name: str, target: Fake | None = None) -> str:
     return outcome.said
 
 
-@pytest.mark.parametrize("name", ["loader", "window", "registered", "workers"])
-@pytest.mark.slow
-def test_a_loader_whose_slots_are_used_again_too_early(name):
-    assert failed(name, Fake(["query"]))
+class Refuses(FakeDevice):
+    def register(self, address, nbytes):
+        return False
 
 
-@pytest.mark.parametrize("name", ["registered", "workers"])
-def test_slots_that_the_device_does_not_read(name):
-    class Refuses(FakeDevice):
-        def register(self, address, nbytes):
-            return False
+class Late(FakeDevice):
+    """A processor waits for it though it is done."""
 
-    assert "the device did not read from these" in failed(name, Fake(fake=Refuses))
+    def query(self, event):
+        return self.clock > 0
 
 
-@pytest.mark.slow
-def test_a_stream_that_does_not_wait_for_the_window():
-    assert failed("window", Fake(["compute waits"]))
+class Silent(FakeDevice):
+    """It does not say that a graph is captured."""
+
+    def is_capturing(self):
+        return False
 
 
-def test_rows_that_the_host_shuffles_where_the_device_should(monkeypatch):
-    class Gathers(Loader):
-        def __init__(self, *arguments, transform=dict, **options):
-            super().__init__(*arguments, transform=transform, **options)
-
-    monkeypatch.setattr(correctness, "Loader", Gathers)
-    assert "no two windows" in failed("window")
+class Idle(FakeTrial):
+    def block(self, seconds):
+        pass
 
 
-class _Keeps(DevicePrefetcher):
+class Boundless(FakeTrial):
+    def limit(self, nbytes):
+        return nullcontext()
+
+
+SLOW = pytest.mark.slow
+BROKEN = {
+    "a loader's slots are used again too early": ("loader", {"leave_out": ["query"]}, ""),
+    "those of a window": ("window", {"leave_out": ["query"]}, ""),
+    "those that are registered": ("registered", {"leave_out": ["query"]}, ""),
+    "those of workers": ("workers", {"leave_out": ["query"]}, ""),
+    "a stream does not wait for the window": ("window", {"leave_out": ["compute waits"]}, ""),
+    "a processor waits for a device that is done": ("sync", {"fake": Late}, "the processor waited"),
+    "a call during a capture": ("capture global", {"fake": Silent}, "not permitted when stream is capturing"),
+    "slots are not read": ("registered", {"fake": Refuses}, "the device did not read from these"),
+    "those of workers are not read": ("workers", {"fake": Refuses}, "the device did not read from these"),
+    "a device is not busy": ("busy", {"kind": Idle}, "waited for the device 0"),
+    "a device is not full": ("full", {"kind": Boundless}, "the limit was none"),
+}
+
+
+@pytest.mark.parametrize("how", [*(pytest.param(how, marks=SLOW) for how in [*BROKEN][:7]), *[*BROKEN][7:]])
+def test_a_device_that_is_broken_fails(how):
+    name, options, said = BROKEN[how]
+    assert said in failed(name, Fake(**options))
+
+
+class Gathers(Loader):
+    """The host shuffles where the device should."""
+
+    def __init__(self, *arguments, transform=dict, **options):
+        super().__init__(*arguments, transform=transform, **options)
+
+
+class Stalls(Loader):
+    """A busy device counts as stall."""
+
+    def stats(self):
+        seconds = self.device_stats().batches if self.device_stats() else 0
+        return dataclasses.replace(super().stats(), stall_seconds=float(seconds))
+
+
+class Keeps(DevicePrefetcher):
     """One whose consumer's batches are never let go."""
 
     def __iter__(self):
@@ -150,7 +187,7 @@ class _Keeps(DevicePrefetcher):
             yield batch
 
 
-class _Mixes(DevicePrefetcher):
+class Mixes(DevicePrefetcher):
     """One that hands over the next batch's memory."""
 
     def __iter__(self):
@@ -158,7 +195,7 @@ class _Mixes(DevicePrefetcher):
         yield from [*others, first]
 
 
-class _Swallows(DevicePrefetcher):
+class Swallows(DevicePrefetcher):
     """One whose errors nobody hears of."""
 
     def __iter__(self):
@@ -170,74 +207,26 @@ class _Swallows(DevicePrefetcher):
                 return
 
 
-def test_batches_in_another_order(monkeypatch):
-    monkeypatch.setattr(correctness, "DevicePrefetcher", _Mixes)
-    assert "the gradient is" in failed("autograd")
-    assert "read [" in failed("copies")
-
-
-def test_memory_that_grows(monkeypatch):
-    monkeypatch.setattr(correctness, "DevicePrefetcher", _Keeps)
-    assert "reserved bytes, allocations" in failed("memory")
+@pytest.mark.parametrize(
+    ("module", "broken", "name", "said"),
+    [
+        (correctness, Gathers, "window", "no two windows"),
+        (correctness, Mixes, "autograd", "the gradient is"),
+        (correctness, Mixes, "copies", "read ["),
+        (correctness, Keeps, "memory", "reserved bytes, allocations"),
+        (trouble, Stalls, "busy", "stall 13.000 s"),
+        (trouble, Swallows, "full", "the iteration ended after batch -1 of 7"),
+        (trouble, Swallows, "broken", "no call of the fake failed"),
+    ],
+)
+def test_a_loader_or_prefetcher_that_is_broken_fails(monkeypatch, module, broken, name, said):
+    monkeypatch.setattr(module, broken.__base__.__name__, broken)
+    assert said in failed(name)
 
 
 def test_a_copy_for_each_leaf(monkeypatch):
     monkeypatch.setattr(plan, "SMALL_BYTES", 1)
     assert "820 copies for 20 batches" in failed("copies")
-
-
-@pytest.mark.slow
-def test_a_processor_that_waits_for_a_device_that_is_done():
-    class Late(FakeDevice):
-        def query(self, event):
-            return self.clock > 0
-
-    assert "the processor waited" in failed("sync", Fake(fake=Late))
-
-
-@pytest.mark.slow
-def test_a_call_during_a_capture():
-    class Silent(FakeDevice):
-        def is_capturing(self):
-            return False
-
-    assert "not permitted when stream is capturing" in failed("capture global", Fake(fake=Silent))
-
-
-def test_a_busy_device_that_counts_as_stall(monkeypatch):
-    class Stalls(Loader):
-        def stats(self):
-            seconds = self.device_stats().batches if self.device_stats() else 0
-            return dataclasses.replace(super().stats(), stall_seconds=float(seconds))
-
-    monkeypatch.setattr(trouble, "Loader", Stalls)
-    assert "stall 13.000 s" in failed("busy")
-
-
-def test_a_device_that_is_not_busy():
-    class Idle(FakeTrial):
-        def block(self, seconds):
-            pass
-
-    assert "waited for the device 0" in failed("busy", Fake(kind=Idle))
-
-
-def test_batches_that_a_full_device_loses(monkeypatch):
-    monkeypatch.setattr(trouble, "DevicePrefetcher", _Swallows)
-    assert "the iteration ended after batch -1 of 7" in failed("full")
-
-
-def test_a_device_that_is_not_full():
-    class Boundless(FakeTrial):
-        def limit(self, nbytes):
-            return nullcontext()
-
-    assert "the limit was none" in failed("full", Fake(kind=Boundless))
-
-
-def test_calls_that_fail_and_nobody_hears_of_it(monkeypatch):
-    monkeypatch.setattr(trouble, "DevicePrefetcher", _Swallows)
-    assert failed("broken") == "no call of the fake failed"
 
 
 @pytest.mark.slow

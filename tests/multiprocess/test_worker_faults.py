@@ -13,14 +13,7 @@ import weakref
 from contextlib import nullcontext, suppress
 
 import pytest
-from helpers import (
-    DEADLINE_SECONDS,
-    ids_of,
-    make_cache,
-    publish,
-    wait_until,
-    worker_pids,
-)
+from helpers import DEADLINE_SECONDS, ids_of, wait_until, worker_pids
 from processes import Script
 from quick import first_is_quick
 
@@ -28,14 +21,6 @@ import arrowcache as ac
 from arrowcache import process
 from arrowcache.process import Channel
 from arrowcache.reading.workers import pool
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Twenty segments of 16 rows, ids 0 to 319."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 20)
-    return cache
 
 
 def loader_of(cache, workers=2, transform=dict, **options):
@@ -146,16 +131,24 @@ def test_a_worker_without_a_descriptor_left_for_the_next_epoch_dies_of_no_index_
     assert capfd.readouterr().err == ""
 
 
-def test_workers_that_are_killed_while_they_start_may_be_short_of_memory(cache, monkeypatch):
-    monkeypatch.setattr(process, "_START", "import os; os.kill(os.getpid(), 9)")
-    words = r"cannot start: .*signal 9 \(SIGKILL\).*out-of-memory"
-    with loader_of(cache) as loader, pytest.raises(ac.WorkerError, match=words):
-        next(iter(loader))
-    monkeypatch.setattr(process, "_START", "import os; os.kill(os.getpid(), 11)")
-    with loader_of(cache) as loader:
-        with pytest.raises(ac.WorkerError, match=r"cannot start: .*signal 11 \(SIGSEGV\)") as caught:
-            next(iter(loader))
-        assert "out-of-memory" not in str(caught.value)
+@pytest.mark.parametrize("transform", [dict, None], ids=["with a transform", "batches came without them"])
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        ("raise SystemExit(5)", r"cannot start: .*exit code 5"),
+        ("import os; os.kill(os.getpid(), 9)", r"cannot start: .*signal 9 \(SIGKILL\).*out-of-memory"),
+        ("import os; os.kill(os.getpid(), 11)", r"cannot start: .*signal 11 \(SIGSEGV\)"),
+    ],
+    ids=["fails", "killed", "crashes"],
+)
+def test_workers_that_cannot_start_are_an_error_that_says_why(cache, monkeypatch, start, words, transform):
+    monkeypatch.setattr(process, "_START", start)
+    with (
+        loader_of(cache, transform=transform) as loader,
+        pytest.raises(ac.WorkerError, match=words) as caught,
+    ):
+        list(loader.repeat())
+    assert ("out-of-memory" in str(caught.value)) == ("SIGKILL" in words)
 
 
 @pytest.mark.slow

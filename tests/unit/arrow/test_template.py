@@ -8,23 +8,16 @@ import struct
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers import columns_of, file_bytes, variable
+from helpers import EVERY_TYPE, columns_of, file_bytes, variable
 
 import arrowcache as ac
 from arrowcache.arrow import template
-from arrowcache.arrow.schema import DTYPES
 from arrowcache.arrow.segment import CHECKSUM_KEY, Layout, encode, read_structure
 from arrowcache.arrow.template import KnownLayouts, make_template
 from arrowcache.native import maps
 
 SCHEMAS = {
-    "every": ac.Schema(
-        {
-            **{f"{dtype}_scalar": ac.Tensor(dtype) for dtype in DTYPES},
-            **{f"{dtype}_tensor": ac.Tensor(dtype, (2, 3)) for dtype in DTYPES},
-            "at": ac.Timestamp(),
-        }
-    ),
+    "every": ac.Schema(EVERY_TYPE.fixed),
     "small": ac.Schema({"n": ac.Tensor("int16"), "x": ac.Tensor("float32", (3,))}),
     "scalar": ac.Schema({"n": ac.Tensor("int64")}),
     "paged": ac.Schema({"x": ac.Tensor("float32", (128,)), "n": ac.Tensor("uint8")}),

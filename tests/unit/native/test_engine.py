@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -240,24 +241,16 @@ def test_what_is_small_is_copied_when_it_is_taken():
 
 def test_what_is_late_may_be_cancelled_or_dropped_before():
     files = Files([50], [100])
-    for end in (Job.cancel, lambda _: None):
-        arrays = files.outputs(SMALL)
-        copy, kept = begun(files.table(), np.arange(SMALL), arrays), weakref.ref(files)
-        end(copy)
-        del copy
-        assert not arrays[0].any()
-    del files
-    assert kept() is None
-
-
-def test_what_is_late_and_was_cancelled_is_not_copied_any_more():
-    files = Files([50], [100])
     arrays = files.outputs(SMALL)
-    copy = begun(files.table(), np.arange(SMALL), arrays)
+    copy, kept = begun(files.table(), np.arange(SMALL), arrays), weakref.ref(files)
     assert copy.cancel()
     assert copy.has_ended()
     assert copy.take(0)
+    copy = begun(files.table(), np.arange(SMALL), arrays)
+    del copy
     assert not arrays[0].any()
+    del files
+    assert kept() is None
 
 
 def test_values_that_are_late_are_found_at_once():
@@ -582,15 +575,8 @@ def test_a_fork_in_the_middle_leaves_parent_and_child_working(reads):
     other.start()
     try:
         for _ in range(20):
-            pid = os.fork()
-            if not pid:
-                status = 1
-                try:
-                    checked(files, ids, reads=reads)
-                    status = 0
-                finally:
-                    os._exit(status)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            with in_child(lambda: checked(files, ids, reads=reads)):
+                pass
     finally:
         stop.set()
         other.join()
@@ -811,23 +797,16 @@ def test_ctrl_c_while_a_job_that_is_dropped_is_waited_for_is_lost(pages, monkeyp
         pressed.result(60)
 
 
-def test_what_was_left_behind_may_end(pages, monkeypatch):
+@pytest.mark.parametrize("warns", [True, False], ids=["warns", "warnings are errors"])
+def test_what_was_left_behind_may_end(pages, monkeypatch, warns):
     monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
     with threads(1):
         job = held_copy(pages)
-        with pytest.warns(ResourceWarning):
+        with pytest.warns(ResourceWarning) if warns else nullcontext():
             assert not job.cancel()
         pages.let_go()
         wait_until(job.has_ended, "the kernel to let go of it")
         assert job.cancel()
-
-
-def test_a_job_is_left_behind_where_warnings_are_errors(pages, monkeypatch):
-    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
-    with threads(1):
-        job = held_copy(pages)
-        assert not job.cancel(), "its warning was an error"
-        pages.let_go()
 
 
 def wait_until_it_waits(number: int, released: list[str], function: str = "engine_take") -> None:

@@ -382,10 +382,6 @@ def test_a_pool_whose_ray_is_shut_down_says_so_and_starts_no_other(cluster, cach
     [
         ({"sample": 5}, TypeError, "sample"),
         ({"workers": 0}, ValueError, "workers"),
-        ({"seed": -1}, ValueError, "seed"),
-        ({"name": "a/b"}, ValueError, "name"),
-        ({"segments": 0}, ValueError, "segments"),
-        ({"retries": -1}, ValueError, "retries"),
         ({"share": "halves"}, ValueError, "share='halves' is unknown: use 'split' or 'replicate'"),
         ({"caches": "/a/path"}, TypeError, "NodeCaches"),
         ({"in_flight": "many"}, ValueError, "in_flight"),

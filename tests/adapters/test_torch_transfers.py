@@ -1,6 +1,7 @@
 """What batches on their way to a device must not do again: defects of the thread that took them there before.
 
-Each stands for a defect of the prefetcher of 0.1.0, by what its user saw.
+Each stands for a defect of the prefetcher of 0.1.0, by what its user saw. Those of its waits are found by
+tests/stateful/test_device_machine.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 from fake_device import ORDERS, FakeDevice, Stream
-from fake_device import Movable as MovesItself
 
 import arrowcache as ac
 import arrowcache.torch.device
@@ -46,27 +46,7 @@ def batches(count: int):
     return [{"x": torch.full((300,), float(number)), "id": torch.tensor(number)} for number in range(count)]
 
 
-# 1. A slot could wait for an event that was recorded anew.
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_batches_that_are_kept_and_dropped_in_stages_are_not_overwritten(fake, order):
-    fake.order = order
-    with DevicePrefetcher(batches(200), "fake", depth=1) as prefetcher:
-        kept = []
-        for number, batch in enumerate(prefetcher):
-            fake.read(batch["x"], torch.full((300,), float(number)))
-            kept.append((number, batch))
-            if number % 7 == 6:
-                for old, each in kept[::2]:
-                    fake.read(each["x"], torch.full((300,), float(old)))
-                del old, each
-                kept = kept[1::2]
-            if number % 31 == 30:
-                kept.clear()
-
-
-# 2. A busy device was taken for a slow loader.
+# A busy device was taken for a slow loader.
 
 
 def test_a_device_that_is_busy_for_a_minute_is_no_stall(clock):
@@ -130,7 +110,7 @@ def test_ctrl_c_ends_a_wait_for_a_device_that_is_stuck(fake):
             fake.read(batch["x"], torch.full((300,), float(number)))
 
 
-# 3. A source ran on another thread, whose current device was 0.
+# A source ran on another thread, whose current device was 0.
 
 
 def test_the_source_runs_in_the_thread_that_takes_batches(fake):
@@ -148,7 +128,7 @@ def test_the_source_runs_in_the_thread_that_takes_batches(fake):
     assert threads == fake.threads == {threading.get_ident()}
 
 
-# 4. Calls of another thread broke the capture of a graph.
+# Calls of another thread broke the capture of a graph.
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -171,53 +151,6 @@ def test_a_graph_can_be_captured_while_an_iteration_is_in_progress(fake, order):
 def run_all_but(fake: FakeDevice, late: Stream) -> None:
     while any([fake.step(stream) for stream in fake.streams if stream is not late]):  # noqa: C419  # each a step
         pass
-
-
-def its_memory_outlasts_the_default_stream(fake, side):
-    """A prefetcher has died: the default stream has its memory now, unless it is kept for the other one."""
-    run_all_but(fake, side)
-    with DevicePrefetcher([], "fake") as other:
-        list(other)
-
-
-def test_a_prefetcher_that_dies_where_two_streams_read_leaves_them_their_memory(fake):
-    fake.order = "none"
-    side = fake.compute_stream()
-    prefetcher = DevicePrefetcher(iter(batches(2)), "fake")
-    iterator = iter(prefetcher)
-    next(iterator)  # its memory is the default stream's
-    with fake.on(side):
-        batch = next(iterator)
-        fake.read(batch["x"], torch.ones(300))
-        del batch
-    run_all_but(fake, side)
-    assert next(iterator, None) is None  # it sees that all copies are over
-    del iterator, prefetcher
-    its_memory_outlasts_the_default_stream(fake, side)
-
-
-def test_a_prefetcher_that_dies_where_its_source_changed_the_stream_leaves_that_its_memory(fake):
-    fake.order = "none"
-    side = fake.compute_stream()
-
-    def source():
-        for batch in batches(2):
-            fake.set_stream(side)
-            yield batch
-
-    prefetcher = DevicePrefetcher(source(), "fake")
-    iterator = iter(prefetcher)
-    with fake.on(fake.default):
-        batch = next(iterator)  # its memory is the default stream's, and it is lent to the other one
-        fake.read(batch["x"], torch.zeros(300))
-        del batch
-    run_all_but(fake, side)
-    with fake.on(fake.default):
-        next(iterator)
-    run_all_but(fake, side)
-    assert next(iterator, None) is None  # it sees that all copies are over
-    del iterator, prefetcher
-    its_memory_outlasts_the_default_stream(fake, side)
 
 
 @pytest.mark.slow
@@ -263,7 +196,7 @@ def test_closing_while_a_graph_is_captured_lets_go_later(fake):
     assert fake.memory_bytes == 0
 
 
-# 5. Pinned memory was far larger than batches.
+# Pinned memory was far larger than batches.
 
 
 def test_pinned_memory_is_as_large_as_batches(fake):
@@ -290,50 +223,7 @@ def test_a_loader_pins_as_much_as_it_has_in_flight(tmp_path, fake):
     assert 8 * MIB <= pinned <= 32 * MIB
 
 
-# 6. What a source had made on the device was handed over without order.
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_is_on_the_device_already_is_ready_for_the_consumer(fake, order):
-    fake.order = order
-    side = fake.compute_stream()
-
-    def source():
-        for number in range(20):
-            with fake.on(side):
-                batch = {"x": fake.made(torch.full((8,), number)), "id": torch.full((8,), number)}
-            fake.set_stream(side)  # as a generator does that yields inside `with torch.cuda.stream(side)`
-            yield batch
-
-    with DevicePrefetcher(source(), "fake") as prefetcher:
-        iterator = iter(prefetcher)
-        for number in range(20):
-            with fake.on(fake.default):
-                fake.set_stream(fake.default)
-                batch = next(iterator)
-                here = fake.current_stream()
-            with fake.on(here):
-                fake.read(batch["x"], torch.full((8,), number))
-                fake.read(batch["id"], torch.full((8,), number))
-        del batch
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_is_on_the_device_already_stays_until_the_stream_that_it_is_handed_to_has_read_it(fake, order):
-    fake.order = order
-    side = fake.compute_stream()
-    source = ({"x": fake.made(torch.full((8,), number))} for number in range(20))
-    with DevicePrefetcher(source, "fake") as prefetcher, fake.on(side):
-        iterator = iter(prefetcher)
-        fake.set_stream(fake.default)
-        for number in range(20):  # each is made for one stream, and handed to the other
-            fake.set_stream(side if number % 2 else fake.default)
-            batch = next(iterator)
-            fake.read(batch["x"], torch.full((8,), number))
-            del batch
-
-
-# 7. Tensors were views; jagged ones lost what their kernels need; some were moved by a blocking copy.
+# Tensors were views; jagged ones lost what their kernels need; some were moved by a blocking copy.
 
 
 @pytest.mark.parametrize("nbytes", [64, 2 * MIB])
@@ -398,18 +288,6 @@ def test_an_object_with_a_to_is_pinned_and_moved_without_a_wait(monkeypatch):
     with DevicePrefetcher([[Movable()]], "fake") as prefetcher:
         ((found,),) = prefetcher
     assert found.history == ("pinned", "moved, non_blocking=True")
-
-
-@pytest.mark.parametrize("closes", [False, True])
-def test_what_moves_by_itself_stays_until_the_device_has_read_it(fake, closes):
-    fake.order = "none"
-    prefetcher = DevicePrefetcher((MovesItself(fake, torch.full((9,), n)) for n in range(20)), "fake")
-    for number, moved in enumerate(prefetcher):
-        fake.read(moved, torch.full((9,), number))
-    del moved
-    if closes:
-        prefetcher.close()
-    del prefetcher
 
 
 def test_one_device_that_fails_at_close_keeps_no_other_from_being_closed(fakes):

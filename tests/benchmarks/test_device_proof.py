@@ -356,6 +356,17 @@ def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypa
     assert (tmp_path / "trace.json.gz").exists() == (name == "hidden")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize(
+    "name",
+    ["storm", "loader", "window", "registered", "workers", "autograd", "sync", "busy", "memory", "copies"],
+)
+def test_on_a_gpu_it_holds(name):
+    found = run(CHECKS[name], Gpu(), GPU)
+    assert found.state == HELD, found.said
+
+
 def test_all_names_of_torch_are_there():
     """Also those that only a GPU would reach, as far as this build has them."""
     for path in (ROOT / "benchmarks" / "device_proof").glob("*.py"):

@@ -7,7 +7,6 @@ import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -874,103 +873,6 @@ def test_what_the_disk_is_asked_for_comes_before_what_is_copied(pages):
         wait_until(copy.has_ended, "the copy")
         wait_until(held.has_ended, "the first one")
         ended(read)
-
-
-# Processes.
-
-
-def run(script: str) -> str:
-    beginning = f"import sys; sys.path[:0] = {sys.path!r}\n"
-    command = [sys.executable, "-c", beginning + script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-BIG = """
-import os, signal, sys, threading, time
-import numpy as np
-from arrowcache.native.engine import CopiedColumn, copy_rows
-from arrowcache.native.rows import SegmentRows
-files = [np.ones(64 << 20, np.uint8) for _ in range(4)]
-layout = np.zeros(1, np.int64)
-rows = SegmentRows(np.arange(5) * 1024)
-for number, file in enumerate(files):
-    rows.put([number], [[file.ctypes.data, 64 << 20, layout.ctypes.data, 0, 0, 0, 0]])
-ids = np.random.default_rng(0).integers(0, 4096, 4096)
-out = np.zeros((4096, 64 << 10), np.uint8)
-def copy():
-    job = copy_rows(rows, ids, [CopiedColumn(0, 64 << 10, out.ctypes.data)], out)
-    try:
-        while not job.take(0.05):
-            pass
-    finally:
-        job.cancel()
-    assert job.refused == -1
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_long_copy_within_milliseconds_and_the_next_one_is_whole():
-    script = (
-        BIG
-        + """
-copy()  # its memory is there
-main = threading.get_ident()
-for delay in (0.001, 0.005, 0.01, 0.02) * 5:
-    out[:] = 0
-    pressed = []
-    def press():
-        time.sleep(delay)
-        pressed.append(time.perf_counter())
-        signal.pthread_kill(main, signal.SIGINT)
-    thread = threading.Thread(target=press)
-    try:
-        thread.start()
-        while True:
-            copy()
-    except KeyboardInterrupt:
-        print(time.perf_counter() - pressed[0])
-    thread.join()
-    copy()
-    assert (out == 1).all()
-"""
-    )
-    waits = list(map(float, run(script).split()))
-    assert len(waits) == 20
-
-
-@pytest.mark.slow
-def test_the_interpreter_ends_in_the_middle_of_copies():
-    script = (
-        BIG
-        + """
-for _ in range(3):
-    threading.Thread(target=lambda: [copy() for _ in range(1000)], daemon=True).start()
-time.sleep(0.02)
-"""
-    )
-    for _ in range(10):
-        run(script)
-
-
-@pytest.mark.slow
-def test_where_the_system_refuses_threads_the_caller_copies_by_itself():
-    if os.geteuid():
-        pytest.skip("only root can become somebody who may have no more threads")
-    script = (
-        BIG
-        + """
-import resource
-os.setgid(65534); os.setuid(65534)
-resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-before = len(os.listdir("/proc/self/task"))
-copy()
-assert (out == 1).all()
-assert len(os.listdir("/proc/self/task")) == before
-"""
-    )
-    run(script)
 
 
 # The library.

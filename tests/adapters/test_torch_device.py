@@ -15,7 +15,7 @@ import threading
 import traceback
 import weakref
 from collections import OrderedDict, UserDict
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +37,13 @@ ROOT = Path(arrowcache.__file__).parent.parent
 class Pair(NamedTuple):
     x: torch.Tensor
     name: str
+
+
+class Edge(NamedTuple):
+    """`to` is a field here, and no method."""
+
+    source: torch.Tensor
+    to: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +209,36 @@ def test_a_prefetcher_lives_as_long_as_its_iterator():
     assert numbers == list(range(10))
 
 
+def alike(new, old) -> None:
+    """It has the form of a batch, over tensors of its own; what is no numbers is the same object."""
+    if isinstance(old, np.ndarray) and old.dtype.kind in "biuf":
+        assert np.array_equal(new.numpy(), old)
+        assert new.numpy().dtype == old.dtype.newbyteorder("=")
+    elif isinstance(old, torch.Tensor):
+        assert (type(new), new.dtype, new.shape) == (type(old), old.dtype, old.shape)
+        assert torch.equal(new, old)
+        assert not old.numel() or new.data_ptr() != old.data_ptr()
+    elif isinstance(old, Movable):
+        assert (old.where, new.where) == ("host", "cpu")
+    elif (
+        isinstance(old, Mapping)
+        or dataclasses.is_dataclass(type(old))
+        or type(old) in (tuple, list, Pair, Edge)
+    ):
+        assert type(new) is type(old)
+        if isinstance(old, Mapping):
+            assert list(new) == list(old)
+            new, old = new.values(), old.values()
+        elif dataclasses.is_dataclass(old):
+            new, old = (
+                [getattr(each, field.name) for field in dataclasses.fields(old)] for each in (new, old)
+            )
+        for one, other in zip(new, old, strict=True):
+            alike(one, other)
+    else:
+        assert new is old
+
+
 def test_any_structure_comes_back_in_its_form():
     tensor = torch.arange(6.0).reshape(2, 3)
     text = ["a", "b"]
@@ -214,6 +251,8 @@ def test_any_structure_comes_back_in_its_form():
         "ordered": OrderedDict(b=tensor, a=1),
         "user": UserDict(x=tensor),
         "array": np.arange(4, dtype=np.uint16),
+        "foreign": np.arange(3).astype(">i4"),
+        "unaligned": np.zeros(3, dtype=[("flag", "u1"), ("value", "f8")])["value"],
         "readonly": np.broadcast_to(np.float32(3), (2, 2)),
         "backwards": np.arange(4)[::-1],
         "names": np.array(["a", "b"]),
@@ -225,36 +264,12 @@ def test_any_structure_comes_back_in_its_form():
         "type": Sample,
         "number": 3.5,
         "moved": Movable(),
+        "edge": Edge(tensor, tensor.int()),
     }
     found = moved(batch)
-    assert list(found) == list(batch)
-    assert torch.equal(found["tuple"][0], tensor)
-    assert found["tuple"][0].data_ptr() != tensor.data_ptr()
+    alike(found, batch)
     assert found["tuple"][1] is text
-    assert found["tuple"][2] is None
-    assert torch.equal(found["list"][1]["deep"], tensor.int())
-    assert type(found["named"]) is Pair
-    assert found["named"].name == "n"
-    assert torch.equal(found["named"].x, tensor)
-    assert (type(found["dataclass"]), found["dataclass"].made) == (Sample, 1)
-    assert torch.equal(found["dataclass"].x, tensor)
-    assert torch.equal(found["slotted"].x, tensor)
-    assert batch["slotted"].x is tensor
-    assert type(found["ordered"]) is OrderedDict
-    assert list(found["ordered"]) == ["b", "a"]
-    assert type(found["user"]) is UserDict
-    assert torch.equal(found["user"]["x"], tensor)
-    assert batch["user"]["x"] is tensor
-    assert found["array"].dtype == torch.uint16
-    assert found["array"].tolist() == [0, 1, 2, 3]
-    assert found["readonly"].tolist() == [[3, 3], [3, 3]]
-    assert found["backwards"].tolist() == [3, 2, 1, 0]
-    for name in ("names", "when", "shape", "kind", "type", "number"):
-        assert found[name] is batch[name]
-    assert found["scalar"].shape == ()
-    assert found["scalar"].item() == 7
-    assert found["empty"].shape == (0, 3)
-    assert found["moved"].where == "cpu"
+    assert batch["slotted"].x is batch["user"]["x"] is tensor
 
 
 class Attached(MutableMapping):
@@ -283,11 +298,8 @@ def test_a_mapping_of_any_kind_comes_back_beside_that_of_the_source():
     tensor, name = torch.arange(3.0), ["a"]
     batch = Attached({"x": tensor, "name": name}, "from here")
     found = moved(batch)
-    assert type(found) is Attached
+    alike(found, batch)
     assert (found.note, found["name"]) == ("from here", name)
-    assert torch.equal(found["x"], tensor)
-    assert found["x"] is not tensor
-    assert found["name"] is name
     assert batch["x"] is tensor
 
 
@@ -295,20 +307,6 @@ def test_a_first_batch_without_rows_comes_as_all_others():
     batches = [{"boxes": torch.zeros(count, 4)} for count in (0, 3, 0)]
     with DevicePrefetcher(batches, "cpu") as prefetcher:
         assert [tuple(batch["boxes"].shape) for batch in prefetcher] == [(0, 4), (3, 4), (0, 4)]
-
-
-class Edge(NamedTuple):
-    source: torch.Tensor
-    to: torch.Tensor
-
-
-def test_a_field_whose_name_is_to_is_no_method():
-    edge = Edge(torch.zeros(2), torch.ones(2))
-    found = moved(edge)
-    assert type(found) is Edge
-    for new, old in zip(found, edge, strict=True):
-        assert torch.equal(new, old)
-        assert new.data_ptr() != old.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -319,10 +317,7 @@ def test_a_field_whose_name_is_to_is_no_method():
 )
 def test_every_dtype(fakes, dtype):
     source = [torch.arange(5).to(dtype), torch.ones(2, 2).to(dtype)[0]]
-    found = moved(source, fakes)
-    for new, old in zip(found, source, strict=True):
-        assert new.dtype == dtype
-        assert torch.equal(new, old)
+    alike(moved(source, fakes), source)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8, torch.float8_e5m2])
@@ -718,15 +713,6 @@ def test_what_would_lose_its_values_is_an_error_that_says_so(fakes, leaf, messag
             pytest.raises(TypeError, match=message),
         ):
             next(iter(prefetcher))
-
-
-def test_arrays_that_torch_cannot_lie_over_are_copied(fakes):
-    records = np.zeros(3, dtype=[("flag", "u1"), ("value", "f8")])
-    records["value"] = [1, 2, 3]
-    batch = {"foreign": np.arange(3).astype(">i4"), "unaligned": records["value"]}
-    found = moved(batch, fakes)
-    assert (found["foreign"].dtype, found["foreign"].tolist()) == (torch.int32, [0, 1, 2])
-    assert (found["unaligned"].dtype, found["unaligned"].tolist()) == (torch.float64, [1, 2, 3])
 
 
 def test_a_transposed_jagged_tensor_keeps_its_values():

@@ -220,19 +220,15 @@ def alike(new, old) -> None:
         assert not old.numel() or new.data_ptr() != old.data_ptr()
     elif isinstance(old, Movable):
         assert (old.where, new.where) == ("host", "cpu")
-    elif (
-        isinstance(old, Mapping)
-        or dataclasses.is_dataclass(type(old))
-        or type(old) in (tuple, list, Pair, Edge)
-    ):
+    elif isinstance(old, Mapping):
+        assert (type(new), list(new)) == (type(old), list(old))
+        alike([*new.values()], [*old.values()])
+    elif dataclasses.is_dataclass(old) and not isinstance(old, type):
         assert type(new) is type(old)
-        if isinstance(old, Mapping):
-            assert list(new) == list(old)
-            new, old = new.values(), old.values()
-        elif dataclasses.is_dataclass(old):
-            new, old = (
-                [getattr(each, field.name) for field in dataclasses.fields(old)] for each in (new, old)
-            )
+        for field in dataclasses.fields(old):
+            alike(getattr(new, field.name), getattr(old, field.name))
+    elif type(old) in (tuple, list, Pair, Edge):
+        assert type(new) is type(old)
         for one, other in zip(new, old, strict=True):
             alike(one, other)
     else:
@@ -252,7 +248,7 @@ def test_any_structure_comes_back_in_its_form():
         "user": UserDict(x=tensor),
         "array": np.arange(4, dtype=np.uint16),
         "foreign": np.arange(3).astype(">i4"),
-        "unaligned": np.zeros(3, dtype=[("flag", "u1"), ("value", "f8")])["value"],
+        "unaligned": np.array([(0, 1.5), (1, 2.5)], [("flag", "u1"), ("value", "f8")])["value"],
         "readonly": np.broadcast_to(np.float32(3), (2, 2)),
         "backwards": np.arange(4)[::-1],
         "names": np.array(["a", "b"]),

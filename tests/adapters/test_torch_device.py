@@ -211,7 +211,7 @@ def test_a_prefetcher_lives_as_long_as_its_iterator():
 
 def alike(new, old) -> None:
     """It has the form of a batch, over tensors of its own; what is no numbers is the same object."""
-    if isinstance(old, np.ndarray) and old.dtype.kind in "biuf":
+    if isinstance(old, np.ndarray) and old.dtype.kind in "biufc":
         assert np.array_equal(new.numpy(), old)
         assert new.numpy().dtype == old.dtype.newbyteorder("=")
     elif isinstance(old, torch.Tensor):

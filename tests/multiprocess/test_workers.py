@@ -144,18 +144,6 @@ def test_small_batches_are_gathered_in_groups_and_are_the_same(cache):
 
 
 @pytest.mark.slow
-def test_an_epoch_has_what_was_published_before_it_by_the_same_processes(cache):
-    with loader_of(cache, where=lambda segment: segment.seq >= 4, transform=by_value(twice)) as loader:
-        assert sorted(ids_of(loader)) == list(range(64, 320))
-        workers = worker_pids()
-        for rows in (336, 352):
-            publish(cache, 1)
-            assert sorted(ids_of(loader)) == list(range(64, rows))
-            assert worker_pids() == workers
-    assert not any(map(is_alive, workers))
-
-
-@pytest.mark.slow
 def test_epochs_follow_without_a_seam_and_have_new_segments(cache):
     with loader_of(cache, transform=by_value(twice)) as loader:
         epoch = loader.repeat()
@@ -211,26 +199,6 @@ def test_nothing_that_is_kept_is_overwritten_and_memory_is_given_back(cache):
         assert loader.stats().slot_bytes < most // 2
         assert sorted(i for label in labels for i in label.tolist()) == sorted(3 * list(range(320)))
     assert len(labels) == 120
-
-
-@pytest.mark.slow
-def test_what_a_transform_keeps_is_neither_overwritten_nor_seen_by_the_consumer(cache):
-    class Remembering:
-        def __init__(self):
-            self.kept = []
-
-        def __call__(self, batch):
-            for number, (image, copy) in enumerate(self.kept):
-                assert (image == copy).all(), f"batch {number} of {len(self.kept)} was overwritten"
-            self.kept.append((batch["image"], batch["image"].copy()))
-            return batch
-
-    with loader_of(cache, workers=1, transform=Remembering()) as loader:
-        for _ in range(2):
-            for batch in loader:
-                expected = np.stack([sample(i)["image"] for i in batch["id"].tolist()])
-                assert (batch["image"] == expected).all()
-                batch["image"][:] = -1
 
 
 @pytest.mark.slow

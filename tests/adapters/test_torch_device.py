@@ -1,22 +1,20 @@
-"""DevicePrefetcher: any iterable, any structure, any end."""
+"""DevicePrefetcher: any iterable, any structure, any end.
+
+That no read sees another batch, whatever is kept or fails: tests/stateful/test_device_machine.py. That a
+device without memory is told, and captures are left alone: tests/benchmarks/test_device_proof.py.
+"""
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import gc
-import itertools
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import traceback
 import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +24,10 @@ from helpers import DEADLINE_SECONDS, in_child
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
+from processes import Script
 from quick import first_is_quick
 
-import arrowcache
 from arrowcache.torch import DevicePrefetcher
-
-ROOT = Path(arrowcache.__file__).parent.parent
 
 
 class Pair(NamedTuple):
@@ -150,38 +146,6 @@ def test_all_memory_is_there_with_the_first_batch(depth):
         last = prefetcher.stats()
     assert first.device_allocations == last.device_allocations == depth + 2
     assert first.device_bytes == last.device_bytes == (depth + 2) * BATCH_BYTES
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_on_a_fake_device_every_read_sees_its_batch(fakes, depth):
-    with DevicePrefetcher(Source(), "fake", depth) as prefetcher:
-        for _ in range(10):
-            for number, batch in enumerate(prefetcher):
-                fakes["fake"].read(batch["x"], torch.full((4, 3), float(number)))
-                fakes["fake"].read(batch["id"], torch.full((4,), number))
-            del batch
-        stats = prefetcher.stats()
-    assert stats.device_allocations == depth + 2
-    assert stats.pinned_bytes <= (depth + 1) * BATCH_BYTES
-
-
-def test_what_is_kept_is_never_overwritten_and_comes_back_when_it_dies(fakes):
-    with DevicePrefetcher(Source(40), "fake") as prefetcher:
-        kept = list(prefetcher)
-        device = fakes["fake"]
-        device.finish()
-        for number, batch in enumerate(kept):
-            check(batch, number)
-        assert prefetcher.stats().device_allocations >= 40
-        kept = kept[7]["x"][1:]
-        for _ in prefetcher:
-            pass
-        del _, batch
-        assert prefetcher.stats().device_bytes <= 5 * BATCH_BYTES
-    device.finish()
-    assert kept.tolist() == [[7.0] * 3] * 3
-    assert device.errors == []
-    assert device.memory_bytes == BATCH_BYTES
 
 
 def test_what_was_kept_leaves_no_more_memory_than_there_was_before(fakes):
@@ -476,19 +440,6 @@ def test_an_exception_in_the_loop_ends_the_iteration():
     assert source.closed == 1
 
 
-def test_a_break_ends_the_iteration_and_the_next_begins_anew(fakes):
-    source = Source(100)
-    with DevicePrefetcher(source, "fake") as prefetcher:
-        for _ in range(10):
-            for number, batch in enumerate(prefetcher):
-                fakes["fake"].read(batch["x"], torch.full((4, 3), float(number)))
-                if number == 5:
-                    break
-        del batch
-        assert prefetcher.stats().device_allocations == 4
-    assert source.closed == 10
-
-
 def test_an_iterator_of_the_users_own_is_not_closed():
     generator = batches(10)
     with DevicePrefetcher(generator, "cpu", depth=1) as prefetcher:
@@ -611,68 +562,29 @@ def test_dropping_all_closes_the_source():
     assert source.closed == 1
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
-def test_a_call_that_fails_gives_all_back(fakes, failure):
-    """Each call to the device in turn."""
-    with DevicePrefetcher(Source(100), "fake") as prefetcher:
-        device = fakes["fake"]
-        device.failure = failure
-        for number in range(25):
-            iterator = iter(prefetcher)
-            for _ in range(2):
-                next(iterator)
-            device.fails_in = number
-            with pytest.raises(failure):
-                collections.deque(itertools.islice(iterator, 20), maxlen=0)
-            with pytest.raises(StopIteration):
-                next(iterator)
-        assert prefetcher.stats().device_allocations == 4
-        for number, batch in enumerate(prefetcher):
-            device.read(batch["x"], torch.full((4, 3), float(number)))
-        assert number == 99
-        del batch
-
-
 def test_it_has_the_length_of_its_source():
-    with DevicePrefetcher([1, 2, 3], "cpu") as prefetcher:
-        assert len(prefetcher) == 3
-        assert list(prefetcher) == [1, 2, 3]
+    data = torch.utils.data.TensorDataset(torch.arange(40.0), torch.arange(40))
+    for source, length in (([1, 2, 3], 3), (torch.utils.data.DataLoader(data, batch_size=8), 5)):
+        with DevicePrefetcher(source, "cpu") as prefetcher:
+            assert len(prefetcher) == len(list(prefetcher)) == length
     with DevicePrefetcher(Source(), "cpu") as prefetcher, pytest.raises(TypeError):
         len(prefetcher)
 
 
-def test_a_torch_dataloader_as_the_source():
-    data = torch.utils.data.TensorDataset(torch.arange(40.0), torch.arange(40))
-    loader = torch.utils.data.DataLoader(data, batch_size=8)
-    with DevicePrefetcher(loader, "cpu") as prefetcher:
-        for _ in range(3):
-            assert torch.cat([ids for _, ids in prefetcher]).tolist() == list(range(40))
-        assert len(prefetcher) == 5
-
-
-EXITS = {
-    "in the loop": "for batch in prefetcher: sys.exit(7)",
-    "by an exception": "for batch in prefetcher: raise SystemExit(7)",
-    "with an iterator in hand": "iterator = iter(prefetcher); next(iterator); sys.exit(7)",
-    "in a hanging source": "prefetcher = DevicePrefetcher(hang(), 'cpu'); it = iter(prefetcher); sys.exit(7)",
-}  # not in a daemon thread: one that is inside torch when the interpreter ends aborts it, without us too
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("way", first_is_quick(EXITS))
-def test_the_interpreter_ends(way):
-    script = (
-        "import sys, threading, torch\n"
-        "from arrowcache.torch import DevicePrefetcher\n"
-        "def endless():\n    while True: yield {'x': torch.zeros(1000)}\n"
-        "def hang():\n    threading.Event().wait(); yield\n"
-        "prefetcher = DevicePrefetcher(endless(), 'cpu')\n" + EXITS[way]
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60,
-        check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (7, "")
+@pytest.mark.parametrize(
+    "how", ["for batch in prefetcher: sys.exit(7)", "it = iter(prefetcher); next(it); sys.exit(7)"]
+)
+def test_the_interpreter_ends(how):
+    code = f"""
+        import sys, torch
+        from arrowcache.torch import DevicePrefetcher
+
+        prefetcher = DevicePrefetcher([{{'x': torch.zeros(1000)}}] * 100, "cpu")
+        {how}
+    """
+    with Script(code) as script:
+        assert script.end() == (7, "")
 
 
 def test_in_a_forked_child_it_says_what_to_do():

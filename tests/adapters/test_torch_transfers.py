@@ -19,7 +19,7 @@ from interruptions import Interruption, files
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
-from fake_device import ORDERS, FakeDevice, Stream
+from fake_device import FakeDevice, Stream
 
 import arrowcache as ac
 import arrowcache.torch.device
@@ -129,23 +129,6 @@ def test_the_source_runs_in_the_thread_that_takes_batches(fake):
 
 
 # Calls of another thread broke the capture of a graph.
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_graph_can_be_captured_while_an_iteration_is_in_progress(fake, order):
-    fake.order = order
-    with DevicePrefetcher(batches(10), "fake") as prefetcher:
-        iterator = iter(prefetcher)
-        kept = [next(iterator) for _ in range(3)]
-        before = len(fake.calls)
-        with fake.capture():
-            kept.clear()
-            gc.collect()
-            with pytest.raises(RuntimeError, match="captured"):
-                next(iterator)
-            DevicePrefetcher.__del__(prefetcher)  # nor where it dies
-        assert len(fake.calls) == before
-        assert [int(batch["x"].shape[0]) for batch in iterator] == [300] * 7, "the iteration goes on"
 
 
 def run_all_but(fake: FakeDevice, late: Stream) -> None:
@@ -302,23 +285,6 @@ def test_one_device_that_fails_at_close_keeps_no_other_from_being_closed(fakes):
         fakes[name].finish()
         assert fakes[name].memory_bytes == 0
     prefetcher.close()
-
-
-def test_memory_that_a_device_has_none_of_is_used_as_far_as_there_is_some(fake):
-    fake.most_bytes = 2 * 2 * MIB
-    source = [torch.full((2 * MIB,), number, dtype=torch.uint8) for number in range(10)]
-    with DevicePrefetcher(source, "fake", depth=2) as prefetcher:
-        for number, batch in enumerate(prefetcher):
-            fake.read(batch, source[number])
-            del batch
-        assert number == 9
-        assert prefetcher.stats().device_bytes <= fake.most_bytes
-        iterator, kept = iter(prefetcher), []
-        with pytest.raises(torch.OutOfMemoryError):
-            kept.extend(iterator)
-        assert len(kept) >= 1
-        kept.clear()
-        assert len([batch.shape for batch in prefetcher]) == 10
 
 
 # Slots of worker processes

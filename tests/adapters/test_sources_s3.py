@@ -150,21 +150,14 @@ def test_construction_tries_again_too(store, patient, kind):
     assert not any(fault.times for fault in store.faults)
 
 
-def test_windows_are_tried_again(store, patient):
-    uri = store.uri("bucket/arrays/x.npy")
-    expected = [s["data"] for s in take(ArrayWindows(uri, (5,)), 20)]
-    source = ArrayWindows(uri, (5,), retries=patient)
-    store.faults += [Fault("slow_down", 2), Fault("truncated", 2)]
-    assert np.array_equal([s["data"] for s in take(source, 20)], expected)
-    assert not any(fault.times for fault in store.faults)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncollected")
-@pytest.mark.parametrize("name", ["v.h5#v", "v.zarr"])
-def test_windows_of_hdf5_and_zarr_are_tried_again_and_end_with_the_stores_error(store, patient, name):
+@pytest.mark.parametrize("name", ["v.npy", "v.h5#v", "v.zarr"])
+def test_windows_of_every_format_are_tried_again_and_end_with_the_stores_error(store, patient, name):
     folder = store.folder / "bucket" / "arrays"
-    if name == "v.h5#v":
+    if name == "v.npy":
+        np.save(folder / name, np.arange(100_000))
+    elif name == "v.h5#v":
         with pytest.importorskip("h5py").File(folder / "v.h5", "w") as file:
             file.create_dataset("v", data=np.arange(100_000), chunks=(1000,))
     else:

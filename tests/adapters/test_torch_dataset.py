@@ -218,14 +218,6 @@ def test_dropping_a_dataloader_in_the_middle_leaves_no_lease(cache, kind):
         no_lease_is_left(cache)
 
 
-@pytest.mark.parametrize("kind", ["none", "identity"])
-def test_at_the_end_of_an_epoch_nothing_is_leased_though_workers_live(cache, kind):
-    loader = dataloader(cache, 16, 2, transform=identity_of_kind(kind))
-    for _ in range(2):
-        assert len(ids_of(loader)) == 160
-        assert cache.stats().leased_bytes == 0
-
-
 def test_during_an_epoch_its_segments_are_leased_and_a_window_gives_them_up(cache):
     loader = dataloader(cache, 16, 0, shuffle="window", window_bytes="40KiB")
     leased = [cache.stats().leased_bytes for _ in loader]

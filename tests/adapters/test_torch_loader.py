@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 from every_type import every_type
-from helpers import EVERY_TYPE, full, ids_of, make_cache, publish, sample, wait_until
+from helpers import EVERY_TYPE, ids_of, make_cache, publish, sample
 from processes import Script
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -128,41 +128,6 @@ def test_tensors_of_autograd_keep_their_batch(cache):
             list(loader)
         torch.stack(losses).sum().backward()
     assert torch.equal(weight.grad, (BASE * 160 + sum(range(160))))
-
-
-@pytest.mark.slow
-def test_a_small_network_learns_from_samplers_at_work(tmp_path):
-    schema = {"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("float32")}
-    cache = make_cache(tmp_path / "cache", schema, segment_rows=64, capacity="512KiB")
-    truth = np.arange(8, dtype=np.float32)
-
-    def sampler(rng):
-        while True:
-            x = rng.standard_normal(8, dtype=np.float32)
-            yield {"x": x, "y": np.float32(x @ truth)}
-
-    torch.manual_seed(0)
-    network = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    rows = []
-    with (
-        ac.SamplerPool(cache, full(sampler), workers=1, progress=False) as pool,
-        Loader(cache, 32, wait_rows=64) as loader,
-    ):
-        for epoch in range(6):
-            pool.wait(segments=4 * (epoch + 1), timeout=60)
-            before = loader.stats().rows
-            for batch in loader:
-                loss = torch.nn.functional.mse_loss(network(batch["x"])[:, 0], batch["y"])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            rows.append(loader.stats().rows - before)
-    assert rows[0] < rows[-1]
-    assert loss.item() < 1e-3
-    assert np.allclose(network.weight.detach().numpy(), truth, atol=0.1)
-    wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
-    assert cache.verify() == []
 
 
 def test_what_it_yields_is_what_was_appended(tmp_path):

@@ -38,11 +38,10 @@ def no_lease_is_left(cache) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize(("workers", "persistent"), [(2, True), (3, False)])
-def test_epochs_of_spawned_workers_are_those_of_the_loader(cache, workers, persistent):
+def test_epochs_of_spawned_workers_are_those_of_the_loader(cache):
     """Those of forked ones: test_readers.py."""
     dataset = CacheIterableDataset(cache, 16, seed=3)
-    loader = batches_of(dataset, workers, "spawn", persistent_workers=persistent)
+    loader = batches_of(dataset, 3, "spawn", persistent_workers=True)
     with Loader(cache, 16, seed=3) as own:
         for _ in range(3):
             batches = list(loader)
@@ -368,8 +367,8 @@ def test_a_stateful_dataloader_resumes(cache, stateful, workers, every, taken):
     publish(cache, 6)
     resumed = make()
     resumed.load_state_dict(state)
-    found = ids_of(resumed)
-    assert found == rest if rest else sorted(found) == list(range(256))
+    found, is_amid = ids_of(resumed), taken < 20 and (taken > 0 or workers > 0)
+    assert found == rest if is_amid else sorted(found) == list(range(256))
 
 
 # numbers

@@ -446,9 +446,14 @@ def test_wait_times_out_with_numbers(cache, threads, tmp_path):
                 pool.wait(timeout=DEADLINE_SECONDS, **arguments)
 
 
-def test_a_wait_is_woken_by_stop(cache, threads, tmp_path, monkeypatch):
-    monkeypatch.setattr(executors, "STOP_SECONDS", 0.2)  # that it waits for the task
+@pytest.fixture
+def impatient(monkeypatch):
+    """A pool that ends does not wait for tasks of others' executors."""
+    monkeypatch.setattr(executors, "STOP_SECONDS", 0.2)
     monkeypatch.setattr(executors, "_END_SECONDS", 0.2)
+
+
+def test_a_wait_is_woken_by_stop(cache, threads, tmp_path, impatient):
     gate = tmp_path / "gate"
     pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=threads, **QUICK)
     with ThreadPoolExecutor(1) as waiting:
@@ -695,9 +700,11 @@ def test_the_child_that_a_pools_process_forks_holds_none_of_its_workers(cache, t
 
 
 @pytest.mark.slow
-def test_a_task_of_a_foreign_executor_that_outlives_its_pool_publishes_nothing(cache, threads, tmp_path):
+def test_a_task_of_a_foreign_executor_that_outlives_its_pool_publishes_nothing(
+    cache, threads, tmp_path, impatient
+):
     gate = tmp_path / "gate"
-    pool = SamplerPool(cache, gated(tmp_path, gate), executor=threads, **QUICK)
+    pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=threads, **QUICK)
     wait_until(lambda: pool.stats().drawn_rows == 2, "both tasks at work")
     stop_in_time(pool)
     gate.touch()

@@ -22,7 +22,7 @@ SCHEMAS = {
     "scalar": ac.Schema({"n": ac.Tensor("int64")}),
     "paged": ac.Schema({"x": ac.Tensor("float32", (128,)), "n": ac.Tensor("uint8")}),
 }
-ROWS = 5
+ROWS = 3
 
 
 def has(kind, data, told_bytes=None):

@@ -225,6 +225,14 @@ def at_exit(call: Callable[[], object]) -> None:
     atexit.register(_exit)
 
 
+def at_worker_exit(call: Callable[[], object]) -> None:
+    """Call a function at exit of a process that multiprocessing forked: it skips those of `at_exit`."""
+    from multiprocessing import parent_process, util
+
+    if parent_process() is not None:
+        util.Finalize(None, call, exitpriority=0)
+
+
 def before_threads_are_joined(call: Callable[[], object]) -> None:
     """Call a function before executors wait for their tasks; register after the executor has begun."""
     threading._register_atexit(call)  # type: ignore[attr-defined]  # the last one registered is called first

@@ -103,13 +103,23 @@ def _chosen_keys(item: object, columns: Sequence[str | int]) -> tuple[Any, ...]:
         raise TypeError(f"columns={columns!r} must be a list of an item's keys or positions")
     if isinstance(item, Mapping):
         keys: list[Any] = list(item)
-    elif type(item) in (tuple, list):
-        keys, columns = list(range(len(item))), [as_int(column) for column in columns]  # type: ignore[arg-type]
+    elif isinstance(item, tuple | list) and type(item) in (tuple, list):
+        keys, columns = list(range(len(item))), [*map(_position, columns)]
     else:
         raise TypeError(f"columns chooses from a dict, tuple or list: an item is a {type(item).__name__}")
     if unknown := [column for column in columns if column not in keys]:
         raise ValueError(f"columns names {', '.join(map(repr, unknown))}: an item has {keys}")
     return tuple(columns)
+
+
+def _position(column: str | int) -> int:
+    """A position in a tuple or list, which may be given as a leaf's name."""
+    if isinstance(column, str) and column.isdecimal():
+        return int(column)
+    try:
+        return as_int(column)
+    except TypeError:
+        raise TypeError(f"columns of a tuple or list are positions, not {column!r}") from None
 
 
 def _part(name: str, value: Any) -> Part:

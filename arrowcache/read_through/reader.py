@@ -28,6 +28,7 @@ from arrowcache.errors import ArrowCacheError, CacheFullError, CorruptSegmentErr
 from arrowcache.lifetimes import Origin, at_exit, at_worker_exit
 from arrowcache.os_errors import start
 from arrowcache.read_through.places import INDEX, Places
+from arrowcache.reading.slots import Slots
 from arrowcache.reading.values import ColumnData
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
@@ -41,6 +42,7 @@ _STEP_SECONDS = 0.005  # between two looks of one that waits
 _LEAST_WAIT_SECONDS = 0.25  # for an item that another process has claimed
 _MOST_WAITS = 3  # times the seconds that an item takes to make
 _AGAIN_SECONDS = 30.0  # until what failed is tried again
+_USUAL_ITEMS = 64  # of a request
 _ATTEMPTS = 4  # to gather, each time without segments that turned out damaged
 
 _FAILURES = (ArrowCacheError, OSError, MemoryError)
@@ -53,6 +55,7 @@ class Found(NamedTuple):
     columns: dict[str, ColumnData]
 
 
+_END = object()
 _NOTHING = Found(np.empty(0, np.int64), {})
 
 
@@ -72,6 +75,9 @@ class ReadThrough:
         self._store, self._names = store, tuple(names)
         self._places = Places(store, store.settings.dataset.length)
         self._claims = Claims(store.folder.path / CLAIMS_LOCK, store.folder.rights().file_mode)
+        fixed = store.settings.schema.fixed
+        columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
+        self._slots = Slots(columns, _USUAL_ITEMS)
         self._writer: Writer | None = None
         self._lock = threading.RLock()
         self._oldest = self._latest = time.monotonic()  # of what is unpublished; of all requests
@@ -79,9 +85,10 @@ class ReadThrough:
         self._full_at: tuple[int, int] | None = None  # capacity, and segments, when there was no room
         self._failed_until = 0.0
         self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
-        self._keeper: threading.Thread | None = None
         self._keeper_rests = True
         self._is_closed = False
+        self._keeper = threading.Thread(target=self._keep, name="arrowcache-publish", daemon=True)
+        start(self._keeper)
         _at_work.add(self)
         _close_at_worker_exit()
 
@@ -92,7 +99,7 @@ class ReadThrough:
         """
         with self._lock:
             self._latest = time.monotonic()
-            self._start_keeper()
+            self._wake_keeper()
             for _ in range(_ATTEMPTS):
                 try:
                     found = self._gathered(indices)
@@ -112,26 +119,34 @@ class ReadThrough:
         if self._places.snapshot is None or (rows < 0).any():
             self._refresh()
             rows = self._places.rows_of(indices)
-        positions = np.flatnonzero(rows >= 0)
-        if not len(positions) or self._places.snapshot is None:
+        positions, snapshot = np.flatnonzero(rows >= 0), self._places.snapshot
+        if not len(positions) or snapshot is None:
             return _NOTHING
-        return Found(positions, self._places.snapshot.gather(rows[positions], self._names))
+        out = self._slots.lend(len(positions)).arrays()
+        return Found(positions, snapshot.gather(rows[positions], self._names, out))
 
     def _refresh(self) -> None:
         if self._places.refresh() and (held := self._claims.held):
             claimed = np.fromiter(held, np.int64, len(held))
             self._claims.release(claimed[self._places.rows_of(claimed) >= 0].tolist())
 
-    def claim(self, index: int) -> bool:
-        """Claim an item, to make it and `put` it. Returns: False: somebody has, or nothing is stored now."""
+    def claim(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Claim missing items (n,), to make them and `put` them.
+
+        Returns: a mask (n,); False: somebody else has claimed it or published it, or nothing is stored now.
+        """
         with self._lock:
+            is_claimed = np.zeros(len(indices), np.bool_)
             if not self.stores:
-                return False
+                return is_claimed
             try:
-                return self._claims.claim(index)
-            except OSError as error:  # no memory for locks
+                is_claimed[:] = [*map(self._claims.claim, indices.tolist())]
+                self._refresh()  # who held it before may have published it
+                is_claimed &= self._places.rows_of(indices) < 0
+            except _FAILURES as error:
                 self._fail(error)
-                return False
+                is_claimed[:] = False
+            return is_claimed
 
     @property
     def stores(self) -> bool:
@@ -191,13 +206,13 @@ class ReadThrough:
             except _FAILURES as error:
                 self._fail(error)
             self._latest = time.monotonic()
-            self._wake_keeper()
 
     def _put(self, index: int, row: Mapping[str, Any]) -> None:
         if self._writer is None:
             self._writer = Writer(self._store, on_full="raise", timeout=None, max_delay=None)
         if not self._writer.rows:
             self._oldest = time.monotonic()
+            self._wake.put(None)  # from now on somebody may wait for it
         self._writer.append({**row, INDEX: index})
         if not self._writer.rows:  # a full segment was published
             self._refresh()
@@ -251,6 +266,14 @@ class ReadThrough:
             self._refresh()
             return self._places.count
 
+    def settle(self) -> None:
+        """Have this and other processes publish what they made. Blocks: a moment at most, if they do."""
+        deadline = time.monotonic() + _LEAST_WAIT_SECONDS
+        self.publish()
+        with self._claims.waiting():
+            while self._claims.some_are_held_elsewhere() and time.monotonic() < deadline:
+                time.sleep(_STEP_SECONDS)
+
     @property
     def missing(self) -> NDArray[np.int64]:
         """Indices (n,) of items that are not published, ascending."""
@@ -273,28 +296,32 @@ class ReadThrough:
             self._discard()
             self._places.release()
             self._claims.close()
-        self._wake.put(None)
-        if self._keeper is not None and self._keeper is not threading.current_thread():
+        self.end()
+        if self._keeper is not threading.current_thread():
             self._keeper.join()
 
-    # the thread that publishes, and ends the lease
+    def end(self) -> None:
+        """Have the thread `close` it, soon. Waits for no lock."""
+        self._wake.put(_END)
 
-    def _start_keeper(self) -> None:
-        if self._keeper is None and not self._is_closed:
-            keeper = threading.Thread(
-                target=_keep, args=(weakref.ref(self, self._wake.put), self._wake),
-                name="arrowcache-publish", daemon=True,
-            )  # fmt: skip
-            start(keeper)
-            self._keeper = keeper
-        self._wake_keeper()
+    # the thread that publishes, and ends the lease
 
     def _wake_keeper(self) -> None:
         if self._keeper_rests:
             self._keeper_rests = False
             self._wake.put(None)
 
-    def keep(self) -> float | None:
+    def _keep(self) -> None:
+        """The thread: it keeps this object until its end."""
+        seconds: float | None = None
+        while not self._is_closed:
+            with suppress(Empty):
+                if self._wake.get(timeout=seconds) is _END:
+                    self.close()
+                    return
+            seconds = self._look()
+
+    def _look(self) -> float | None:
         """Publish what is due, end an idle lease. Returns: seconds to the next look; None: to a request."""
         with self._lock:
             now = time.monotonic()
@@ -308,19 +335,6 @@ class ReadThrough:
                 self._keeper_rests = True
                 return None
             return _IDLE_SECONDS
-
-
-def _keep(reference: weakref.ref[ReadThrough], wake: SimpleQueue[object]) -> None:
-    """The thread. It refers to no ReadThrough while it waits, and ends with one that is dropped."""
-    seconds: float | None = None
-    while True:
-        with suppress(Empty):
-            wake.get(timeout=seconds)
-        reader = reference()
-        if reader is None or reader._is_closed:
-            return
-        seconds = reader.keep()
-        del reader
 
 
 _at_work: weakref.WeakSet[ReadThrough] = weakref.WeakSet()

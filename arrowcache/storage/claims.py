@@ -54,6 +54,10 @@ class Claims:
         """True if another process has claimed an item."""
         return self._file.conflict(index, 1) is not None
 
+    def some_are_held_elsewhere(self) -> bool:
+        """True if another process has claimed any item."""
+        return self._file.conflict(0, _SOMEBODY_WAITS) is not None
+
     def somebody_waits(self) -> bool:
         """True if another process waits for claimed items."""
         return self._sign.conflict(_SOMEBODY_WAITS, 1) is not None

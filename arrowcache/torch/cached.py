@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index as as_index
@@ -175,7 +176,7 @@ class CachedDataset(Shown, Dataset[Any]):
         missing = self._fill_in(items, reader.find(wanted), np.arange(len(wanted)))
         if not len(missing):
             return items
-        is_claimed = np.array([reader.claim(index) for index in wanted[missing].tolist()])
+        is_claimed = reader.claim(wanted[missing])
         self._put_in(items, missing[is_claimed], self._make(wanted[missing[is_claimed]].tolist(), reader))
         others = missing[~is_claimed]
         if len(others) and reader.stores:
@@ -239,7 +240,7 @@ class CachedDataset(Shown, Dataset[Any]):
             return
         reader = self._reader_here()
         first = np.zeros(1, np.int64)
-        if reader is not None and not len(reader.find(first).positions) and reader.claim(0):
+        if reader is not None and not len(reader.find(first).positions) and reader.claim(first).all():
             _put(reader, self._spec.form, 0, item)
 
     def _unusable(self, error: Exception) -> None:
@@ -269,15 +270,23 @@ class CachedDataset(Shown, Dataset[Any]):
         if time.monotonic() - self._failed_at < _AGAIN_SECONDS:
             return None
         try:
-            self._reader = ReadThrough(self._opened(), self._names)
+            self._reader = reader = ReadThrough(self._opened(), self._names)
+            weakref.finalize(self, reader.end).atexit = False  # which publishes what was made
         except _UNUSABLE as error:
             self._unusable(error)
         return self._reader
 
     @property
     def cached(self) -> int:
-        """How many items are in the cache, of len(self)."""
-        return self.stats().cached
+        """How many items are in the cache, of len(self).
+
+        What is made and not yet published counts, too, as it is published at once. Blocks: for a moment.
+        """
+        reader = self._reader_here()
+        if reader is None:
+            return 0
+        reader.settle()
+        return reader.cached
 
     def stats(self) -> CachedStats:
         """Count the items that are in the cache now, and what this process did."""
@@ -312,6 +321,7 @@ class CachedDataset(Shown, Dataset[Any]):
         reader = self._reader_here()
         if reader is None:
             return 0
+        reader.settle()
         missing = reader.missing
         making = DataLoader(
             _Filling(self, missing),
@@ -325,7 +335,6 @@ class CachedDataset(Shown, Dataset[Any]):
                 bar.update(len(stored))
                 if not all(stored):
                     break  # no more fits
-        reader.publish()
         return self.cached
 
     def turn_over(self) -> int:

@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 
 
 class Node(NamedTuple):
-    """What has parts in the first item, and the class to make the like of."""
+    """A part of the first item that has parts itself: its class, and its keys in order."""
 
     name: str
     type: type

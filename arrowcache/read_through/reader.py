@@ -39,7 +39,9 @@ _MAX_DELAY_SECONDS = 60.0
 _IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.05  # between two looks for processes that wait
 _STEP_SECONDS = 0.005  # between two looks of one that waits
-_LEAST_WAIT_SECONDS = 0.25  # for an item that another process has claimed
+_MOMENT_SECONDS = 0.05
+_LEAST_WAIT_SECONDS = 1.0  # for an item that another process has claimed
+_SETTLE_SECONDS = 0.25
 _MOST_WAITS = 3  # times the seconds that an item takes to make
 _AGAIN_SECONDS = 30.0  # until what failed is tried again
 _USUAL_ITEMS = 64  # of a request
@@ -180,6 +182,11 @@ class ReadThrough:
                 time.sleep(_STEP_SECONDS)
         return self.find(indices)
 
+    @property
+    def made_in_a_moment(self) -> int:
+        """Number of items to claim at a time: others wait for those that are claimed."""
+        return max(1, int(_MOMENT_SECONDS / max(self._make_seconds, 1e-6)))
+
     def count(self, made: int, seconds: float) -> None:
         """Note that items were made, in so many seconds together."""
         with self._lock:
@@ -268,7 +275,7 @@ class ReadThrough:
 
     def settle(self) -> None:
         """Have this and other processes publish what they made. Blocks: a moment at most, if they do."""
-        deadline = time.monotonic() + _LEAST_WAIT_SECONDS
+        deadline = time.monotonic() + _SETTLE_SECONDS
         self.publish()
         with self._claims.waiting():
             while self._claims.some_are_held_elsewhere() and time.monotonic() < deadline:

@@ -176,9 +176,13 @@ class CachedDataset(Shown, Dataset[Any]):
         missing = self._fill_in(items, reader.find(wanted), np.arange(len(wanted)))
         if not len(missing):
             return items
-        is_claimed = reader.claim(wanted[missing])
-        self._put_in(items, missing[is_claimed], self._make(wanted[missing[is_claimed]].tolist(), reader))
-        others = missing[~is_claimed]
+        others = missing[:0]  # that somebody else makes
+        at_once = len(missing) if hasattr(self._spec.dataset, "__getitems__") else reader.made_in_a_moment
+        for start in range(0, len(missing), at_once):
+            some = missing[start : start + at_once]
+            is_claimed = reader.claim(wanted[some])
+            self._put_in(items, some[is_claimed], self._make(wanted[some[is_claimed]].tolist(), reader))
+            others = np.concatenate((others, some[~is_claimed]))
         if len(others) and reader.stores:
             others = self._fill_in(items, reader.await_claimed(wanted[others]), others)
         self._put_in(items, others, self._make(wanted[others].tolist(), reader, is_claimed=False))
@@ -278,7 +282,7 @@ class CachedDataset(Shown, Dataset[Any]):
 
     @property
     def cached(self) -> int:
-        """How many items are in the cache, of len(self).
+        """The number of items that are in the cache, of len(self).
 
         What is made and not yet published counts, too, as it is published at once. Blocks: for a moment.
         """
@@ -429,8 +433,8 @@ def cached(
         replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.
     Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made.
     Raises: TypeError: no map-style dataset. CacheFormatError: the folder holds something else, such as items
-        of another version, length or columns. SchemaError: an item that no columns hold. ValueError: an argument
-        that does not fit.
+        of another version, length or columns. SchemaError: an item that no columns hold. ValueError: an
+        argument that does not fit.
     """
     length = _length_of(dataset)
     require_function(transform, "transform")

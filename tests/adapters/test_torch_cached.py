@@ -183,9 +183,11 @@ def test_values_of_different_lengths_are_ragged(path):
 @pytest.mark.parametrize(
     ("items", "says"),
     [
-        ([torch.zeros(3), torch.zeros(4)],
-         r"item 1: field 'value': expected shape \(3,\), got \(4,\); where lengths differ, pass "
-         r"schema=\{'value': Ragged\('float32', \(\)\)\}"),
+        (
+            [torch.zeros(3), torch.zeros(4)],
+            r"item 1: field 'value': expected shape \(3,\), got \(4,\); where lengths differ, pass .*"
+            r"Ragged\('float32', \(\)\)\}",
+        ),
         ([{"x": 1}, {"y": 1}], "item 1: the item has y, and in the first item it has x"),
         ([{"x": 1}, {"x": 1.5}], "item 1: field 'x': expected int64, and 1.5 is not exactly one"),
         ([{"x": 1}, {"x": None}], "item 1: field 'x'"),
@@ -604,7 +606,7 @@ def test_a_damaged_segment_is_made_again(path, log):
     with train:
         epoch(train)
         assert train.cached == 30
-    assert made(log) == Counter({number: 2 for number in range(30)})
+    assert made(log) == Counter([*range(30)] * 2)
 
 
 KILLED = """

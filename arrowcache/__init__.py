@@ -78,18 +78,7 @@ else:  # a type checker that saw this would take any name for one of ours
                 from arrowcache.arrow import schema as home
             case "Cache":
                 from arrowcache import cache as home
-            case (
-                "ArrowCacheError"
-                | "CacheFormatError"
-                | "CacheFullError"
-                | "CorruptSegmentError"
-                | "LoaderTimeoutError"
-                | "LockTimeoutError"
-                | "MissingSegmentsError"
-                | "SamplerError"
-                | "SchemaError"
-                | "WorkerError"
-            ):
+            case _ if name.endswith("Error") and name in __all__:
                 from arrowcache import errors as home
             case "Loader":
                 from arrowcache.reading import loader as home

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.display import Card, Shown, printable
 from arrowcache.errors import ArrowCacheError
+from arrowcache.lifetimes import Closable
 from arrowcache.os_errors import explaining
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import verification
@@ -25,14 +25,12 @@ from arrowcache.storage.writer import Writer
 from arrowcache.units import format_bytes, parse_bytes, require_function
 
 if TYPE_CHECKING:
-    from typing import Self
-
     import pyarrow.dataset
 
 _LOOK_SECONDS = 2.0  # longest wait of a display for cache.lock
 
 
-class Cache(Shown):
+class Cache(Shown, Closable):
     """A rolling cache: a local folder of segments with a byte budget that drops its oldest.
 
     Made by `Cache.create` or `Cache.open`. Safe to use from several threads and processes;
@@ -86,9 +84,7 @@ class Cache(Shown):
             CacheFormatError: the folder is not a cache. SchemaError: exist_ok and another
             schema.
         """
-        if not isinstance(schema, Schema):
-            schema = Schema(schema)
-        settings = settings_of(schema, capacity, segment_bytes, segment_rows, headroom, durable)
+        settings = settings_of(Schema(schema), capacity, segment_bytes, segment_rows, headroom, durable)
         require_pace(pace, settings)
         cache = cls(create_store(Path(path).absolute(), settings, exist_ok=exist_ok))
         if pace is not None and pace != cache.pace:
@@ -205,14 +201,6 @@ class Cache(Shown):
     def close(self) -> None:
         """Refuse further use through this object; open snapshots go on. Idempotent."""
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[str, str]]:
         return Cache.open, (str(self.path), self._store.check)

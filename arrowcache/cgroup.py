@@ -27,9 +27,6 @@ def memory_bytes(process: str | os.PathLike[str] = "/proc/self") -> int:
 
     A limit that cannot be read is ignored. So is `memory.high`: above it the kernel slows a group
     down, and refuses nothing. Limits change while processes run, so each call reads them: less than 1 ms.
-
-    Args:
-        process: its folder in /proc.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_limits(process)])

@@ -103,7 +103,6 @@ def empty_element(tag: str, **attributes: object) -> Markup:
 
 
 def note(*content: object) -> Markup:
-    """Make a line in small print."""
     return element("div", *content, style="font-size: 0.87em; opacity: 0.85; margin: 0.15em 0")
 
 
@@ -233,8 +232,6 @@ class Bar:
 
 
 class Mark(NamedTuple):
-    """A segment on a timeline."""
-
     seq: int
     rows: int
     nbytes: int

@@ -48,6 +48,22 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
         del error  # its traceback has this frame
 
 
+class Closable:
+    """An object that is closed at the end of its `with` block."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 # fork
 
 
@@ -145,9 +161,6 @@ class Mutex:
 
     Either may run in the thread at work. There a plain lock would make it wait for ever, and a reentrant one
     would show it the work half done. A finalizer calls `tell`; a handler gets an error.
-
-    Args:
-        work: name of the work, for the message.
     """
 
     def __init__(self, work: str) -> None:
@@ -163,12 +176,10 @@ class Mutex:
 
     @property
     def is_held(self) -> bool:
-        """True while a thread is at work."""
         return self._holder != 0
 
     @property
     def is_here(self) -> bool:
-        """True while this thread is at work."""
         return self._holder == threading.get_ident()
 
     @contextmanager
@@ -233,6 +244,23 @@ def at_worker_exit(call: Callable[[], object]) -> None:
         util.Finalize(None, call, exitpriority=0)
 
 
+def finalizer(thing: object, call: Callable[..., object], *arguments: object) -> None:
+    """Call a function once an object is gone, at the latest at exit, as those of `at_exit`.
+
+    Python's own would come before or after all of `at_exit`: that depends on who first asked it for one.
+    Must not wait for a lock. The arguments must not refer to the object.
+    """
+    ending = weakref.finalize(thing, call, *arguments)
+    ending.atexit = False
+    if not _finalizers:
+        at_exit(_finalize_all)  # by now: after Python's own exit hook no finalizer does anything
+    _finalizers[:] = [*(each for each in _finalizers if each.alive), ending]
+
+
+def _finalize_all() -> None:
+    call_all([*reversed(_finalizers)])
+
+
 def before_threads_are_joined(call: Callable[[], object]) -> None:
     """Call a function before executors wait for their tasks; register after the executor has begun."""
     threading._register_atexit(call)  # type: ignore[attr-defined]  # the last one registered is called first
@@ -252,6 +280,7 @@ def _exit() -> None:
 
 
 _at_exit: list[Callable[[], object]] = []
+_finalizers: list[weakref.finalize[..., Any]] = []
 _is_exiting = False
 atexit.register(_exit)
 

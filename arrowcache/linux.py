@@ -111,7 +111,6 @@ def lock_file(fd: int) -> None:
 
 
 def unlock_file(fd: int) -> None:
-    """Unlock a whole file. Raises: OSError: as of flock."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 

@@ -22,11 +22,7 @@ MORE_ROOM = "free space on it, or cache.evict() some and cache.resize() to less"
 
 
 def explained(error: OSError, folder: Path | None = None) -> OSError:
-    """Return the same error with advice; itself, if it has some already, or if there is none.
-
-    Args:
-        folder: folder of the cache that it is about.
-    """
+    """Return the same error with advice; itself, if it has some already, or if there is none."""
     if error.errno is None or error.strerror != os.strerror(error.errno):
         return error
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -160,10 +160,6 @@ class WorkerProcess:
 
     Owns the process, this end of its channel, and a descriptor that is readable at its end (`watch`).
 
-    Args:
-        module: module imported there, after `begin`.
-        descriptors: descriptors that it inherits.
-        environment: variables added to this process' own, or in their place.
     Raises: OSError: no process, or no descriptor, is available.
     """
 
@@ -213,7 +209,6 @@ class WorkerProcess:
             return None
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         with suppress(OSError):
             self._process.kill()
 
@@ -241,7 +236,6 @@ class WorkerProcess:
         self._process.returncode = 0  # suppresses a warning
 
     def how_it_ended(self) -> str:
-        """Describe its end, for messages."""
         code = self._process.returncode
         if code is None:
             return "was killed and does not end"

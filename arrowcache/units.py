@@ -20,7 +20,6 @@ def parse_bytes(size: int | str, name: str) -> int:
 
     Args:
         size: bytes, or text with B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (1024).
-        name: the argument's name, for the message.
     Raises: ValueError: not a size, or not positive. TypeError: neither int nor text.
     """
     if isinstance(size, str):
@@ -59,7 +58,6 @@ def parse_count(value: object, name: str, least: int = 1, most: int | None = MOS
     """Check a count: any type of int, such as NumPy's.
 
     Args:
-        name: the argument's name, for the message.
         most: None means no limit.
     Raises: TypeError: not an int. ValueError: below `least`, above `most`, or a bool.
     """
@@ -82,6 +80,11 @@ def as_int(value: object) -> int:
     if str(getattr(value, "dtype", "")) == "bool":
         raise TypeError(f"{value!r} is no int")
     return operator.index(value)  # type: ignore[arg-type]  # it raises TypeError itself
+
+
+def shortened(text: str, most: int) -> str:
+    """Print at most `most` characters, with "..." in place of others."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def format_bytes(nbytes: float) -> str:

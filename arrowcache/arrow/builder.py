@@ -38,9 +38,8 @@ class SegmentBuilder:
 
     def __init__(self, form: Form) -> None:
         schema, full_rows = form.schema, form.full_rows
-        self._form, self._schema, self._full_rows = form, schema, full_rows
-        self._segment_bytes = form.segment_bytes
-        self._empty_bytes = form.bytes_bound(0)
+        self.form, self._schema = form, schema
+        self._empty_bytes = segment.encoded_bytes_bound(schema, 0, paged=form.paged)
         self._row_bytes = segment.row_bytes(schema)
         self._fixed = {n: np.empty((full_rows, *t.shape), t.numpy_dtype) for n, t in schema.fixed.items()}
         self._offsets = {n: np.zeros(full_rows + 1, np.int32) for n in schema.variable}
@@ -54,22 +53,14 @@ class SegmentBuilder:
             most_rows: of the segment that begins now, where it is not to be a full one.
             most_bytes: likewise, of its rows together; its first row is taken anyway.
         """
-        self._most_rows = self._full_rows if most_rows is None else min(most_rows, self._full_rows)
-        self._most_bytes = self._segment_bytes if most_bytes is None else most_bytes
+        self._most_rows = self.form.full_rows if most_rows is None else min(most_rows, self.form.full_rows)
+        self._most_bytes = self.form.segment_bytes if most_bytes is None else most_bytes
         self.rows = 0
         self._data = {name: bytearray() for name in self._schema.variable}
 
     @property
     def is_full(self) -> bool:
         return self.rows == self._most_rows
-
-    @property
-    def full_rows(self) -> int:
-        return self._full_rows
-
-    @property
-    def segment_bytes(self) -> int:
-        return self._segment_bytes
 
     @property
     def expected_rows(self) -> int:
@@ -122,10 +113,10 @@ class SegmentBuilder:
                 f"{format_bytes(segment.MAX_ELEMENTS)}: split it"
             )
         largest = self._empty_bytes + self._row_bytes + widest
-        if largest > self._segment_bytes:
+        if largest > self.form.segment_bytes:
             raise ValueError(
                 f"a row needs a segment of up to {format_bytes(largest)}, and segment_bytes is "
-                f"{format_bytes(self._segment_bytes)}: create the cache with a larger segment_bytes"
+                f"{format_bytes(self.form.segment_bytes)}: create the cache with a larger segment_bytes"
             )
         return rows
 
@@ -134,7 +125,7 @@ class SegmentBuilder:
         count = min(rows.count - start, self._most_rows - self.rows)
         used = self._used_bytes()
         if rows.variable:
-            room = min(self._most_bytes, self._segment_bytes - self._empty_bytes)
+            room = min(self._most_bytes, self.form.segment_bytes - self._empty_bytes)
             room -= self._row_bytes * self.rows
             variable_bytes = sum(used.values())
             added = np.cumsum(rows.variable_bytes[start : start + count])
@@ -164,10 +155,9 @@ class SegmentBuilder:
             columns[name] = VariableColumn(
                 self._offsets[name][: self.rows + 1], memoryview(self._data[name])[:used]
             )
-        return self._form.encode(columns)
+        return self.form.encode(columns)
 
     def _used_bytes(self) -> dict[str, int]:
-        """Of each variable-length column: bytes of the rows that are taken."""
         return {name: int(self._offsets[name][self.rows]) * n for name, n in self._element_bytes.items()}
 
     def _append(self, name: str, data: memoryview) -> None:

@@ -27,6 +27,7 @@ from arrowcache.arrow.schema import (
     VariableType,
 )
 from arrowcache.errors import SchemaError
+from arrowcache.units import shortened
 
 
 def infer_type(name: str, value: object) -> FieldType:
@@ -167,7 +168,6 @@ def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
 
 
 def _exact(name: str, dtype: Dtype, value: object) -> NDArray[Any]:
-    """Convert to the column's dtype without any loss."""
     array, source = as_array(name, value)
     is_python = isinstance(value, bool | int | float | complex | Sequence)
     if dtype.bits is not None:
@@ -230,7 +230,6 @@ def _lost_digits(value: object, array: NDArray[Any]) -> bool:
 def _bits(
     name: str, dtype: Dtype, bits: Bits, array: NDArray[Any], source: str, is_python: bool
 ) -> NDArray[Any]:
-    """The bits of a dtype that NumPy lacks."""
     if source == dtype.name or (source == dtype.numpy.name and not is_python):
         return array.astype(dtype.numpy, copy=False)
     if (is_python and array.dtype.kind != "c") or source in bits.exact_from:
@@ -269,5 +268,4 @@ def _describe(value: object) -> str:
 
 
 def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(repr(value), 60)

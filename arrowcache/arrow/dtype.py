@@ -59,12 +59,10 @@ class Dtype:
 
 
 def _plain(name: str, stored: str | None = None) -> Dtype:
-    """One that NumPy has."""
     return Dtype(name, np.dtype(name).kind, np.dtype(name), np.dtype(stored or name))
 
 
 def _of_bits(name: str, seen_as: str, bits: Bits) -> Dtype:
-    """A float that NumPy lacks."""
     return Dtype(name, "f", np.dtype(seen_as), np.dtype(seen_as), bits)
 
 
@@ -88,7 +86,6 @@ DTYPES = tuple(_BY_NAME)
 
 
 def dtype_of(name: str) -> Dtype:
-    """The dtype of one of the names in DTYPES."""
     return _BY_NAME[name]
 
 

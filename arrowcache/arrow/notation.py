@@ -49,7 +49,6 @@ def type_name(kind: FieldType) -> str:
 
 
 def format_schema(schema: Schema) -> str:
-    """A schema in one line."""
     return ", ".join(f"{_format_name(name)}: {type_name(kind)}" for name, kind in schema.items())
 
 
@@ -80,8 +79,6 @@ def parse_schema(text: str) -> Schema:
 
 
 class _Parser:
-    """A text, and how far it was read."""
-
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0

@@ -23,7 +23,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -122,49 +122,26 @@ class Ragged:
 class String:
     """A text, stored as UTF-8."""
 
-    @property
-    def arrow_type(self) -> pa.DataType:
-        return pa.utf8()
+    arrow_type: ClassVar[pa.DataType] = pa.utf8()
 
 
 @dataclass(frozen=True, slots=True)
 class Binary:
     """Bytes of any length."""
 
-    @property
-    def arrow_type(self) -> pa.DataType:
-        return pa.binary()
+    arrow_type: ClassVar[pa.DataType] = pa.binary()
 
 
 @dataclass(frozen=True, slots=True)
 class Timestamp:
     """A moment in microseconds, without a time zone (UTC by convention)."""
 
-    @property
-    def numpy_dtype(self) -> np.dtype[Any]:
-        """The dtype that NumPy readers see."""
-        return np.dtype("datetime64[us]")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return 8
-
-    @property
-    def elements(self) -> int:
-        return 1
-
-    @property
-    def is_list(self) -> bool:
-        return False
-
-    @property
-    def arrow_type(self) -> pa.DataType:
-        return pa.timestamp("us")
+    numpy_dtype: ClassVar[np.dtype[Any]] = np.dtype("datetime64[us]")
+    shape: ClassVar[tuple[int, ...]] = ()
+    row_bytes: ClassVar[int] = 8
+    elements: ClassVar[int] = 1
+    is_list: ClassVar[bool] = False
+    arrow_type: ClassVar[pa.DataType] = pa.timestamp("us")
 
 
 FixedType = Tensor | Timestamp

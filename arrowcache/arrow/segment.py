@@ -82,12 +82,7 @@ class Form(NamedTuple):
     paged: bool = False
 
     def encode(self, columns: Mapping[str, Column]) -> EncodedSegment:
-        """As the function `encode`."""
         return encode(self.schema, columns, paged=self.paged)
-
-    def bytes_bound(self, rows: int) -> int:
-        """As `encoded_bytes_bound`, without variable-length data."""
-        return encoded_bytes_bound(self.schema, rows, paged=self.paged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +140,9 @@ def encode(schema: Schema, columns: Mapping[str, Column], *, paged: bool = False
     return EncodedSegment(tuple(pieces), batch.num_rows, sum(piece.nbytes for piece in pieces))
 
 
-def encoded_bytes_bound(schema: Schema, rows: int, variable_bytes: int = 0, *, paged: bool = False) -> int:
-    """An upper bound on the file of a segment, `variable_bytes` being all variable data in it."""
-    return _bytes_of_no_row(schema, paged) + rows * row_bytes(schema) + variable_bytes
+def encoded_bytes_bound(schema: Schema, rows: int, *, paged: bool = False) -> int:
+    """An upper bound on the file of a segment, without the values of variable-length columns."""
+    return _bytes_of_no_row(schema, paged) + rows * row_bytes(schema)
 
 
 def row_bytes(schema: Schema) -> int:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,10 @@ from arrowcache.storage.layout import CACHE_JSON, SegmentInfo, Settings, UsageRe
 from arrowcache.storage.recovery import new_folders, remove_unused
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes
+
+if TYPE_CHECKING:
+    from arrowcache.explore.parquet import ParquetImport
+    from arrowcache.tensorflow.tfrecord import TFRecordImport
 
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")
 _SEGMENT_BYTES = "64MiB"
@@ -164,7 +168,6 @@ def _row(total: Imported) -> Amounts:
 
 
 def _report(store: Store, changes: Mapping[str, Amounts], json: bool) -> None:
-    """Summarize changes, and the present content of the cache."""
     stats = store.stats()
     counts = {**changes, "held now": (stats.rows, stats.segments, stats.published_bytes)}
     columns = ("rows", "segments", "bytes")
@@ -183,19 +186,6 @@ def _report(store: Store, changes: Mapping[str, Amounts], json: bool) -> None:
 def _shown(nbytes: int | None) -> int | str | None:
     """A program gets bytes, a person what they come to."""
     return nbytes if nbytes is None or not sys.stdout.isatty() else format_bytes(nbytes)
-
-
-class Import(Protocol):
-    """An import of any kind of files."""
-
-    @property
-    def imported(self) -> Imported: ...
-
-    @property
-    def rows_there(self) -> int: ...
-
-    @property
-    def rows_returned(self) -> int: ...
 
 
 @app.command("import")
@@ -329,7 +319,9 @@ def _interrupted(rows: int, total: int | None, cache: Path, was_made: bool) -> s
     )
 
 
-def _report_import(store: Store, task: Import, before: UsageRecord, json: bool) -> None:
+def _report_import(
+    store: Store, task: ParquetImport | TFRecordImport, before: UsageRecord, json: bool
+) -> None:
     now = store.usage.record()
     evicted = (now.evicted_rows - before.evicted_rows, now.evicted_segments - before.evicted_segments)
     changes = {

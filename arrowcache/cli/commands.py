@@ -126,7 +126,6 @@ def info(cache: CachePath, json: AsJson = False) -> None:
 
 
 def _users(seen: Observation) -> Iterator[tuple[str, str]]:
-    """Show the users of a cache, one a line."""
     for lease in seen.leases:
         who = lease.command if lease.pid is None else f"pid {lease.pid} ({lease.command})"
         count = format_count(lease.segments, "segment")

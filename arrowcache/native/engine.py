@@ -82,7 +82,6 @@ class CopiedColumns:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces in which a row is read."""
         return sum(-(-width // PIECE_BYTES) for width in self._table[1::3])
 
 
@@ -286,7 +285,6 @@ class Read(Job):
             self._is_asking = False
 
     def take(self, seconds: float) -> bool:
-        """See `Job`."""
         if self._is_asking:
             if not super().take(seconds):
                 return False
@@ -294,18 +292,15 @@ class Read(Job):
         return super().take(seconds)
 
     def has_ended(self) -> bool:
-        """See `Job`."""
         self.go_on()
         return not self._is_asking and super().has_ended()
 
     def cancel(self, seconds: float | None = None) -> bool:
-        """See `Job`."""
         self._is_asking = False
         return super().cancel(seconds)
 
     @property
     def missed(self) -> int:
-        """See `Job`."""
         return self._missed
 
 
@@ -409,12 +404,7 @@ def find_values(
 
 
 def copy_values(found: Found, out: NDArray[np.uint8]) -> Job:
-    """Begin to copy found values from memory; returns at once.
-
-    Args:
-        found: an ended job, whose rows are still mapped.
-        out: (found.offsets[-1],) bytes.
-    """
+    """Begin to copy what an ended job found, whose rows are still mapped, from memory; returns at once."""
     kept, column = (found, out), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
     return Job(_VALUES, _COPY, found.rows, found.ids, column, kept, nbytes=out.nbytes, values=found.places)
 
@@ -436,12 +426,7 @@ def fetch_rows(
     columns: CopiedColumns | Sequence[tuple[int, int, int]],
     keep: object = None,
 ) -> Job:
-    """Have the disk begin to read rows first..last-1; returns at once. Rows out of range are left out.
-
-    Args:
-        columns: columns of fixed width; `out` is unused.
-        keep: as of `copy_rows`.
-    """
+    """Have the disk begin to read rows first..last-1; returns at once. Rows out of range are left out."""
     return Job(_FIXED, _FETCH, rows, np.array([first, last], np.int64), _table(columns), keep)
 
 

@@ -44,7 +44,6 @@ class File(ctypes.Structure):
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> File:
-        """Return a file that is neither open nor mapped."""
         return cls(os.fsencode(path), -1)
 
     def open(self, limit: int, most: int) -> None:
@@ -127,17 +126,11 @@ class Files(Sequence[File]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files that were opened."""
         return int(self.words[self._rows, NBYTES].sum())
 
 
 def files(folder: str, names: Sequence[str]) -> Files:
-    """Return files that are neither open nor mapped.
-
-    Args:
-        folder: their folder's absolute path.
-        names: their names, of ASCII.
-    """
+    """Return files of a folder, given by its absolute path, that are neither open nor mapped."""
     before = os.fsencode(f"\0{folder}/")
     text = np.frombuffer(before + before.join([name.encode() for name in names]) + b"\0", np.uint8)
     lengths = np.fromiter(map(len, names), np.int64, len(names)) + len(before)
@@ -183,7 +176,6 @@ def unmap(files: Sequence[File], touched_bytes: int | None = None) -> None:
 
 
 def count() -> int:
-    """The number of files that are mapped."""
     return int(quick.maps_count())
 
 

@@ -90,7 +90,6 @@ class SegmentRows:
         return bool(self._is_known.all())
 
     def knows(self, segment: int) -> bool:
-        """True if this segment was put."""
         return bool(self._is_known[segment])
 
     def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:

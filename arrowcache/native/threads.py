@@ -63,7 +63,6 @@ class Threads:
             self.are_started = False
 
     def close(self) -> None:
-        """End them for good."""
         self._is_closed = True
         if not self.stop():
             _warn()

@@ -93,6 +93,5 @@ class NodeCaches:
 
 
 def alive_nodes() -> list[dict[str, Any]]:
-    """Return Ray's description of each living node of the cluster."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # it has no types
     return [node for node in nodes if node["Alive"]]

@@ -6,7 +6,6 @@ store; nothing is published here.
 
 from __future__ import annotations
 
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,13 +36,11 @@ def draw_segment(task: Task, form: Form, sampler: bytes) -> tuple[Done, NDArray[
     Returns: the result, and the file's bytes, or None if the task failed, as `Done.error` tells. A task that
         is cancelled returns its part.
     """
-    started = time.monotonic()
     try:
         file, rows, is_part = _draw(task, form, sampler)
     except Exception as error:  # noqa: BLE001  # a sampler may raise anything
-        return failure(task, error, time.monotonic() - started), None
-    seconds = time.monotonic() - started
-    return Done(task.number, rows, file.nbytes, seconds, 0.0, is_part=is_part), file
+        return failure(task, error), None
+    return Done(task.number, rows, file.nbytes, is_part=is_part), file
 
 
 def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], int, bool]:

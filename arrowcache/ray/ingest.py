@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -104,18 +103,16 @@ class NodeIngest:
         Blocks: while there is no room, until `stop`.
         Raises: CorruptSegmentError: the bytes are not a segment of this cache. CacheFullError, OSError.
         """
-        started = time.monotonic()
         if self._stopping.is_set():
-            return Done(number, 0, 0, 0.0, 0.0, stopped=True)
+            return Done(number, stopped=True)
         read_structure(pa.py_buffer(file), self._store.settings.schema, rows)
         segment = EncodedSegment((file.data,), rows, file.nbytes)
         policy = RoomPolicy("wait", is_cancelled=self._stopping.is_set, in_background=True)
         try:
             published = self._store.publish(segment, task_name, policy)
         except Cancelled:
-            return Done(number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
-        seconds = time.monotonic() - started
-        return Done(number, rows, file.nbytes, seconds, published.waiting_seconds)
+            return Done(number, stopped=True)
+        return Done(number, rows, file.nbytes, published.waiting_seconds)
 
     @ray.method(concurrency_group="asking")
     def stop(self) -> None:

@@ -63,7 +63,7 @@ class SamplerPool(Pool):
             raise TypeError(f"caches must be arrowcache.ray.NodeCaches, not {caches!r}")
         if share not in _SHARES:
             raise ValueError(f"share={share!r} is unknown: use {' or '.join(map(repr, _SHARES))}")
-        drawn = PoolOptions.of(sample, workers, seed, name, segments, retries, progress)
+        drawn = PoolOptions(sample, workers, seed, name, segments, retries, progress)
         in_flight_bytes = None if in_flight is None else parse_bytes(in_flight, "in_flight")
         if not ray.is_initialized():
             raise RuntimeError("Ray is not running: call ray.init() first, in a cluster with its address")

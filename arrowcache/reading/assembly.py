@@ -47,13 +47,7 @@ _PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as
 
 
 class Assembly:
-    """Makes portions of epochs.
-
-    Args:
-        store: store of the cache.
-        options: which batches there are, and how they are made.
-        meter: counts the time of each stage.
-    """
+    """Makes portions of epochs."""
 
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         schema, self.names, self.meter = store.settings.schema, options.names, meter
@@ -138,7 +132,6 @@ class Assembly:
         """Release leases on epochs that ended: none here."""
 
     def close(self) -> None:
-        """End the threads of the transform."""
         if self._threads is not None:
             self._threads.close()
 
@@ -315,7 +308,6 @@ class Gathered(_Viewed):
         self._gather.go_on()
 
     def columns(self) -> dict[str, Any]:
-        """Return the gathered columns, once it has ended."""
         self._assembly.temperature.note(len(self._rows.ids), self._gather.missed)
         columns: dict[str, Any] = self._slot.arrays()
         if len(columns) < len(self._names):

@@ -12,7 +12,7 @@ unless its process was killed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -76,7 +76,6 @@ class Epoch:
         self._is_let_go = False
 
     def begin(self, plan: Plan, order: Order) -> None:
-        """Set the plan and the order; then the epoch has begun."""
         self.plan, self.order, self._is_in_order = plan, order, plan.is_in_order
 
     # what the cache counts
@@ -100,7 +99,6 @@ class Epoch:
         self._passes = None
 
     def serve(self, rows: int) -> None:
-        """Count rows to be served."""
         if self._supply.is_paced:
             with self._supply.store.locked():
                 self._supply.store.usage.add_served(rows)
@@ -175,13 +173,7 @@ class Epoch:
 
 
 class Epochs:
-    """Begins one epoch after another.
-
-    Args:
-        store: the cache's store.
-        options: options of every epoch.
-        meter: counts the wait.
-    """
+    """Begins one epoch after another."""
 
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         self._store, self._options, self._meter = store, options, meter
@@ -292,17 +284,6 @@ class Epochs:
         Blocks, Returns, Raises: as `begin`.
         """
         return self._begin(previous.number + 1, None, wait, ahead=True)
-
-    def look_ahead(self) -> Iterator[None]:
-        """Look at published segments in advance, one slice a `next`: the next epoch begins sooner."""
-        yield from self._store.look_ahead()
-
-    def take_ahead(self) -> Iterator[None]:
-        """Take the snapshot for `begin_after`, one slice each `next`; `drop_ahead` releases it."""
-        yield from self.supply.take_ahead()
-
-    def drop_ahead(self) -> None:
-        self.supply.drop()
 
     def take_back(self, epoch: Epoch) -> None:
         """Let the next epoch be this one, which was begun and of which no batch was asked for."""

@@ -20,11 +20,7 @@ _FETCHED_SHARE = 1.25  # of the rows of a portion, while the window's next segme
 
 
 class Fetching:
-    """Has the disk read ahead of an epoch in order, or of runs of rows.
-
-    Args:
-        names: of the columns.
-    """
+    """Has the disk read ahead of an epoch in order, or of runs of rows."""
 
     def __init__(self, epoch: Epoch, names: Sequence[str]) -> None:
         self._epoch, self._names = epoch, names

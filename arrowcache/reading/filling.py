@@ -17,14 +17,7 @@ _SHARE = 2  # per row of the steps: 1.5 would be too few for the first half of a
 
 
 class Filling:
-    """Fills a ring for one epoch.
-
-    Args:
-        order: the epoch's order.
-        pass_rows: rows of its snapshot.
-        ring_rows: rows that the ring holds.
-        run_rows: most rows copied at a time.
-    """
+    """Fills a ring for one epoch."""
 
     def __init__(self, order: Order, pass_rows: int, ring_rows: int, run_rows: int) -> None:
         self._order, self._pass_rows = order, pass_rows

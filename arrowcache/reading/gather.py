@@ -48,7 +48,6 @@ class Gatherer:
     """Begins gathers of columns of a list of segments, whose rows are numbered one after another.
 
     Args:
-        schema: schema of the segments.
         rows: places of the rows. Each segment has a buffer for each fixed column, then two for each variable
             one.
 
@@ -106,11 +105,8 @@ class Gatherer:
         """Begin to gather columns of some rows.
 
         Args:
-            ids: (n,) row numbers.
-            names: of the columns.
             out: addresses to be filled, of each fixed-width column: (n, *shape) of its numpy_dtype.
             keep: owner of that memory and of the mappings; kept as long as anything may touch them.
-            named: returns the name of a row's segment.
             then: as of `Gather`; also where this raises.
             is_cold: rows may be on the disk: have it read them side by side.
             drops: rows that are read from the disk leave the page cache again.
@@ -141,11 +137,7 @@ class Gatherer:
         return gather
 
     def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Gather:
-        """Have the disk begin to read columns of rows first..last-1: a hint, which ends where it is dropped.
-
-        Args:
-            keep: object kept until it has ended.
-        """
+        """Have the disk begin to read columns of rows first..last-1: a hint, which ends if it is dropped."""
         fetch = Gather()
         if columns := self._columns(dict.fromkeys(names, 0)):
             fetch.add(engine.fetch_rows(self._rows, first, last, columns, keep))

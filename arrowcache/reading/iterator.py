@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.stream import BatchStream
 
 
-class Batches(Protocol):
+class Batches(Iterator[Batch], Protocol):
     """An iterator of batches; dropping or closing it ends the epoch."""
-
-    def __iter__(self) -> Batches: ...
-
-    def __next__(self) -> Batch: ...
 
     def close(self) -> None:
         """End the epoch: drop its batches, release its snapshot. Idempotent."""
 
 
-class EpochIterator:
+class EpochIterator(Iterator[Batch]):
     """The batches of one epoch, or of all that follow. Nothing that makes batches refers to it.
 
     Threads that share it take turns: each batch goes to one of them.
 
     Args:
-        timeout_seconds: longest wait of a step. None means no limit.
         finish: converts each batch; a method of the loader, which so lives as long as this.
     """
 
@@ -36,9 +31,6 @@ class EpochIterator:
     ) -> None:
         self._stream, self._timeout_seconds, self._finish = stream, timeout_seconds, finish
         self._turn = threading.RLock()
-
-    def __iter__(self) -> EpochIterator:
-        return self
 
     def __next__(self) -> Batch:
         """The next batch.
@@ -67,7 +59,6 @@ class EpochIterator:
         return batch
 
     def close(self) -> None:
-        """End the epoch: drop its batches, release its snapshot. Idempotent."""
         self._stream.close()
 
     def __del__(self) -> None:

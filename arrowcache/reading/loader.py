@@ -10,15 +10,13 @@ temperature.py says how rows are read; parking.py keeps an ended epoch for a sec
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from arrowcache.lifetimes import Origin
+from arrowcache.lifetimes import Closable, Origin
 from arrowcache.reading.assembly import Assembly, Batch
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
-from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.options import LoaderArguments, LoaderOptions, spelled_out
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
@@ -26,11 +24,10 @@ from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.view import uncopied
 from arrowcache.storage.cache_lock import once_unlocked
 from arrowcache.storage.counters import CounterPage
-from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, store_of
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing import Unpack
 
     from arrowcache.reading.workers.remote import RemoteAssembly
 
@@ -43,7 +40,7 @@ _NO_DATASET = (
 )
 
 
-class Loader:
+class Loader(Closable):
     """Batches of a cache's rows: `dict[str, ndarray]`; each `for` is an epoch over a new snapshot.
 
     Args:
@@ -95,55 +92,18 @@ class Loader:
 
     _may_yield_views = True  # over the cache's files; loaders of a framework may forbid it
 
+    @spelled_out(LoaderArguments)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
         batch_size: int = 64,
-        *,
-        shuffle: str | None = "rows",
-        seed: int = 0,
-        columns: Sequence[str] | None = None,
-        drop_last: bool = True,
-        transform: Callable[[Batch], Batch] | None = None,
-        workers: int = 0,
-        worker_type: str = "process",
-        prefetch: int | None = None,
-        where: Callable[[SegmentInfo], bool] | None = None,
-        with_ids: bool = False,
-        rank: int | None = None,
-        world_size: int | None = None,
-        run_id: str | None = None,
-        epoch_rows: int | None = None,
-        wait_rows: int = 1,
-        timeout: float | None = 60.0,
-        window_bytes: int | str | None = None,
-        paced: bool = True,
+        **arguments: Unpack[LoaderArguments],
     ) -> None:
-        self._store = store_of(cache)
+        self._store, may_view = store_of(cache), self._may_yield_views
         self._options = options = LoaderOptions(
-            self._store.settings,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            columns=columns,
-            drop_last=drop_last,
-            transform=transform,
-            workers=workers,
-            worker_type=worker_type,
-            prefetch=prefetch,
-            where=where,
-            with_ids=with_ids,
-            rank=rank,
-            world_size=world_size,
-            run_id=run_id,
-            epoch_rows=epoch_rows,
-            wait_rows=wait_rows,
-            timeout=timeout,
-            window_bytes=window_bytes,
-            paced=paced,
-            may_view=self._may_yield_views,
+            self._store.settings, batch_size, may_view=may_view, **arguments
         )
-        self._meter = Meter(options.workers, shuffle)
+        self._meter = Meter(options.workers, options.shuffle)
         self._epochs = Epochs(self._store, options, self._meter)
         self._join(begins=False)
         self._assembly = self._kind_of_assembly()(self._store, options, self._meter)
@@ -264,14 +224,6 @@ class Loader:
             self._parking = None
         self._epochs.close()
         self._meter.show_on(None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __len__(self) -> int:
         """Raises: TypeError: a loader has no length. The message also helps users of a DataLoader."""

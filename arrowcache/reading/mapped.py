@@ -61,14 +61,12 @@ class _MappedTable(NamedTuple):
         return self.seqs.searchsorted(wanted[are_among(wanted, self.seqs)])
 
     def entries(self, lines: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the entries for `SegmentRows.put` of some lines."""
         return entries_of(self.words[lines], self.layouts[lines])
 
     def files(self, lines: NDArray[np.int64]) -> maps.Files:
         return maps.Files(self.words, lines, self)
 
     def some(self, lines: NDArray[Any]) -> _MappedTable:
-        """Return the table of some lines."""
         return _MappedTable(*[column[lines] for column in self])
 
     def plus(self, more: _MappedTable) -> _MappedTable:
@@ -92,11 +90,7 @@ class Claim:
 
 
 class MappedSegments:
-    """The mapped segments of one cache in this process. Thread-safe.
-
-    Args:
-        settings: the cache's settings.
-    """
+    """The mapped segments of one cache in this process. Thread-safe."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._kind = settings, (settings.schema, settings.segment_bytes)
@@ -212,7 +206,6 @@ class MappedSegments:
         return is_known, table.entries(lines[is_right])
 
     def layout_of(self, seq: int) -> Layout:
-        """The layout of a segment that was mapped."""
         table = self._table
         layout: Layout = table.keeps[table.lines([seq])[0], 0]
         return layout
@@ -230,7 +223,6 @@ class MappedSegments:
 
         Args:
             segments: segments whose bytes need no check.
-            store: the caller's store, whose folder has the files.
         """
         kinds: dict[tuple[int, int], list[SegmentInfo]] = {}
         for segment in segments:
@@ -256,7 +248,6 @@ class MappedSegments:
                 self._unmap(unknown)
 
     def _add(self, segments: Sequence[SegmentInfo], store: Store) -> NDArray[np.int64]:
-        """Add lines of segments that have none yet. Returns: the numbers of the segments."""
         seqs = np.array([segment.seq for segment in segments], np.int64)
         is_new = ~are_among(seqs, self._table.seqs)
         if some := [segment for segment, new in zip(segments, is_new.tolist(), strict=True) if new]:
@@ -265,7 +256,6 @@ class MappedSegments:
         return seqs[is_new]
 
     def _know(self, lines: NDArray[np.int64], layout: Layout) -> None:
-        """Note that segments were checked, and their layout."""
         for line in lines.tolist():
             self._table.keeps[line, 0] = layout
         self._table.layouts[lines] = layout.buffers.buffer_info()[0]  # last: now readers may use them
@@ -274,7 +264,6 @@ class MappedSegments:
         """Map and check an acquired segment, if it is not mapped yet; only check it where no mapping is left.
 
         Args:
-            store: the caller's store, whose folder has the file.
             check_bytes: check its bytes too, also if another reader mapped it without.
         Returns: the entry for `SegmentRows.put`.
         Raises: CorruptSegmentError: says what is wrong; only other readers may have it mapped then.

@@ -138,8 +138,9 @@ class SharedMemory(mmap.mmap):
             _stretch(fd, parts)
             os.posix_fallocate(fd, 0, PAGE_BYTES)
             return cls(fd)
-        except BaseException:
-            os.close(fd)
+        except BaseException:  # one that Ctrl-C cut short may own it: its frame keeps it until now
+            if all(memory.fd != fd for memory in [*_living]):
+                os.close(fd)
             raise
 
     @property
@@ -201,7 +202,6 @@ class SharedBuffers:
         return np.frombuffer(self._memory, np.uint8, nbytes, offset)
 
     def free(self, memory: NDArray[np.uint8]) -> None:
-        """Give back memory from `allocate`."""
         self._allocated_bytes -= in_pages(memory.nbytes)
         self._release(self.offset(memory.ctypes.data), size_class(memory.nbytes))
 
@@ -217,7 +217,6 @@ class SharedBuffers:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Return the address of a mapping's first byte."""
     return int(np.frombuffer(memory, np.uint8, 1).ctypes.data)
 
 

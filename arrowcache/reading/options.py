@@ -1,8 +1,8 @@
 """Options: the arguments of a loader, checked, as one frozen value.
 
-`Loader` documents each argument, and spells them out for readers and editors. All other faces pass on keyword
-arguments of the types below; `spelled_out` has `help()` and completion show them one by one. Code behind
-a face never takes a single option: it takes the value.
+`Loader` documents each argument. All faces take keyword arguments of the types below; `spelled_out` has
+`help()` and completion show them one by one. Code behind a face never takes a single option: it takes the
+value.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class LoaderOptions:
     """The arguments of `Loader`, with its defaults, and values derived from them for a cache.
 
     Args:
-        settings: settings of the cache.
         may_view: batches may be views of the cache's files.
     Raises: ValueError, TypeError: an argument that does not fit.
     """
@@ -110,7 +109,8 @@ class LoaderOptions:
         if self.window_bytes is not None and self.shuffle != "window":
             raise ValueError(f"window_bytes belongs to shuffle='window', not {self.shuffle!r}: leave it out")
         for flag in ("drop_last", "with_ids", "paced"):
-            parse_flag(getattr(self, flag), flag)
+            if not isinstance(value := getattr(self, flag), bool):
+                raise TypeError(f"{flag} must be True or False, not {value!r}")
         require_name(self.run_id)
         window_bytes = self.window_bytes
         if window_bytes is None:
@@ -154,10 +154,10 @@ class LoaderOptions:
         """Return the number of rows that an epoch waits for."""
         return max(self.wait_rows, self.step_rows(world_size) if self.drop_last else 1)
 
-    def require_step(self, world_size: int) -> None:
-        """Check that an epoch of `epoch_rows` has a step of all ranks.
+    def require_fit(self, store: Store, world_size: int) -> None:
+        """Check that `epoch_rows` has a step of all ranks, and the capacity the rows that an epoch waits for.
 
-        Raises: ValueError: it has none.
+        Raises: ValueError: it has not. Resize the cache first, if it is to have more room.
         """
         step_rows = self.step_rows(world_size)
         if self.epoch_rows is not None and self.drop_last and self.epoch_rows < step_rows:
@@ -165,13 +165,6 @@ class LoaderOptions:
                 f"epoch_rows={self.epoch_rows} is less than one step of {step_rows} rows: "
                 "raise it, or pass drop_last=False"
             )
-
-    def require_fit(self, store: Store, world_size: int) -> None:
-        """Check `require_step`, and that the present capacity can hold the rows that an epoch waits for.
-
-        Raises: ValueError: it cannot. Resize the cache first then.
-        """
-        self.require_step(world_size)
         rows = self.needed_rows(world_size)
         least = rows * row_bytes(store.settings.schema)  # variable-length data not counted
         if least <= store.settings.capacity_bytes:
@@ -218,10 +211,3 @@ def _timeout_seconds(timeout: float | None) -> float | None:
     if (seconds := parse_seconds(timeout, "timeout")) == 0:
         raise ValueError(f"timeout={timeout!r} leaves no time for any batch: give seconds > 0, or None")
     return seconds
-
-
-def parse_flag(value: bool, name: str) -> bool:
-    """Raises: TypeError: the value is neither True nor False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
-    return value

@@ -44,8 +44,6 @@ class Order(ABC):
 
     Args:
         rows: rows that are left, of all ranks together.
-        batch_size: rows of one rank's batch.
-        shard: this rank's part.
         drop_last: leave out an incomplete last step. Otherwise it is short (one rank), or padded by wrapping
             around to the first rows (several).
     """

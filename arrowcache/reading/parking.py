@@ -60,7 +60,6 @@ class Parking:
         self._said.put(_STAY)
 
     def park(self, snapshot: Snapshot) -> None:
-        """Keep the snapshot of an epoch that ended for a second."""
         self._leave(snapshot, _PARK)
 
     def leave(self, snapshot: Snapshot) -> None:

@@ -41,9 +41,6 @@ class Patience:
     """One wait. It ends after the timeout without rows, and without a sampler that draws some.
 
     Args:
-        supply: finds the rows.
-        options, world_size: options and ranks of the epoch.
-        meter: counts the wait.
         with_ranks: also try again after other ranks of the job changed something.
     """
 
@@ -235,7 +232,6 @@ class Patience:
         return f"{fact}lower wait_rows or batch_size, or look at what `where` accepts"
 
     def _why_no_sampler_helped(self) -> str:
-        """Describe how far samplers are, and what to do."""
         self._look()
         at_work = self._at_work()
         if not at_work and self._store.usage.somebody_writes():

@@ -70,11 +70,9 @@ class Plan:
         return Sequential(self.rows)
 
     def at(self, position: int) -> Plan:
-        """Return the same epoch from another position on."""
         return replace(self, position=position)
 
     def includes(self, segment: SegmentInfo) -> bool:
-        """True if a segment is one of the planned ones."""
         index = int(self.seqs.searchsorted(segment.seq))
         return index < len(self.seqs) and self.seqs[index] == segment.seq and self.rows[index] == segment.rows
 

@@ -33,9 +33,6 @@ class Portion:
     """Batches that were begun. One thread at a time calls its methods.
 
     In this base class nothing is under way: `made` makes the batches.
-
-    Args:
-        epoch, batches: their epoch and their number.
     """
 
     is_in_parts = False  # it has a second part, which `go_on` begins

@@ -58,7 +58,6 @@ class Agreement:
     """One loader's part in the agreement of the ranks of its run. Thread-safe.
 
     Args:
-        store: store of the cache.
         membership: this rank of the run. Loaders count from 0 for each cache, run and rank of a
             process; those of the same number agree, so all ranks make their loaders in one order.
     """

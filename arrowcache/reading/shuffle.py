@@ -80,9 +80,7 @@ class Window(RowOrder):
     of the one after. A window that covers everything is a uniform shuffle.
 
     Args:
-        segment_rows: rows of each segment, oldest first.
         window_rows: rows that a window spans, roughly; at least 1.
-        seed, key: select one shuffle.
     """
 
     def __init__(
@@ -127,9 +125,7 @@ class Blocks(RowOrder):
     together; an incomplete mixed one comes last. Memory is of the order of segments.
 
     Args:
-        segment_rows: rows of each segment, oldest first.
         block_rows: rows of a run, at least 1.
-        seed, key: select one shuffle.
     """
 
     def __init__(

@@ -32,8 +32,6 @@ _GROWTH = 1.25  # a buffer larger than all before leaves room for further growth
 
 
 class _Buffer:
-    """One column's memory for a batch."""
-
     __slots__ = ("address", "memory")
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
@@ -106,7 +104,6 @@ class Slots:
 
     Args:
         columns: name -> (shape of a row, dtype).
-        rows: rows of a batch.
         in_flight: batches that are under way before the first of them is delivered.
         allocate: gives (nbytes,) uint8, such as memory that a device can read directly.
         free: gets memory that is given up.
@@ -130,7 +127,6 @@ class Slots:
         self._lock = threading.Lock()
 
     def lend(self, rows: int) -> Slot:
-        """Lend memory for this number of rows."""
         owned: list[tuple[_SlotColumn, Any]] = []
         addresses: dict[str, int] = {}
         with self._lock:

@@ -17,8 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +28,7 @@ from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import CorruptSegmentError
-from arrowcache.lifetimes import Mutex, Origin, cached_property
+from arrowcache.lifetimes import Closable, Mutex, Origin, cached_property
 from arrowcache.native.library import address_of
 from arrowcache.native.rows import SegmentRows
 from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable
@@ -48,15 +47,11 @@ from arrowcache.storage.store import Leased, Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
 
-if TYPE_CHECKING:
-    from typing import Self
-
-
 _MAPPED_FIRST, _MAPPED_AT_ONCE = 2, 2048  # segments; two of a layout make the layout known
 _MEMORY_SHARE = 0.75  # of the memory: the part of a cache that fits into the page cache
 
 
-class Snapshot(Shown):
+class Snapshot(Shown, Closable):
     """Rows of the segments that were published at one moment. A context manager.
 
     Made by `Cache.snapshot()` and by loaders. Safe to use from several threads; dead in a forked
@@ -463,14 +458,6 @@ class Snapshot(Shown):
             is_idle = not self._readers
         if is_idle:
             self._let_go()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

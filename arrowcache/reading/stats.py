@@ -125,7 +125,6 @@ class LoaderStats(Shown):
         return _ADVICE[self.bottleneck]
 
     def _of_the_disk(self) -> str:
-        """Describe how this shuffle and others read the disk."""
         if self.shuffle in ("window", None):
             return "it is read in order already; a faster disk, "
         if self.shuffle == "blocks":
@@ -219,7 +218,6 @@ class Meter:
         self.show()
 
     def show(self) -> None:
-        """Bring the panel up to date."""
         panel = self._panel
         if panel is None or not panel.is_open:  # such as in a forked child
             return
@@ -291,7 +289,6 @@ class Meter:
         return Waiting(self)
 
     def deliver(self, made: ReadyBatch) -> None:
-        """Count a batch that went to the consumer."""
         with self._lock:
             self.batches += 1
             self.rows += made.rows
@@ -310,7 +307,6 @@ class Meter:
             self.left_out_rows = left_out_rows
 
     def hold_up(self, seconds: float) -> None:
-        """Count seconds that writers waited for room that the loader leases."""
         with self._lock:
             self.held_up_seconds += seconds
 

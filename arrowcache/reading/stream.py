@@ -51,10 +51,6 @@ class BatchStream:
     """A stream of batches. Thread-safe: one thread at a time takes batches; any may end the stream meanwhile.
 
     Args:
-        epochs: begins epochs, and records which one is delivered.
-        assembly: makes portions of them.
-        parking: keeps the last epoch's snapshot for a second.
-        meter: counts deliveries and waits.
         endless: begin the next epoch when the last batch of one is under way.
     """
 
@@ -252,7 +248,6 @@ class BatchStream:
     # portions
 
     def _begin_portions(self) -> None:
-        """Begin portions until enough batches are under way."""
         for begun in self.begun:
             if begun.is_in_parts:
                 begun.go_on()
@@ -305,7 +300,7 @@ class BatchStream:
         self._cancel_begun()
         self._error, self._portions = None, iter(())
         self._slices = self._looks = iter(())
-        self._epochs.drop_ahead()
+        self._epochs.supply.drop()
 
     def _cancel_begun(self) -> None:
         for begun in self.begun:
@@ -319,11 +314,11 @@ class BatchStream:
     # epochs
 
     def _make(self, epoch: Epoch, *, awaited: bool) -> None:
-        """Begin to make portions of an epoch, the newest one."""
         self._portions, self._left = self._assembly.portions(epoch, awaited=awaited), epoch.order.steps
         if self._endless and _is_large(epoch):
-            self._looks = self._epochs.look_ahead()
-            self._slices = itertools.chain(self._looks, self._epochs.take_ahead())
+            supply = self._epochs.supply
+            self._looks = supply.store.look_ahead()
+            self._slices = itertools.chain(self._looks, supply.take_ahead())
 
     def _begin_next_epoch(self) -> bool:
         """Begin the epoch after the newest one. Returns: False: there is none, or it is too early."""
@@ -343,7 +338,7 @@ class BatchStream:
             try:
                 following = self._epochs.begin_after(newest)
             finally:
-                self._epochs.drop_ahead()
+                self._epochs.supply.drop()
             self._has_to_wait = following is None
         if self._has_to_wait:
             if is_busy or not self._may_wait:
@@ -404,7 +399,6 @@ def _is_large(epoch: Epoch) -> bool:
 
 
 def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:
-    """Return the error of a step whose batch did not come in time."""
     return LoaderTimeoutError(
         f"no batch came in {timeout_seconds:g} s: a slow transform or disk? "
         "raise timeout, or look at loader.stats().advice"

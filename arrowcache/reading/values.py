@@ -31,7 +31,6 @@ ColumnData = NDArray[Any] | list[Any] | Values
 
 
 def column_bytes(values: ColumnData) -> int:
-    """Bytes of one column of a batch."""
     if isinstance(values, Values):
         return values.data.nbytes
     if isinstance(values, np.ndarray):
@@ -40,7 +39,6 @@ def column_bytes(values: ColumnData) -> int:
 
 
 def bytes_of(values: Values) -> list[bytes]:
-    """Return the bytes of each row, of a text or binary column."""
     data, ends = values.data.tobytes(), values.offsets.tolist()
     return [data[start:stop] for start, stop in itertools.pairwise(ends)]
 

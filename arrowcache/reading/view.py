@@ -37,12 +37,7 @@ def uncopied(schema: Schema, names: Sequence[str]) -> list[str]:
 
 
 class Viewer:
-    """Makes views of some columns of a cache's segments.
-
-    Args:
-        schema: schema of the cache.
-        names: columns; those of text and bytes are left out.
-    """
+    """Makes views of some columns of a cache's segments."""
 
     def __init__(self, schema: Schema, names: Sequence[str]) -> None:
         self.names = tuple(uncopied(schema, names))
@@ -71,7 +66,6 @@ class Viewer:
         """Map a segment's file and make arrays over some of its rows.
 
         Args:
-            path, nbytes: the file.
             layout: byte offsets of its columns in the file, as in `Layout.buffers`.
             rows: contiguous rows of the segment, at least one.
             end_lease: called when the file is unmapped again. If `view` raises, the caller must end the

@@ -78,7 +78,6 @@ class WindowAssembly(Assembly):
         self.slots = self._new_slots()
 
     def wanted(self) -> int:
-        """Return the number of runs and steps to keep under way or ready."""
         return self._options.prefetch or _UNDER_WAY
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
@@ -110,11 +109,9 @@ class WindowAssembly(Assembly):
                 yield self._step(epoch, line % pass_rows, line % self.ring_rows)
 
     def run(self, columns: Batch, place: int, epoch: Epoch) -> ReadyBatch:
-        """Make a run for the ring, of gathered rows."""
         return ReadyBatch(Run(next(self._numbers), columns, place), 0, 0, 0, 0.0, epoch)
 
     def step(self, rows: BatchRows, places: NDArray[np.int64] | None, columns: Batch) -> ReadyBatch:
-        """Make a batch of columns gathered here, and places of its rows in the ring."""
         count = len(rows.ids)
         nbytes = sum(map(column_bytes, columns.values()))
         if places is not None:
@@ -138,8 +135,6 @@ class WindowAssembly(Assembly):
 
 
 class _GatheredRun(Gathered):
-    """A run that is being gathered into a slot."""
-
     def __init__(
         self, window: WindowAssembly, rows: BatchRows, fetches: Sequence[Gather], place: int
     ) -> None:
@@ -151,8 +146,6 @@ class _GatheredRun(Gathered):
 
 
 class _GatheredStep(Gathered):
-    """A step with columns that are being gathered."""
-
     def __init__(
         self,
         window: WindowAssembly,

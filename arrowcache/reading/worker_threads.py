@@ -20,11 +20,7 @@ _JOIN_SECONDS = 5.0
 
 
 class WorkerThreads:
-    """A fixed number of threads, started by the first function.
-
-    Args:
-        size: number of threads.
-    """
+    """A fixed number of threads, started by the first function."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -201,7 +201,6 @@ class Dispatcher:
         self._bar.update(done.rows > 0)
 
     def _fail(self, task: Task, done: Done) -> None:
-        """Try again later, or give up."""
         state = self._state
         if state.stopping:
             return
@@ -224,7 +223,7 @@ class Dispatcher:
 
 def failed(task: Task, error: BaseException) -> tuple[Task, Done]:
     """Return the entry of `collect` for a task that its engine lost."""
-    return task, failure(task, error, 0.0)
+    return task, failure(task, error)
 
 
 def shut_down(state: PoolState, thread: threading.Thread) -> None:

@@ -88,7 +88,6 @@ class ExecutorEngine:
             self._submit(task, task)
 
     def _submit(self, task: Task, sent: Task) -> None:
-        """Submit `sent`: a task with the sampler, or without it."""
         try:
             self._running[self._executor.submit(run, sent)] = task
         except BrokenExecutor as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
+from functools import partial
 
 from arrowcache.pickling import pickled
 from arrowcache.sampling.task import Sampler, Task
@@ -15,54 +16,45 @@ _MOST_SEED_BITS = 128
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """The arguments of `SamplerPool`. `sampler` is pickled; `ramp`: early tasks fill small segments."""
+    """The arguments of `SamplerPool`. `sampler` is pickled; `ramp`: early tasks fill small segments.
 
-    sampler: bytes
+    Raises: ValueError, TypeError: an argument does not fit, or the sampler cannot be pickled.
+    """
+
+    sample: InitVar[Sampler]
     workers: int
     seed: int
     name: str
     segments: int | None
     retries: int
     progress: bool | None
-    ramp: bool
-    digest: bytes  # tells pickled samplers apart
+    sampler: bytes = field(init=False)
+    ramp: bool = field(init=False)
+    digest: bytes = field(init=False)  # tells pickled samplers apart
 
-    @classmethod
-    def of(
-        cls,
-        sample: Sampler,
-        workers: int,
-        seed: int,
-        name: str,
-        segments: int | None,
-        retries: int,
-        progress: bool | None,
-    ) -> PoolOptions:
-        """Check the arguments.
-
-        Raises: ValueError, TypeError: an argument does not fit, or the sampler cannot be pickled.
-        """
+    def __post_init__(self, sample: Sampler) -> None:
         if not callable(sample):
             raise TypeError(f"sample must be a function of a random generator, not {sample!r}")
-        workers = parse_count(workers, "workers")
-        seed = parse_count(seed, "seed", least=0, most=None)
-        if seed.bit_length() > _MOST_SEED_BITS:
+        keep = partial(object.__setattr__, self)
+        keep("workers", parse_count(self.workers, "workers"))
+        keep("seed", parse_count(self.seed, "seed", least=0, most=None))
+        if self.seed.bit_length() > _MOST_SEED_BITS:
             raise ValueError(
-                f"seed={seed} must be below 2**{_MOST_SEED_BITS}: segments carry it in their names"
+                f"seed={self.seed} must be below 2**{_MOST_SEED_BITS}: segments carry it in their names"
             )
-        if not isinstance(name, str) or not TASK_NAME.fullmatch(name):
-            raise ValueError(f"name={name!r} must be letters, digits, '_', '.' or '-', at most 100")
-        segments = None if segments is None else parse_count(segments, "segments")
-        retries = parse_count(retries, "retries", least=0)
-        ramp = getattr(sample, "ramp", True)
-        if not isinstance(ramp, bool):
+        if not isinstance(self.name, str) or not TASK_NAME.fullmatch(self.name):
+            raise ValueError(f"name={self.name!r} must be letters, digits, '_', '.' or '-', at most 100")
+        if self.segments is not None:
+            keep("segments", parse_count(self.segments, "segments"))
+        keep("retries", parse_count(self.retries, "retries", least=0))
+        keep("ramp", getattr(sample, "ramp", True))
+        if not isinstance(self.ramp, bool):
             raise TypeError(
-                f"the sampler's ramp must be True or False, not {ramp!r}: False has it fill full segments "
-                "from the start"
+                f"the sampler's ramp must be True or False, not {self.ramp!r}: False has it fill full "
+                "segments from the start"
             )
-        packed = pickled(sample, "the sampler {!r}")
-        digest = hashlib.blake2b(packed, digest_size=16).digest()
-        return cls(packed, workers, seed, name, segments, retries, progress, ramp, digest)
+        keep("sampler", pickled(sample, "the sampler {!r}"))
+        keep("digest", hashlib.blake2b(self.sampler, digest_size=16).digest())
 
     @property
     def pool(self) -> str:

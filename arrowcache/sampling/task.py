@@ -84,7 +84,6 @@ class Task:
 
     @property
     def task_name(self) -> str:
-        """The task's name in the segment's file name."""
         return f"{self.pool}.{self.number}"
 
 
@@ -100,10 +99,9 @@ class Done:
     """
 
     number: int
-    rows: int
-    nbytes: int
-    seconds: float
-    waiting_seconds: float
+    rows: int = 0
+    nbytes: int = 0
+    waiting_seconds: float = 0.0
     stopped: bool = False
     error: str = ""
     refused: bool = False
@@ -131,11 +129,9 @@ def _pickled_sampler(task: Task) -> bytes | None:
         return _samplers[task.digest]
 
 
-def failure(task: Task, error: BaseException, seconds: float) -> Done:
-    """Return the result of a task that raised."""
+def failure(task: Task, error: BaseException) -> Done:
     text = "".join(traceback.format_exception(error))
-    refused = isinstance(error, PermissionError)
-    return Done(task.number, 0, 0, seconds, 0.0, error=text, refused=refused)
+    return Done(task.number, error=text, refused=isinstance(error, PermissionError))
 
 
 class _Worker:
@@ -151,7 +147,6 @@ class _Worker:
         self._progress: Progress | None = None
 
     def progress_of(self, task: Task) -> Progress | None:
-        """Return this worker's page of progress for the task's pool."""
         pool = task.pool, task.token
         if self._shown != pool:
             self._progress = Progress.open(self.store.folder.path, *pool)
@@ -179,17 +174,16 @@ _kept = threading.local()  # .worker: one a thread, since an executor may run ta
 
 def run(task: Task) -> Done:
     """Draw and publish one segment; an error of the sampler, or of a sample, is returned in the result."""
-    started = time.monotonic()
     try:
-        return _run(task, started)
+        return _run(task)
     except Exception as error:  # noqa: BLE001  # a sampler may raise anything
-        return failure(task, error, time.monotonic() - started)
+        return failure(task, error)
 
 
-def _run(task: Task, started: float) -> Done:
+def _run(task: Task) -> Done:
     sampler = _pickled_sampler(task)
     if sampler is None:
-        return Done(task.number, 0, 0, 0.0, 0.0, lacks_sampler=True)
+        return Done(task.number, lacks_sampler=True)
     worker: _Worker | None = getattr(_kept, "worker", None)
     if worker is None or not worker.is_for(task, sampler):
         worker = _kept.worker = _Worker(task, sampler)
@@ -198,7 +192,7 @@ def _run(task: Task, started: float) -> Done:
     try:
         is_part = not draw(worker.sampler, task, worker.builder, has_ended, progress)
         if is_part and not (worker.builder.rows and has_ended.wants_parts()):
-            return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+            return Done(task.number, stopped=True)
         encoded = worker.builder.encode()
 
         def is_cancelled() -> bool:  # called while there is no room
@@ -210,15 +204,12 @@ def _run(task: Task, started: float) -> Done:
         try:
             published = worker.store.publish(encoded, "" if is_part else task.task_name, policy)
         except Cancelled:
-            return Done(task.number, 0, 0, time.monotonic() - started, 0.0, stopped=True)
+            return Done(task.number, stopped=True)
     finally:
         if progress is not None:
             progress.end()
     # Also if `published` has no segment: then a worker died between publishing it and its answer.
-    seconds = time.monotonic() - started
-    return Done(
-        task.number, encoded.rows, encoded.nbytes, seconds, published.waiting_seconds, is_part=is_part
-    )
+    return Done(task.number, encoded.rows, encoded.nbytes, published.waiting_seconds, is_part=is_part)
 
 
 def draw(
@@ -236,7 +227,8 @@ def draw(
     Raises: SamplerError: the sampler yields nothing, or no mapping.
     """
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
-    builder.clear(*size_of(task.number, builder.full_rows, builder.segment_bytes, ramp=task.ramp))
+    form = builder.form
+    builder.clear(*size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp))
     if progress is not None:
         progress.begin(task.number, builder.expected_rows)
     empty_calls = 0

@@ -116,4 +116,4 @@ def _told(task: Task) -> Done:
     try:
         return run(task)
     except BaseException as error:  # noqa: BLE001  # a sampler may raise anything
-        return failure(task, error, 0.0)
+        return failure(task, error)

@@ -56,8 +56,6 @@ def _wait_for(file: LockFile, timeout_seconds: float) -> None:
 
 
 class _Here(threading.local):
-    """State of each thread."""
-
     #: It holds this cache.lock, or waits for it. Weak: one whose closing Ctrl-C cut short closes as it goes.
     lock: Callable[[], LockFile | None] = staticmethod(lambda: None)
 

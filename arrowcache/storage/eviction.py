@@ -17,7 +17,6 @@ def choose_victims(
     """The oldest segments whose removal frees `excess_bytes`, or all up to the first leased one.
 
     Args:
-        segments: oldest first.
         is_leased: asked in order, never beyond the first leased segment.
         excess_bytes: allocated bytes to free; nothing goes if it is not positive.
     """

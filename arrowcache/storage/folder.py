@@ -78,7 +78,6 @@ class PartFile:
         os.posix_fallocate(self.file.fd, 0, nbytes)
 
     def write(self, pieces: Sequence[memoryview]) -> None:
-        """Write all pieces, one after another, from the file's start."""
         todo = list(pieces)
         while todo:
             written = os.writev(self.file.fd, todo[:_PIECES_A_CALL])
@@ -95,7 +94,6 @@ class PartFile:
         os.utime(self.file.fd)
 
     def info(self, segment_name: str) -> SegmentInfo | None:
-        """The segment that it is under this name."""
         return _info(segment_name, os.fstat(self.file.fd))
 
     def link(self, path: Path) -> None:
@@ -150,7 +148,6 @@ class RanksFile:
         os.pwrite(self._file.fd, line, os.fstat(self._file.fd).st_size)
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
         self._file.close()
 
 
@@ -358,7 +355,6 @@ class Folder:
         return sorted(name for name in _plain(self.quarantine) if layout.parse_segment_name(name))
 
     def quarantined_bytes(self) -> int:
-        """Allocated bytes of quarantine/."""
         return sum(allocated for _, allocated, _ in _files(self.quarantine))
 
     def incoming_bytes(self) -> int:

@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.lifetimes import Closable
 from arrowcache.storage.layout import SegmentInfo, Settings
 from arrowcache.storage.origin import Coverage, FileRows, has_place, origins_of, task_of
 from arrowcache.storage.store import RoomPolicy, Store
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +37,14 @@ class Imported:
         return Imported(self.rows - segment.rows, self.segments - 1, nbytes)
 
 
-class Ingest:
+class Ingest(Closable):
     """One import's builder, and what is known of its files; a context manager that discards what is pending.
 
     Args:
-        settings: the cache's.
         store: opens the cache, or makes it: called when the first segment is ready, or it is asked what is
             there.
         kind: of the files: "parquet" or "tfrecord".
         again: 8 hex digits: take in also what is there; "": only what is missing.
-        policy: what to do while there is no room.
         before: called before each publish; what it raises ends the import.
     """
 
@@ -68,7 +63,7 @@ class Ingest:
         self._before = before
         self._builder = SegmentBuilder(settings.form)
         self._pending: list[FileRows] = []  # of the rows in the builder
-        self._store: Store | None = None
+        self.store: Store | None = None  # while it was not needed
         self._sign = ExitStack()  # shows that somebody writes
         self._own: set[int] = set()  # seqs of what this import published
         self._coverage = Coverage()  # of the cache, or of what was imported again
@@ -76,12 +71,12 @@ class Ingest:
 
     def open(self) -> Store:
         """The cache, which is opened or made now unless it was before."""
-        if self._store is None:
-            self._store = self._open()
-            self._sign = self._store.usage.show_writing()
+        if self.store is None:
+            self.store = self._open()
+            self._sign = self.store.usage.show_writing()
             if not self._again:
-                self._coverage = Coverage(self._store.segments())
-        return self._store
+                self._coverage = Coverage(self.store.segments())
+        return self.store
 
     def missing(self, fingerprint: str, total: int | None = None) -> list[tuple[int, int | None]]:
         """Return the rows of a file to import, as `Coverage.missing`; pending rows count as present."""
@@ -152,9 +147,9 @@ class Ingest:
         """
         self._builder.clear()
         self._pending = []
-        if self._store is None:
+        if self.store is None:
             return []
-        gone, leased = self._store.take_back(lambda segment: self._is_of(segment, fingerprint))
+        gone, leased = self.store.take_back(lambda segment: self._is_of(segment, fingerprint))
         for segment in gone:
             if segment.seq in self._own:
                 self.published = self.published.minus(segment)
@@ -172,16 +167,3 @@ class Ingest:
         self._builder.clear()
         self._pending = []
         self._sign.close()
-
-    @property
-    def store(self) -> Store | None:
-        """The cache, or None while it was not needed."""
-        return self._store
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -139,7 +139,6 @@ def newer_names(names: Iterable[str]) -> list[str]:
 
 
 def newer_format(what: str) -> CacheFormatError:
-    """The error about something that this release does not know."""
     return CacheFormatError(
         f"{what}, which this arrowcache does not know: a newer one made or changed the cache. Nothing was "
         "touched: use that release"
@@ -198,7 +197,6 @@ class Settings:
 
     @property
     def form(self) -> Form:
-        """The form of its segments' files."""
         is_paged = needs_gaps(self.schema) if self.dataset else self.version >= PAGED_VERSION
         return Form(self.schema, self.full_rows, self.segment_bytes, is_paged)
 
@@ -365,7 +363,6 @@ def ranks_name(run: str, loader: int, epoch: int, repeat: int = 0) -> str:
 
 
 def joiner_line(rank: int, pid: int) -> bytes:
-    """The content of a file in ranks/ for each process that joined."""
     return b"%d %d\n" % (rank, pid)
 
 

@@ -31,8 +31,6 @@ _leases: dict[int, weakref.ref[Lease]] = {}  # by id; single operations, which n
 class Lease:
     """A shared lock on segments first..last (sequence numbers, both included).
 
-    Args:
-        path: lease.lock.
     Raises: OSError: the kernel refused, which under cache.lock no other lease causes.
     """
 
@@ -138,7 +136,6 @@ class Lease:
 
 
 def own_leases(path: Path, seq: int) -> list[Lease]:
-    """Leases of this process on one segment."""
     identity = file_identity(os.stat(path))
     return [
         lease

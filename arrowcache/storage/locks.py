@@ -19,14 +19,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from arrowcache import linux
-from arrowcache.lifetimes import forgets_in_child, unforked
+from arrowcache.lifetimes import Closable, forgets_in_child, unforked
 from arrowcache.storage.processes import OpenFile, command, open_files
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _REFUSED = (errno.EAGAIN, errno.EACCES)
 
@@ -36,7 +32,7 @@ def file_identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class LockFile:
+class LockFile(Closable):
     """One open file description that holds locks; `close()` drops them all.
 
     Never blocks: whoever must wait polls, with a deadline.
@@ -122,12 +118,6 @@ class LockFile:
                 os.close(fd)
                 self.is_closed = True
                 self._close_keeper()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def forget_in_child(self) -> None:
         """Close it without unlocking."""

@@ -176,7 +176,6 @@ def explained_at_open(error: Exception) -> Exception:
 
 
 def live_mappings() -> int:
-    """Count the files that this process has mapped by `FileMapping`."""
     return len(_live)
 
 

@@ -87,11 +87,7 @@ def sampler_of(task: str) -> str:
 
 
 class Coverage:
-    """The rows of files that a cache has.
-
-    Args:
-        segments: what is listed.
-    """
+    """The rows of files that a cache has."""
 
     def __init__(self, segments: Iterable[SegmentInfo] = ()) -> None:
         self._runs: dict[str, list[FileRows]] = {}

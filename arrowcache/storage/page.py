@@ -95,7 +95,6 @@ class Page:
 
 
 def path_of(page: bytes) -> str:
-    """The folder that a page says it is about."""
     return os.fsdecode(page[PATH_AT:].rstrip(b"\0"))
 
 

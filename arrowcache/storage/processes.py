@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from arrowcache.units import shortened
+
 _MOST_SHOWN = 80
 _MOST_HELPERS = 4  # that start one another
 # How those begin that start others to help them: a module, or what is in the code of `python -c`.
@@ -42,7 +44,7 @@ def command(pid: int) -> str:
     words = _words(pid)
     role = _role(words)
     if not role:
-        return _shortened(_shown(words), _MOST_SHOWN)
+        return shortened(_shown(words), _MOST_SHOWN)
     owner, its_words = pid, words
     for _ in range(_MOST_HELPERS):
         owner = _parent(owner)
@@ -52,7 +54,7 @@ def command(pid: int) -> str:
     if owner <= 1 or not its_words:
         return f"{role} of a process that has ended"
     whose = f" (pid {owner})"
-    return f"{role} of {_shortened(_shown(its_words), _MOST_SHOWN - len(role + ' of ' + whose))}{whose}"
+    return f"{role} of {shortened(_shown(its_words), _MOST_SHOWN - len(role + ' of ' + whose))}{whose}"
 
 
 def _role(words: Sequence[str]) -> str:
@@ -72,7 +74,6 @@ def _role(words: Sequence[str]) -> str:
 
 
 def _words(pid: int) -> list[str]:
-    """The words of a command; none if it is gone."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -87,10 +88,6 @@ def _shown(words: Sequence[str]) -> str:
     if program.startswith("/") and " " not in program:  # else it is what the process calls itself
         program = program.rpartition("/")[2]
     return " ".join([program, *rest])
-
-
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _parent(pid: int) -> int:

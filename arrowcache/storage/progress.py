@@ -35,8 +35,6 @@ def shown_pool(pool: str) -> str:
 
 
 class State(IntEnum):
-    """The state of a sampler."""
-
     IDLE = 0  # it has published its segment, or discarded it
     DRAWS = 1
     WAITS = 2  # for room, or for training as the cache's pace says
@@ -54,7 +52,6 @@ class Progress(Page):
         return cls.made(PROGRESS, folder, _IDENTITY.pack(token, shown_pool(pool).encode()))
 
     def begin(self, task: int, full_rows: int) -> None:
-        """A task is begun, whose segment will have so many rows."""
         self._task, self._rows, self._full = task, 0, full_rows
         self._show(State.DRAWS)
 
@@ -68,7 +65,6 @@ class Progress(Page):
         self._show(State.WAITS)
 
     def end(self) -> None:
-        """The task has ended."""
         self._rows = self._full = 0
         self._show(State.IDLE)
 

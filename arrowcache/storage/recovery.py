@@ -19,13 +19,12 @@ import errno
 import itertools
 import os
 import stat
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from arrowcache.arrow.notation import difference
-from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError
+from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError, warn
 from arrowcache.os_errors import explaining
 from arrowcache.storage import layout
 from arrowcache.storage.folder import Folder, require_right
@@ -67,7 +66,7 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
     exists = not is_free(path)
     if not exists:
         if why := beyond_disk(settings.capacity_bytes, 0, folder.free_bytes()):
-            warnings.warn(why, RuntimeWarning, stacklevel=3)  # first: as an error it leaves nothing behind
+            warn(why)  # first: as an error it leaves nothing behind
         folder.create()
         require_working_locks(folder)
         store = Store(folder, settings)

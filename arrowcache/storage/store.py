@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from arrowcache.arrow.segment import EncodedSegment
-from arrowcache.errors import CacheFormatError, CacheFullError
+from arrowcache.errors import CacheFormatError, CacheFullError, warn
 from arrowcache.os_errors import MORE_ROOM, explained, explaining
 from arrowcache.storage.cache_lock import LOCK_TIMEOUT_SECONDS, held
 from arrowcache.storage.eviction import choose_victims, skip_for_headroom
@@ -304,8 +303,7 @@ class Store:
         try:
             self.folder.sync_segments()
         except OSError as error:  # raising would have its rows published again: readers see them already
-            message = f"a segment was published, but may be lost if the machine stops now: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warn(f"a segment was published, but may be lost if the machine stops now: {error}")
 
     def _make_room(self, nbytes: int, policy: RoomPolicy) -> PartFile:
         """Make room, and claim it: a locked part that counts as `nbytes` from now on."""
@@ -343,8 +341,7 @@ class Store:
                 if waited > _WARN_AFTER_SECONDS and not warned:
                     warned = True
                     why = self._why(nbytes, outcome, policy)
-                    message = f"a writer has been waiting {waited:.0f} s{for_room}: {why}"
-                    warnings.warn(message, RuntimeWarning, stacklevel=4)
+                    warn(f"a writer has been waiting {waited:.0f} s{for_room}: {why}")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.2)
         finally:
@@ -460,7 +457,6 @@ class Store:
     # pace
 
     def flow(self, listed: list[SegmentInfo]) -> Flow:
-        """The counts that the pace is computed from."""
         usage = self.usage.record()
         return Flow(
             max(0, usage.inserted_rows - usage.paced_inserted_rows),
@@ -469,7 +465,6 @@ class Store:
         )
 
     def set_pace(self, pace: Pace | None) -> None:
-        """Change the pace for all processes."""
         with self.locked():
             self.refresh_settings()
             self.usage.begin_pace()  # first: who is killed in between leaves the pace that was
@@ -528,7 +523,6 @@ class Store:
         return Leased(listed, lease, next_seq, left_out_rows)
 
     def _headroom_segments(self, listed: list[SegmentInfo]) -> int:
-        """Count the oldest segments that are left to writers."""
         if not self.settings.headroom_bytes:
             return 0
         holds, allocated = self._holds_and_allocated_bytes(listed)
@@ -669,7 +663,7 @@ class Store:
         allocated = self.allocated_bytes(self.segments())
         why = beyond_disk(capacity_bytes, allocated, self.folder.free_bytes())
         if why and capacity_bytes > self.settings.capacity_bytes:
-            warnings.warn(why, RuntimeWarning, stacklevel=3)  # first: as an error it changes nothing
+            warn(why)  # first: as an error it changes nothing
         with self.locked():
             self.refresh_settings()
             settings = self.settings.with_capacity(capacity_bytes)

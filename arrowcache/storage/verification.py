@@ -2,22 +2,22 @@
 
 Structure is checked whenever a segment is first mapped, bytes by `verify`, by check="bytes" and
 after a restart of the machine. What fails moves to quarantine/, under its exclusive lock byte
-like an eviction, with the reason beside it; it is reported, and never read. What the disk does not give is
-reported and stays: it may be sound. What this user may not read is neither: the cache is not used at all.
+like an eviction, with the reason beside it; it is reported, and never read. So does one whose bytes were to
+be checked, and the disk does not give them. Where only its headers cannot be read, it is reported and stays:
+it may be sound. What this user may not read is neither: the cache is not used at all.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import warnings
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.header import structure_spans
-from arrowcache.errors import CorruptSegmentError
+from arrowcache.errors import CorruptSegmentError, warn
 from arrowcache.storage import layout
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
@@ -97,12 +97,11 @@ def quarantine(store: Store, segment: SegmentInfo, error: CorruptSegmentError) -
             raise  # there is no cache any more
         except OSError as why:  # such as a read-only disk: others can be read
             action = f"left out, since it could not be quarantined ({why})"
-    warnings.warn(f"segment {segment.name} {action}: {error}", RuntimeWarning, stacklevel=2)
+    warn(f"segment {segment.name} {action}: {error}")
     return moved
 
 
 def _isolate(store: Store, segment: SegmentInfo, reason: str) -> tuple[bool, str]:
-    """Move it. Returns: True if it moved, and a word for the warning."""
     folder = store.folder
     with store.locked(), LockFile(folder.lease_lock) as file:
         if not file.try_range(segment.seq, 1, exclusive=True):

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from arrowcache.arrow.builder import ConvertedRows, SegmentBuilder
-from arrowcache.errors import ArrowCacheError, CacheFullError
+from arrowcache.errors import ArrowCacheError, CacheFullError, warn
 from arrowcache.lifetimes import Origin
 from arrowcache.os_errors import start
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
@@ -134,8 +134,7 @@ class Writer:
                     if not self._closed:
                         self._publish(RoomPolicy("raise"))
                 except _UNPUBLISHED as why:
-                    message = f"{rows} samples were discarded as an exception passed: {why}"
-                    warnings.warn(message, RuntimeWarning, stacklevel=2)
+                    warn(f"{rows} samples were discarded as an exception passed: {why}")
         finally:
             self.abort()
 

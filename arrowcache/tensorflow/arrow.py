@@ -18,9 +18,9 @@ only TF_CPP_MIN_LOG_LEVEL=3, before TensorFlow is imported, would silence that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +31,6 @@ from arrowcache.reading.loader import Loader
 from arrowcache.tensorflow.columns import TensorColumn, TensorPart
 from arrowcache.tensorflow.frames import AHEAD, Frames, Places, Rooms, assemble_columns, wires_of
 from arrowcache.tensorflow.source import source
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 def find_reader() -> Callable[..., Any]:
@@ -62,13 +59,7 @@ def arrow_dataset(
     rooms: Rooms,
     read: Callable[..., Any],
 ) -> Any:
-    """Return a dataset of dicts; each of its iterations is an epoch of a loader.
-
-    Args:
-        loader: loader whose batches have these columns.
-        fixed: columns that the loader gathers into `rooms`.
-        read: tensorflow-io's op.
-    """
+    """Return a dataset of dicts; each of its iterations is an epoch of a loader."""
     files, assemble = wires_of(columns, fixed), partial(assemble_columns, columns, fixed)
     nothing = _file_of_nothing()
     end = np.full(len(files), nothing.address, np.uint64), np.full(len(files), nothing.size, np.int64)
@@ -85,7 +76,7 @@ def arrow_dataset(
     return frames.flat_map(rows_of).map(assemble)
 
 
-class _EpochFrames:
+class _EpochFrames(Iterator[Places]):
     """The frames of an epoch, and one that marks its end: an iterator, which owns the frames.
 
     The last frame's files are empty, and asked for when all of the frame before it has been read.
@@ -94,9 +85,6 @@ class _EpochFrames:
     def __init__(self, frames: Frames, loader: Loader, end: Places) -> None:
         self._frames = frames
         self._places = itertools.chain(frames.of_epoch(loader), [end])
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Places:
         return next(self._places)
@@ -109,7 +97,6 @@ def _file_of_nothing() -> pa.Buffer:
 
 
 def _rows_of(read: Callable[..., Any], wires: Sequence[TensorPart], address: Any, nbytes: Any) -> Any:
-    """Return the rows of an Arrow file in memory, as a dataset."""
     types, shapes = [wire.dtype for wire in wires], [tf.TensorShape(wire.shape) for wire in wires]
     variant = read(
         address,

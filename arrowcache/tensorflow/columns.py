@@ -58,7 +58,6 @@ class TensorColumn(NamedTuple):
         return [values.view(self.parts[0].numpy_dtype)]
 
     def assemble(self, parts: Sequence[Any]) -> Any:
-        """Make the user's tensor of the parts' tensors; in a graph."""
         if len(self.parts) == 2:
             return tf.RaggedTensor.from_row_splits(*parts, validate=False)
         return parts[0]

@@ -31,7 +31,6 @@ _LACKED = {tf.uint32: tf.int32, tf.uint64: tf.int64}  # by decode_raw, with the 
 
 
 def encode_rows(schema: Schema, columns: Mapping[str, ColumnData], rows: int) -> Iterator[bytes]:
-    """Yield the serialized Examples of a batch's rows."""
     makers = {name: _maker(schema[name], column) for name, column in columns.items()}
     for row in range(rows):
         features = tf.train.Features(feature={name: make(row) for name, make in makers.items()})
@@ -66,7 +65,7 @@ def example_parser(
 
     Raises: SchemaError: a column that TensorFlow cannot hold. ValueError: an unknown column.
     """
-    schema = schema if isinstance(schema, Schema) else Schema(schema)
+    schema = Schema(schema)
     names = schema.select(columns, least=1)
     columns_of(schema, names, None, with_ids=False)  # raises for columns that TensorFlow cannot hold
     kinds = {name: schema[name] for name in names}
@@ -90,7 +89,6 @@ def _is_integer(kind: FieldType) -> bool:
 
 
 def _maker(kind: FieldType, column: ColumnData) -> Callable[[int], Any]:
-    """Return a function that makes the feature of a row."""
     if isinstance(column, list):
         return lambda row: _of_bytes(column[row].encode() if isinstance(column[row], str) else column[row])
     if isinstance(column, Values):

@@ -79,12 +79,7 @@ class _Envelope(NamedTuple):
 
 
 class Frames:
-    """Makes frames of batches.
-
-    Args:
-        columns: columns of the batches.
-        fixed: names of the columns that are gathered into `rooms`.
-    """
+    """Makes frames of batches."""
 
     def __init__(self, columns: Sequence[TensorColumn], fixed: Sequence[str], rooms: Rooms) -> None:
         self._fixed, self._others = _divided(columns, fixed)
@@ -101,7 +96,6 @@ class Frames:
             yield self.write(some)
 
     def _side_by_side(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Yield lists of batches that lie side by side."""
         some: list[Batch] = []
         try:
             for batch in batches:
@@ -153,7 +147,6 @@ class Frames:
         return start - len(form.head), len(form.head) + nbytes + len(form.tail)
 
     def _written(self, files: list[tuple[int, int] | pa.Table], batches: int) -> list[tuple[int, int]]:
-        """Write the files that are still tables."""
         tables = [file for file in files if isinstance(file, pa.Table)]
         headers = batches * sum(1 + table.num_columns for table in tables) * _HEADER_BYTES
         needed = sum(table.nbytes for table in tables) + headers
@@ -197,7 +190,6 @@ def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _Enve
 def _divided(
     columns: Sequence[TensorColumn], fixed: Sequence[str]
 ) -> tuple[list[TensorColumn], list[TensorColumn]]:
-    """Return the columns that have a file each, and those that share one."""
     return [c for c in columns if c.name in fixed], [c for c in columns if c.name not in fixed]
 
 
@@ -269,7 +261,6 @@ def _require_room(elements: int) -> None:
 
 
 def _from_wire(part: TensorPart, lists: Iterator[Any]) -> Any:
-    """Return a part's tensor, made of the lists that carried it."""
     if part.dtype == tf.string:
         text, ends = next(lists), next(lists)
         items = tf.strings.substr(text, ends[:-1], ends[1:] - ends[:-1], unit="BYTE")

@@ -45,8 +45,6 @@ class Intake:
     """An import of files into a cache.
 
     Args:
-        shares: the files of each worker.
-        compression: compression of all files.
         again: 8 hex digits, to import records again that are in the cache.
         say: called with the number of rows read, a few times a second.
     """
@@ -84,7 +82,6 @@ class Intake:
 
     @property
     def imported(self) -> Imported:
-        """Counts of published rows, segments and bytes."""
         return Imported(self._sum(_PUBLISHED), self._sum(_SEGMENTS), self._sum(_BYTES))
 
     @property
@@ -173,7 +170,6 @@ class Intake:
         )
 
     def _end(self) -> None:
-        """Kill all running workers. Idempotent."""
         processes, self._processes = self._processes, []
         for process in processes:
             process.kill()
@@ -186,11 +182,7 @@ class Intake:
 
 
 def main(channel: Channel, memory: int) -> None:
-    """Import a share, and send the result.
-
-    Args:
-        memory: descriptor of the progress.
-    """
+    """Import a share, and send the result."""
     tf.get_logger().setLevel("ERROR")
     with closing(channel):
         try:
@@ -235,8 +227,6 @@ def take_in(plan: dict[str, Any], marks: NDArray[np.int64], is_cancelled: Callab
 
 
 class _Share:
-    """The files of a worker, its ingest and its marks."""
-
     def __init__(self, ingest: Ingest, plan: dict[str, Any], marks: NDArray[np.int64]) -> None:
         self._ingest, self._marks = ingest, marks
         self._files: list[str] = plan["files"]
@@ -293,7 +283,6 @@ class _Share:
             ingest.end()
 
     def mark(self) -> None:
-        """Show the published counts; the ingest had room for them."""
         published = self._ingest.published
         self._marks[[_WAITS, _PUBLISHED, _SEGMENTS, _BYTES]] = (
             False, published.rows, published.segments, published.nbytes,

@@ -20,11 +20,7 @@ from arrowcache.tensorflow.source import source
 
 
 def native_dataset(loader: Loader, columns: Sequence[TensorColumn]) -> Any:
-    """Return a dataset of dicts; each of its iterations is an epoch of a loader.
-
-    Args:
-        loader: loader whose batches have these columns.
-    """
+    """Return a dataset of dicts; each of its iterations is an epoch of a loader."""
 
     def epoch() -> Iterator[tuple[NDArray[Any], ...]]:
         for batch in loader:

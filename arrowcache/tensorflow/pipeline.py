@@ -112,7 +112,6 @@ class _CopyingLoader(Loader):
     _may_yield_views = False
 
     def gather_into(self, rooms: Rooms) -> None:
-        """Gather batches into memory with room on both sides."""
         assert isinstance(self._assembly, Assembly)  # its workers are threads
         self._assembly.gather_into(rooms.allocate, _FRAME_BYTES)
 

@@ -90,7 +90,6 @@ def fingerprint_of(path: str) -> str:
 
 
 def place(path: str, number: int) -> str:
-    """The place of a record, for messages."""
     return f"{path}, record {number}"
 
 

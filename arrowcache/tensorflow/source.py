@@ -23,25 +23,15 @@ _QUIET_SECONDS = 0.05  # TensorFlow asks once or twice more when it has come to 
 
 
 def source(loader: Loader, epoch: Callable[[], Iterator[Any]], signature: Any) -> Any:
-    """Return a dataset; each of its iterations is a new `epoch()`.
-
-    Args:
-        loader: the loader that `epoch` iterates over.
-        signature: of an element, as of `from_generator`.
-    """
+    """Return a dataset; each of its iterations is a new `epoch()`."""
     _loaders.add(loader)
     return tf.data.Dataset.from_generator(lambda: _Elements(epoch()), output_signature=signature)
 
 
-class _Elements:
-    """An iterator that counts the calls in progress."""
-
+class _Elements(Iterator[Any]):
     def __init__(self, elements: Iterator[Any]) -> None:
         self._elements = elements
         _iterators.add(self)
-
-    def __iter__(self) -> _Elements:
-        return self
 
     def __next__(self) -> Any:
         with _calls:
@@ -71,7 +61,6 @@ class _Calls:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Begin no more calls."""
         with self._lock:
             self._closed = True
 

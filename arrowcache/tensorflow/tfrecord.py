@@ -26,7 +26,6 @@ from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SchemaError
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage.ingest import Imported
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.tensorflow.examples import encode_rows
 from arrowcache.tensorflow.intake import Intake
@@ -140,7 +139,7 @@ def from_tfrecords(
     return task.imported.rows
 
 
-class TFRecordImport:
+class TFRecordImport(Intake):
     """An import of files. Arguments and errors are those of `from_tfrecords`."""
 
     def __init__(
@@ -154,7 +153,7 @@ class TFRecordImport:
         again: bool = False,
     ) -> None:
         store = store_of(cache)
-        schema = schema if isinstance(schema, Schema) else Schema(schema)
+        schema = Schema(schema)
         if dict(schema) != dict(store.settings.schema):
             raise SchemaError(
                 f"{store.folder.path} has another schema: {difference(store.settings.schema, schema)}"
@@ -164,23 +163,8 @@ class TFRecordImport:
         self._files = _distinct(find_files(files))
         self._cache = store.folder.path
         nonce = uuid.uuid4().hex[:8] if again else ""
-        self._intake = Intake(store, _shares(self._files, workers), compression, nonce, self._say)
+        super().__init__(store, _shares(self._files, workers), compression, nonce, self._say)
         self._bar: Any = None
-
-    @property
-    def imported(self) -> Imported:
-        """Counts of published rows, segments and bytes."""
-        return self._intake.imported
-
-    @property
-    def rows_there(self) -> int:
-        """Number of rows that the cache had before."""
-        return self._intake.rows_there
-
-    @property
-    def rows_returned(self) -> int:
-        """Number of imported rows that the cache had once, and had evicted."""
-        return self._intake.rows_returned
 
     def run(self, progress: bool | None = None) -> None:
         """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
@@ -188,7 +172,7 @@ class TFRecordImport:
 
         disable = None if progress is None else not progress
         with tqdm.tqdm(desc="importing", unit=" rows", disable=disable) as self._bar:
-            self._intake.run()
+            super().run()
         if self.rows_there and not self.imported.rows:
             raise FileExistsError(
                 errno.EEXIST,
@@ -249,7 +233,6 @@ def _distinct(files: Sequence[str]) -> list[str]:
 
 
 def _ends(path: str) -> str:
-    """Return the digest of a file's beginning and end."""
     with tf.io.gfile.GFile(path, "rb") as file:
         begins = file.read(_END_BYTES)
         file.seek(max(0, file.size() - _END_BYTES))

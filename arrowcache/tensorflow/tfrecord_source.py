@@ -48,7 +48,7 @@ class TFRecordFiles(Source):
         shuffle: int = 64,
     ) -> None:
         require_compression(compression)
-        self.schema = schema if isinstance(schema, Schema) else Schema(schema)
+        self.schema = Schema(schema)
         self._compression = compression
         self._shuffle = parse_count(shuffle, "shuffle", least=0)
         self._files = sorted(find_files(files))

@@ -212,11 +212,9 @@ class Accelerator(Backend):
         return int(self._module.mem_get_info(self.device)[0] + cached)
 
     def register(self, address: int, nbytes: int) -> bool:
-        """As of `registered.Registers`."""
         return self._succeeds(lambda: self._module.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
     def unregister(self, address: int) -> None:
-        """As of `registered.Registers`."""
         self._succeeds(lambda: self._module.cudart().cudaHostUnregister(address))
 
     def _succeeds(self, call: Callable[[], Any]) -> bool:

@@ -160,9 +160,6 @@ class EpochRows(Iterator[list[int]]):
         """Return the batches of this epoch, while some are to come or on their way."""
         return None if self._owned is None else self._owned.steps
 
-    def __iter__(self) -> EpochRows:
-        return self
-
     def __next__(self) -> DrawnRows:
         if not self._has_stopped:
             rows = (self._owned or self._begin()).draw()

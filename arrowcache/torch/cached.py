@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index as as_index
@@ -34,6 +33,7 @@ from arrowcache.arrow.segment import encoded_bytes_bound
 from arrowcache.cache import Cache
 from arrowcache.display import Card, Facts, Part, Shown, printable
 from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
+from arrowcache.lifetimes import finalizer
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import Found, ReadThrough
@@ -275,7 +275,7 @@ class CachedDataset(Shown, Dataset[Any]):
             return None
         try:
             self._reader = reader = ReadThrough(self._opened(), self._names)
-            weakref.finalize(self, reader.end).atexit = False  # which publishes what was made
+            finalizer(self, reader.end)  # which publishes what was made
         except _UNUSABLE as error:
             self._unusable(error)
         return self._reader
@@ -484,7 +484,7 @@ def _settings(form: ItemForm, row: Mapping[str, Any], capacity: int, dataset: Ca
     for name, kind in form.schema.items():
         require_value(name, kind, row[name])
     variable = sum(variable_row(name, kind, row[name])[0].nbytes for name, kind in schema.variable.items())
-    of_one = encoded_bytes_bound(schema, 1, variable, paged=needs_gaps(schema))
+    of_one = encoded_bytes_bound(schema, 1, paged=needs_gaps(schema)) + variable
     wanted = min(
         max(capacity // _SEGMENTS, _ITEMS * of_one), _MOST_SEGMENT_BYTES, capacity // _LEAST_SEGMENTS
     )

@@ -30,7 +30,7 @@ from arrowcache.torch.parent_watch import ParentWatch
 from arrowcache.torch.snapshots import DrawnRows
 from arrowcache.torch.tensors import to_tensor
 from arrowcache.torch.transport import Result, failure, made
-from arrowcache.units import parse_count, require_function
+from arrowcache.units import parse_count, require_function, shortened
 
 Transform = Callable[[dict[str, Any]], Any]
 
@@ -129,7 +129,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
                 f"the sampler draws rows of {indices.snapshot.path}, and the dataset is of "
                 f"{self._store.folder.path}: give both the same cache"
             )
-        raise TypeError(f"a CacheDataset was asked for {_short(indices)}: {_WAY_OUT}")
+        raise TypeError(f"a CacheDataset was asked for {shortened(repr(indices), 60)}: {_WAY_OUT}")
 
     def _make(self, rows: DrawnRows) -> Any:
         if self._transform is None:
@@ -237,8 +237,3 @@ def _opened(path: str, check: str, names: tuple[str, ...], transform: bytes | No
     dataset._store, dataset._names = open_store(Path(path), check=check), names
     dataset._transform = None if transform is None else unpickled(transform)
     return dataset
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else text[:57] + "..."

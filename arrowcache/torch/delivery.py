@@ -18,7 +18,6 @@ class Delivery:
 
     Args:
         epoch: makes the batches of one epoch, or of all that follow.
-        timeout_seconds: longest wait of a step for a batch. None means no limit.
         finish: makes tensors of a batch; a method of the loader, which so lives as long as this.
     """
 

@@ -15,22 +15,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arrowcache.lifetimes import Origin, at_exit, call_all
+from arrowcache.lifetimes import Closable, Origin, at_exit, call_all
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.deferred import defer, let_go, tidy
 from arrowcache.torch.iteration import BatchSource, DeliveryCounts, Iteration
 from arrowcache.torch.lane import Lane, ThreadTurn
 from arrowcache.units import parse_count
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Device = str | int | torch.device
 
@@ -64,7 +60,7 @@ class PrefetcherStats:
     device_seconds: float = 0.0
 
 
-class DevicePrefetcher:
+class DevicePrefetcher(Closable):
     """Batches of any iterable, on a device: each `for` iterates over it anew.
 
     Args:
@@ -226,14 +222,6 @@ class DevicePrefetcher:
         self._lanes[0].origin.require(*_FORKED)
         if (iteration := self._iteration()) is not None:
             iteration.close("a newer one began")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         for lane in getattr(self, "_lanes", ()):

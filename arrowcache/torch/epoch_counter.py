@@ -39,11 +39,7 @@ class Turn(NamedTuple):
 
 
 class EpochCounter:
-    """The next epoch's number, and the numbers of the last passes.
-
-    Args:
-        table: table of another process, or None for a new one.
-    """
+    """The next epoch's number, and the numbers of the last passes."""
 
     def __init__(self, table: torch.Tensor | None = None) -> None:
         if table is None:

@@ -15,7 +15,6 @@ import itertools
 import os
 import time
 import uuid
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from arrowcache.errors import LoaderTimeoutError
+from arrowcache.errors import LoaderTimeoutError, warn
 from arrowcache.lifetimes import Origin
 from arrowcache.pickling import unpickled
 from arrowcache.reading.epoch import Epoch, Epochs
@@ -294,11 +293,9 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         if isinstance(order, ResumedSteps) and (lost := order.lost_rows(steps)):
             who = "" if turn.workers == 1 else f" and to worker {turn.worker} of {turn.workers}"
             gone = len(plan.seqs) - len(epoch.snapshot.seqs)
-            warnings.warn(
+            warn(
                 f"{lost} rows of epoch {plan.epoch} are lost to it{who}: {gone} of its {len(plan.seqs)} "
-                "segments have left the cache since the state was saved; the others are delivered",
-                RuntimeWarning,
-                stacklevel=4,
+                "segments have left the cache since the state was saved; the others are delivered"
             )
 
     def _make(self, epoch: Epoch, rows: NDArray[np.int64]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -44,18 +44,15 @@ class BatchSource(Protocol):
 
 @dataclass(slots=True)
 class DeliveryCounts:
-    """Counts of delivered batches, and of waits for them."""
-
     batches: int = 0
     stall_seconds: float = 0.0
     device_seconds: float = 0.0
 
 
-class Iteration:
+class Iteration(Iterator[Any]):
     """The consumer's iterator over the batches of one pass.
 
     Args:
-        lanes: lanes of the devices.
         alone: calls a function while only this thread uses the lanes, or raises an error that says why not.
             It keeps their owner alive.
         is_split: True if each device gets a part of each batch; a list of the parts is lent.
@@ -81,9 +78,6 @@ class Iteration:
         self._lanes, self._alone, self._depth, self._counts = lanes, alone, depth, counts
         self._is_split = is_split
         self._source = source
-
-    def __iter__(self) -> Iteration:
-        return self
 
     def __next__(self) -> Any:
         """Return the next batch, on the device; a list with one part a device, if there are several.
@@ -155,7 +149,6 @@ class Iteration:
         return batch if self._is_split else batch[0]
 
     def _stop(self) -> NoReturn:
-        """Raise the reason why no batch comes."""
         error, self._error = self._error, None
         try:
             if error is not None and not isinstance(error, StopIteration):

@@ -34,8 +34,6 @@ class Piece(NamedTuple):
 
 
 class PlannedColumn(NamedTuple):
-    """Leaves, and their layout."""
-
     number: int  # in the batch: 0 has the small ones
     leaves: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -44,8 +42,6 @@ class PlannedColumn(NamedTuple):
 
 
 class CopyPlan(NamedTuple):
-    """The columns of a batch."""
-
     columns: tuple[PlannedColumn, ...]
     readable: list[int]  # large leaves that the device reads in place
     nbytes: int

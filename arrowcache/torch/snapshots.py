@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,7 +39,6 @@ from arrowcache.reading.plan import Plan, runs_of, segments_of
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.temperature import batches_ahead
-from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 
@@ -61,13 +60,6 @@ class SnapshotName:
     path: str
     runs: NDArray[np.int64]
 
-    @classmethod
-    def of(cls, path: str, segments: Sequence[SegmentInfo]) -> SnapshotName:
-        """A new name, for one epoch."""
-        seqs = np.array([segment.seq for segment in segments], np.int64)
-        rows = np.array([segment.rows for segment in segments], np.int64)
-        return cls(uuid.uuid4().hex, path, runs_of(seqs, rows))
-
 
 class DrawnRows(list[int]):
     """The rows of one batch, and their snapshot: the items of EpochBatchSampler.
@@ -75,8 +67,6 @@ class DrawnRows(list[int]):
     A list of row ids in that snapshot's numbering, which only CacheDataset can read.
 
     Args:
-        snapshot: name of the snapshot.
-        step: number of the batch in its epoch.
         ids: (rows,) int64.
         oldest: number of the oldest segment that this batch or a later one needs.
         left: batches of the epoch after this one.
@@ -98,7 +88,6 @@ class DrawnRows(list[int]):
 
     @property
     def arrival(self) -> Arrival:
-        """Return the key and step by which `delivered` knows this batch."""
         return self.snapshot.key, self.step
 
     def read(self, columns: tuple[str, ...], store: Store) -> ColumnArrays:
@@ -137,7 +126,6 @@ class OwnedEpoch:
 
     Args:
         store, epoch: their store and epoch; this object ends the epoch.
-        batch_size: rows of a batch, at most.
         slots: memory for batches, by columns: kept by the caller for later epochs.
     """
 
@@ -148,7 +136,8 @@ class OwnedEpoch:
         batch_size: int,
         slots: dict[tuple[str, ...], Slots],
     ) -> None:
-        self.name = SnapshotName.of(str(store.folder.path), epoch.snapshot.segments)
+        runs = runs_of(epoch.snapshot.seqs, epoch.snapshot.segment_rows)
+        self.name = SnapshotName(uuid.uuid4().hex, str(store.folder.path), runs)
         self.origin = Origin()
         self.store, self._epoch = store, epoch
         self._batch_size, self._slots = batch_size, slots
@@ -162,11 +151,9 @@ class OwnedEpoch:
 
     @property
     def steps(self) -> int | None:
-        """Return the batches of the epoch, while some are to come or on their way."""
         return None if self._is_closed else self._epoch.order.steps
 
     def rest(self) -> Plan:
-        """Return the part of the epoch that was not drawn yet."""
         return self._epoch.plan.at(self._epoch.order.position_after(self._sent))
 
     def draw(self) -> DrawnRows | None:
@@ -240,8 +227,6 @@ class OwnedEpoch:
 
 
 class _Begun(NamedTuple):
-    """Columns of a batch that are being gathered into a slot."""
-
     names: tuple[str, ...]
     slot: Slot
     gather: Gather

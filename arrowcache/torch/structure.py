@@ -24,11 +24,7 @@ Opened = tuple[Sequence[Any], Make]  # the items of a node, and a function that 
 
 
 def take_apart(batch: Any, leaves: list[Any]) -> Build:
-    """Find the leaves of a batch. A leaf that occurs twice is found once.
-
-    Args:
-        leaves: the list to append the leaves to.
-    """
+    """Find the leaves of a batch. A leaf that occurs twice is found once."""
     return _Taking(leaves, to_split=False).apart(batch)
 
 

@@ -43,9 +43,6 @@ def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 def to_tensor(values: Any, kind: FieldType | None) -> Any:
     """Return a column of a batch as a tensor over the same memory; lists and tensors are returned unchanged.
 
-    Args:
-        values: a column of a NumPy loader, or of the result of a transform.
-        kind: the column's type, or None for a column that a transform added.
     Raises: as `tensor_over`.
     """
     if isinstance(values, Values):
@@ -153,13 +150,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def strides_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a copy without holes: the tensor's own, if it has none."""
-    if is_dense(tensor):
-        return tensor.stride()
-    strides, step = [], 1
-    for size in reversed(tensor.shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _dense(array: np.ndarray[Any, Any], kind: FieldType | None) -> torch.Tensor:

@@ -49,7 +49,6 @@ class SentBatch(dict[str, Any]):
         raise KeyError(name)
 
     def __copy__(self) -> dict[str, Any]:
-        """Copy for default_convert, which fills the copy anew."""
         return dict(self) if get_worker_info() is None else SentBatch(self, self._arrival)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -57,11 +56,7 @@ class SentBatch(dict[str, Any]):
 
 
 class Result:
-    """A transform's result that is no dict; it is unpickled unwrapped.
-
-    Args:
-        arrival: as of `SentBatch`.
-    """
+    """A transform's result that is no dict; it is unpickled unwrapped."""
 
     def __init__(self, result: object, arrival: Arrival | None = None) -> None:
         self.result, self._arrival = result, arrival
@@ -79,7 +74,6 @@ class Result:
 
 
 def made(result: Any, arrival: Arrival | None = None) -> SentBatch | Result:
-    """Wrap a result for a collate function."""
     return SentBatch(result, arrival) if type(result) is dict else Result(result, arrival)
 
 
@@ -123,7 +117,6 @@ def pack(content: object) -> bytes | ExceptionWrapper:
 
 
 def unpack(packed: bytes | ExceptionWrapper) -> Any:
-    """Return the content, or the exception in torch's wrapper."""
     return ForkingPickler.loads(packed) if isinstance(packed, bytes) else packed
 
 

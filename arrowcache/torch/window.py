@@ -21,7 +21,7 @@ software:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn
 
@@ -176,22 +176,16 @@ class WindowDelivery(Delivery):
         super().deliver(self._receipt)
 
 
-class WindowEpoch:
+class WindowEpoch(Iterator[Batch]):
     """The batches of an epoch whose rows are shuffled on the device. Dropping it ends the epoch.
 
-    Args:
-        delivery, found: runs and steps of the epoch, before and after their copy.
-        ring: a ring on the device, which nobody else uses before this has ended.
-        names: names of the columns, in their order.
+    Nobody else uses its ring before it has ended.
     """
 
     def __init__(self, delivery: WindowDelivery, found: Iteration, ring: Ring, names: Sequence[str]) -> None:
         self._delivery, self._found, self._ring, self._names = delivery, found, ring, names
         self._number = 0  # of the next run or step
         self._turn = ThreadTurn()
-
-    def __iter__(self) -> WindowEpoch:
-        return self
 
     def __next__(self) -> Batch:
         """The next batch, on the device.
@@ -216,14 +210,12 @@ class WindowEpoch:
             self._turn.leave()
 
     def close(self) -> None:
-        """End the epoch, as `Iteration.close`."""
         self._found.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an epoch on a device cannot be pickled or copied")
 
     def _come(self, found: Run | Step) -> Batch | None:
-        """Return the batch of a step, or None for a run."""
         if found.number != self._number:
             raise RuntimeError("this epoch was interrupted, and its rows are lost: iterate anew")
         batch = None
@@ -244,7 +236,6 @@ def _row_bytes(rows: torch.Tensor) -> int:
 
 
 def _finished(finish: Callable[[Batch], Batch], found: Run | Step) -> Run | Step:
-    """Return a run or step made of tensors."""
     if isinstance(found, Run):
         return found._replace(columns=finish(found.columns))
     places = None if found.places is None else torch.from_numpy(found.places)

@@ -185,8 +185,7 @@ def test_values_of_different_lengths_are_ragged(path):
     [
         (
             [torch.zeros(3), torch.zeros(4)],
-            r"item 1: field 'value': expected shape \(3,\), got \(4,\); where lengths differ, pass .*"
-            r"Ragged\('float32', \(\)\)\}",
+            r"item 1: field 'value': expected shape \(3,\), got \(4,\); where lengths differ, pass .*Ragged",
         ),
         ([{"x": 1}, {"y": 1}], "item 1: the item has y, and in the first item it has x"),
         ([{"x": 1}, {"x": 1.5}], "item 1: field 'x': expected int64, and 1.5 is not exactly one"),

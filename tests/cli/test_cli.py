@@ -45,7 +45,7 @@ def start(
         "stderr": subprocess.PIPE,
         "env": {**os.environ, "PYTHONPATH": paths, "COLUMNS": "100"},
     } | options
-    command = [*within, sys.executable, "-W", warnings, "-m", "arrowcache.cli", *map(str, arguments)]
+    command = [*within, sys.executable, "-W", warnings, "-m", "arrowcache", *map(str, arguments)]
     return subprocess.Popen(command, text=True, **options)
 
 

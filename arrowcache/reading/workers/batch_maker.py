@@ -50,8 +50,6 @@ class BatchMaker:
     """Makes batches.
 
     Args:
-        slots: memory for batches.
-        settings: settings from the main process' RemoteAssembly.
         transform: packed transform; empty means none.
     """
 
@@ -99,7 +97,6 @@ class BatchMaker:
                 self._snapshot.map_ahead()
 
     def drop(self) -> None:
-        """Release an epoch that has ended."""
         if self._snapshot is not None and self._slots.is_over(self._epoch):
             self._snapshot.close()
             self._snapshot = None
@@ -172,7 +169,6 @@ class BatchMaker:
         self._is_mapped = False
 
     def _gather(self, snapshot: Snapshot, ids: NDArray[np.int64]) -> tuple[Batch, int]:
-        """Return the rows, and their bytes."""
         view = None
         if self._viewer is not None and self._viewer.names and (np.diff(ids) == 1).all():
             view = snapshot.view(int(ids[0]), len(ids), self._viewer)

@@ -76,8 +76,6 @@ class Request(Future[Finished]):
 class WorkerHandle:
     """A worker process.
 
-    Args:
-        workers: number of workers of the pool.
     Raises: OSError: no process, or no descriptor, is available.
     """
 
@@ -94,7 +92,6 @@ class WorkerHandle:
         self._trouble = ""  # why this process ended it
 
     def ask(self, request: Request) -> None:
-        """Send a request to it."""
         returned = []
         with suppress(IndexError):
             while True:
@@ -178,7 +175,6 @@ class WorkerHandle:
         return len(self._lent) - len(self._returned)
 
     def how_it_ended(self) -> str:
-        """Describe its end, for messages."""
         return self._trouble or self.process.how_it_ended()
 
     def _array(self, dtype: str, shape: list[int], offset: int) -> NDArray[Any]:

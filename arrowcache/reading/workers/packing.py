@@ -91,7 +91,6 @@ def _name(value: object) -> str:
 
 
 def unpack(kind: str, arrays: Sequence[NDArray[Any]]) -> Any:
-    """Return a column of a batch, made of its arrays."""
     if kind == ARRAY:
         return arrays[0]
     if kind == SCALAR:

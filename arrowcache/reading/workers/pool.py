@@ -77,10 +77,6 @@ class WorkerPool:
     """Worker processes. Thread-safe.
 
     `end` and `close` may be called by finalizers, at any point of any thread: they wait for no lock.
-
-    Args:
-        size: the number of processes.
-        settings, transform: for the processes; see batch_maker.py.
     """
 
     def __init__(self, size: int, settings: Message, transform: bytes) -> None:
@@ -260,7 +256,6 @@ class WorkerPool:
         return False
 
     def _serve(self, worker: WorkerHandle) -> None:
-        """Handle a worker's messages until its end."""
         try:
             with self._mutex.held():
                 self._workers.append(worker)

@@ -12,7 +12,6 @@ made in this process until the first worker is ready.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
+from arrowcache.lifetimes import finalizer
 from arrowcache.pickling import pickled
 from arrowcache.reading.assembly import Assembly, mean_published
 from arrowcache.reading.epoch import Epoch
@@ -87,11 +87,9 @@ class RemoteAssembly:
         self._pool.start()
 
     def wanted(self) -> int:
-        """Return the number of batches to keep under way or ready."""
         return self._wanted if self._here is None else self._here.wanted()
 
     def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
-        """As of `Assembly`."""
         pool = self._pool
         pool.start()
         number = pool.begin(pack_segments(epoch.snapshot.segments))
@@ -108,13 +106,11 @@ class RemoteAssembly:
             step, size = last, min(2 * size, self._most_batches)
 
     def end(self, epoch: Epoch) -> None:
-        """Make nothing more of an epoch; call this before its snapshot is closed."""
         if self._epoch is not None and self._epoch[0] is epoch:
             self._pool.end(self._epoch[1])
             self._epoch = None
 
     def drop(self) -> None:
-        """Have workers release their leases on epochs that ended."""
         self._pool.drop()
 
     def close(self) -> None:
@@ -125,7 +121,7 @@ class RemoteAssembly:
         """Begin anew, in a forked child and at first: no process is started."""
         self._here = None if self._has_transform else self._new_here()  # until a process is ready
         self._pool, self._epoch = self._new_pool(), None
-        weakref.finalize(self, WorkerPool.close, self._pool)
+        finalizer(self, WorkerPool.close, self._pool)
 
     def require_views(self) -> None:
         """Raises: ValueError: workers copy every batch."""
@@ -134,13 +130,11 @@ class RemoteAssembly:
         )
 
     def slot_stats(self) -> tuple[int, int]:
-        """Return the bytes of memory for batches, and how often some was added."""
         here = (0, 0) if self._here is None else self._here.slot_stats()
         nbytes, growths = self._pool.memory
         return here[0] + nbytes, here[1] + growths
 
     def in_progress(self) -> list[tuple[str, float]]:
-        """Return the stages of workers and their starts."""
         return self._pool.in_progress()
 
     def _portions_here(self, pool: WorkerPool, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:

@@ -18,7 +18,6 @@ _NUMBERS = ("seq", "rows", "nbytes", "allocated_bytes")
 
 
 def pack_segments(segments: Sequence[SegmentInfo]) -> bytes:
-    """Return segments as bytes."""
     count = len(segments)
     numbers = [np.fromiter((getattr(s, name) for s in segments), np.int64, count) for name in _NUMBERS]
     published = np.fromiter((s.published for s in segments), np.float64, count)

@@ -26,11 +26,7 @@ from arrowcache.reading.workers.worker_slots import WorkerSlots
 
 
 def main(channel: Channel, memory: int) -> None:
-    """Work until the other end of the channel is closed.
-
-    Args:
-        memory: a descriptor of ours.
-    """
+    """Work until the other end of the channel is closed."""
     threads.most = 0
     with closing(channel), suppress(BrokenPipeError, ConnectionResetError):  # the main process has gone
         try:

@@ -73,7 +73,6 @@ class WorkerSlots:
             del self._handed_over[offset]
 
     def lend(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
-        """Return an array for a column of the batch."""
         nbytes = dtype.itemsize * math.prod(shape)
         owner, address = self._slots.lend_bytes(name, nbytes)
         borrower = (ctypes.c_char * nbytes).from_buffer(owner)

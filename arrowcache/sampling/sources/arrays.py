@@ -132,14 +132,7 @@ class NpyArray:
         first = sum(part.start * stride for part, stride in zip(box, self._strides, strict=True))
         last = sum((part.stop - 1) * stride for part, stride in zip(box, self._strides, strict=True))
         nbytes = last - first + self.dtype.itemsize
-
-        def read() -> bytes:
-            data: bytes = self._file.read_at(nbytes, self._start + first)
-            if len(data) != nbytes:
-                raise OSError(f"{len(data)} bytes came of {nbytes}")
-            return data
-
-        data = self._store.run(read, self._path)
+        data = self._store.read(self._file, nbytes, self._start + first, self._path)
         return np.ndarray(shape, self.dtype, data, strides=self._strides).copy()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError
-from arrowcache.sampling.sources.object_store import ObjectStore
+from arrowcache.sampling.sources.object_store import ObjectStore, StoreFile
 
 T = TypeVar("T")
 
@@ -33,9 +33,9 @@ class Hdf5Array:
 
     def __init__(self, store: ObjectStore, path: str, inner: str, name: str) -> None:
         self._name = name
-        self._remote: _StoreFile | None = None
+        self._remote: StoreFile | None = None
         if not store.is_local:
-            self._remote = _StoreFile(store, path)
+            self._remote = StoreFile(store, path)
             file: Any = io.BufferedReader(self._remote, _BUFFER_BYTES)
         else:
             store.run(lambda: store.open(path).close(), path)  # h5py's error would lack the name
@@ -76,47 +76,3 @@ class Hdf5Array:
                 raise self._remote.error from None
             why = " ".join(str(error).split())
             raise SamplerError(f"{self._name}: cannot be read as HDF5: {why}") from None
-
-
-class _StoreFile(io.RawIOBase):
-    """A store's file for h5py. `error` is the last error of the store: HDF5 does not report it."""
-
-    def __init__(self, store: ObjectStore, path: str) -> None:
-        self.error: OSError | None = None
-        self._store, self._path = store, path
-        self._file = store.run(lambda: store.open(path), path)
-        self._size = store.run(self._file.size, path)
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        wanted: int = max(0, min(len(view), self._size - self._at))
-
-        def read() -> bytes:
-            data: bytes = self._file.read_at(wanted, self._at)
-            if len(data) != wanted:
-                raise OSError(f"{len(data)} bytes came of {wanted}")
-            return data
-
-        try:
-            view[:wanted] = self._store.run(read, self._path)
-        except OSError as error:
-            self.error = error
-            raise
-        self._at += wanted
-        return wanted
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()

@@ -47,10 +47,7 @@ class Map(Source):
         self.ramp = ramp_of(source)
         self._function = function
         self._with_rng = _takes_two(function)
-        if schema is None:
-            self.schema = schema_of(self._draw, repr(self))
-        else:
-            self.schema = schema if isinstance(schema, Schema) else Schema(schema)
+        self.schema = schema_of(self._draw, repr(self)) if schema is None else Schema(schema)
 
     def __repr__(self) -> str:
         return f"Map({self._source!r}, {getattr(self._function, '__qualname__', self._function)})"

@@ -8,6 +8,7 @@ key or secret of a URI, nor has any error raised here.
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,10 @@ class ObjectStore:
         """Open a file for random access. Without retries: `run` it."""
         return self.filesystem.open_input_file(path)
 
+    def read(self, file: pa.NativeFile, nbytes: int, start: int, path: str) -> bytes:
+        """Read bytes of an open file, all of them, with retries. Raises: as `Retries.run`."""
+        return self.run(lambda: read_at(file, nbytes, start), path)
+
     def find(self, path: str, suffixes: Sequence[str]) -> list[ListedFile]:
         """Return a file, or all files below a folder that end in one of `suffixes`, sorted by name.
 
@@ -107,6 +112,59 @@ class ObjectStore:
                 errno.ENOENT, f"the folder has no file that ends in {' or '.join(suffixes)}", self.name(path)
             )
         return files
+
+
+class StoreFile(io.RawIOBase):
+    """A store's file for libraries that read files of Python.
+
+    `error` is the last error of the store, for a library that does not report it.
+
+    Args:
+        nbytes: its length, if that is known: a shorter file is an error.
+    """
+
+    def __init__(self, store: ObjectStore, path: str, nbytes: int | None = None) -> None:
+        self.error: OSError | None = None
+        self._store, self._path = store, path
+        self._file = store.run(lambda: store.open(path), path)
+        self._size: int = store.run(self._file.size, path) if nbytes is None else nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = min(len(view), self._size - self._at)
+        if wanted <= 0:
+            return 0
+        try:
+            view[:wanted] = self._store.read(self._file, wanted, self._at, self._path)
+        except OSError as error:
+            self.error = error
+            raise
+        self._at += wanted
+        return wanted
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def read_at(file: pa.NativeFile, nbytes: int, start: int) -> bytes:
+    """Read bytes of an open file, all of them. Raises: OSError: also if fewer came."""
+    data: bytes = file.read_at(nbytes, start)
+    if len(data) != nbytes:
+        raise OSError(f"{len(data)} bytes came of {nbytes}")
+    return data
 
 
 def locate(

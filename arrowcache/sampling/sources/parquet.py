@@ -268,7 +268,6 @@ class _Open:
             self._read_names = names + _needed(condition, self._parquet.schema_arrow, names)
 
     def read(self, number: int) -> pa.Table:
-        """Read a row group's columns, of the rows that the filter leaves."""
         table = self._parquet.read_row_group(number, columns=self._read_names, use_threads=self._in_threads)
         return table if self._condition is None else _filtered(table, self._condition).select(self._names)
 
@@ -302,12 +301,11 @@ def _schema(
     wanted: Schema | Mapping[str, FieldType] | None,
 ) -> Schema:
     """Return the schema of all files: `wanted`, or that of the first; the others must have it, too."""
-    schema = wanted if wanted is None or isinstance(wanted, Schema) else Schema(wanted)
-    if schema is None:
+    if wanted is None:
         schema = _inferred(names[0], files[0], columns)
     else:
-        chosen = schema.select(columns, least=1)
-        schema = Schema({name: schema[name] for name in chosen})
+        chosen = Schema(wanted).select(columns, least=1)
+        schema = Schema({name: wanted[name] for name in chosen})
     for file, fields in zip(names, files, strict=True):
         try:
             require_fields(fields, schema)

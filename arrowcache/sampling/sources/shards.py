@@ -20,7 +20,7 @@ from arrowcache.arrow.convert import require_value
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.sources.choice import Choice
-from arrowcache.sampling.sources.object_store import URI, ListedFile, ObjectStore, locate
+from arrowcache.sampling.sources.object_store import URI, ListedFile, StoreFile, locate
 from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source, shuffled
 from arrowcache.units import parse_count
@@ -78,7 +78,7 @@ class WebDatasetShards(Source):
         self._fields: tuple[str, ...] | None = None if fields is None else tuple(fields)
         self._kinds: Mapping[str, FieldType] = {}  # until the schema is known
         if schema is not None:
-            self.schema = schema if isinstance(schema, Schema) else Schema(schema)
+            self.schema = Schema(schema)
             if self._fields is not None and set(self._fields) != set(self.schema):
                 raise ValueError(
                     f"fields are {', '.join(map(str, self._fields)) or 'none'}, and schema has "
@@ -112,11 +112,10 @@ class WebDatasetShards(Source):
         return self._store.name(shard.path)
 
     def _samples(self, shard: ListedFile) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard, in order, decoded."""
         name = self._name(shard)
         if shard.nbytes % tarfile.BLOCKSIZE:  # within a header, tarfile would take it for the end
             raise _damaged(name, f"it has {shard.nbytes} bytes, and tar has blocks of {tarfile.BLOCKSIZE}")
-        with io.BufferedReader(_StoreStream(self._store, shard), _BUFFER_BYTES) as file:
+        with io.BufferedReader(StoreFile(self._store, shard.path, shard.nbytes), _BUFFER_BYTES) as file:
             try:
                 with tarfile.open(fileobj=file, mode="r|") as tar:
                     for key, files in _grouped(tar):
@@ -202,35 +201,3 @@ def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
             raise tarfile.ReadError(f"it ends within {member.name}")
     if current is not None:
         yield current, files
-
-
-class _StoreStream(io.RawIOBase):
-    """A store's file from its beginning, in large pieces; each read is repeated on failure."""
-
-    def __init__(self, store: ObjectStore, shard: ListedFile) -> None:
-        self._store, self._path, self._nbytes = store, shard.path, shard.nbytes
-        self._file = store.run(lambda: store.open(shard.path), shard.path)
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        wanted: int = min(len(view), self._nbytes - self._at)
-
-        def read() -> bytes:
-            data: bytes = self._file.read_at(wanted, self._at)
-            if len(data) != wanted:
-                raise OSError(f"{len(data)} bytes came of {wanted}")
-            return data
-
-        if wanted:
-            view[:wanted] = self._store.run(read, self._path)
-        self._at += wanted
-        return wanted
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()

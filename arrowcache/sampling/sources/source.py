@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError
+from arrowcache.lifetimes import Closable
 from arrowcache.sampling.rows import single
 
-if TYPE_CHECKING:
-    from typing import Self
 
-
-class Source(ABC):
+class Source(Closable, ABC):
     """Base class of sources. A context manager: leaving it closes its files."""
 
     schema: Schema
@@ -36,16 +33,8 @@ class Source(ABC):
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
         """Draw samples, without end."""
 
-    def close(self) -> None:  # noqa: B027  # a source that opens nothing has nothing to close
+    def close(self) -> None:  # a source that opens nothing has nothing to close
         """Close files and connections of this process. Idempotent; the next call opens them again."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def ramp_of(source: object) -> bool:

@@ -29,8 +29,6 @@ POSITION_FIELDS = ("recording", "position")
 
 
 class _Metadata(NamedTuple):
-    """The metadata of an array."""
-
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 

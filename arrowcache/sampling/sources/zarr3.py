@@ -23,7 +23,7 @@ from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from arrowcache.errors import SamplerError
-from arrowcache.sampling.sources.object_store import ObjectStore
+from arrowcache.sampling.sources.object_store import ObjectStore, read_at
 
 T = TypeVar("T")
 
@@ -117,10 +117,7 @@ class _ReadOnlyStore(ZarrStore):
                 start = part.offset
             elif isinstance(part, SuffixByteRequest):
                 start = max(0, size - part.suffix)
-            data: bytes = file.read_at(stop - start, start)
-        if len(data) != stop - start:
-            raise OSError(f"{len(data)} bytes came of {stop - start}")
-        return data
+            return read_at(file, stop - start, start)
 
     # Methods that only a writable or listed store needs.
 

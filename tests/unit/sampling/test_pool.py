@@ -46,7 +46,7 @@ STOP_SECONDS = 10.0  # the pool's own bounds are shorter; a busy machine gets so
 
 def of_tasks(segments: int | None) -> PoolOptions:
     """Of so many tasks, none of which is tried again."""
-    return PoolOptions.of(row, 2, 0, "default", segments, 0, progress=False)
+    return PoolOptions(row, 2, 0, "default", segments, 0, progress=False)
 
 
 @pytest.fixture
@@ -941,7 +941,7 @@ class Engine:
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
         time.sleep(0.01)
         begun, self.begun = self.begun, []
-        return [(task, Done(task.number, 1, 1, 0.0, 0.0)) for task in begun]
+        return [(task, Done(task.number, 1, 1)) for task in begun]
 
     def drawn_rows(self) -> int:
         return 0

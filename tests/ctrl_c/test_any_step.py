@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ids_of, make_cache, mapped_seqs, publish, segment_files, wait_until
+from helpers import ids_of, make_cache, mapped_seqs, publish, published_ids, segment_files, wait_until
 from interruptions import Code, files, interruptions, library
 from page_cache import drop_from_memory
 
@@ -197,9 +197,8 @@ def delayed(cache: ac.Cache) -> Iterator[Work]:
         writer.append(id=0)
         wait_until(lambda: written.stats().rows, "the first row")
         yield lambda: writer.append(id=1)
-        rows = written.stats().rows
         writer.append(id=2)
-        wait_until(lambda: written.stats().rows > rows and not writer._builder.rows, "the last row")
+        wait_until(lambda: published_ids(written)[-1] == 2, "the last row")
 
 
 def threads(name: str) -> list[str]:

@@ -58,15 +58,13 @@ class Epochs:
     def __init__(self, first: Epoch, after: Callable[[Any, Any], Any]) -> None:
         self.first, self.progress, self.after = first, first, after
         self.taken_back, self.came = [], []
+        self.supply = SimpleNamespace(drop=lambda: None)  # nothing was taken ahead
 
     def begin(self, wait: Any) -> Epoch | None:
         return None if wait.is_cancelled() else self.first
 
     def begin_after(self, previous: Epoch, wait: Any = None) -> Epoch | None:
         return self.after(previous, wait)
-
-    def drop_ahead(self) -> None:
-        """Nothing was taken."""
 
     def came_to(self, epoch: Epoch) -> None:
         self.came.append(epoch.number)

@@ -24,7 +24,6 @@ import arrowcache as ac
 from arrowcache import cache as cache_module
 from arrowcache.arrow.segment import encoded_bytes_bound
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.sizing import beyond_disk
 
 
 def test_a_cache_is_created_private_and_opened_as_it_was(tmp_path):
@@ -424,8 +423,3 @@ def test_a_capacity_beyond_the_disk_is_warned_of_with_the_numbers(tmp_path):
     assert [warning.filename for warning in caught] == [__file__]
     assert cache.stats().capacity_bytes == 200 * 10**12
     cache.close()
-
-
-def test_what_the_cache_takes_already_counts_as_room_for_it():
-    assert beyond_disk(100, 60, 40) == ""
-    assert "has 99 B for the cache (39 B free)" in beyond_disk(100, 60, 39)

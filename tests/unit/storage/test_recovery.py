@@ -416,11 +416,14 @@ def test_the_settings_of_a_new_cache_of_the_same_schema_and_sizes_mend_damaged_o
 
 def test_a_lack_of_descriptors_is_not_called_a_lack_of_locks(tmp_path, monkeypatch):
     make_cache(tmp_path / "cache")
+    opened = os.open
 
-    def no_descriptors(*args, **kwargs):
-        raise OSError(errno.EMFILE, "Too many open files")
+    def no_descriptors(path, *arguments):
+        if os.path.basename(path) == "lease.lock":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, *arguments)
 
-    monkeypatch.setattr(recovery, "LockFile", no_descriptors)
+    monkeypatch.setattr(os, "open", no_descriptors)
     with pytest.raises(OSError, match="Too many open files"):
         ac.Cache.open(tmp_path / "cache")
 

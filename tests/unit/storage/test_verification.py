@@ -6,7 +6,6 @@ import errno
 import os
 import pickle
 import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,11 @@ from helpers import (
 from processes import Child
 
 import arrowcache as ac
+from arrowcache import linux
 from arrowcache.native import maps
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import mapping, verification
 from arrowcache.storage.layout import LockRecord
-from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
 
 
@@ -141,19 +140,25 @@ def test_a_counter_that_fell_behind_is_reported_and_repaired(cache):
     assert folder.read_record().next_seq == 4
 
 
+def once_it_lets_go_of_the_lock(cache, monkeypatch, do):
+    """Do something as another process does, which waits for cache.lock."""
+    unlock = linux.unlock_file
+
+    def unlocking(fd):
+        unlock(fd)
+        if os.path.samestat(os.fstat(fd), cache.store.folder.cache_lock.stat()):
+            monkeypatch.undo()
+            do()
+
+    monkeypatch.setattr(linux, "unlock_file", unlocking)
+
+
 def test_repairing_the_counter_never_sets_back_what_others_did_meanwhile(cache, monkeypatch):
     """As one that opens the cache repairs it, too, and publishes on: a number would come twice."""
-    folder, original = cache.store.folder, Store.locked
-    folder.write_record(replace(folder.read_record(), next_seq=1))
-
-    @contextmanager
-    def followed(store, *arguments):
-        with original(store, *arguments):
-            yield
-        monkeypatch.undo()
-        folder.write_record(replace(folder.read_record(), next_seq=50))
-
-    monkeypatch.setattr(Store, "locked", followed)
+    folder = cache.store.folder
+    record = replace(folder.read_record(), next_seq=1)
+    folder.write_record(record)
+    once_it_lets_go_of_the_lock(cache, monkeypatch, lambda: folder.write_record(replace(record, next_seq=50)))
     (problem,) = cache.verify()
     assert problem.name == "cache.lock"
     assert folder.read_record().next_seq == 50
@@ -186,10 +191,9 @@ def test_debris_is_swept(cache):
 
 
 def test_a_segment_that_vanishes_meanwhile_is_no_problem(cache, monkeypatch):
-    listed = cache.store.segments()
-    monkeypatch.setattr(cache.store, "segments", lambda: listed)
-    cache.evict(1)
+    once_it_lets_go_of_the_lock(cache, monkeypatch, segment_files(cache)[0].unlink)
     assert cache.verify() == []
+    assert seqs(cache) == [1, 2, 3]
 
 
 def test_a_problem_reads_as_its_name_and_reason_and_pickles():
@@ -340,7 +344,7 @@ def test_a_process_without_descriptors_or_memory_calls_no_segment_damaged(cache,
     def fails(*arguments, **options):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(verification, "FileMapping", fails)
+    monkeypatch.setattr(maps.File, "open", fails)
     with pytest.raises(OSError, match=os.strerror(code)):
         cache.verify()
     monkeypatch.undo()

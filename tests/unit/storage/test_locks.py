@@ -299,3 +299,16 @@ def test_only_who_shares_locks_on_the_file_is_named(path, tmp_path, monkeypatch)
     ]  # fmt: skip
     assert asked == [f"/proc/{2**30}/fdinfo/7", f"/proc/{2**31}/fdinfo/9"]
     assert range_holders(tmp_path / "missing", files) == []
+
+
+def test_locks_that_outlast_mappings_go_with_the_socket_on_their_way_through_which_they_are(pair):
+    first, second = pair
+    assert first.try_range(0, 5, exclusive=False)
+    before = open_files()
+    first.outlast_mappings()
+    ((keeper, _),) = open_files() - before
+    os.close(first.fd)  # as the kernel closes them, one after another
+    first.fd = -1
+    assert second.conflict(0, 9) == range(5)
+    os.close(keeper)
+    assert second.conflict(0, 9) is None

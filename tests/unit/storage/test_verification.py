@@ -72,29 +72,24 @@ def test_a_sound_cache_has_no_problems(cache):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_segment_is_quarantined_beside_the_reason(cache, damage):
-    victim = segment_files(cache)[1]
+def test_a_damaged_segment_is_quarantined_beside_the_reason_unless_only_a_report_is_asked_for(cache, damage):
+    victim, debris = segment_files(cache)[1], cache.path / "incoming" / f"{1:032x}.part"
     damage(victim)
+    debris.write_bytes(b"half")
+    for _ in range(2):
+        assert [problem.name for problem in cache.verify(repair=False)] == [victim.name]
+    assert seqs(cache) == [0, 1, 2, 3]
+    assert os.listdir(cache.path / "quarantine") == []
+    assert debris.exists()
     with pytest.warns(RuntimeWarning, match=f"{victim.name} quarantined"):
         (problem,) = cache.verify()
     assert problem.name == victim.name
     assert seqs(cache) == [0, 2, 3]
+    assert not debris.exists()
     assert sorted(os.listdir(cache.path / "quarantine")) == [victim.name, f"{victim.name}.reason"]
     assert (cache.path / "quarantine" / f"{victim.name}.reason").read_text().strip() == problem.reason
     assert cache.verify() == []
     assert cache.stats().quarantined == 1
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_without_repair_damage_is_reported_and_stays(cache, damage):
-    victim = segment_files(cache)[1]
-    damage(victim)
-    before = sorted(os.listdir(cache.path / "segments"))
-    for _ in range(2):
-        (problem,) = cache.verify(repair=False)
-        assert problem.name == victim.name
-    assert sorted(os.listdir(cache.path / "segments")) == before
-    assert os.listdir(cache.path / "quarantine") == []
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, zero, swap])
@@ -180,14 +175,11 @@ def test_rows_that_the_name_does_not_tell_are_damage(cache):
 
 
 def test_a_tree_above_the_capacity_is_reported(cache):
-    (cache.path / "segments" / "foreign").write_bytes(bytes(2 << 20))
-    assert any("exceed the capacity" in problem.reason for problem in cache.verify())
-
-
-def test_debris_is_swept(cache):
-    (cache.path / "incoming" / f"{1:032x}.part").write_bytes(b"x")
-    assert cache.verify() == []
-    assert os.listdir(cache.path / "incoming") == []
+    store = cache.store
+    for spare, found in ((0, []), (-1, [(".", "allocated bytes exceed the capacity by 1 B")])):
+        capacity = store.allocated_bytes(store.segments()) + spare
+        store.folder.write_settings(store.settings.with_capacity(capacity))
+        assert [(problem.name, problem.reason) for problem in cache.verify()] == found
 
 
 def test_a_segment_that_vanishes_meanwhile_is_no_problem(cache, monkeypatch):
@@ -327,16 +319,6 @@ def test_verify_knows_that_another_process_resized(tmp_path):
     other.resize("4MiB")
     publish(other, 60)
     assert cache.verify() == []
-
-
-def test_a_report_only_verify_sweeps_nothing(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    debris = cache.path / "incoming" / f"{'0' * 32}.part"
-    debris.write_bytes(b"half")
-    assert cache.verify(repair=False) == []
-    assert debris.exists()
-    cache.verify()
-    assert not debris.exists()
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])

@@ -352,15 +352,6 @@ def make_odd(path, kind, target):
 ODD = ["link", "pipe", "socket", "folder"]
 
 
-@pytest.fixture
-def target(tmp_path):
-    """A file of somebody else's, outside of the cache."""
-    path = tmp_path / "target"
-    path.write_bytes(b"precious")
-    yield path
-    assert path.read_bytes() == b"precious"
-
-
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("name", ["cache.json", "cache.lock", "lease.lock"])
 def test_a_caches_own_file_that_is_no_plain_one_is_refused_without_a_wait(folder, target, name, kind):

@@ -194,15 +194,6 @@ def test_a_problem_reads_as_its_name_and_reason_and_pickles():
     assert pickle.loads(pickle.dumps(problem)) == problem
 
 
-@pytest.fixture
-def target(tmp_path):
-    """A file of somebody else's, outside of the cache."""
-    path = tmp_path / "target"
-    path.write_bytes(b"precious")
-    yield path
-    assert path.read_bytes() == b"precious"
-
-
 def test_a_folder_of_a_damaged_segments_name_in_quarantine_keeps_nobody_from_going_on(cache):
     """The damaged one stays where it is, is told by every `verify`, and no row of it is ever delivered."""
     victim = segment_files(cache)[1]

@@ -55,8 +55,11 @@ def test_leases_of_one_process_are_independent(path):
 def test_a_shared_segment_stays_leased_when_the_owner_is_done(path):
     lease = Lease(path, 1, 5)
     end, end_again, end_newer = lease.share(3), lease.share(3), lease.share(4)
+    lease.is_ending = True
+    assert not lease.stays(3)
     lease.close()
     lease.close()
+    assert [lease.stays(seq) for seq in (2, 3, 5)] == [False, True, True]
     assert leased(path) == [3, 4, 5]
     end()
     assert leased(path) == [3, 4, 5]

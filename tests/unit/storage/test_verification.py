@@ -32,7 +32,8 @@ from arrowcache.native import maps
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import mapping, verification
 from arrowcache.storage.layout import LockRecord
-from arrowcache.storage.verification import Problem
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.verification import Problem, quarantine
 
 
 @pytest.fixture
@@ -272,6 +273,19 @@ def test_what_took_a_known_segments_place_is_told_and_left_out(cache, kind, veri
     assert [text.partition(": ")[0] for text in warned] == (
         [] if verify else [f"segment {name} left out, since it is no plain file"]
     )
+
+
+def test_who_has_a_segment_quarantined_is_told_whether_it_moved(cache):
+    first, second, third, _ = cache.store.segments()
+    error = ac.CorruptSegmentError("bad")
+    (cache.path / "segments" / first.name).unlink()
+    (cache.path / "segments" / first.name).symlink_to(cache.path / "cache.json")
+    with LockFile(cache.store.folder.lease_lock) as other:
+        assert other.try_range(second.seq, 1, exclusive=False)
+        for segment, moves in ((first, False), (second, False), (third, True), (third, True)):
+            with pytest.warns(RuntimeWarning, match=segment.name):
+                assert quarantine(cache.store, segment, error) == moves
+    assert cache.store.folder.quarantined_names() == [third.name]
 
 
 def test_a_folder_in_place_of_a_reason_keeps_no_segment_out_of_quarantine_and_no_writer_waiting(tmp_path):

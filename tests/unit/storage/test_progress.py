@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from helpers import DEADLINE_SECONDS, KIB, full, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, KIB, full, make_cache, open_files, publish, wait_until
 from helpers import sample as row
 
 import arrowcache as ac
@@ -156,6 +156,8 @@ def test_of_a_long_name_a_page_shows_the_beginning(cache):
     progress = Progress.open(cache.path, "x" * 63 + "yz", 5)
     assert [(each.pool, each.token) for each in seen_samplers(cache.path)] == [("x" * 63 + "y", 5)]
     assert shown_pool("x" * 63 + "yz") == "x" * 63 + "y"
+    pages = [fd for fd, link in open_files() if "memfd:arrowcache-sampler " in link]
+    assert [os.fstat(fd).st_size for fd in pages] == [4096]
     progress.close()
 
 

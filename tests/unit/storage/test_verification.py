@@ -288,6 +288,17 @@ def test_who_has_a_segment_quarantined_is_told_whether_it_moved(cache):
     assert cache.store.folder.quarantined_names() == [third.name]
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_a_durable_cache_quarantines_stays_there_after_a_power_cut(tmp_path, monkeypatch, durable):
+    cache, synced = make_cache(tmp_path / "cache", durable=durable), []
+    publish(cache, 1)
+    alter(segment_files(cache)[0])
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    with pytest.warns(RuntimeWarning, match="quarantined: "):
+        cache.verify()
+    assert list(map(os.path.basename, synced)) == ["quarantine", "segments"] * durable
+
+
 def test_a_folder_in_place_of_a_reason_keeps_no_segment_out_of_quarantine_and_no_writer_waiting(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="512KiB")
     publish(cache, 4)

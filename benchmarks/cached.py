@@ -2,8 +2,9 @@
 
 Question 1: epoch 1 of a slow Dataset, read through a new cache, over the same without; epochs 2 to 4,
 over that. Question 2: with a capacity of four fifths of the data: a later epoch, over the share that is
-missing times an epoch without. Question 3: everything cached, through the stock DataLoader, over a TensorDataset of the
-same items in memory. Question 4: items made twice, by two ranks of four workers each in three epochs.
+missing times an epoch without. Question 3: everything cached, through the stock DataLoader, over a
+TensorDataset of the same items in memory. Question 4: items made twice, by two ranks of four workers each
+in three epochs.
 Method: 5,000 items of 150 KB, each of which takes 24 ms; DataLoader, two workers, batches of 64, shuffled.
 Question 3 takes turns, and its figure is the median of nine.
 Run: `python -m benchmarks.cached`, some five minutes. Results: benchmarks/RESULTS.md.

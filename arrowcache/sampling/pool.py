@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,10 +21,11 @@ from typing import TYPE_CHECKING
 
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import LoaderTimeoutError, SamplerError, WorkerError
+from arrowcache.lifetimes import finalizer
 from arrowcache.os_errors import start
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, PoolState, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
-from arrowcache.sampling.options import PoolOptions
+from arrowcache.sampling.options import PoolOptions, fitted
 from arrowcache.sampling.task import Sampler
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.units import format_bytes, format_count, format_seconds, parse_count, parse_seconds
@@ -101,7 +101,7 @@ class Pool:
         self._reported = 0  # failures that were raised already
         dispatcher = Dispatcher(self._state, engine, options)
         self._thread = threading.Thread(target=dispatcher.run, name="arrowcache-pool", daemon=True)
-        weakref.finalize(self, drop, self._state, self._thread)
+        finalizer(self, drop, self._state, self._thread)
         try:
             start(self._thread)
         except WorkerError:
@@ -297,6 +297,7 @@ class SamplerPool(Pool):
         store = store_of(cache)
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
+        sample = fitted(sample, store.settings.form)
         options = PoolOptions(sample, workers, seed, name, segments, retries, progress)
         super().__init__(ExecutorEngine(store, options, executor), options)
 

@@ -47,7 +47,7 @@ _PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as
 
 
 class Memory(NamedTuple):
-    """What batches are gathered into: an allocator of `Slots`, and the size of small ones side by side."""
+    """The memory for batches: an allocator of `Slots`, and the size of small batches side by side."""
 
     allocate: Callable[[int], NDArray[np.uint8]] = page_aligned
     portion_bytes: int = _PORTION_BYTES

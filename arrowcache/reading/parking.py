@@ -122,7 +122,7 @@ class Parking:
                 seconds = _PARKED_SECONDS if said is _PARK else None
 
     def _let_go(self) -> float | None:
-        """Release all after the second. Returns: seconds to the next look; None: wait for an epoch's end."""
+        """Release all after the second. Returns: seconds to the next look. None means none is due."""
         try:
             self.drop()
             return _LOOK_SECONDS if self._settle() else None

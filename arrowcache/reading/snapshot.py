@@ -424,7 +424,7 @@ class Snapshot(Shown, Closable):
     def map_all(self) -> int:
         """Map every segment now; damaged ones are quarantined and leave the snapshot.
 
-        Returns: how many rows remain.
+        Returns: the number of rows that remain.
         """
         with _Reader(self):
             damaged: list[int] = []

@@ -90,7 +90,7 @@ class PartFile:
         os.fsync(self.file.fd)
 
     def begin_anew(self) -> None:
-        """Have its time be now."""
+        """Set the file's time to now."""
         os.utime(self.file.fd)
 
     def info(self, segment_name: str) -> SegmentInfo | None:
@@ -321,7 +321,7 @@ class Folder:
             os.close(fd)
 
     def free_usage(self, start: int, nbytes: int) -> None:
-        """Give the disk back the pages of a range, which reads as zeros then; not all file systems can."""
+        """Free the disk's blocks of a range, which then reads as zeros. No effect where the disk cannot."""
         with _opened(self.usage, os.O_RDWR | os.O_NONBLOCK) as fd, contextlib.suppress(OSError):
             linux.free_range(fd, start, nbytes)
 
@@ -390,9 +390,9 @@ class Folder:
         return sum(not self._is_unlocked(self.incoming / name) for name in names)
 
     def waiting_since(self) -> float | None:
-        """When the longest wait of a writer began, in seconds since 1970. None if no writer waits.
+        """Return the begin of a writer's longest wait, in seconds since 1970. None if no writer waits.
 
-        By /proc, without cache.lock: to try their locks would be in the way of a writer that just begins.
+        Reads /proc, without cache.lock. Trying a lock would disturb a writer that just begins.
         """
         since = []
         for name in _plain(self.incoming):

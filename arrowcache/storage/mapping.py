@@ -35,8 +35,8 @@ def _takes_long(nbytes: int) -> bool:
 def populate(address: int, nbytes: int) -> bool:
     """Read mapped pages from the disk, if they are not in memory, and enter them into the page tables.
 
-    A hint: what cannot be had now is had at the first touch. Blocks while the disk reads; other
-    threads go on. Returns: whether they are in memory now.
+    A hint: pages that cannot be read now are read at the first touch. Blocks while the disk reads; other
+    threads go on. Returns: True if they are in memory now.
     """
     start = address // PAGE_BYTES * PAGE_BYTES
     if nbytes and linux.advise(start, address + nbytes - start, linux.MADV_POPULATE_READ, keep_gil=False):
@@ -156,7 +156,7 @@ class FileMapping:
             interrupt_again()
 
     def _unmap(self) -> None:
-        """Idempotent, and where it is interrupted, to be called again."""
+        """Unmap the file, if it is mapped. After an interrupt a second call completes it."""
         if self._file is None:
             return
         _live.pop(self._file.address, None)  # first: once unmapped, the address is anybody's

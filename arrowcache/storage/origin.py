@@ -109,9 +109,9 @@ class Coverage:
         """The rows of a file that are not there, as (first, stop).
 
         Args:
-            total: how many it has; None: that is not known, and the last stop is None, unless the file's
-                last row was seen here.
-            pending: what counts as if it were there.
+            total: the number of the file's rows. None means unknown. The last stop is None then, unless the
+                file's last row was seen here.
+            pending: rows that count as present.
         """
         runs = self._of(fingerprint, pending)
         if total is None:

@@ -99,7 +99,7 @@ def _parent(pid: int) -> int:
 
 
 def started(pid: int) -> float | None:
-    """When a process started, in seconds since 1970. None if it is gone."""
+    """Return the start of a process, in seconds since 1970. None if it is gone."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(

@@ -30,7 +30,7 @@ _MOST_ROWS = 2**62
 
 
 def shown_pool(pool: str) -> str:
-    """As much of a pool's name, which is ASCII, as a page shows."""
+    """Return the part of a pool's name, which is ASCII, that a page has room for."""
     return pool[:64]
 
 

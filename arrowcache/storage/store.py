@@ -6,8 +6,8 @@ It owns the order of things: list, decide (eviction.py), lock, effect (folder.py
 - a segment appears whole, under a seq that no segment had before, or not at all;
 - a leased segment is not evicted, and no segment before an older one;
 - every wait has a deadline and names what it waits for.
-cache.lock is held for decisions, renames and the sweeping of debris, never while data is written; and while
-what leaves is unlinked only where room must be there when a call returns, as of `resize`.
+cache.lock is held for decisions, renames and the sweeping of debris, never while data is written. Victims are
+unlinked under it only where room must be there when a call returns, as for `resize`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DISK_FULL_ATTEMPTS = 4
 class RoomPolicy:
     """The policy of a writer whose segment finds no room.
 
-    `timeout_seconds` bounds the wait (None: no bound); `is_cancelled` ends it early. Readers of
+    `timeout_seconds` bounds the wait (None means no bound); `is_cancelled` ends it early. Readers of
     this very process are waited for only if `in_background`: then another thread can end them.
     """
 
@@ -150,8 +150,8 @@ class Store:
     def locked(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
         """Hold cache.lock, polled until the deadline.
 
-        Raises: LockTimeoutError: names the holder. OSError: the folder is gone or read-only; this, and
-            what is done meanwhile, says what to do.
+        Raises: LockTimeoutError: names the holder. OSError: the folder is gone or read-only; the
+            message says what to do, also for an OSError of the `with` block.
         """
         with explaining(self.folder.path), held(self.folder.cache_lock, timeout_seconds):
             yield
@@ -165,7 +165,7 @@ class Store:
             return list(self._list().segments.values())
 
     def look_ahead(self) -> Iterator[None]:
-        """Have a call of `segments` that comes soon do less. Works in slices, between what is given.
+        """Do a part of the work of a call of `segments` that comes soon, one slice a step.
 
         Raises: OSError: as `segments`.
         """
@@ -388,7 +388,7 @@ class Store:
     def _retire(self, listed: list[SegmentInfo], excess: int) -> list[tuple[Path, SegmentInfo]]:
         """Move victims out of segments/, each under its exclusive lock byte; under cache.lock.
 
-        Returns: where they are now, to be unlinked once cache.lock is released.
+        Returns: their new paths, to be unlinked once cache.lock is released.
         """
         with LockFile(self.folder.lease_lock) as file:
             victims = choose_victims(
@@ -544,11 +544,11 @@ class Store:
         self._fit(self.settings.capacity_bytes, 0, "")
 
     def drop_quarantined(self, limit_bytes: int | None = None) -> int:
-        """Drop the oldest of what is quarantined until the folder takes no more; under cache.lock.
+        """Drop the oldest quarantined segments until the folder fits its limit; under cache.lock.
 
         Args:
             limit_bytes: None means the capacity, with room for the reasons beside quarantined segments.
-        Returns: the bytes that it takes beyond the limit still; negative: it has so many left.
+        Returns: the bytes by which the folder is still above the limit. Negative if it is below.
         """
         if limit_bytes is None:
             limit_bytes = self.settings.capacity_bytes - BOOKKEEPING_BYTES // 2
@@ -560,9 +560,9 @@ class Store:
         return excess
 
     def _fit(self, capacity_bytes: int, needed_bytes: int, what: str) -> list[SegmentInfo]:
-        """Have the folder take no more than a capacity, less what is needed, now; under cache.lock.
+        """Shrink the folder to a capacity, less `needed_bytes`, now; under cache.lock.
 
-        What is quarantined leaves first, then the oldest segments, which are unlinked under the lock: when it
+        Quarantined segments leave first, then the oldest segments, which are unlinked under the lock: when it
         is released, the capacity holds.
 
         Args:

@@ -14,7 +14,7 @@ from arrowcache.reading.stream import BatchStream
 
 
 class Delivery:
-    """A source: see `iteration.Source`. It ends its epoch when the iteration ends.
+    """A source of batches: see `iteration.BatchSource`. It ends its epoch when the iteration ends.
 
     Args:
         epoch: makes the batches of one epoch, or of all that follow.

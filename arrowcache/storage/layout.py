@@ -76,7 +76,7 @@ class SegmentInfo:
     """One published segment, as its name and its file's status tell.
 
     `task` is "<name>.<seed>.<k>" for task k of a sampler pool, "parquet." or "tfrecord." and which rows of
-    which files these are for what was imported (see origin.py; "tfrecord.<import>.<worker>.<k>" in 0.1.0),
+    which files these are for what was imported (see file_rows.py; "tfrecord.<import>.<worker>.<k>" in 0.1.0),
     and "" for a plain writer; `nbytes` is the file's length, `allocated_bytes` what it takes on the disk,
     `published` the time in seconds since 1970 when it was written.
     """

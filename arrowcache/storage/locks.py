@@ -22,7 +22,7 @@ from pathlib import Path
 
 from arrowcache import linux
 from arrowcache.lifetimes import Closable, forgets_in_child, unforked
-from arrowcache.storage.processes import OpenFile, command, open_files
+from arrowcache.storage.proc import OpenFile, command, open_files
 
 _REFUSED = (errno.EAGAIN, errno.EACCES)
 

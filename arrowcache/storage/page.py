@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from arrowcache import linux
 from arrowcache.lifetimes import forgets_in_child
-from arrowcache.storage.processes import OpenFile, open_files
+from arrowcache.storage.proc import OpenFile, open_files
 
 if TYPE_CHECKING:
     from typing import Self

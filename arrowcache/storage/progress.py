@@ -21,7 +21,7 @@ from pathlib import Path
 
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.page import HEAD, RECORD_AT, Page, PageKind, seen_pages
-from arrowcache.storage.processes import OpenFile
+from arrowcache.storage.proc import OpenFile
 
 PROGRESS = PageKind("arrowcache-sampler", b"arrowcache drawn", 1)
 _IDENTITY = struct.Struct("<q64s")

@@ -16,7 +16,7 @@ import xxhash
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.storage.origin import fingerprint
+from arrowcache.storage.file_rows import fingerprint
 from arrowcache.tensorflow.examples import decode
 
 COMPRESSIONS = (None, "GZIP", "ZLIB")

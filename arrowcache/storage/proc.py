@@ -1,4 +1,4 @@
-"""Processes: what /proc tells of those that share a cache: their commands, starts and open files.
+"""Proc: what /proc tells of processes that share a cache: their commands, starts and open files.
 
 Of other users' processes the kernel shows the command, and nothing that is open. Whatever ends while it
 is looked at is passed over.

@@ -12,8 +12,8 @@ import pytest
 from helpers import make_cache, sample, wait_until
 
 import arrowcache as ac
-from arrowcache.storage import processes
-from arrowcache.storage.processes import command
+from arrowcache.storage import proc
+from arrowcache.storage.proc import command
 
 WAIT = "import sys; print(flush=True); sys.stdin.read()"
 
@@ -63,7 +63,7 @@ LOKY = "loky.backend.popen_loky_posix"
     ],
 )  # fmt: skip
 def test_a_helper_is_told_by_its_command(words, role):
-    assert processes._role(["python", *words]) == role
+    assert proc._role(["python", *words]) == role
 
 
 def test_a_helper_is_called_by_whose_it_is(tmp_path):
@@ -110,12 +110,12 @@ def test_a_process_that_is_gone_is_unknown():
 
 def test_a_process_has_started_after_its_parent_and_before_now():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        own, its = processes.started(os.getpid()), processes.started(child.pid)
+        own, its = proc.started(os.getpid()), proc.started(child.pid)
         child.communicate(b"\n")
     assert own is not None
     assert its is not None
     assert own <= its <= time.time() + 1, "/proc tells whole seconds of the boot"
-    assert processes.started(child.pid) is None
+    assert proc.started(child.pid) is None
 
 
 def test_a_long_command_is_shortened_at_its_end():

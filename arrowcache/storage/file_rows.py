@@ -1,4 +1,4 @@
-"""Origin: which rows of which files an imported segment holds, as its task's name tells.
+"""File rows: which rows of which files an imported segment holds, as its task's name tells.
 
     <kind>.<fingerprint>-<first>-<rows>[e]{.<the next file's>}[.again-<n>]
 
@@ -53,8 +53,8 @@ def task_of(kind: str, origins: Iterable[FileRows], again: str = "") -> str:
     return ".".join([kind, *map(str, origins), *([f"again-{again}"] if again else [])])
 
 
-def origins_of(task: str) -> tuple[FileRows, ...]:
-    """Origins of the rows of a segment of this task. Empty if it was not imported."""
+def file_rows_of(task: str) -> tuple[FileRows, ...]:
+    """Return the file rows of a segment of this task. Empty if it was not imported."""
     match = _TASK.fullmatch(task)
     if match is None:
         return ()
@@ -92,7 +92,7 @@ class Coverage:
     def __init__(self, segments: Iterable[SegmentInfo] = ()) -> None:
         self._runs: dict[str, list[FileRows]] = {}
         for segment in segments:
-            for origin in origins_of(segment.task):
+            for origin in file_rows_of(segment.task):
                 self.add(origin)
 
     def add(self, origin: FileRows) -> None:

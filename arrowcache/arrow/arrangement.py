@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from arrowcache.arrow.schema import Binary, FixedType, Ragged, Schema, String
 
-PAGE_BYTES = 4096
+FILE_PAGE_BYTES = 4096  # of a paged file, on machines of larger pages, too
 CACHE_LINE_BYTES = 64  # and more than any Arrow writer pads a buffer
 _LEAST_COMMON_BYTES = 512
 _WORD_BYTES = 8  # Arrow's own alignment
@@ -45,12 +45,12 @@ def widest_column(schema: Schema) -> tuple[int, int]:
 
 def packed_alignment(width: int) -> int:
     """Return the alignment in bytes of the widest column's values in a packed file."""
-    return max(CACHE_LINE_BYTES, math.gcd(PAGE_BYTES, width)) if width > _WORD_BYTES else _WORD_BYTES
+    return max(CACHE_LINE_BYTES, math.gcd(FILE_PAGE_BYTES, width)) if width > _WORD_BYTES else _WORD_BYTES
 
 
 def paged_alignments(schema: Schema) -> list[int]:
     """Return the alignment in bytes of each column's values in a paged file, in physical order."""
-    fixed = [PAGE_BYTES if _is_wide(kind) else _WORD_BYTES for kind in schema.fixed.values()]
+    fixed = [FILE_PAGE_BYTES if _is_wide(kind) else _WORD_BYTES for kind in schema.fixed.values()]
     return fixed + [_WORD_BYTES] * len(schema.variable)
 
 
@@ -93,7 +93,7 @@ def is_paged(schema: Schema, columns: Sequence[Sequence[Span]], stop: int) -> bo
 
 def _is_wide(kind: FixedType) -> bool:
     width = kind.row_bytes
-    return width >= PAGE_BYTES and math.gcd(PAGE_BYTES, width) >= _LEAST_COMMON_BYTES
+    return width >= FILE_PAGE_BYTES and math.gcd(FILE_PAGE_BYTES, width) >= _LEAST_COMMON_BYTES
 
 
 def _follow(spans: Iterable[tuple[int, int, int]], stop: int) -> bool:

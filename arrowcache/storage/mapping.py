@@ -18,10 +18,10 @@ import pyarrow as pa
 
 from arrowcache import linux
 from arrowcache.lifetimes import Origin, at_exit, interrupt_again, is_exiting
+from arrowcache.linux import PAGE_BYTES
 from arrowcache.native import maps
 from arrowcache.os_errors import explained
 
-PAGE_BYTES = mmap.PAGESIZE
 _UNREADABLE = (errno.EFAULT, linux.EHWPOISON)  # what madvise says where a touch would be a SIGBUS
 _ANY_LENGTH = 2**63 - 1
 _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms

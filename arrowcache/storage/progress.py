@@ -49,7 +49,7 @@ class Progress(Page):
     @classmethod
     def open(cls, folder: Path, pool: str, token: int) -> Progress | None:
         """The page of a sampler of the cache in a folder, or None if no memory or descriptor is left."""
-        return cls.made(PROGRESS, folder, _IDENTITY.pack(token, shown_pool(pool).encode()))
+        return cls.create(PROGRESS, folder, _IDENTITY.pack(token, shown_pool(pool).encode()))
 
     def begin(self, task: int, full_rows: int) -> None:
         self._task, self._rows, self._full = task, 0, full_rows

@@ -49,6 +49,7 @@ def type_name(kind: FieldType) -> str:
 
 
 def format_schema(schema: Schema) -> str:
+    """Return the columns and types of a schema on one line."""
     return ", ".join(f"{_format_name(name)}: {type_name(kind)}" for name, kind in schema.items())
 
 

@@ -82,6 +82,7 @@ class Form(NamedTuple):
     paged: bool = False
 
     def encode(self, columns: Mapping[str, Column]) -> EncodedSegment:
+        """Return a segment file of columns in this form. Raises: as `encode`."""
         return encode(self.schema, columns, paged=self.paged)
 
 

@@ -60,6 +60,7 @@ class Parking:
         self._said.put(_STAY)
 
     def park(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot for the next epoch, for a second after this one ended."""
         self._leave(snapshot, _PARK)
 
     def leave(self, snapshot: Snapshot) -> None:

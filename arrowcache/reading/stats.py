@@ -218,6 +218,7 @@ class Meter:
         self.show()
 
     def show(self) -> None:
+        """Write the counts to the loader's page, if it has one that is open."""
         page = self._page
         if page is None or not page.is_open:  # such as in a forked child
             return
@@ -289,6 +290,7 @@ class Meter:
         return Waiting(self)
 
     def deliver(self, made: ReadyBatch) -> None:
+        """Count a batch that the consumer gets."""
         with self._lock:
             self.batches += 1
             self.rows += made.rows
@@ -302,15 +304,18 @@ class Meter:
             self.show()
 
     def begin_epoch(self, left_out_rows: int = 0) -> None:
+        """Count an epoch, and the rows that its snapshot leaves out."""
         with self._lock:
             self.epochs += 1
             self.left_out_rows = left_out_rows
 
     def hold_up(self, seconds: float) -> None:
+        """Add seconds for which writers waited for the lease of an epoch."""
         with self._lock:
             self.held_up_seconds += seconds
 
     def take_back_epoch(self) -> None:
+        """Count an epoch as not begun, after all."""
         with self._lock:
             self.epochs -= 1
 

@@ -84,6 +84,7 @@ class Task:
 
     @property
     def task_name(self) -> str:
+        """The name of the task, which is part of its segment's name."""
         return f"{self.pool}.{self.number}"
 
 
@@ -130,6 +131,7 @@ def _pickled_sampler(task: Task) -> bytes | None:
 
 
 def failure(task: Task, error: BaseException) -> Done:
+    """Return an error as the result of a task, with its traceback."""
     text = "".join(traceback.format_exception(error))
     return Done(task.number, error=text, refused=isinstance(error, PermissionError))
 

@@ -96,6 +96,7 @@ class Coverage:
                 self.add(origin)
 
     def add(self, origin: FileRows) -> None:
+        """Note rows of a file that the cache has."""
         self._runs.setdefault(origin.fingerprint, []).append(origin)
 
     def forget(self, origin: FileRows) -> None:

@@ -78,6 +78,7 @@ class PartFile:
         os.posix_fallocate(self.file.fd, 0, nbytes)
 
     def write(self, pieces: Sequence[memoryview]) -> None:
+        """Write all bytes, from the position of the file on. Blocks: for the disk."""
         todo = list(pieces)
         while todo:
             written = os.writev(self.file.fd, todo[:_PIECES_A_CALL])
@@ -87,6 +88,7 @@ class PartFile:
                 todo[0] = todo[0].cast("B")[written:]
 
     def sync(self) -> None:
+        """Write the bytes to the disk. Blocks: for the disk."""
         os.fsync(self.file.fd)
 
     def begin_anew(self) -> None:
@@ -94,6 +96,7 @@ class PartFile:
         os.utime(self.file.fd)
 
     def info(self, segment_name: str) -> SegmentInfo | None:
+        """Return the segment of this name that the file would be, or None for another kind of name."""
         return _info(segment_name, os.fstat(self.file.fd))
 
     def link(self, path: Path) -> None:
@@ -141,6 +144,7 @@ class RanksFile:
             raise OSError(errno.EAGAIN, "it is being swept: cache.lock was not held", str(self._file.path))
 
     def read(self) -> bytes:
+        """Return the content, of a bounded length."""
         return os.pread(self._file.fd, min(os.fstat(self._file.fd).st_size, _MOST_RANKS_BYTES), 0)
 
     def append(self, line: bytes) -> None:
@@ -148,6 +152,7 @@ class RanksFile:
         os.pwrite(self._file.fd, line, os.fstat(self._file.fd).st_size)
 
     def close(self) -> None:
+        """Let go of the file. Idempotent."""
         self._file.close()
 
 
@@ -295,9 +300,11 @@ class Folder:
         self.sync_folder(self.path)
 
     def read_record(self) -> LockRecord:
+        """Read the record in cache.lock."""
         return LockRecord.unpack(_read(self.cache_lock, LockRecord.nbytes))
 
     def write_record(self, record: LockRecord) -> None:
+        """Replace the record in cache.lock, in one call; only while holding the lock."""
         with _opened(self.cache_lock, os.O_WRONLY) as fd:
             os.pwrite(fd, record.pack(), 0)
 
@@ -355,6 +362,7 @@ class Folder:
         return sorted(name for name in _plain(self.quarantine) if layout.parse_segment_name(name))
 
     def quarantined_bytes(self) -> int:
+        """Allocated bytes of quarantine/, reasons included."""
         return sum(allocated for _, allocated, _ in _files(self.quarantine))
 
     def incoming_bytes(self) -> int:
@@ -404,6 +412,7 @@ class Folder:
     # publishing
 
     def new_part(self) -> PartFile:
+        """Create an empty part in incoming/, locked by this process."""
         return PartFile(self.incoming / f"{uuid.uuid4().hex}{layout.PART}", self.rights())
 
     def new_wait(self) -> PartFile:
@@ -415,9 +424,11 @@ class Folder:
         part.link(self.segments / segment_name)
 
     def sync_segments(self) -> None:
+        """Make the names in segments/ outlast a power cut. Blocks: for the disk."""
         self.sync_folder(self.segments)
 
     def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder outlast a power cut. Blocks: for the disk."""
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
     # leaving

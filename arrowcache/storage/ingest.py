@@ -29,6 +29,7 @@ class Imported:
     nbytes: int = 0
 
     def plus(self, segment: SegmentInfo) -> Imported:
+        """Return the counts with a segment added."""
         nbytes = self.nbytes + segment.allocated_bytes
         return Imported(self.rows + segment.rows, self.segments + 1, nbytes)
 

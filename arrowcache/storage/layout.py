@@ -94,6 +94,7 @@ class SegmentInfo:
 
 
 def segment_name(seq: int, rows: int, task: str) -> str:
+    """Return a segment's file name; `parse_segment_name` reverses it."""
     return f"{seq:020d}-{rows}-{task}.arrow"
 
 
@@ -134,6 +135,7 @@ def newer_names(names: Iterable[str]) -> list[str]:
 
 
 def newer_format(what: str) -> CacheFormatError:
+    """Return the error that a newer format has: `what` names the file or key."""
     return CacheFormatError(
         f"{what}, which this arrowcache does not know: a newer one made or changed the cache. Nothing was "
         "touched: use that release"
@@ -170,6 +172,7 @@ class Settings:
 
     @property
     def form(self) -> Form:
+        """The form of this cache's segments."""
         return Form(self.schema, self.full_rows, self.segment_bytes, self.version >= PAGED_VERSION)
 
     @property
@@ -330,6 +333,7 @@ def ranks_name(run: str, loader: int, epoch: int, repeat: int = 0) -> str:
 
 
 def joiner_line(rank: int, pid: int) -> bytes:
+    """Return the line of a rank that joins a file in ranks/."""
     return b"%d %d\n" % (rank, pid)
 
 

@@ -60,6 +60,7 @@ class Lease:
         _leases[id(self)] = weakref.ref(self)
 
     def covers(self, seq: int) -> bool:
+        """True if it keeps a segment leased for its owner."""
         return self.lock.fd >= 0 and self._first <= seq <= self._last and seq not in self._given_up
 
     def stays(self, seq: int) -> bool:
@@ -136,6 +137,7 @@ class Lease:
 
 
 def own_leases(path: Path, seq: int) -> list[Lease]:
+    """Return the open leases of this process, by the file at `path`, that cover a segment."""
     identity = file_identity(os.stat(path))
     return [
         lease

@@ -94,6 +94,7 @@ class LockFile(Closable):
                 self._keeper = keeper.detach()
 
     def unlock_range(self, start: int, length: int) -> None:
+        """Unlock `length` bytes from `start` on."""
         linux.set_lock(self.fd, linux.UNLOCKED, start, length)
 
     def conflict(self, start: int, length: int) -> range | None:

@@ -176,6 +176,7 @@ def explained_at_open(error: Exception) -> Exception:
 
 
 def live_mappings() -> int:
+    """Return the number of living mappings in this process."""
     return len(_live)
 
 

@@ -95,6 +95,7 @@ class Page:
 
 
 def path_of(page: bytes) -> str:
+    """Return the folder that a page names."""
     return os.fsdecode(page[PATH_AT:].rstrip(b"\0"))
 
 

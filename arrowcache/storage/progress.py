@@ -52,6 +52,7 @@ class Progress(Page):
         return cls.create(PROGRESS, folder, _IDENTITY.pack(token, shown_pool(pool).encode()))
 
     def begin(self, task: int, full_rows: int) -> None:
+        """Show that a task begins whose segment will have about `full_rows`."""
         self._task, self._rows, self._full = task, 0, full_rows
         self._show(State.DRAWS)
 
@@ -65,6 +66,7 @@ class Progress(Page):
         self._show(State.WAITS)
 
     def end(self) -> None:
+        """Show that the task has ended."""
         self._rows = self._full = 0
         self._show(State.IDLE)
 

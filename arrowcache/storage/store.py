@@ -442,6 +442,7 @@ class Store:
     # pace
 
     def flow(self, listed: list[SegmentInfo]) -> Flow:
+        """Return the rows inserted and served since the pace was set, and those that are listed."""
         usage = self.usage.record()
         return Flow(
             max(0, usage.inserted_rows - usage.paced_inserted_rows),
@@ -450,6 +451,7 @@ class Store:
         )
 
     def set_pace(self, pace: Pace | None) -> None:
+        """Write the pace to the settings, and begin its counts anew. Blocks: for cache.lock."""
         with self.locked():
             self.refresh_settings()
             self.usage.begin_pace()  # first: who is killed in between leaves the pace that was

@@ -31,6 +31,7 @@ _LACKED = {tf.uint32: tf.int32, tf.uint64: tf.int64}  # by decode_raw, with the 
 
 
 def encode_rows(schema: Schema, columns: Mapping[str, ColumnData], rows: int) -> Iterator[bytes]:
+    """Yield rows as serialized tf.train.Example."""
     makers = {name: _maker(schema[name], column) for name, column in columns.items()}
     for row in range(rows):
         features = tf.train.Features(feature={name: make(row) for name, make in makers.items()})

@@ -90,6 +90,7 @@ def fingerprint_of(path: str) -> str:
 
 
 def place(path: str, number: int) -> str:
+    """Return the place of a record, for messages."""
     return f"{path}, record {number}"
 
 

@@ -121,10 +121,12 @@ class Lane:
 
     @property
     def device_bytes(self) -> int:
+        """Bytes of device memory, lent places included."""
         return sum(place.memory.nbytes for places in [*self._columns.values()] for place in places)
 
     @property
     def pinned_bytes(self) -> int:
+        """Bytes of pinned memory for copies."""
         return sum(memory.nbytes for staging in self._stagings for memory in [*staging.memory.values()])
 
     def is_quiet(self) -> bool:
@@ -376,4 +378,5 @@ class ThreadLock:
         return self._taken.setdefault("by", me) == me
 
     def leave(self) -> None:
+        """Let others have it."""
         self._taken.pop("by", None)

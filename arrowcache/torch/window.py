@@ -68,10 +68,12 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the ring on the device."""
         return sum(column.memory.nbytes for column in [*self._columns.values()])
 
     @property
     def allocations(self) -> int:
+        """The number of columns of the ring that were allocated."""
         return len(self._columns)
 
     def put(self, run: Run) -> None:

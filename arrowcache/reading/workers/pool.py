@@ -67,9 +67,11 @@ class Restarts:
         return False
 
     def started(self) -> None:
+        """Note that a process is ready. Failed starts are counted anew."""
         self.failed_starts = 0
 
     def made(self) -> None:
+        """Note that a batch was made. The next lost process is replaced at once."""
         self._losses = 0
 
 

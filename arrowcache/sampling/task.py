@@ -171,7 +171,7 @@ class _Worker:
         return *file_identity(status), status.st_mtime_ns
 
 
-_kept = threading.local()  # .worker: one a thread, since an executor may run tasks in threads
+_of_thread = threading.local()  # .worker: one a thread, since an executor may run tasks in threads
 
 
 def run(task: Task) -> Done:
@@ -186,9 +186,9 @@ def _run(task: Task) -> Done:
     sampler = _pickled_sampler(task)
     if sampler is None:
         return Done(task.number, lacks_sampler=True)
-    worker: _Worker | None = getattr(_kept, "worker", None)
+    worker: _Worker | None = getattr(_of_thread, "worker", None)
     if worker is None or not worker.is_for(task, sampler):
-        worker = _kept.worker = _Worker(task, sampler)
+        worker = _of_thread.worker = _Worker(task, sampler)
     has_ended = _PoolWatch(worker.store, task)
     progress = worker.progress_of(task)
     try:

@@ -236,6 +236,23 @@ def at_exit(call: Callable[[], object]) -> None:
     atexit.register(_exit)
 
 
+def finalizer(thing: object, call: Callable[..., object], *arguments: object) -> None:
+    """Call a function once an object is gone, at the latest at exit, as those of `at_exit`.
+
+    Python's own would come before or after all of `at_exit`: that depends on who first asked it for one.
+    Must not wait for a lock. The arguments must not refer to the object.
+    """
+    ending = weakref.finalize(thing, call, *arguments)
+    ending.atexit = False
+    if not _finalizers:
+        at_exit(_finalize_all)  # by now: after Python's own exit hook no finalizer does anything
+    _finalizers[:] = [*(each for each in _finalizers if each.alive), ending]
+
+
+def _finalize_all() -> None:
+    call_all([*reversed(_finalizers)])
+
+
 def before_threads_are_joined(call: Callable[[], object]) -> None:
     """Call a function before executors wait for their tasks; register after the executor has begun."""
     threading._register_atexit(call)  # type: ignore[attr-defined]  # the last one registered is called first
@@ -255,6 +272,7 @@ def _exit() -> None:
 
 
 _at_exit: list[Callable[[], object]] = []
+_finalizers: list[weakref.finalize[..., Any]] = []
 _is_exiting = False
 atexit.register(_exit)
 

@@ -50,9 +50,9 @@ def sample(number: int) -> dict[str, Any]:
     return {"id": number, "image": image}
 
 
-def overfill(cache: ac.Cache) -> None:
+def overfill(cache: ac.Cache, on_full: str = "raise") -> None:
     """Append several capacities of rows of schema ROW, of which none stays half."""
-    writer = cache.writer("raise")
+    writer = cache.writer(on_full, timeout=DEADLINE_SECONDS)
     try:
         for number in range(10**5, 10**5 + 16 * 200):
             writer.append(sample(number))
@@ -339,8 +339,3 @@ def nearly_full(path: Path, headroom: float = 0.1) -> ac.Cache:
         writer.extend(id=np.arange(5000), data=np.zeros((5000, 480), np.uint8))
     assert cache.stats().rows == 5000
     return cache
-
-
-def are_made(epoch: Any) -> bool:
-    """Whether all that was begun ahead for an iterator of a loader has been made."""
-    return all(job.take(0) for job in epoch._stream.begun)

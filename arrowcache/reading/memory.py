@@ -138,8 +138,9 @@ class SharedMemory(mmap.mmap):
             _stretch(fd, parts)
             os.posix_fallocate(fd, 0, PAGE_BYTES)
             return cls(fd)
-        except BaseException:
-            os.close(fd)
+        except BaseException:  # one that Ctrl-C cut short may own it: its frame keeps it until now
+            if all(memory.fd != fd for memory in [*_living]):
+                os.close(fd)
             raise
 
     @property

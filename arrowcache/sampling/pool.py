@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import LoaderTimeoutError, SamplerError, WorkerError
+from arrowcache.lifetimes import finalizer
 from arrowcache.os_errors import start
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, PoolState, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
@@ -101,7 +101,7 @@ class Pool:
         self._reported = 0  # failures that were raised already
         dispatcher = Dispatcher(self._state, engine, options)
         self._thread = threading.Thread(target=dispatcher.run, name="arrowcache-pool", daemon=True)
-        weakref.finalize(self, drop, self._state, self._thread)
+        finalizer(self, drop, self._state, self._thread)
         try:
             start(self._thread)
         except WorkerError:

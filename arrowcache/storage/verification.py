@@ -2,8 +2,9 @@
 
 Structure is checked whenever a segment is first mapped, bytes by `verify`, by check="bytes" and
 after a restart of the machine. What fails moves to quarantine/, under its exclusive lock byte
-like an eviction, with the reason beside it; it is reported, and never read. What the disk does not give is
-reported and stays: it may be sound. What this user may not read is neither: the cache is not used at all.
+like an eviction, with the reason beside it; it is reported, and never read. So does one whose bytes were to
+be checked, and the disk does not give them. Where only its headers cannot be read, it is reported and stays:
+it may be sound. What this user may not read is neither: the cache is not used at all.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 
+from arrowcache.os_errors import start
+
 
 class ParentWatch:
     """A `worker_init_fn`: it makes the worker end with its parent, then calls the user's function."""
@@ -26,7 +28,7 @@ class ParentWatch:
             ending = threading.Thread(
                 target=_end_after, args=(parent.sentinel,), name="arrowcache-parent", daemon=True
             )
-            ending.start()
+            start(ending)
         if self._then is not None:
             self._then(worker_id)
 

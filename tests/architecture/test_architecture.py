@@ -190,8 +190,9 @@ def test_the_kernel_and_the_c_library_are_called_in_one_module(module):
 
 LIFETIMES = {
     "register_at_fork", "pthread_sigmask", "_register_atexit", "interrupt_main", "set_wakeup_fd", "settrace",
+    "finalize",
 }  # fmt: skip
-"""What only arrowcache/lifetimes.py calls, of `os`, `signal`, `threading` and `_thread`."""
+"""What only arrowcache/lifetimes.py calls, of `os`, `signal`, `threading`, `_thread` and `weakref`."""
 TELL_THEIR_PID = {
     "arrowcache.process": "to a child, which looks whether its parent lives",
     "arrowcache.reading.ranks": "to the other ranks",

@@ -39,7 +39,7 @@ def test_complaint_14_workers_that_live_on_read_what_was_published_before_the_ep
 
         transform = None if "rows" in kind else same
         loader = dataloader(cache, 8, 2, transform=transform, persistent_workers=True, prefetch_factor=6)
-        workers = lambda: [worker.pid for worker in loader._iterator._workers]  # noqa: E731
+        workers = lambda: {worker.pid for worker in multiprocessing.active_children()}  # noqa: E731
     else:
         how = {"threads": "thread", "processes": "process"}[kind]
         loader = ac.Loader(cache, 8, workers=2, worker_type=how, transform=dict, prefetch=12)

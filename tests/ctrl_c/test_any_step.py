@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ids_of, make_cache, mapped_seqs, publish, segment_files, wait_until
+from helpers import ids_of, make_cache, mapped_seqs, publish, published_ids, segment_files, wait_until
 from interruptions import Code, files, interruptions, library
 from page_cache import drop_from_memory
 
 import arrowcache as ac
+from arrowcache import linux
 from arrowcache.native import maps
 from arrowcache.reading import stream
+from arrowcache.reading.memory import SharedMemory
 from arrowcache.storage.mapping import FileMapping, live_mappings
 
 IDS = list(range(96))
@@ -195,9 +197,8 @@ def delayed(cache: ac.Cache) -> Iterator[Work]:
         writer.append(id=0)
         wait_until(lambda: written.stats().rows, "the first row")
         yield lambda: writer.append(id=1)
-        rows = written.stats().rows
         writer.append(id=2)
-        wait_until(lambda: written.stats().rows > rows and not writer._builder.rows, "the last row")
+        wait_until(lambda: published_ids(written)[-1] == 2, "the last row")
 
 
 def threads(name: str) -> list[str]:
@@ -266,6 +267,20 @@ def test_after_ctrl_c_at_any_step_nothing_is_left_and_all_goes_on(cache, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_as_memory_is_shared_closes_its_descriptor_once(monkeypatch):
+    """It was closed twice: by then it may be another thread's file."""
+    opened, closed, make, close = [], [], linux.anonymous_file, os.close
+    monkeypatch.setattr(linux, "anonymous_file", lambda: opened.append(make()) or opened[-1])
+    monkeypatch.setattr(os, "close", lambda fd: closed.append(fd) or close(fd))
+    for interruption in interruptions(5, files("reading/memory.py"), LINES):
+        with interruption:
+            SharedMemory.create()
+    del interruption
+    gc.collect()
+    assert sorted(closed) == sorted(opened)
+
+
+@pytest.mark.slow
 def test_ctrl_c_while_worker_processes_let_go_is_nothing_else(cache):
     """A RuntimeError, where it came as the wait for them let go of a lock."""
     with ac.Loader(cache, 8, workers=1, transform=dict) as loader:

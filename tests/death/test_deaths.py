@@ -17,6 +17,7 @@ from processes import Script
 
 import arrowcache as ac
 from arrowcache.reading.gather import abandon
+from arrowcache.reading.slots import Slots
 
 DEATHS = int(os.environ.get("DEATHS", "10"))
 WAYS = ["end", "exit", "error", "break", "collected", "interrupt", "signal", "no more"]
@@ -152,8 +153,8 @@ def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_pa
             if is_cold:
                 snapshot.map_all()
                 fetch = snapshot.fetch(0, 64, ["id", "image"])
-                image = np.empty((64, 16, 16), np.float32)
-                gather = snapshot._begin(np.arange(64), ["image"], {"image": image.ctypes.data}, image)
+                slot = Slots({"image": ((16, 16), np.dtype("float32"))}, 64).lend(64)
+                gather = snapshot.begin_gather(np.arange(64), ["image"], slot)
                 gather.take(number % 3 * 1e-4)
                 abandon(gather) if number % 2 else gather.cancel()
                 del fetch

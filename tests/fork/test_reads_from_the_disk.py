@@ -13,7 +13,7 @@ from page_cache import drop_from_memory
 from plain_rows import threads
 
 import arrowcache as ac
-from arrowcache.native.engine import Job
+from arrowcache.reading.slots import Slots
 
 ROWS = 256
 
@@ -89,14 +89,13 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
         snapshot.map_all()
         for began in ("asks", "reads"):
             drop(cache)
-            image = np.empty((ROWS, 128, 128), np.float32)
-            gather = snapshot._begin(ids, ["image", "name"], {"image": image.ctypes.data}, image)
+            slot = Slots({"image": ((128, 128), np.dtype("float32"))}, ROWS).lend(ROWS)
+            gather = snapshot.begin_gather(ids, ["image", "name"], slot)
             fetch = snapshot.fetch(0, ROWS, ["id", "image", "name"])
             if began == "reads":
-                while not Job.take(gather._parts[0], 60):  # all is asked for
-                    pass
-                gather.go_on()
-            is_over = gather._parts[0].has_ended()  # the disk may have been quick
+                is_over = gather.take(0.001)  # all is asked for, and some read; the disk may have been quick
+            else:
+                is_over = False
             left = [fetch] if is_over else [gather, fetch]
 
             def body(gather: Any = gather, left: Any = left) -> None:
@@ -108,9 +107,9 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
 
             with in_child(body):
                 names = gather.wait().values()["name"]
-            assert checked({"id": ids, "image": image, "name": names}) == ids.tolist()
+            assert checked({"id": ids, "name": names} | slot.arrays()) == ids.tolist()
             take(fetch)
-            del gather, fetch, left, body
+            del gather, fetch, left, body, slot
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 
 

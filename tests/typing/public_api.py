@@ -196,7 +196,7 @@ def mistakes(cache: ac.Cache) -> None:
     cache.evict(None)  # type: ignore[arg-type]
     cache.writer(on_full=3)  # type: ignore[arg-type]
     ac.Loader()  # type: ignore[call-arg]
-    ac.Loader(cache, 64, "rows")  # type: ignore[call-arg, arg-type]
+    ac.Loader(cache, 64, shufle="rows")  # type: ignore[call-arg]
     ac.Tensor("float32", "shape")  # type: ignore[arg-type]
     cache.stats().rows = 3  # type: ignore[misc]
     cache.path = Path()  # type: ignore[misc]

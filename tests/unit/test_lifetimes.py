@@ -296,6 +296,21 @@ def test_at_exit_the_newest_ends_first_and_one_that_fails_keeps_no_other():
     assert done.stderr.count("ZeroDivisionError: ") == 1
 
 
+@pytest.mark.parametrize("first", ["", "weakref.finalize(things[0], print, end='');"])
+def test_what_lives_at_exit_is_finalized_before_all_of_at_exit_whoever_was_first(first):
+    script = (
+        f"import weakref; things = [type('Thing', (), {{}})() for _ in range(3)]; {first}\n"
+        "from arrowcache import lifetimes\n"
+        "lifetimes.at_exit(lambda: print('exit'))\n"
+        "for number, thing in enumerate(things): lifetimes.finalizer(thing, print, number)\n"
+        "thing = things.pop()\n"
+        "del thing\n"
+        "print('dead')\n"
+    )
+    said = subprocess.check_output([sys.executable, "-c", script], text=True)
+    assert said.split() == ["2", "dead", "1", "0", "exit"]
+
+
 def test_what_dies_last_knows_that_the_interpreter_exits():
     script = (
         "from arrowcache import lifetimes\n"

@@ -12,7 +12,6 @@ made in this process until the first worker is ready.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
+from arrowcache.lifetimes import finalizer
 from arrowcache.pickling import pickled
 from arrowcache.reading.assembly import Assembly, mean_published
 from arrowcache.reading.epoch import Epoch
@@ -121,7 +121,7 @@ class RemoteAssembly:
         """Begin anew, in a forked child and at first: no process is started."""
         self._here = None if self._has_transform else self._new_here()  # until a process is ready
         self._pool, self._epoch = self._new_pool(), None
-        weakref.finalize(self, WorkerPool.close, self._pool)
+        finalizer(self, WorkerPool.close, self._pool)
 
     def require_views(self) -> None:
         """Raises: ValueError: workers copy every batch."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+from helpers import append_rows, make_cache
+
+from arrowcache.native import maps
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +15,25 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher's environment: what a loader's rank is, a test says."""
     for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cache(request, tmp_path):
+    """Segments of 16 rows, the last one may be short: ids 0 to 159, or as many as the module's ROWS says."""
+    cache = make_cache(tmp_path / "cache")
+    append_rows(cache, range(getattr(request.module, "ROWS", 160)))
+    return cache
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the segments whose files are checked completely, in turn: each is mapped for that."""
+    found: list[int] = []
+    mapping = maps.File.map
+
+    def noted(file: maps.File) -> None:
+        found.append(int(os.path.basename(file.path)[:20]))
+        mapping(file)
+
+    monkeypatch.setattr(maps.File, "map", noted)
+    return found

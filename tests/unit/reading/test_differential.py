@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.torch import Loader as TorchLoader
 
 DTYPES = ["int8", "uint16", "int32", "int64", "float16", "float32", "float64", "bool", "complex64"]
 SHAPES = [(), (1,), (3,), (7, 5), (1001,), (33, 3)]
@@ -137,25 +136,3 @@ def check_epoch(
 def flat(value: Any) -> Any:
     """Nested lists of numbers as one list."""
     return np.asarray(value).ravel().tolist() if isinstance(value, list) else value
-
-
-@pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data(), schema=SCHEMAS)
-def test_a_torch_loader_yields_what_a_numpy_loader_does(data, schema):
-    rng = np.random.default_rng(data.draw(st.integers(0, 1000), "content"))
-    shuffle = data.draw(st.sampled_from(["rows", "blocks", None]), "shuffle")
-    with tempfile.TemporaryDirectory() as folder:
-        cache = ac.Cache.create(
-            Path(folder) / "cache", schema, capacity="64MiB", segment_bytes="1MiB", segment_rows=5
-        )
-        with cache.writer() as writer:
-            for _ in range(17):
-                writer.append(**{name: value_of(schema[name], rng) for name in schema})
-        options: dict[str, Any] = {"shuffle": shuffle, "workers": 2, "worker_type": "thread"}
-        fixed_names = [name for name in schema if name in schema.fixed]
-        with Loader(cache, 4, **options) as plain, TorchLoader(cache, 4, **options) as loader:
-            for arrays, tensors in zip(plain, loader, strict=True):
-                assert list(arrays) == list(tensors)
-                for name in fixed_names:
-                    assert np.array_equal(arrays[name], tensors[name].numpy())

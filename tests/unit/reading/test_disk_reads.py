@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from helpers import ids_of, make_cache, segment_files
 from page_cache import drop_from_memory, resident_bytes
 
 import arrowcache as ac
-from arrowcache.reading import snapshot as snapshot_module
+from arrowcache.linux import PAGE_BYTES
+from arrowcache.native import engine
 
 ROWS, ROW_BYTES = 128, 64 << 10
 
@@ -31,27 +34,29 @@ def cache(tmp_path: Path) -> ac.Cache:
 @pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
 def test_rows_are_fetched_before_they_are_read_but_where_their_order_is_any(cache, monkeypatch, shuffle):
     fetched: set[int] = set()
-    fetch, begin = ac.Snapshot.fetch, ac.Snapshot.begin_gather
+    submit = engine.quick.engine_submit
 
-    def noted_fetch(self: ac.Snapshot, first: int, last: int, names: Any) -> Any:
-        fetched.update(range(first, last))
-        return fetch(self, first, last, names)
+    def noted(handle: int, job: int) -> Any:
+        _, way, _, address, count = (ctypes.c_int64 * 5).from_address(job)
+        ids = (ctypes.c_int64 * count).from_address(address)
+        if way == engine._FETCH:
+            fetched.update(range(ids[0], ids[1]))
+        else:
+            assert shuffle == "rows" or fetched.issuperset(ids)
+        return submit(handle, job)
 
-    def checked_begin(self: ac.Snapshot, ids: Any, *others: Any) -> Any:
-        assert shuffle == "rows" or fetched.issuperset(ids.tolist())
-        return begin(self, ids, *others)
-
-    monkeypatch.setattr(ac.Snapshot, "fetch", noted_fetch)
-    monkeypatch.setattr(ac.Snapshot, "begin_gather", checked_begin)
+    monkeypatch.setattr(engine.quick, "engine_submit", noted)
     with ac.Loader(cache, 16, shuffle=shuffle, transform=dict, workers=1, worker_type="thread") as loader:
         assert sorted(ids_of(loader)) == list(range(ROWS))
     assert fetched == (set() if shuffle == "rows" else set(range(ROWS)))
 
 
-@pytest.mark.parametrize(("memory", "is_dropped"), [(1 << 20, True), (1 << 40, False)])
+@pytest.mark.parametrize(("memory", "is_dropped"), [(4 << 20, True), (1 << 40, False)])
 def test_rows_of_a_cache_larger_than_memory_leave_it_again(cache, monkeypatch, memory, is_dropped):
     """So that what is there stays there: else each row puts out one that may be asked for next."""
-    monkeypatch.setattr(snapshot_module, "memory_bytes", lambda: memory)
+    sysconf = os.sysconf
+    pages = {"SC_PHYS_PAGES": memory // PAGE_BYTES}
+    monkeypatch.setattr(os, "sysconf", lambda name: pages.get(name) or sysconf(name))
     with ac.Loader(cache, 16, shuffle="rows") as loader:
         assert sorted(ids_of(loader)) == list(range(ROWS))
     kept = sum(map(resident_bytes, segment_files(cache)))

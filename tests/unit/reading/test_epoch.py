@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-from helpers import make_cache, publish
+import warnings
 
+import pytest
+from helpers import publish
+
+from arrowcache.native import maps
 from arrowcache.reading.epoch import Epochs
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
+from arrowcache.storage.folder import Folder
 
-
-@pytest.fixture
-def cache(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 4)
-    return cache
+ROWS = 64
 
 
 @pytest.fixture(params=[None, Membership(0, 2, "job", 1)], ids=["alone", "of two ranks"])
@@ -59,12 +58,20 @@ def test_an_epoch_that_was_let_go_counts_what_is_delivered_until_its_end(cache, 
     assert left(cache)[0] == 0
 
 
-@pytest.mark.parametrize("failing", ["_plan", "_order", "_come_to"])
+@pytest.mark.parametrize("failing", ["mapping", "first count", "second count", "warning"])
 def test_an_epoch_that_cannot_begin_leaves_nothing_and_is_the_next_one_still(
     cache, epochs, failing, monkeypatch
 ):
-    with monkeypatch.context() as patch:
-        patch.setattr(Epochs, failing, lambda *_: 1 / 0)
+    publish(cache, 48)  # nearly full: beside a writer rows are left out, of which it warns at last
+    with monkeypatch.context() as patch, cache.writer():
+        if failing == "mapping":
+            patch.setattr(maps.File, "open", lambda *_: 1 / 0)
+        elif failing != "warning":  # of an epoch of each segment, then of the rows that are to be served
+            changes = iter([False] if failing == "first count" else [True, False])
+            change = Folder.change_usage
+            patch.setattr(Folder, "change_usage", lambda *how: change(*how) if next(changes, True) else 1 / 0)
+        else:
+            patch.setattr(warnings, "warn", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             epochs.begin()
     assert left(cache) == (0, 0, 0)

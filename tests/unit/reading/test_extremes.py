@@ -15,7 +15,6 @@ import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
 from arrowcache.arrow.segment import encode, read_structure
 from arrowcache.native.maps import count as mapped_files
-from arrowcache.reading import mapped
 from arrowcache.storage.layout import segment_name
 from arrowcache.storage.mapping import FileMapping
 
@@ -84,35 +83,26 @@ def assert_reads_like_a_plain_reader(cache, *, batches=(1, 7, 1500)):
     assert sorted(seen) == list(range(firsts[-1]))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "bool"])
-def test_rows_of_one_byte(tmp_path, dtype):
-    cache = create(tmp_path / "cache", ac.Schema({"x": ac.Tensor(dtype)}), 1000)
-    fill(cache, [1000, 1000, 1, 999, 1000])
-    assert_reads_like_a_plain_reader(cache)
+MANY = {
+    f"c{i}": ac.Tensor(dtype, [(), (3,), (2, 5), (129,), (1,)][i % 5]) for i, dtype in enumerate(DTYPES * 25)
+}
 
 
-def test_one_column_of_three_bytes(tmp_path):
-    cache = create(tmp_path / "cache", ac.Schema({"x": ac.Tensor("int8", (3,))}), 500)
-    fill(cache, [500, 3, 500])
-    assert_reads_like_a_plain_reader(cache)
-
-
-@pytest.mark.slow
-def test_three_hundred_columns(tmp_path):
-    shapes = [(), (3,), (2, 5), (129,), (1,)]
-    schema = ac.Schema(
-        {f"c{i}": ac.Tensor(DTYPES[i % len(DTYPES)], shapes[i % len(shapes)]) for i in range(300)}
-    )
-    cache = create(tmp_path / "cache", schema, 7, "2MiB")
-    fill(cache, [7, 7, 7, 2, 7])
-    assert_reads_like_a_plain_reader(cache, batches=(1, 30))
-
-
-def test_odd_columns(tmp_path):
-    schema = ac.Schema({f"x{size}": ac.Tensor("float32", (size,)) for size in (1001, 501, 2001)})
-    cache = create(tmp_path / "cache", schema, 40)
-    fill(cache, [40, 40, 9, 40, 1])
-    assert_reads_like_a_plain_reader(cache, batches=(1, 64, 256))
+@pytest.mark.parametrize(
+    ("schema", "rows", "parts"),
+    [
+        ({"x": ac.Tensor("uint8")}, 1000, [1000, 1000, 1, 999, 1000]),
+        ({"x": ac.Tensor("bool")}, 1000, [1000, 1000, 1, 999, 1000]),
+        ({"x": ac.Tensor("int8", (3,))}, 500, [500, 3, 500]),
+        ({f"x{size}": ac.Tensor("float32", (size,)) for size in (1001, 501, 2001)}, 40, [40, 40, 9, 40, 1]),
+        pytest.param(MANY, 7, [7, 7, 7, 2, 7], marks=pytest.mark.slow),
+    ],
+    ids=["bytes", "bools", "three bytes", "odd columns", "hundreds of columns"],
+)
+def test_rows_of_any_width_and_number_of_columns(tmp_path, schema, rows, parts):
+    cache = create(tmp_path / "cache", ac.Schema(schema), rows, "2MiB")
+    fill(cache, parts)
+    assert_reads_like_a_plain_reader(cache, batches=(1, 30, 256))
 
 
 def test_what_was_mapped_of_several_wide_columns_is_unmapped(tmp_path):
@@ -127,29 +117,6 @@ def test_what_was_mapped_of_several_wide_columns_is_unmapped(tmp_path):
     assert mapped_files() == before
     with open("/proc/self/maps") as maps:
         assert str(cache.path) not in maps.read()
-
-
-@pytest.mark.slow
-def test_thousands_of_short_segments_of_differing_lengths(tmp_path):
-    schema = ac.Schema({"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("int64")})
-    cache = create(tmp_path / "cache", schema, 20, "16KiB")
-    parts = np.random.default_rng(5).integers(1, 21, 2000).tolist()
-    encoded = {rows: encode(schema, columns_of(schema, rows)) for rows in set(parts)}
-    for rows in parts:
-        place(cache, encoded[rows])
-    assert_reads_like_a_plain_reader(cache)
-    with cache.snapshot() as snapshot:
-        assert [segment.rows for segment in snapshot.segments] == parts
-
-
-def test_more_segments_than_mappings(tmp_path, monkeypatch):
-    before = mapped_files()
-    monkeypatch.setattr(mapped, "_MOST_MAPPED", before + 5)
-    schema = ac.Schema({"x": ac.Tensor("float32", (8,)), "y": ac.Tensor("int64")})
-    cache = create(tmp_path / "cache", schema, 20, "16KiB")
-    fill(cache, [20, 3, 20, 20, 1, 20, 19, 20, 20, 4, 20, 20])
-    assert_reads_like_a_plain_reader(cache)
-    assert mapped_files() == before
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import weakref
 
@@ -117,22 +118,25 @@ def test_a_gather_of_nothing_has_ended():
 
 @pytest.fixture
 def copies(monkeypatch):
-    """What began to copy the values of a column, as often as it did."""
-    begun = []
+    """Jobs that copy the values of a column, once they have begun."""
+    begun: set[int] = set()
 
-    def noted(name, begins):
-        monkeypatch.setattr(
-            engine, name, lambda *arguments, **options: begun.append(name) or begins(*arguments, **options)
-        )
+    def noted(call):
+        def begin(*job):
+            kind = ctypes.c_int64.from_address(job[-1]).value
+            begun.update([job[-1]] if kind == engine._VALUES else [])
+            return call(*job)
 
-    noted("copy_values", engine.copy_values)
-    noted("read_values", engine.read_values)
+        return begin
+
+    monkeypatch.setattr(engine.quick, "engine_submit", noted(engine.quick.engine_submit))
+    monkeypatch.setattr(engine.quick, "engine_copy", noted(engine.quick.engine_copy))
     return begun
 
 
-def test_values_that_were_found_are_copied_without_a_take(segment, copies):
+def test_values_that_were_found_are_read_without_a_take(copies):
     """Else nobody would begin to read them before somebody waits for them."""
-    gather = texts_of(segment, range(8))
+    gather = texts_of(Segment(is_cold=True), range(8))
     gather.found.take(DEADLINE_SECONDS)
     gather.go_on()
     assert len(copies) == 1
@@ -146,7 +150,7 @@ def test_what_was_not_found_yet_is_not_copied(no_threads, copies):
     values = texts_of(Segment(is_cold=True), range(8))
     gather = gather_of(values)
     gather.go_on()
-    assert copies == []
+    assert not copies
     assert not gather.take(0)
     assert gather.wait().values() == {"text": TEXTS}
 
@@ -186,7 +190,7 @@ def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value
         with pytest.raises(CorruptSegmentError, match="offsets of column 'text' point out of their file"):
             gather.take(0)
     gather.cancel()
-    assert copies == []
+    assert not copies
 
 
 def test_a_text_that_is_none_is_found():
@@ -274,4 +278,4 @@ def test_after_it_was_cancelled_no_values_are_copied(no_threads, copies, is_take
     gather = gather_of(values)
     gather.cancel()
     gather.go_on()
-    assert copies == []
+    assert not copies

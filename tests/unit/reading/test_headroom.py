@@ -77,13 +77,6 @@ def test_every_epoch_of_a_cache_to_which_nobody_writes_has_every_row(idle, shuff
             assert loader.stats().left_out_rows == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("worker_type", ["thread", "process"])
-def test_workers_deliver_every_row_too(idle, worker_type):
-    with loader_of(idle, workers=1, worker_type=worker_type) as loader:
-        assert epoch_of(loader) == EVERY_ROW
-
-
 def test_every_epoch_of_repeat_has_every_row(idle):
     with loader_of(idle) as loader:
         batches = loader.repeat()
@@ -129,12 +122,6 @@ def test_an_epoch_leaves_two_segments_at_least_while_a_writer_is_open(cache):
         assert left_out(loader) == 0
 
 
-def test_no_headroom_means_none(tmp_path):
-    cache = nearly_full(tmp_path / "cache", headroom=0)
-    with loader_of(cache) as loader, cache.writer():
-        assert left_out(loader) == 0
-
-
 def test_a_half_empty_cache_leaves_nothing_out(cache):
     cache.resize("30MB")
     with loader_of(cache) as loader, cache.writer():
@@ -159,15 +146,6 @@ def test_what_was_published_since_this_loaders_epoch_before_counts_as_writing(ca
         everything = published_ids(cache)
         assert epoch_of(loader) == everything, "nothing was published since that one"
         assert epoch_of(other) == everything, "and to this one all was there before its first epoch"
-
-
-def test_an_epoch_that_another_loader_began_does_not_count(cache):
-    with loader_of(cache) as loader, loader_of(cache) as other:
-        assert left_out(loader) == left_out(other) == 0
-        _write(cache, id=np.arange(5000, 5010), data=np.zeros((10, 480), np.uint8))
-        for each in (loader, other):
-            with pytest.warns(RuntimeWarning, match="an epoch leaves out"):
-                epoch_of(each)
 
 
 def test_the_epochs_of_repeat_heed_a_writer_that_comes_between(cache):
@@ -298,24 +276,6 @@ def test_the_rest_of_a_resumed_epoch_leaves_out_what_it_left_out_before_and_says
 
 
 # who comes while an epoch holds everything
-
-
-@pytest.mark.slow
-def test_a_writer_that_comes_while_an_epoch_holds_everything_waits_for_its_end(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    fill(cache)
-    with Loader(cache, 16) as loader:
-        epoch = iter(loader)
-        oldest = seqs(cache)[0]
-        next(epoch)
-        with Child(append_rows_with_timeout, cache.path) as child:
-            wait_until(lambda: cache.stats().waiting_writers, "the writer to wait")
-            assert seqs(cache)[0] == oldest
-            rest = ids_of(epoch)
-            assert len(rest) % 16 == 0
-            ids_of(loader)  # leaves the headroom: somebody writes
-            child.result()
-    assert cache.verify() == []
 
 
 def append_rows_with_timeout(path):
@@ -455,13 +415,6 @@ def test_a_writer_that_waits_for_another_reader_is_not_this_loaders_doing(tmp_pa
             wait_until(lambda: cache.stats().waiting_writers, "the writer to wait")
             assert loader.stats().held_up_seconds == 0
         epoch.close()
-
-
-def test_where_nobody_waits_nothing_is_held_up(cache):
-    with loader_of(cache) as loader:
-        ids_of(loader)
-        assert loader.stats().held_up_seconds == 0
-        assert "lease" not in loader.stats().advice
 
 
 @pytest.mark.parametrize("bottleneck", ["consumer", "gather", "store", "transform"])

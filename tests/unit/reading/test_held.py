@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import mmap
 import signal
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import held_by_another_thread, ids_of, in_child, make_cache, mapped_seqs, publish, wait_until
+from helpers import held_by_another_thread, ids_of, in_child, make_cache, mapped_seqs, wait_until
 from plain_rows import threads as engine_threads
 from slow_pages import SlowPages, require_slow_pages
 
@@ -24,15 +25,7 @@ from arrowcache.reading import gather
 from arrowcache.reading.slots import Slots
 from arrowcache.torch import Loader as TorchLoader
 
-ROWS = 96
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> ac.Cache:
-    """Six segments of 16 rows, ids 0 to 95."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 6)
-    return cache
+ROWS = 96  # six segments
 
 
 @pytest.fixture
@@ -52,27 +45,16 @@ def slow(pages: SlowPages, nbytes: int) -> Any:
     return array[:nbytes]
 
 
-class Replaced:
-    """A library with another function of some name."""
-
-    def __init__(self, library: Any, **functions: Any) -> None:
-        self._library = library
-        self.__dict__ |= functions
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._library, name)
-
-
 @contextmanager
 def ctrl_c_in_a_wait(monkeypatch: pytest.MonkeyPatch, pages: SlowPages) -> Iterator[None]:
     """Ctrl-C comes once this thread sleeps in the engine and a page is held, which nobody could wait for."""
     monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 3600_000_000_000)
-    main, number, real = threading.get_ident(), threading.get_native_id(), engine.library
+    main, number, real = threading.get_ident(), threading.get_native_id(), engine.library.engine_take
     waits = threading.Event()
 
     def engine_take(*arguments: Any) -> int:
         waits.set()
-        return int(real.engine_take(*arguments))
+        return int(real(*arguments))
 
     def press() -> None:
         assert pages.touched.wait(60)
@@ -81,12 +63,12 @@ def ctrl_c_in_a_wait(monkeypatch: pytest.MonkeyPatch, pages: SlowPages) -> Itera
         wait_until(lambda: task.read_text().rpartition(")")[2].split()[0] == "S", "it to sleep")
         signal.pthread_kill(main, signal.SIGINT)
 
-    monkeypatch.setattr(engine, "library", Replaced(real, engine_take=engine_take))
+    monkeypatch.setattr(engine.library, "engine_take", engine_take)
     with engine_threads(1), ThreadPoolExecutor(1) as pool:
         pressed = pool.submit(press)
         yield
         pressed.result(60)
-        assert not pages._may_come.is_set()
+        assert pages.brought == 0
         pages.let_go()
 
 
@@ -108,8 +90,14 @@ def test_ctrl_c_in_a_gather_waits_for_no_disk(cache, pages, monkeypatch):
 @pytest.mark.parametrize("make", [ac.Loader, TorchLoader])
 @pytest.mark.parametrize("shuffle", ["rows", "window"])
 def test_ctrl_c_in_a_step_waits_for_no_disk(cache, pages, monkeypatch, make, shuffle):
-    loader = make(cache, 8, shuffle=shuffle, prefetch=2)
-    loader._assembly.gather_into(lambda nbytes: slow(pages, nbytes))
+    class Slow(make):
+        """As a loader for a device, it has memory of its own for batches."""
+
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self._assembly.gather_into(lambda nbytes: slow(pages, nbytes))
+
+    loader = Slow(cache, 8, shuffle=shuffle, prefetch=2)
     with ctrl_c_in_a_wait(monkeypatch, pages):
         epoch = iter(loader)
         with pytest.raises(KeyboardInterrupt):
@@ -132,14 +120,10 @@ def test_where_no_thread_can_be_started_ctrl_c_waits(cache, pages, monkeypatch):
         let_go.start()
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(gather._thread, "start_new_thread", refused)
-    out = {"image": slow(pages, 8 * 1024).view(np.float32).reshape(8, 16, 16)}
+    monkeypatch.setattr(_thread, "start_new_thread", refused)
     read = cache.snapshot()
-    read.map_all()
     with engine_threads(1):
-        on_its_way = read._begin(np.arange(8), ["image"], {"image": out["image"].ctypes.data}, out)
-        while not pages.touched.is_set():
-            on_its_way.take(0)
+        on_its_way = begun_gather(cache, read, pages)
         gather.abandon(on_its_way)
         read.close()
         assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
@@ -196,7 +180,7 @@ def test_a_fetch_that_is_dropped_while_the_kernel_holds_its_thread_leaves_lease_
         snapshot = cache.snapshot()
         snapshot.map_all()
         fetch = snapshot.fetch(0, ROWS, ["id", "image"])
-        monkeypatch.setattr(engine, "library", Replaced(engine.library, engine_cancel=lambda *_: 1))
+        monkeypatch.setattr(engine.library, "engine_cancel", lambda *_: 1)
         del fetch
         snapshot.close()
         del snapshot

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers import (
     DEADLINE_SECONDS,
-    append_rows,
-    are_made,
     held_rank_files,
     ids_of,
-    make_cache,
     publish,
     wait_until,
 )
-from processes import Child
 
 from arrowcache import Loader
 from arrowcache.reading import epoch as epoch_module
-from arrowcache.torch import Loader as TorchLoader
 
 SHUFFLES = ["rows", "window", "blocks", None]
-ROWS = 157
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Nine segments of 16 rows and one of 13: ids 0 to 156."""
-    cache = make_cache(tmp_path / "cache")
-    append_rows(cache, range(ROWS))
-    return cache
+ROWS = 157  # nine segments of 16 and one of 13
 
 
 def ranks_of(cache: Any, world: int, size: int = 8, make: type[Loader] = Loader, **options: Any):
@@ -54,49 +37,10 @@ def close(loaders: list[Loader]) -> None:
         loader.close()
 
 
-def joined(batches: Any) -> list[int]:
-    return [number for batch in batches for number in batch]
-
-
 def one_by_one(loaders: list[Loader]) -> list[list[list[int]]]:
     """The next epoch of each rank, all begun before any goes on: rank, step -> ids."""
     epochs = [iter(loader) for loader in loaders]
     return [[batch["id"].tolist() for batch in epoch] for epoch in epochs]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_ranks_read_disjoint_rows_in_equally_many_steps(cache, shuffle, world, workers):
-    loaders = ranks_of(cache, world, shuffle=shuffle, workers=workers)
-    with Loader(cache, 8 * world, shuffle=shuffle, seed=3, columns=["id"]) as alone:
-        for _ in range(3):
-            epochs = one_by_one(loaders)
-            assert {len(epoch) for epoch in epochs} == {ROWS // (8 * world)}
-            assert {loader.steps for loader in loaders} == {ROWS // (8 * world)}
-            found = [number for epoch in epochs for batch in epoch for number in batch]
-            assert len(set(found)) == len(found) == ROWS // (8 * world) * 8 * world
-            if shuffle != "blocks":  # whose runs are as long as a batch
-                whole = [batch["id"].tolist() for batch in alone]
-                assert [joined(step) for step in zip(*epochs, strict=True)] == whole
-    close(loaders)
-    assert held_rank_files(cache) == []
-    assert cache.stats().leased_bytes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [Loader, TorchLoader])
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_an_incomplete_last_step_is_padded_with_the_epochs_first_rows(cache, shuffle, make):
-    loaders = ranks_of(cache, 3, make=make, shuffle=shuffle, drop_last=False)
-    epochs = one_by_one(loaders)
-    assert [len(epoch) for epoch in epochs] == [7, 7, 7]
-    assert {len(batch) for epoch in epochs for batch in epoch} == {8}
-    stream = [number for step in zip(*epochs, strict=True) for batch in step for number in batch]
-    assert sorted(stream[:ROWS]) == list(range(ROWS))
-    assert stream[ROWS:] == stream[: 7 * 24 - ROWS]
-    close(loaders)
 
 
 @pytest.mark.parametrize("epoch_rows", [48, 400])
@@ -118,17 +62,6 @@ def test_ranks_whose_releases_have_different_orders_do_not_agree(cache, monkeypa
     with pytest.raises(ValueError, match=r"order_version is 99 here and \d+ there"):
         iter(loaders[1])
     del first
-    close(loaders)
-
-
-def test_ids_name_the_same_rows_on_all_ranks(cache):
-    loaders = ranks_of(cache, 2, with_ids=True)
-    places = []
-    for loader in loaders:
-        for batch in loader:
-            assert np.array_equal(batch["_seq"] * 16 + batch["_row"], batch["id"])
-            places += zip(batch["_seq"].tolist(), batch["_row"].tolist(), strict=True)
-    assert len(set(places)) == len(places) == 144
     close(loaders)
 
 
@@ -207,7 +140,7 @@ def test_after_a_break_of_repeat_the_ranks_agree_although_one_has_worked_further
     behind = rank_of(cache, 1, 2, 32, prefetch=1)
     first, second = ahead.repeat(), behind.repeat()
     for number in range(2):
-        wait_until(lambda: are_made(first), "an epoch of two steps to be made")
+        wait_until(lambda n=number: len(made) >= 2 * (n + 1), "an epoch of two steps to be made")
         next(first)
         wait_until(lambda n=number: len(made) > 2 * (n + 1), "the next one to be begun")
     next(second)
@@ -278,48 +211,6 @@ def test_ranks_resume_alike_over_a_cache_that_lost_segments(cache):
     close(resumed)
 
 
-# processes
-
-
-def train(path: Path, rank: int, world: int, shuffle: str | None, epochs: int, barrier: Any) -> Any:
-    loader = Loader(
-        path, 8, shuffle=shuffle, rank=rank, world_size=world, run_id="job", columns=["id"],
-        workers=rank % 3, worker_type="thread",
-    )  # fmt: skip
-    found = []
-    for _ in range(epochs):
-        barrier.wait(60)
-        found.append([batch["id"].tolist() for batch in loader])
-    barrier.wait(60)
-    loader.close()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_processes_share_every_epoch_while_the_cache_grows(cache, shuffle):
-    world, epochs = 3, 4
-    barrier = multiprocessing.get_context("forkserver").Barrier(world)
-    with ExitStack() as stack:
-        children = [
-            stack.enter_context(Child(train, cache.path, rank, world, shuffle, epochs, barrier))
-            for rank in range(world)
-        ]
-        number = 1000
-        while any(child.is_alive() for child in children) and number < 1000 + 16 * 20:
-            publish(cache, 1, first=number)
-            number += 16
-        results = [child.result(60) for child in children]
-    for epoch in range(epochs):
-        steps = {len(result[epoch]) for result in results}
-        assert len(steps) == 1
-        found = [number for result in results for batch in result[epoch] for number in batch]
-        assert len(set(found)) == len(found) >= 144
-    assert held_rank_files(cache) == []
-    assert cache.stats().leased_bytes == 0
-    assert cache.verify() == []
-
-
 # arguments
 
 
@@ -344,15 +235,4 @@ def test_the_run_is_taken_from_the_environment(cache, monkeypatch, environment):
     found = ids_of(first) + ids_of(second)
     assert len(set(found)) == len(found) == 144, "they read one snapshot"
     close(loaders)
-    assert held_rank_files(cache) == []
-
-
-def test_ranks_that_differ_in_what_they_were_told_are_refused_with_the_difference(cache):
-    first = rank_of(cache, 0, 2, shuffle="rows")
-    second = rank_of(cache, 1, 2, shuffle="blocks")
-    epoch = iter(first)
-    with pytest.raises(ValueError, match="shuffle is 'blocks' here and 'rows' there"):
-        iter(second)
-    assert len(ids_of(epoch)) == 72
-    close([first, second])
     assert held_rank_files(cache) == []

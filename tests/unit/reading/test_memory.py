@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from arrowcache.linux import PAGE_BYTES
 from arrowcache.reading.memory import SharedBuffers, SharedMemory, page_aligned
-from arrowcache.reading.slots import Slots
 
 
 @pytest.fixture
@@ -111,27 +110,6 @@ def test_arrays_outlive_the_memory_and_its_descriptors_end_with_the_last():
     del array
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_slots_of_shared_memory_grow_shrink_and_are_used_again(memory, buffers):
-    columns = {"image": ((64,), np.dtype("float32")), "label": ((), np.dtype("int64"))}
-    slots = Slots(columns, 4, allocate=buffers.allocate, free=buffers.free)
-    nothing = bytes_on_disk(memory)
-    kept = [slots.lend(4) for _ in range(40)]
-    for number, slot in enumerate(kept):
-        for array in slot.arrays().values():
-            array[...] = number
-    assert all((slot.arrays()["image"] == number).all() for number, slot in enumerate(kept))
-    most = bytes_on_disk(memory)
-    assert most >= nothing + 80 * PAGE_BYTES
-    del slot, array
-    kept.clear()
-    slots.lend(4)
-    assert bytes_on_disk(memory) <= nothing + 8 * PAGE_BYTES
-    growths = slots.growths
-    for _ in range(10):
-        slots.lend(4)
-    assert slots.growths == growths
 
 
 def test_what_a_forked_child_writes_stays_there(memory, buffers):

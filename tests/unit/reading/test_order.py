@@ -139,14 +139,6 @@ def test_any_part_of_an_epoch_is_what_it_is_within_the_whole(
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_no_order_remembers_what_was_asked_before(shuffle):
-    options = {"epoch_rows": 5000, "window_rows": 300}
-    order, again = (make([100] * 10, 7, shuffle, **options) for _ in range(2))
-    backwards = [again.batches(step, step + 1).tolist() for step in reversed(range(again.steps))]
-    assert ids_of(order) == backwards[::-1]
-
-
-@pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_an_epoch_may_have_more_rows_than_memory_has_bytes(shuffle):
     options = {"shuffle": shuffle, "window_rows": 2**40, "epoch_rows": 2**62}
     order = make([2**56, 2**55], 16, **options)
@@ -211,14 +203,14 @@ def test_the_order_of_a_seed_and_an_epoch_is_the_same_for_ever(shuffle):
     assert long.batches(2**40, 2**40 + 1).tolist() == far
 
 
-def test_an_order_and_its_passes_go_when_nobody_holds_it():
+def test_an_order_goes_when_nobody_holds_it():
     gc.disable()
     try:
         order = make([1000], 10)
         order.batches(0, 1)
-        first_pass = weakref.ref(order._pass(0))
+        alive = weakref.ref(order)
         del order
-        assert first_pass() is None
+        assert alive() is None
     finally:
         gc.enable()
 
@@ -230,18 +222,6 @@ def test_an_epoch_shorter_than_a_step_has_no_step():
 
 
 # Resuming.
-
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(few_segments, batch_sizes, batch_sizes, shuffles, epoch_rows_or_none)
-def test_a_resume_at_any_step_gives_what_was_left(segments, batch_size, other_size, options, epoch_rows):
-    options |= {"drop_last": False, "epoch_rows": epoch_rows}
-    order = make(segments, batch_size, **options)
-    batches = ids_of(order)
-    for step in range(order.steps + 1):
-        rest = make(segments, other_size, start=order.position_after(step), **options)
-        assert flat(batches[:step]) + flat(ids_of(rest)) == flat(batches)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import pytest
 from helpers import append_rows, make_cache, publish, sample, wait_until
 
 import arrowcache as ac
-from arrowcache.reading.snapshot import Snapshot
 
 
 @pytest.fixture
@@ -182,16 +181,16 @@ def test_several_loaders_at_once_do_not_exceed_max_reuse(cache):
     assert served(cache) == [3] * 4
 
 
-def test_ranks_that_begin_an_epoch_at_once_count_it_once(cache, monkeypatch):
+def test_ranks_that_begin_an_epoch_at_once_count_it_once(cache):
     publish(cache, 4)
-    barrier, take = threading.Barrier(2), Snapshot.take
+    barrier = threading.Barrier(2)
 
-    def take_together(*arguments: object, **options: object) -> Snapshot:
-        barrier.wait(60)
-        return take(*arguments, **options)
+    def where(segment: ac.SegmentInfo) -> bool:
+        if segment.seq == 0:
+            barrier.wait(60)  # both look before either takes a snapshot
+        return True
 
-    monkeypatch.setattr(Snapshot, "take", take_together)
-    loaders = [ac.Loader(cache, 8, rank=rank, world_size=2, run_id="run") for rank in range(2)]
+    loaders = [ac.Loader(cache, 8, rank=rank, world_size=2, run_id="run", where=where) for rank in range(2)]
     threads = [threading.Thread(target=epoch, args=(loader,)) for loader in loaders]
     for thread in threads:
         thread.start()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from itertools import pairwise
 
-from helpers import DEADLINE_SECONDS, make_cache, publish
+from helpers import DEADLINE_SECONDS
 
 from arrowcache import Loader
 from arrowcache.reading.workers import pool as pool_module
-from arrowcache.reading.workers.pool import MOST_LOSSES, Restarts, WorkerPool
+from arrowcache.reading.workers.pool import MOST_LOSSES, Restarts
 
 
 def lose(restarts, now, was_ready=True, others_are_ready=False):
@@ -44,11 +45,12 @@ def test_a_loss_after_it_gave_up_does_not_end_the_pause():
     assert restarts.not_before == 7.1
 
 
-def test_an_epoch_that_begins_does_not_wait_for_processes_that_start(tmp_path, monkeypatch):
+def test_an_epoch_that_begins_does_not_wait_for_processes_that_start(cache, tmp_path, monkeypatch):
     """They have leased nothing yet that they could let go."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 10)
-    monkeypatch.setattr(WorkerPool, "_answered", lambda self, worker, message: None)  # none gets ready
+    never_ready = tmp_path / "python"
+    never_ready.write_text("#!/bin/sh\nexec sleep 3600\n")
+    never_ready.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(never_ready))
     monkeypatch.setattr(pool_module, "_DROP_SECONDS", 100 * DEADLINE_SECONDS)
     epochs: list[int] = []
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from typing import Any
 
 import pytest
-import torch
 from helpers import (
     append_rows,
     flip_byte,
@@ -19,7 +17,6 @@ from helpers import (
     segment_files,
     wait_until,
 )
-from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache import Loader
@@ -27,15 +24,7 @@ from arrowcache.reading.plan import Plan
 from arrowcache.torch import Loader as TorchLoader
 
 SHUFFLES = ["rows", "window", "blocks", None]
-ROWS = 57
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """Three segments of 16 rows and one of 9: ids 0 to 56."""
-    cache = make_cache(tmp_path / "cache")
-    append_rows(cache, range(ROWS))
-    return cache
+ROWS = 57  # three segments of 16 and one of 9
 
 
 def loader_of(cache: ac.Cache, size: int = 7, shuffle: str | None = "rows", **options: Any) -> Loader:
@@ -44,10 +33,6 @@ def loader_of(cache: ac.Cache, size: int = 7, shuffle: str | None = "rows", **op
         options["window_bytes"] = sum(path.stat().st_size for path in segment_files(cache)) // 2
     options = {"seed": 3, "columns": ["id"], "worker_type": "thread"} | options
     return Loader(cache, size, shuffle=shuffle, **options)
-
-
-def joined(batches: list[list[int]]) -> list[int]:
-    return [number for batch in batches for number in batch]
 
 
 def stop_after(steps: int, loader: Loader) -> tuple[list[int], dict[str, Any]]:
@@ -65,52 +50,6 @@ def evict_segments(cache: ac.Cache, count: int) -> None:
 
 
 # at every step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [0, 1, 3])
-@pytest.mark.parametrize("before", first_is_quick([0, 1, 3]))
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_at_every_step_what_was_delivered_and_what_remains_are_the_epoch_in_order(
-    cache, shuffle, before, after
-):
-    for epoch_rows in (None, 40, 130):
-        for drop_last in (True, False):
-            options = {"shuffle": shuffle, "epoch_rows": epoch_rows, "drop_last": drop_last}
-            with loader_of(cache, workers=before, **options) as loader:
-                states = [loader.state_dict()]
-                delivered = []
-                for batch in loader:
-                    delivered.append(batch["id"].tolist())
-                    states.append(loader.state_dict())
-                following = ids_of(loader)
-            total = epoch_rows or ROWS
-            assert len(delivered) == (total // 7 if drop_last else -(-total // 7))
-            whole = joined(delivered)
-            assert len(whole) == (total // 7 * 7 if drop_last else total)
-            if total <= ROWS:
-                assert len(set(whole)) == len(whole)
-            with loader_of(cache, workers=after, **options) as resumed:
-                for step, state in enumerate(states):
-                    resumed.load_state_dict(state)
-                    assert ids_of(resumed) == joined(delivered[step:]), f"the rest after step {step}"
-                assert ids_of(resumed) == following, "the next for is the next epoch"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-@pytest.mark.parametrize("other", [1, 5, 16, 60])
-def test_another_batch_size_goes_on_in_the_same_order(cache, shuffle, other):
-    with loader_of(cache, shuffle=shuffle, drop_last=False) as loader:
-        whole = ids_of(loader)
-    for steps in range(1, 9):
-        with loader_of(cache, shuffle=shuffle) as loader:
-            delivered, state = stop_after(steps, loader)
-        with loader_of(cache, other, shuffle, drop_last=False) as resumed:
-            resumed.load_state_dict(state)
-            batches = [batch["id"].tolist() for batch in resumed]
-        assert delivered + joined(batches) == whole
-        assert {len(batch) for batch in batches[:-1]} <= {other}
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -139,27 +78,6 @@ def test_a_resumed_epoch_can_be_saved_and_resumed_again(cache):
     with loader_of(cache, 10, drop_last=False) as loader:
         loader.load_state_dict(state)
         assert found + ids_of(loader) == whole
-
-
-@pytest.mark.parametrize("make", [Loader, TorchLoader])
-def test_batches_that_were_made_but_not_delivered_are_not_counted(cache, make):
-    made: list[int] = []
-
-    def transform(batch):
-        made.append(len(batch["id"]))
-        return batch
-
-    with make(cache, 4, transform=transform, prefetch=5, seed=3, drop_last=False) as loader:
-        whole = ids_of(loader)
-        made.clear()
-        loader.load_state_dict(loader.state_dict() | {"epoch": 0})
-        epoch = iter(loader)
-        delivered = ids_of(next(epoch) for _ in range(3))
-        wait_until(lambda: len(made) >= 7, "four batches to be ready")
-        state = loader.state_dict()
-        assert state["position"] == 12
-        loader.load_state_dict(state)
-        assert delivered + ids_of(loader) == whole
 
 
 # when a state is taken
@@ -259,70 +177,7 @@ def test_an_iterator_that_is_dropped_before_its_first_batch_began_no_epoch(cache
         assert loader.state_dict()["epoch"] == 3
 
 
-def test_of_two_loads_in_a_row_the_second_counts(cache):
-    with loader_of(cache) as loader:
-        whole = ids_of(loader)
-        _, first = stop_after(2, loader)
-        loader.load_state_dict(first | {"epoch": 0})
-        delivered, second = stop_after(5, loader)
-        loader.load_state_dict(first)
-        loader.load_state_dict(second)
-        rest = ids_of(loader)
-        assert whole[14:49] == delivered
-        assert whole[49:] == rest
-
-
-def test_loading_a_state_ends_the_epoch_in_progress(cache):
-    with loader_of(cache) as loader:
-        older = iter(loader)
-        delivered = ids_of(next(older) for _ in range(2))
-        loader.load_state_dict(loader.state_dict())
-        with pytest.raises(RuntimeError, match="a state was loaded: iterate anew"):
-            next(older)
-        rest = ids_of(loader)
-        assert sorted(delivered + rest) == sorted(set(delivered + rest))
-        assert len(delivered + rest) == 56
-
-
-def test_a_wrong_state_does_not_end_the_epoch_in_progress(cache):
-    with loader_of(cache) as loader:
-        epoch = iter(loader)
-        next(epoch)
-        with pytest.raises(ValueError, match="not a state"):
-            loader.load_state_dict({"epoch": 3})
-        assert len(ids_of(epoch)) == 49
-
-
-# where a state goes
-
-
-def test_a_state_survives_torch_and_json(cache):
-    with loader_of(cache) as loader:
-        whole = ids_of(loader)
-        state = loader.state_dict() | {"epoch": 0}
-        loader.load_state_dict(state)
-        delivered, state = stop_after(4, loader)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    for again in (torch.load(file, weights_only=True), json.loads(json.dumps(state))):
-        assert again == state
-        with loader_of(cache) as resumed:
-            resumed.load_state_dict(again)
-            assert delivered + ids_of(resumed) == whole
-
-
 # over a cache that has changed
-
-
-def test_what_was_published_since_is_in_the_next_epoch_and_not_in_the_resumed_one(cache):
-    with loader_of(cache, drop_last=False) as loader:
-        delivered, state = stop_after(3, loader)
-    publish(cache, 2, first=100)
-    with loader_of(cache, drop_last=False) as resumed:
-        resumed.load_state_dict(state)
-        assert sorted(delivered + ids_of(resumed)) == list(range(ROWS))
-        assert sorted(ids_of(resumed)) == [*range(ROWS), *range(100, 132)]
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from contextlib import closing, suppress
+from types import SimpleNamespace
 
 import pytest
 from helpers import (
@@ -18,13 +19,12 @@ from helpers import (
     wait_until,
 )
 
+import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.native import maps
 from arrowcache.reading import stream
-from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.folder import Folder
-from arrowcache.storage.store import Store
+from arrowcache.storage.locks import LockFile
 
 STEPS = 20  # of an epoch of ten segments
 
@@ -38,38 +38,44 @@ def cache(tmp_path, monkeypatch):
     return cache
 
 
-def test_no_step_does_more_than_a_slice(cache, monkeypatch):
-    done: list[str] = []
+@pytest.fixture
+def seams(monkeypatch):
+    """What is done of all that takes long, as it ends; `then` may be put in, to be called with its name."""
+    calls = SimpleNamespace(done=[], then=lambda name: None)
 
-    def note(owner, name):
-        real = getattr(owner, name)
+    def noted(name, real):
+        def call(*arguments, **options):
+            result = real(*arguments, **options)
+            if name != "locked" or arguments[0].path.name == "cache.lock":
+                calls.done.append(name)
+                calls.then(name)
+            return result
 
-        def noted(*args, **options):
-            done.append(name)
-            return real(*args, **options)
+        return call
 
-        monkeypatch.setattr(owner, name, noted)
+    monkeypatch.setattr(Folder, "names_in_segments", noted("listed", Folder.names_in_segments))
+    monkeypatch.setattr(Folder, "segment_info", noted("looked at", Folder.segment_info))
+    monkeypatch.setattr(LockFile, "close", noted("locked", LockFile.close))
+    monkeypatch.setattr(LockFile, "try_range", noted("leased", LockFile.try_range))
+    monkeypatch.setattr(maps, "open_alike", noted("mapped", maps.open_alike))
+    monkeypatch.setattr(Folder, "change_usage", noted("counted", Folder.change_usage))
+    return calls
 
+
+def test_no_step_does_more_than_a_slice(cache, seams):
     options = {"columns": ["id"], "transform": dict, "worker_type": "thread"}  # a portion a batch
     with Loader(cache, 8, prefetch=8, **options) as loader, closing(loader.repeat()) as epochs:
         next(epochs)
-        for owner, name in (
-            (Folder, "names_in_segments"), (Store, "_list"), (Store, "lease"), (Snapshot, "__init__"),
-            (Snapshot, "map_all"), (Epoch, "count"),
-        ):  # fmt: skip
-            note(owner, name)
-        steps = []
-        for _ in range(2 * STEPS):
-            next(epochs)
-            steps.append([*done])
-            done.clear()
-    assert [name for step in steps for name in step].count("lease") == 2
-    once = [step for step in steps if step]
-    seam = [
-        ["names_in_segments"], ["_list"], ["lease", "_list", "names_in_segments"], ["__init__"], ["map_all"],
-        ["map_all", "count"],
-    ]  # fmt: skip
-    assert once == 2 * seam
+        for epoch in range(2):
+            publish(ac.Cache.open(cache.path), 2)
+            steps = []
+            for _ in range(STEPS + 4 * epoch):
+                seams.done.clear()
+                next(epochs)
+                steps.append([*dict.fromkeys(seams.done)])
+            assert [step for step in steps if step] == [
+                ["listed"], ["looked at"], ["listed", "leased", "locked"], ["mapped"], ["counted", "locked"]
+            ]  # fmt: skip
 
 
 def take_epoch(epochs, loader):
@@ -105,20 +111,18 @@ def test_whatever_step_it_is_closed_at_nothing_stays_leased_or_mapped(cache):
         assert (cache.stats().leased_bytes, mapped_seqs(cache), maps.count()) == (0, [], count), steps
 
 
-@pytest.mark.parametrize("where", [(Snapshot, "map_all"), (Store, "lease")])
+@pytest.mark.parametrize("where", ["leased", "mapped"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_error_in_a_slice_leaves_nothing_leased(cache, monkeypatch, where, error):
-    owner, name = where
-    real = getattr(owner, name)
-
-    def fails(*args, **options):
-        real(*args, **options)
-        raise error
+def test_an_error_in_a_slice_leaves_nothing_leased(cache, monkeypatch, seams, where, error):
+    def fails(name):
+        if name == where:
+            raise error
 
     with Loader(cache, 8, prefetch=8, columns=["id"]) as loader:
         epochs = loader.repeat()
         next(epochs)
-        monkeypatch.setattr(owner, name, fails)
+        publish(cache, 2)
+        seams.then = fails
         with pytest.raises(error):
             ids_of(itertools.islice(epochs, 2 * STEPS))
         monkeypatch.undo()
@@ -140,38 +144,33 @@ def test_a_look_that_fails_takes_no_batch_from_the_epoch_that_runs(cache, monkey
     assert sorted(found) == list(range(160))
 
 
-@pytest.mark.parametrize("where", [(Store, "lease"), (Snapshot, "__init__"), (Snapshot, "map_all")])
-@pytest.mark.parametrize("begins_anew", [False, True])
-def test_whoever_ends_it_during_a_slice_nothing_stays_leased(cache, monkeypatch, where, begins_anew):
-    owner, name = where
-    real, came, anew = getattr(owner, name), False, []
+@pytest.mark.parametrize(("where", "begins_anew"), [("locked", False), ("locked", True), ("mapped", False)])
+def test_whoever_ends_it_during_a_slice_nothing_stays_leased(cache, seams, where, begins_anew):
+    came, anew = [], []
 
     def end():
         if begins_anew:
             anew.append(loader.repeat())
-            next(anew[0])
         else:
             loader.close()
 
-    def ends(*args, **options):
-        nonlocal came
-        result = real(*args, **options)
-        if not came:
-            came = True
+    def ends(name):
+        if name == where and not came:
+            came.append(name)
             thread = threading.Thread(target=end)
             thread.start()
             thread.join(DEADLINE_SECONDS)
             assert not thread.is_alive()
-        return result
 
     with Loader(cache, 8, prefetch=8, columns=["id"]) as loader, closing(loader.repeat()) as epochs:
         next(epochs)
-        monkeypatch.setattr(owner, name, ends)
+        publish(cache, 1)
+        seams.then = ends
         with suppress(RuntimeError):  # a newer epoch began
             ids_of(itertools.islice(epochs, 2 * STEPS))
         assert came
         if begins_anew:
-            assert len(ids_of(itertools.islice(anew[0], 2 * STEPS - 1))) == 2 * 160 - 8
+            assert sorted(take_epoch(anew[0], loader)) == list(range(176))
             anew[0].close()
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 

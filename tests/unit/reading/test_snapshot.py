@@ -11,34 +11,36 @@ import resource
 import sys
 import threading
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from helpers import (
+    DEADLINE_SECONDS,
+    append_rows,
     flip_byte,
     in_child,
     make_cache,
     mapped_seqs,
+    overfill,
     publish,
     replace_file,
     segment_files,
     seqs,
+    wait_until,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markup import seen
-from processes import Child, Script
+from processes import Child
 from slow_pages import SlowPages, require_slow_pages
 
 import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
-from arrowcache.native import maps
+from arrowcache.native import engine, maps
 from arrowcache.reading import mapped as mapped_module
-from arrowcache.reading.gather import Gatherer
-from arrowcache.reading.mapped import MappedSegments
-from arrowcache.reading.snapshot import _Reader
 from arrowcache.storage import mapping
 
 FIXED = {
@@ -56,6 +58,7 @@ FIXED = {
         {f"{dtype}{i}": ac.Tensor(dtype, shape) for dtype in DTYPES for i, shape in enumerate([(), (3,)])}
     ),
     "page": ac.Schema({"x": ac.Tensor("int16", (2048,))}),
+    "pair": ac.Schema({"a": ac.Tensor("float32", (768,)), "b": ac.Tensor("float32", (768,))}),
 }
 VARIABLE = {
     "text": ac.Schema({"t": ac.String(), "raw": ac.Binary()}),
@@ -71,7 +74,6 @@ VARIABLE = {
     ),
 }
 SCHEMAS = FIXED | VARIABLE
-WIDE_PAIR = ac.Schema({"a": ac.Tensor("float32", (768,)), "b": ac.Tensor("float32", (768,))})
 FULL_ROWS = 10
 
 
@@ -173,6 +175,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_gathered_rows_are_what_a_plain_reader_reads(tmp_path, kind, layout):
+    """Few rows here and now, many by the engine's threads."""
     cache = build(tmp_path / "cache", SCHEMAS[kind], LAYOUTS[layout])
     expected = plain_rows(cache)
     rng = np.random.default_rng(1)
@@ -182,6 +185,7 @@ def test_gathered_rows_are_what_a_plain_reader_reads(tmp_path, kind, layout):
         for ids in (
             rng.permutation(count),
             rng.integers(0, count, 50),
+            rng.integers(0, count, 700),
             np.arange(count),
             np.arange(count)[::-1],
             np.array([count - 1]),
@@ -212,12 +216,11 @@ def test_without_mappings_the_rows_are_the_same(tmp_path, monkeypatch, kind, mos
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*SCHEMAS, "wide_pair"])
+@pytest.mark.parametrize("kind", SCHEMAS)
 def test_what_may_be_on_the_disk_is_not_waited_for_through_its_mapping(tmp_path, kind):
     """A thread that waits for a page may have the GIL; one that reads a file has not."""
     require_slow_pages()
-    schema = WIDE_PAIR if kind == "wide_pair" else SCHEMAS[kind]
-    cache = build(tmp_path / "cache", schema, LAYOUTS["mixed"])
+    cache = build(tmp_path / "cache", SCHEMAS[kind], LAYOUTS["mixed"])
 
     def gather(path):
         cache, pages = ac.Cache.open(path), SlowPages()
@@ -234,21 +237,6 @@ def test_what_may_be_on_the_disk_is_not_waited_for_through_its_mapping(tmp_path,
     assert brought == 0
     for some, columns in zip((ids[:5], ids), got, strict=True):
         assert_same(cache, plain_rows(cache), some, columns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["odd", "one_kib", "page", "pair"])
-def test_large_gathers_are_what_a_plain_reader_reads(tmp_path, kind, layout):
-    schema = WIDE_PAIR if kind == "pair" else SCHEMAS[kind]
-    cache = build(tmp_path / "cache", schema, LAYOUTS[layout])
-    expected = plain_rows(cache)
-    rng = np.random.default_rng(3)
-    with cache.snapshot() as snapshot:
-        count = len(snapshot)
-        rest = np.arange(count)[-3:]
-        for ids in (rng.integers(0, count, 700), np.r_[rng.integers(0, min(count, 20), 600), rest]):
-            assert_same(cache, expected, ids, snapshot.gather(ids))
 
 
 @pytest.mark.slow
@@ -270,16 +258,6 @@ def test_any_schema_and_any_parts_read_back(tmp_path_factory, data):
         assert_same(cache, expected, ids, snapshot.gather(ids, columns=names), names)
 
 
-def test_short_segments_mapped_before_and_after_full_ones_read_the_same(tmp_path):
-    cache = build(tmp_path / "cache", SCHEMAS["plain"], [3, 20, 7])
-    expected = plain_rows(cache)
-    for order in ([0, 25, 5], [25, 0, 5], [5, 0, 25]):
-        with ac.Cache.open(cache.path).snapshot() as snapshot:
-            for row in order:
-                assert_same(cache, expected, [row], snapshot.gather([row]))
-            assert_same(cache, expected, range(30), snapshot.gather(range(30)))
-
-
 def test_a_gathered_array_is_a_copy_that_outlives_the_snapshot(tmp_path):
     cache = build(tmp_path / "cache", SCHEMAS["ragged"], [20])
     expected = plain_rows(cache)
@@ -295,16 +273,10 @@ def test_a_gathered_array_is_a_copy_that_outlives_the_snapshot(tmp_path):
     assert_same(cache, expected, range(20), got)
 
 
-def test_out_is_filled_and_returned(tmp_path):
-    cache = build(tmp_path / "cache", SCHEMAS["plain"], [20])
-    expected = plain_rows(cache)
-    with cache.snapshot() as snapshot:
-        image = np.zeros((5, 16, 16), np.float32)
-        got = snapshot.gather([4, 3, 2, 1, 19], out={"image": image})
-        assert got["image"] is image
-        assert_same(cache, expected, [4, 3, 2, 1, 19], got)
-        got = snapshot.gather([4, 3], columns=["image"], out={"image": image[:2]})
-        assert list(got) == ["image"]
+def test_a_variable_length_column_takes_no_out(tmp_path):
+    cache = build(tmp_path / "cache", SCHEMAS["text"], [20])
+    with cache.snapshot() as snapshot, pytest.raises(ValueError, match="'t'"):
+        snapshot.gather([0], out={"t": np.zeros(1)})
 
 
 @pytest.mark.parametrize("rows", [5, 500], ids=["here and now", "by the engine's threads"])
@@ -325,12 +297,6 @@ def test_out_arrays_that_overlap_are_refused_and_those_that_adjoin_are_filled(tm
         out = {"a": buffer[rows : 2 * rows], "b": buffer[:rows], "c": buffer[2 * rows :]}
         assert_same(cache, expected, ids, snapshot.gather(ids, out=out))
         assert snapshot.gather([], out=dict.fromkeys("abc", buffer[:0])).keys() == set("abc")
-
-
-def test_a_variable_length_column_takes_no_out(tmp_path):
-    cache = build(tmp_path / "cache", SCHEMAS["text"], [20])
-    with cache.snapshot() as snapshot, pytest.raises(ValueError, match="'t'"):
-        snapshot.gather([0], out={"t": np.zeros(1)})
 
 
 @pytest.mark.parametrize(
@@ -373,23 +339,6 @@ def test_an_empty_snapshot_has_no_rows(tmp_path):
         assert snapshot.table().column_names == ["id", "image"]
         assert snapshot.table(columns=["image"]).column_names == ["image"]
     assert cache.dataset().count_rows() == 0
-
-
-def test_a_snapshot_sees_what_was_published_before_it_and_nothing_later(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 3)
-    with cache.snapshot() as snapshot:
-        publish(cache, 2)
-        assert len(snapshot) == 48
-        assert [segment.seq for segment in snapshot.segments] == [0, 1, 2]
-        assert snapshot.nbytes == sum(path.stat().st_size for path in segment_files(cache)[:3])
-
-
-def test_where_chooses_segments(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 6)
-    with cache.snapshot(where=lambda segment: segment.seq % 2 == 1) as snapshot:
-        assert snapshot.gather(range(48))["id"].tolist() == [*range(16, 32), *range(48, 64), *range(80, 96)]
 
 
 def test_a_snapshot_shows_what_it_reads_and_leases(tmp_path):
@@ -447,125 +396,59 @@ def test_segments_are_unmapped_before_they_are_unleased(tmp_path, monkeypatch):
     assert leased_at_unmap == [True], "all in one go, still leased"
 
 
-def test_what_two_snapshots_share_stays_mapped_until_both_are_closed(tmp_path):
+@contextmanager
+def gathering(snapshot, row, monkeypatch):
+    """Another thread gathers a row: it has begun in the block, and ends after it. Gives what it gets."""
+    inside, go_on, got = threading.Event(), threading.Event(), {}
+
+    def slow(*job):
+        inside.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+        return real(*job)
+
+    real = engine.quick.engine_submit
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.quick, "engine_submit", slow)
+        thread = threading.Thread(target=lambda: got.update(snapshot.gather([row])))
+        thread.start()
+        assert inside.wait(DEADLINE_SECONDS)
+    try:
+        yield got
+    finally:
+        go_on.set()
+        thread.join(DEADLINE_SECONDS)
+
+
+def test_closing_lets_a_gather_in_another_thread_end_first_and_a_writer_waits_for_it(tmp_path, monkeypatch):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 3)
-    first = cache.snapshot()
-    first.map_all()
-    publish(cache, 1)
-    second = cache.snapshot()
-    first.close()
-    assert len(mapped_seqs(cache)) == 3
-    assert second.gather([0, 63])["id"].tolist() == [0, 63]
-    assert len(mapped_seqs(cache)) == 4
-    second.close()
-    assert len(mapped_seqs(cache)) == 0
+    snapshot = cache.snapshot()
+    with gathering(snapshot, 47, monkeypatch) as got:
+        snapshot.close()
+        assert cache.stats().leased_bytes > 0, "still read"
+        with pytest.raises(ValueError, match="closed"):
+            snapshot.gather([0])
+        writing = threading.Thread(target=append_rows, args=(cache, range(48, 48 + 16 * 150)))
+        writing.start()
+        wait_until(lambda: cache.stats().waiting_writers or not writing.is_alive(), "the writer to wait")
+        assert seqs(cache)[0] == 0
+    writing.join(DEADLINE_SECONDS)
+    assert got["id"].tolist() == [47]
+    assert seqs(cache)[-1] == 152
+    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 
 
-def test_what_was_evicted_makes_way_for_the_new_segments(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    for turn in range(5):
-        publish(cache, 4)
-        with cache.snapshot() as snapshot:
-            first = turn * 64
-            assert snapshot.gather(range(64))["id"].tolist() == list(range(first, first + 64))
-        cache.evict("1GB")
-
-
-def test_a_leased_segment_outlives_every_attempt_to_evict_it(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 5)
-    with cache.snapshot() as snapshot:
-        assert cache.evict("1GB") == 0
-        assert snapshot.gather([0])["id"][0] == 0
-    assert cache.evict("1GB") > 0
-    assert seqs(cache) == []
-
-
-def test_a_lease_that_only_a_view_keeps_is_not_ending_whoever_ends_last(tmp_path):
-    """Or a writer of this process would wait for it."""
+def test_a_writer_of_this_process_does_not_wait_for_a_lease_that_only_a_view_keeps(tmp_path, monkeypatch):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 2)
     snapshot = cache.snapshot()
     view = snapshot.table()
-    lease, lock = snapshot._lease, snapshot._lock
-    reader = _Reader(snapshot)  # a gather in another thread
-
-    class EndsTheGather:
-        """The lock, as the other thread takes it next."""
-
-        def __enter__(self):
-            lock.acquire()
-
-        def __exit__(self, *_):
-            lock.release()
-            snapshot._lock = lock
-            in_thread(reader.end)
-
-    snapshot._lock = EndsTheGather()
-    snapshot.close()
-    assert lease.stays(1)
+    with gathering(snapshot, 0, monkeypatch):
+        snapshot.close()
+    with pytest.raises(ac.CacheFullError, match="this very process"):
+        overfill(cache, "wait")
     del view
-    assert not lease.covers(1)
-
-
-def in_thread(function):
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
-
-
-def test_closing_lets_a_gather_in_another_thread_end_first(tmp_path, monkeypatch):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 3)
-    snapshot = cache.snapshot()
-    inside, go_on = threading.Event(), threading.Event()
-    real = Gatherer.begin
-
-    def slow(self, *args, **options):
-        inside.set()
-        assert go_on.wait(20)
-        return real(self, *args, **options)
-
-    monkeypatch.setattr(Gatherer, "begin", slow)
-    got = {}
-    thread = threading.Thread(target=lambda: got.update(snapshot.gather([47])))
-    thread.start()
-    assert inside.wait(20)
-    snapshot.close()
-    assert cache.stats().leased_bytes > 0, "still read"
-    with pytest.raises(ValueError, match="closed"):
-        snapshot.gather([0])
-    go_on.set()
-    thread.join(20)
-    assert got["id"].tolist() == [47]
-    assert cache.stats().leased_bytes == 0
-    assert len(mapped_seqs(cache)) == 0
-
-
-def test_many_threads_may_gather_at_once(tmp_path):
-    cache = build(tmp_path / "cache", SCHEMAS["ragged"], [3, 20, 7, 30, 9])
-    expected = plain_rows(cache)
-    failures = []
-    barrier = threading.Barrier(4)
-
-    def work(seed):
-        try:
-            rng = np.random.default_rng(seed)
-            barrier.wait(20)
-            for _ in range(20):
-                ids = rng.integers(0, 69, 30)
-                assert_same(cache, expected, ids, snapshot.gather(ids))
-        except BaseException as error:
-            failures.append(error)
-
-    with cache.snapshot() as snapshot:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert failures == []
+    publish(cache, 100)
 
 
 def test_a_table_shows_every_row_without_a_copy_and_outlives_the_snapshot(tmp_path):
@@ -705,17 +588,19 @@ def test_one_that_a_writer_closes_while_it_meets_a_damaged_segment_maps_and_leas
     publish(cache, 4)
     replace_file(segment_files(cache)[1], b"ARROW1 but no more")
     snapshot = cache.snapshot()
-    real = MappedSegments.map
+    real = maps.File.open
 
-    def map_and_close(self, segment, store, **options):
+    def close_and_open(*arguments):
         snapshot.close()  # as the writer's thread, through on_contention
-        return real(self, segment, store, **options)
+        real(*arguments)
 
-    monkeypatch.setattr(MappedSegments, "map", map_and_close)
+    monkeypatch.setattr(maps.File, "open", close_and_open)
     with pytest.warns(RuntimeWarning, match="quarantined"):
         snapshot.map_all()
-    mapped = MappedSegments.of(cache.store)
-    assert (mapped_seqs(cache), mapped._claims, cache.stats().leased_bytes) == ([], [], 0)
+    assert (mapped_seqs(cache), cache.stats().leased_bytes) == ([], 0)
+    with cache.snapshot() as after:
+        after.map_all()
+    assert mapped_seqs(cache) == [], "what it had claimed is claimed no more"
 
 
 @pytest.mark.parametrize("part", ["header", "offsets", "footer"])
@@ -732,17 +617,9 @@ def test_a_damaged_segment_among_many_of_a_known_layout_is_found(tmp_path, part)
         assert snapshot.gather(range(80))["id"].tolist() == [*range(64), *range(80, 96)]
 
 
-def test_segments_of_a_known_layout_are_not_parsed_again(tmp_path, monkeypatch):
+def test_segments_of_a_known_layout_are_not_parsed_again(tmp_path, checked):
     cache = build(tmp_path / "cache", SCHEMAS["every"], [FULL_ROWS] * 6)
     expected = plain_rows(cache)
-    checked = []
-    real = mapped_module.check_file
-
-    def check_file(file, store, segment, **options):
-        checked.append(segment.seq)
-        return real(file, store, segment, **options)
-
-    monkeypatch.setattr(mapped_module, "check_file", check_file)
     with cache.snapshot() as snapshot:
         snapshot.map_all()
         assert checked == [0, 1]
@@ -855,41 +732,6 @@ def test_where_no_addresses_are_left_what_needs_none_goes_on(tmp_path, kind):
         pass
 
 
-def test_a_gather_never_reads_where_a_segment_was(tmp_path):
-    """Not even as a stand-in: an address in a hole is a segmentation fault, so a process of its own."""
-    cache = build(tmp_path / "cache", WIDE_PAIR, [10, 10, 10, 3])
-
-    def child():
-        first = cache.snapshot(where=lambda segment: segment.seq == 0)
-        first.gather([0])
-        with cache.snapshot(where=lambda segment: segment.seq > 0) as rest:
-            rest.gather(range(10, 23))  # segment 1 stays unmapped
-            first.close()
-            expected = plain_rows(cache)
-            ids = np.r_[np.random.default_rng(0).integers(10, 20, 300), 20:23]
-            got = rest.gather(ids, columns=["b"])
-            assert_same(cache, expected, ids + 10, got, ["b"])
-
-    with in_child(child):
-        pass
-
-
-def test_a_gather_never_reads_before_a_segment_either(tmp_path):
-    """Rows that are no items of the one array are not even read as such: that could begin in a hole."""
-    schema = ac.Schema({"b": ac.Tensor("float32", (700,)), "a": ac.Tensor("float32", (768,))})
-    cache = build(tmp_path / "cache", schema, [10] * 8)
-    expected = plain_rows(cache)
-
-    def child():
-        with cache.snapshot() as snapshot:
-            for most in range(8):
-                ids = np.r_[np.full(200, 10 * most), np.arange(8) * 10]
-                assert_same(cache, expected, ids, snapshot.gather(ids))
-
-    with in_child(child):
-        pass
-
-
 def test_a_forgotten_snapshot_warns_and_leases_nothing(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 1)
@@ -955,22 +797,4 @@ def test_a_snapshot_that_the_garbage_collector_frees_while_another_maps_does_not
             gc.collect()
     finally:
         gc.set_threshold(*thresholds)
-    assert cache.stats().leased_bytes == 0
-
-
-OPEN_AT_EXIT = """
-    import sys
-    import arrowcache as ac
-
-    snapshot = ac.Cache.open(sys.argv[1]).snapshot()
-    assert len(snapshot) == 16
-"""
-
-
-def test_what_is_open_when_the_interpreter_ends_is_let_go_in_silence(tmp_path):
-    """A loader's own snapshot may be finalized there before its loader."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 1)
-    with Script(OPEN_AT_EXIT, cache.path) as script:
-        assert script.end() == (0, "")
     assert cache.stats().leased_bytes == 0

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import DEADLINE_SECONDS, held_by_another_thread, in_child, wait_until
+from helpers import DEADLINE_SECONDS, held_by_another_thread, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.errors import LoaderTimeoutError
 from arrowcache.reading.future import Future
 from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.snapshot import Snapshot
@@ -59,15 +58,13 @@ class Epochs:
     def __init__(self, first: Epoch, after: Callable[[Any, Any], Any]) -> None:
         self.first, self.progress, self.after = first, first, after
         self.taken_back, self.came = [], []
+        self.supply = SimpleNamespace(drop=lambda: None)  # nothing was taken ahead
 
     def begin(self, wait: Any) -> Epoch | None:
         return None if wait.is_cancelled() else self.first
 
     def begin_after(self, previous: Epoch, wait: Any = None) -> Epoch | None:
         return self.after(previous, wait)
-
-    def drop_ahead(self) -> None:
-        """Nothing was taken."""
 
     def came_to(self, epoch: Epoch) -> None:
         self.came.append(epoch.number)
@@ -232,15 +229,6 @@ def threads():
 # order
 
 
-@pytest.mark.parametrize("batches", [1, 2, 7, 100])
-def test_batches_arrive_in_step_order_then_none(wanted, batches):
-    for _ in range(3):
-        stream = stream_of(counting(50, batches), wanted)
-        assert numbers(stream) == list(range(50))
-        assert stream.take(1) is None
-        stream.close()
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2, 5])), max_size=20), st.integers(1, 9)
 )
@@ -257,31 +245,6 @@ def test_any_jobs_give_all_their_batches_in_order(plan, wanted):
     stream = stream_of(portions, wanted)
     assert numbers(stream) == list(range(count))
     assert (stream.under_way, len(stream.begun)) == (0, 0)
-
-
-def test_jobs_of_several_threads_run_side_by_side_and_arrive_in_step_order(threads):
-    together, order = threading.Barrier(3), []
-
-    def make(step: int) -> ReadyBatch:
-        together.wait(DEADLINE_SECONDS)  # ends only if three run at a time
-        order.append(step)
-        return made(step)
-
-    def portions() -> Iterator[Portion]:
-        for step in range(9):
-            yield Elsewhere(None, 1, threads.submit(lambda step=step: make(step)), lambda one: (one,))
-
-    assert numbers(stream_of(portions)) == list(range(9))
-    assert sorted(order) == list(range(9))
-
-
-def test_what_ended_first_waits_for_what_was_begun_before_it():
-    first, second = Manual(0, is_done=False), Manual(1)
-    stream = stream_of(of(first, second))
-    with pytest.raises(LoaderTimeoutError):
-        stream.take(0)
-    first.is_done.set()
-    assert numbers(stream) == [0, 1]
 
 
 # how far ahead
@@ -331,16 +294,6 @@ def test_how_many_are_wanted_may_change():
         taken(stream)
     assert len(begun) == 6
     stream.close()
-
-
-def test_nothing_is_made_after_it_ended():
-    asked: list[int] = []
-    stream = stream_of(noted(asked, 9))
-    stream.close()
-    assert asked == [0, 1, 2]
-    assert stream.take(0) is None
-    assert asked == [0, 1, 2]
-    assert not stream.ready
 
 
 def test_a_job_that_was_asked_for_while_the_stream_ended_is_cancelled():
@@ -411,18 +364,6 @@ def test_an_epoch_that_has_to_wait_waits_until_all_is_delivered_and_lets_go_of_w
     stream.close()
 
 
-def test_a_wait_for_the_next_epoch_is_cancelled_by_the_end():
-    def after(previous: Epoch, wait: Any) -> Epoch | None:
-        if wait is not None:
-            in_another_thread(stream.close)
-            assert wait.is_cancelled()
-        return None
-
-    stream = endless_of(1, after)
-    assert taken(stream) == 0
-    assert stream.take(None) is None
-
-
 def test_an_epoch_that_began_as_the_stream_ended_is_ended():
     late = Epoch(1)
 
@@ -468,17 +409,6 @@ def test_at_most_eight_epochs_are_begun_ahead_that_nobody_got(steps):
     stream.close()
 
 
-def test_a_batch_of_the_next_epoch_is_delivered_after_the_loader_came_to_it():
-    stream = endless_of(1, lambda previous, _: Epoch(previous.number + 1))
-    for number in range(3):
-        with stream.waiting():
-            one = stream.take(None)
-        stream.deliver(one)
-        assert stream.epochs.progress.number == number
-    assert stream.epochs.came == [1, 2]
-    stream.close()
-
-
 # what a consumer is told
 
 
@@ -496,6 +426,9 @@ def test_an_end_is_told_and_why():
     with pytest.raises(StopIteration):
         stream.deliver(one)
     assert stream.has_stopped
+    assert ("deliver" in stream.epochs.first.calls, stream.meter.batches) == (False, 0), (
+        "its consumer got none"
+    )
 
 
 def test_an_epoch_of_which_nobody_asked_for_a_batch_is_taken_back():
@@ -510,13 +443,6 @@ def test_an_epoch_of_which_nobody_asked_for_a_batch_is_taken_back():
     assert stream.epochs.taken_back == []
     assert stream.epochs.first.calls == ["parked", "end"]
     assert stream.has_stopped
-
-
-def test_a_beginning_that_is_cancelled_begins_nothing():
-    stream = Stream(Epochs(Epoch(), None), None, endless=False)
-    assert not stream.begin(lambda: True)
-    stream.close()
-    assert stream.epochs.first.calls == []
 
 
 # errors
@@ -579,10 +505,11 @@ PLACES = pytest.mark.parametrize("where", ["portions", "take", "made", "future"]
 
 @PLACES
 @pytest.mark.parametrize("wanted", [1, 3, 9])
-def test_an_error_arrives_after_the_batches_before_it(where, wanted):
-    stream = stream_of(failing(FailingError, where, lambda: Manual(9)), wanted)
+@pytest.mark.parametrize("kind", [FailingError, SystemExit])
+def test_an_error_arrives_after_the_batches_before_it(where, wanted, kind):
+    stream = stream_of(failing(kind, where, lambda: Manual(9)), wanted)
     assert [taken(stream) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(FailingError, match="nothing there") as caught:
+    with pytest.raises(kind, match="nothing there") as caught:
         stream.take(DEADLINE_SECONDS)
     if where != "future":
         assert "fail" in [entry.name for entry in caught.traceback], "with its own traceback"
@@ -590,14 +517,6 @@ def test_an_error_arrives_after_the_batches_before_it(where, wanted):
     stream.fail()
     assert stream.epochs.came == ["error"]
     assert "let_go" in stream.epochs.first.calls, "and not parked"
-
-
-@PLACES
-def test_even_an_error_that_is_no_exception_arrives(where):
-    stream = stream_of(failing(SystemExit, where), 1)
-    with pytest.raises(SystemExit):
-        numbers(stream)
-    stream.close()
 
 
 def test_nothing_is_delivered_after_an_error_and_what_was_begun_is_cancelled():
@@ -650,15 +569,6 @@ def test_an_error_of_what_was_let_go_meanwhile_is_not_shown_and_keeps_nothing(ke
 # waiting
 
 
-def test_a_wait_for_a_batch_has_a_deadline(wanted):
-    pending = Manual(is_done=False)
-    stream = stream_of(of(pending), wanted)
-    with pytest.raises(LoaderTimeoutError, match=r"no batch came in 0\.05 s"):
-        stream.take(0.05)
-    pending.is_done.set()
-    assert numbers(stream) == [0]
-
-
 def test_who_waits_for_a_batch_shows_that_now_and_then_without_the_lock():
     calls = []
 
@@ -674,30 +584,6 @@ def test_who_waits_for_a_batch_shows_that_now_and_then_without_the_lock():
     stream.meter.show = while_waiting
     assert numbers(stream) == [0]
     assert len(calls) == 3
-
-
-def test_what_a_wait_shows_may_fail():
-    pending = Manual(is_done=False)
-    stream = stream_of(of(pending), 1)
-    stream.meter.show = lambda: fail(FailingError)
-    with pytest.raises(FailingError):
-        stream.take(None)
-    stream.meter.show = lambda: None
-    stream.close()
-    assert pending.cancelled == 1
-
-
-def test_a_consumer_that_waits_is_told_when_its_epoch_is_ended_elsewhere(wanted):
-    pending, results = Manual(is_done=False), []
-    stream = stream_of(of(pending), wanted)
-    consumer = threading.Thread(target=lambda: results.append(stream.take(None)))
-    consumer.start()
-    wait_until(lambda: "take" in pending.calls, "it to wait")
-    stream.close()
-    consumer.join(DEADLINE_SECONDS)
-    assert results == [None]
-    assert pending.cancelled == 1, "by its consumer, who was at it"
-    assert not stream.begun
 
 
 def test_a_stream_that_ends_while_its_consumer_waits_is_not_touched_by_who_ends_it():
@@ -790,16 +676,6 @@ def test_who_asks_whether_a_batch_is_ready_does_not_wait_for_the_next_epoch():
 # the end
 
 
-def test_what_a_stream_reads_is_let_go_once_when_it_ends(wanted):
-    let_go = []
-    stream = stream_of(of(Manual()), wanted, let_go=lambda: let_go.append(1))
-    assert numbers(stream) == [0]
-    assert let_go == [], "a consumer that is not told ends nothing"
-    stream.close()
-    stream.close()
-    assert let_go == [1]
-
-
 def test_what_was_begun_is_cancelled_before_anything_is_let_go():
     pending, order = [Manual(step) for step in range(3)], []
     stream = stream_of(of(*pending), let_go=lambda: order.append([each.cancelled for each in pending]))
@@ -808,43 +684,6 @@ def test_what_was_begun_is_cancelled_before_anything_is_let_go():
     stream.close()
     assert order == [[1, 1, 1]]
     assert [each.cancelled for each in pending] == [1, 1, 1]
-
-
-def test_a_stream_ends_at_once_although_a_job_of_it_does_not(threads):
-    started, go_on = threading.Semaphore(0), threading.Event()
-    futures = []
-
-    def wait() -> None:
-        started.release()
-        assert go_on.wait(DEADLINE_SECONDS)
-
-    def portions() -> Iterator[Portion]:
-        for _ in range(100):
-            futures.append(threads.submit(wait))
-            yield Elsewhere(None, 1, futures[-1], lambda one: (one,))
-
-    stream = stream_of(portions, 5)
-    for _ in range(3):
-        assert started.acquire(timeout=DEADLINE_SECONDS)
-    stream.close()
-    assert [future.done() for future in futures] == [False] * 3 + [True] * 2
-    go_on.set()
-
-
-def test_an_end_that_was_interrupted_is_finished_by_the_next():
-    calls = []
-
-    def let_go() -> None:
-        calls.append(len(calls))
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-
-    stream = stream_of(of(Manual()), let_go=let_go)
-    with pytest.raises(KeyboardInterrupt):
-        stream.close()
-    for _ in range(2):
-        stream.close()
-    assert calls == [0, 1]
 
 
 @pytest.mark.parametrize("which", ["withdraw", "cancel"])
@@ -866,56 +705,6 @@ def test_an_end_that_was_interrupted_between_two_jobs_is_finished_by_the_next(wh
     assert all(each.cancelled for each in pending)
     assert let_go == [1]
     assert stream.take(0) is None
-
-
-@pytest.mark.parametrize("where", ["portions", "take", "go_on", "made"])
-def test_ctrl_c_anywhere_leaves_a_stream_that_can_be_ended(where):
-    is_pressed = False
-
-    class Pressed(Manual):
-        def take(self, seconds: float) -> bool:
-            return fail(KeyboardInterrupt) if where == "take" else super().take(seconds)
-
-        def go_on(self) -> None:
-            if where == "go_on" and is_pressed:
-                fail(KeyboardInterrupt)
-
-        def made(self) -> Iterator[ReadyBatch]:
-            return fail(KeyboardInterrupt) if where == "made" else super().made()
-
-    pending, let_go = [Pressed(0), Manual(1)], []
-
-    def portions() -> Iterator[Portion]:
-        yield from pending
-        yield Manual(2)
-        if where == "portions":
-            fail(KeyboardInterrupt)
-
-    stream = stream_of(portions, let_go=lambda: let_go.append([each.cancelled for each in pending]))
-    is_pressed = True
-    with pytest.raises(KeyboardInterrupt):
-        numbers(stream)
-    in_another_thread(stream.close)
-    assert let_go == [[0 if where in ("made", "portions") else 1, 1 if where != "portions" else let_go[0][1]]]
-    assert not stream.begun
-
-
-def test_a_child_does_not_take_the_batches_of_who_forked_it():
-    let_go = []
-    stream = stream_of(of(Manual()), let_go=lambda: let_go.append(1))
-
-    def body() -> None:
-        with pytest.raises(ValueError, match="belongs to the process that forked this one"):
-            stream.take(0)
-        stream.close()
-        assert stream.ended
-        assert let_go == [], "it is the parent's"
-
-    with in_child(body):
-        pass
-    assert numbers(stream) == [0]
-    stream.close()
-    assert let_go == [1]
 
 
 # what is kept

@@ -5,6 +5,7 @@ Where rows come from the disk, that is. Whoever copies from a mapping gets SIGBU
 
 from __future__ import annotations
 
+import builtins
 import os
 import warnings
 from collections.abc import Callable
@@ -85,16 +86,26 @@ def test_other_readers_learn_of_a_segment_that_could_not_be_read(cache):
     assert seqs(cache) == [0, 1, 2, 4, 5]
 
 
-def test_a_segment_whose_read_failed_by_chance_is_read_on(cache, monkeypatch):
+def test_a_segment_whose_read_failed_by_chance_is_checked_once_and_read_on(cache, monkeypatch):
+    monkeypatch.setattr(mapped, "_MOST_MAPPED", 0)
     with cache.snapshot() as snapshot:
         snapshot.map_all()
-        snapshot._doubted(DAMAGED * SEGMENT_ROWS)
-        with cache.snapshot() as after:
-            assert after.map_all() == ROWS
-            assert after.gather(range(ROWS))["id"].tolist() == WHOLE
-        monkeypatch.setattr("arrowcache.reading.mapped.check_file", None)
-        with cache.snapshot() as last:
-            assert last.map_all() == ROWS, "it is not doubted any more"
+        path, away = segment_files(cache)[DAMAGED], cache.path / "away"
+        path.rename(away)
+        with pytest.raises(ac.CorruptSegmentError, match="No such file"):
+            snapshot.gather(range(ROWS))
+        away.rename(path)
+        opened, opening = [], open
+        monkeypatch.setattr(
+            builtins, "open", lambda *file, **how: opened.append(file[0]) or opening(*file, **how)
+        )
+        for _ in range(2):
+            with cache.snapshot() as after:
+                assert after.map_all() == ROWS
+                assert after.gather(range(ROWS))["id"].tolist() == WHOLE
+            assert len([each for each in opened if isinstance(each, int)]) == 1, (
+                "all its bytes were read, once"
+            )
 
 
 def check_next_epochs(loader: Any, name: str) -> None:
@@ -107,32 +118,26 @@ def check_next_epochs(loader: Any, name: str) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("make", [ac.Loader, TorchLoader])
-@pytest.mark.parametrize("shuffle", ["rows", "window"])  # the others give views
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (ac.Loader, {"shuffle": "rows"}), (TorchLoader, {"shuffle": "rows"}),
+        (ac.Loader, {"shuffle": "window"}), (TorchLoader, {"shuffle": "window"}),  # the others give views
+        (ac.Loader, {"workers": 2, "worker_type": "thread", "transform": dict}),
+        (ac.Loader, {"workers": 2, "worker_type": "process", "transform": dict}),
+    ],
+    ids=["rows", "torch, rows", "window", "torch, window", "threads", "processes"],
+)  # fmt: skip
 def test_a_step_that_meets_a_truncated_segment_names_it_and_the_next_epoch_goes_on(
-    cache, make, shuffle, columns
+    cache, make, options, columns
 ):
-    with make(cache, 6, drop_last=False, prefetch=1, shuffle=shuffle, columns=columns) as loader:
+    with make(cache, 6, drop_last=False, prefetch=1, columns=columns, **options) as loader:
         epoch = iter(loader)
         next(epoch)
         name = damage(cache, truncate)
         with pytest.raises(ac.CorruptSegmentError, match=rf"{name} .*its file was truncated"):
             list(epoch)
         assert next(epoch, None) is None
-        check_next_epochs(loader, name)
-    assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
-
-
-@pytest.mark.parametrize("worker_type", ["thread", "process"])
-def test_workers_that_meet_a_truncated_segment_name_it_and_the_next_epoch_goes_on(cache, worker_type):
-    options = {"workers": 2, "worker_type": worker_type, "transform": dict}
-    with ac.Loader(cache, 8, prefetch=1, **options) as loader:
-        epoch = iter(loader)
-        next(epoch)
-        name = damage(cache, truncate)
-        with pytest.raises(ac.CorruptSegmentError, match=name):
-            for _ in epoch:
-                pass
         check_next_epochs(loader, name)
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 

@@ -83,14 +83,12 @@ def test_functions_run_side_by_side(three):
     assert set(names) == {f"arrowcache-worker-{number}" for number in range(3)}
 
 
-def test_there_is_no_thread_before_the_first_function(monkeypatch):
-    started = []
-    monkeypatch.setattr(module, "start", lambda thread: (started.append(thread), thread.start()))
+def test_there_is_no_thread_before_the_first_function(new_threads):
     threads = WorkerThreads(2)
-    assert started == []
+    assert not new_threads()
     for _ in range(5):
         threads.submit(lambda: None).result(DEADLINE_SECONDS)
-    assert len(started) == 2
+    assert len(new_threads()) == 2
     threads.close()
 
 

@@ -137,7 +137,7 @@ class Gatherer:
         return gather
 
     def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Gather:
-        """Have the disk begin to read columns of rows first..last-1: a hint, which ends if it is dropped."""
+        """Ask the disk for columns of rows first..last-1: a hint, which ends if it is dropped."""
         fetch = Gather()
         if columns := self._columns(dict.fromkeys(names, 0)):
             fetch.add(engine.fetch_rows(self._rows, first, last, columns, keep))

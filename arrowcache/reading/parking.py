@@ -64,7 +64,7 @@ class Parking:
         self._leave(snapshot, _PARK)
 
     def leave(self, snapshot: Snapshot) -> None:
-        """Have the thread close a snapshot: unmapping evicted files takes the disk's time."""
+        """Let the thread close a snapshot: unmapping evicted files takes the disk's time."""
         self._leave(snapshot, _DROP)
 
     def _leave(self, snapshot: Snapshot, said: str) -> None:

@@ -100,7 +100,7 @@ class Coverage:
         self._runs.setdefault(origin.fingerprint, []).append(origin)
 
     def forget(self, origin: FileRows) -> None:
-        """Rows left, whether or not they were known."""
+        """Note that rows left the cache. They need not be known."""
         runs = self._runs.get(origin.fingerprint, [])
         self._runs[origin.fingerprint] = [run for run in runs if run != origin]
 
@@ -142,7 +142,7 @@ def _merged(runs: Iterable[FileRows]) -> list[tuple[int, int]]:
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A file's: 16 hex digits of all its bytes.
+    """Return the fingerprint of a file: 16 hex digits, from all of its bytes.
 
     All of them, since a part would not do: files of numbers that are stored as they are may have one length,
     and footers that are equal to the byte.

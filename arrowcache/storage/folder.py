@@ -42,7 +42,7 @@ class Rights(NamedTuple):
     group: int | None  # None if any will do
 
     def give_group(self, target: int | Path) -> None:
-        """Have a file of our own belong to the group; without setgid it has its maker's.
+        """Give a file of our own to the group. Without setgid it has its maker's.
 
         Raises: PermissionError: this user is not in the group.
         """
@@ -309,7 +309,7 @@ class Folder:
             os.pwrite(fd, record.pack(), 0)
 
     def sync_record(self) -> None:
-        """Have the record outlast a power cut. Without, the last ones may be forgotten, none is torn."""
+        """Sync the record. Without it a power cut may undo the last changes, and tears none."""
         _sync(self.cache_lock, os.O_RDWR | _OWN)
 
     # the counts of what was served
@@ -494,7 +494,7 @@ class Folder:
                 os.pwrite(fd, f"{reason}\n".encode(errors="backslashreplace"), 0)
 
     def sync_isolated(self) -> None:
-        """Have what `isolate` moved stay moved; in this order it is never in neither folder."""
+        """Sync a move by `isolate`: the new name first, so that a power cut leaves at least one name."""
         self.sync_folder(self.quarantine)
         self.sync_folder(self.segments)
 
@@ -529,7 +529,7 @@ class Folder:
         return first
 
     def return_tasks(self, pool: str, numbers: Iterable[int]) -> None:
-        """Have claimed tasks be drawn again, by whoever claims next: the lowest first. Only under cache.lock.
+        """Put back the numbers of claimed tasks: the next claims get them, the lowest first. Under cache.lock.
 
         A task that is there already, and what goes beyond a block of the disk, is left out.
         """
@@ -547,7 +547,7 @@ class Folder:
         return None
 
     def sync_tasks(self, pool: str) -> None:
-        """Have the claimed numbers outlast a power cut: the file, then its name."""
+        """Sync the claimed numbers: the file, then its name."""
         _sync(self.pools / pool, os.O_RDWR | _OWN)
         self.sync_folder(self.pools)
 
@@ -596,7 +596,7 @@ class Folder:
 
 
 def require_right(path: Path | str, right: int) -> None:
-    """Make sure that this user may read, or do what else `os.access` asks about, where something is.
+    """Make sure that this user has a right, as `os.access` names it, to a path.
 
     Raises: PermissionError: not.
     """

@@ -128,7 +128,7 @@ class Lease:
             self._first = oldest
 
     def _unlock(self, first: int, count: int) -> bool:
-        """True if the kernel did. It needs memory to split a lock; without, they stay leased longer."""
+        """Unlock segments. Returns: False: the kernel had no memory to split a lock, and they stay leased."""
         try:
             self.lock.unlock_range(first, count)
         except OSError:

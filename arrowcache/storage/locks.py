@@ -78,7 +78,7 @@ class LockFile(Closable):
         return True
 
     def outlast_mappings(self) -> None:
-        """Have the kernel drop the locks only after all mapped files are freed when this process dies.
+        """Let the kernel free all mapped files of this process, when it dies, before it drops the locks.
 
         A process that is killed lets go of the files it mapped and of those it has open in no order that
         one could count on: Linux unmaps first, but frees what was unmapped last. So this description

@@ -28,7 +28,7 @@ _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
 
 
 def _takes_long(nbytes: int) -> bool:
-    """Unmapping so many bytes takes longer than handing over the GIL, if their pages are mapped."""
+    """True if unmapping so many bytes takes longer than handing over the GIL, if their pages are mapped."""
     return nbytes >= _KEPT_GIL_BYTES
 
 
@@ -46,7 +46,7 @@ def populate(address: int, nbytes: int) -> bool:
 
 
 def will_need(address: int, nbytes: int) -> None:
-    """Have the disk begin to read mapped pages; returns at once."""
+    """Ask the disk for mapped pages. Returns at once."""
     start = address // PAGE_BYTES * PAGE_BYTES
     linux.advise(start, address + nbytes - start, mmap.MADV_WILLNEED, keep_gil=False)
 
@@ -63,7 +63,7 @@ def will_read_pages(address: int, nbytes: int) -> None:
 
 
 def is_readable(address: int, nbytes: int) -> bool:
-    """Read mapped pages from the disk: False where touching them would end the process by SIGBUS.
+    """Read mapped pages from the disk. Returns: False: to touch them would end the process by SIGBUS.
 
     Lets go of the GIL only where it waits for the disk.
     """

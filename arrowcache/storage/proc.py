@@ -91,7 +91,7 @@ def _shown(words: Sequence[str]) -> str:
 
 
 def _parent(pid: int) -> int:
-    """0: it is gone."""
+    """Return the number of the parent process. 0 if the process is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):

@@ -57,12 +57,12 @@ class Progress(Page):
         self._show(State.DRAWS)
 
     def count(self, rows: int, full_rows: int) -> None:
-        """So many rows of the task are drawn, the last one now, of so many that its segment will have."""
+        """Show the rows drawn for the task, the last one now, and the rows that its segment will have."""
         self._rows, self._full, self._last = rows, full_rows, time.monotonic()
         self._show(State.DRAWS)
 
     def wait(self) -> None:
-        """The segment is full, and there is no room for it."""
+        """Show that the segment is full, and waits for room."""
         self._show(State.WAITS)
 
     def end(self) -> None:

@@ -379,7 +379,7 @@ class Store:
         return _Blocked.TOO_LARGE if nothing_will_leave else _Blocked.LEASED
 
     def _end_idle_leases(self, listed: list[SegmentInfo]) -> None:
-        """Have readers of this process that are between two epochs let go of the oldest segment."""
+        """End leases on the oldest segment of readers of this process that are between two epochs."""
         for lease in own_leases(self.folder.lease_lock, listed[0].seq) if listed else ():
             let_go = lease.on_contention
             if let_go is not None:
@@ -404,7 +404,7 @@ class Store:
         return published + self.folder.incoming_bytes() + self.folder.other_bytes(self._listing.foreign)
 
     def refresh_settings(self) -> None:
-        """Another process may have resized the cache."""
+        """Read the settings anew: another process may have resized the cache."""
         self.settings = self.folder.read_settings(self.settings)
 
     def _why(self, nbytes: int, blocked: _Blocked, policy: RoomPolicy) -> str:
@@ -459,7 +459,7 @@ class Store:
             self.folder.write_settings(self.settings)
 
     def _why_paced(self, listed: list[SegmentInfo]) -> str:
-        """Why writers wait for training. Empty if they do not, such as while a loader waits."""
+        """Return the reason why writers wait for training. Empty if they do not, as while a loader waits."""
         pace, why = self.settings.pace, ""
         if pace is not None:
             flow = self.flow(listed)
@@ -541,7 +541,7 @@ class Store:
     # looking after it
 
     def evict_beyond_capacity(self) -> None:
-        """Make what is there fit again, after a power cut brought back what had left; under cache.lock."""
+        """Shrink the folder to the capacity, after a power cut brought files back; under cache.lock."""
         self.refresh_settings()
         self._fit(self.settings.capacity_bytes, 0, "")
 

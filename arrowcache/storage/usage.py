@@ -109,7 +109,7 @@ class Usage:
         return self._show(_LOADER_WAITS)
 
     def a_loader_waits(self) -> bool:
-        """Raises: OSError: it cannot be told."""
+        """True if a loader waits, as `show_waiting` shows. Raises: OSError: it cannot be told."""
         return self._is_shown(_LOADER_WAITS)
 
     def show_writing(self) -> ExitStack:
@@ -120,7 +120,7 @@ class Usage:
         return self._show(_SOMEBODY_WRITES)
 
     def somebody_writes(self) -> bool:
-        """A writer is open, or a sampler pool has tasks left, in this process or another.
+        """True if a writer is open, or a sampler pool has tasks left, in this process or another.
 
         True also where it cannot be told: no writer is to stand still for that, and no epoch fails.
         """
@@ -154,7 +154,7 @@ class Usage:
 
 
 def _counts(data: bytes, count: int) -> NDArray[np.int64]:
-    """So many counts; where the file ends before, they are 0."""
+    """Return so many counts. Those behind the end of the file are 0."""
     return np.frombuffer(data.ljust(count * _COUNT.itemsize, b"\0"), _COUNT).astype(np.int64)
 
 

@@ -343,7 +343,9 @@ def test_every_module_says_what_it_is():
         assert ast.get_docstring(parsed(path)), module
 
 
-CLAUSE = re.compile(r"(?:\A|Returns: )(?:what|whether|that|where|how|who|which|when)\b", re.IGNORECASE)
+CLAUSE = re.compile(
+    r"(?:\A|Returns: )(?:(?:at |in |of )?which|what|whether|that|where|how|who|when|why)\b", re.IGNORECASE
+)
 C_COMMENT = re.compile(r"/\*\s*(.*?)\s*\*/", re.DOTALL)
 
 

@@ -112,7 +112,7 @@ class WorkerHandle:
         self.tell(message, request.ids.tobytes())
 
     def drop(self) -> Future[None]:
-        """Have it release epochs that have ended. Returns: a future that ends when it has, or at its end."""
+        """Let the worker release epochs that have ended. Returns: a future that ends then, or at its end."""
         done: Future[None] = Future()
         self.drops.append(done)
         self.tell({"do": "drop"})

@@ -149,7 +149,7 @@ class WorkerPool:
             worker.end_epoch(self._ended)
 
     def drop(self) -> None:
-        """Have workers release their leases on epochs that have ended.
+        """Let workers release their leases on epochs that have ended.
 
         Blocks: until the ready workers have, at most a second: one may be in a transform.
         """

@@ -529,7 +529,7 @@ class Folder:
         return first
 
     def return_tasks(self, pool: str, numbers: Iterable[int]) -> None:
-        """Put back the numbers of claimed tasks: the next claims get them, the lowest first. Under cache.lock.
+        """Put back the numbers of claimed tasks, for the next claims: the lowest first. Under cache.lock.
 
         A task that is there already, and what goes beyond a block of the disk, is left out.
         """

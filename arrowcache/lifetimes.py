@@ -236,6 +236,14 @@ def at_exit(call: Callable[[], object]) -> None:
     atexit.register(_exit)
 
 
+def at_worker_exit(call: Callable[[], object]) -> None:
+    """Call a function at exit of a process that multiprocessing forked: it skips those of `at_exit`."""
+    from multiprocessing import parent_process, util
+
+    if parent_process() is not None:
+        util.Finalize(None, call, exitpriority=0)
+
+
 def finalizer(thing: object, call: Callable[..., object], *arguments: object) -> None:
     """Call a function once an object is gone, at the latest at exit, as those of `at_exit`.
 

@@ -52,9 +52,9 @@ TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
     "storage/page.py": f"storage/test_progress.py reading/test_counter_page.py {FORKS}",
     "storage/progress.py": f"storage/test_progress.py {FORKS}",
     "storage/recovery.py": "storage/test_recovery.py test_cache.py",
-    "storage/sizing.py": "test_cache.py storage/test_store.py",
+    "storage/sizing.py": "storage/test_sizing.py test_cache.py storage/test_store.py",
     "storage/store.py": "storage/test_store.py storage/test_recovery.py storage/test_ingest.py "
-    "reading/test_pacing.py",
+    "storage/test_writer.py reading/test_pacing.py",
     "storage/writer.py": f"storage/test_writer.py {FORKS}",
     "storage/verification.py": "storage/test_verification.py reading/test_unreadable.py",
     "reading/mapped.py": f"reading/test_mapped.py {FORKS}",

@@ -11,7 +11,9 @@ from typing import Any
 import ray
 
 from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.segment import Form
 from arrowcache.cache import Cache
+from arrowcache.storage.sizing import settings_of
 
 NODE = "{node}"
 
@@ -46,6 +48,14 @@ class NodeCaches:
             raise TypeError(f"path must be a path, or a function of a node's id, not {self.path!r}")
         if self.nodes is not None and (isinstance(self.nodes, str) or not self.nodes):
             raise ValueError(f"nodes={self.nodes!r} must be ids of nodes, at least one, or None for all")
+
+    @property
+    def form(self) -> Form:
+        """The form of the segments of new caches. Raises: as `Cache.create`."""
+        schema = self.schema if isinstance(self.schema, Schema) else Schema(self.schema)
+        return settings_of(
+            schema, self.capacity, self.segment_bytes, self.segment_rows, self.headroom, self.durable
+        ).form
 
     def path_on(self, node: str) -> Path:
         """Return the path of a node's cache on that node."""

@@ -10,7 +10,7 @@ import ray
 
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.ray.engine import RayEngine
-from arrowcache.sampling.options import PoolOptions
+from arrowcache.sampling.options import PoolOptions, fitted
 from arrowcache.sampling.pool import Pool, PoolStats
 from arrowcache.sampling.task import Sampler
 from arrowcache.units import parse_bytes
@@ -63,6 +63,7 @@ class SamplerPool(Pool):
             raise TypeError(f"caches must be arrowcache.ray.NodeCaches, not {caches!r}")
         if share not in _SHARES:
             raise ValueError(f"share={share!r} is unknown: use {' or '.join(map(repr, _SHARES))}")
+        sample = fitted(sample, caches.form)
         drawn = PoolOptions(sample, workers, seed, name, segments, retries, progress)
         in_flight_bytes = None if in_flight is None else parse_bytes(in_flight, "in_flight")
         if not ray.is_initialized():

@@ -106,6 +106,7 @@ class Dispatcher:
 
     def __init__(self, state: PoolState, engine: Engine, options: PoolOptions) -> None:
         self._state, self._engine, self._retries = state, engine, options.retries
+        self._tasks = options.tasks
         self._left = options.segments  # tasks still to be claimed; None: no limit
         self._at_work = 0
         self._is_known = False  # to the interpreter, which ends a forgotten pool as it exits
@@ -168,7 +169,10 @@ class Dispatcher:
             if self._left is not None:
                 self._left -= len(tasks)
             for task in tasks:
-                self._begin(task)
+                if self._tasks is None or task.number < self._tasks:
+                    self._begin(task)
+                else:
+                    self._left = 0  # earlier pools have drawn the rest
         return self._left is None or self._left > 0
 
     def _begin(self, task: Task) -> None:

@@ -6,12 +6,19 @@ import hashlib
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 
+from arrowcache.arrow.segment import Form
 from arrowcache.pickling import pickled
 from arrowcache.sampling.task import Sampler, Task
 from arrowcache.storage.layout import TASK_NAME
 from arrowcache.units import parse_count
 
 _MOST_SEED_BITS = 128
+
+
+def fitted(sample: Sampler, form: Form) -> Sampler:
+    """Return a sampler for segments of a form: a source that is divided among tasks asks for that."""
+    fit = getattr(sample, "fitted", None)
+    return sample if fit is None else fit(form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,7 @@ class PoolOptions:
     sampler: bytes = field(init=False)
     ramp: bool = field(init=False)
     digest: bytes = field(init=False)  # tells pickled samplers apart
+    tasks: int | None = field(init=False)  # numbers from this one on have nothing to draw
 
     def __post_init__(self, sample: Sampler) -> None:
         if not callable(sample):
@@ -44,8 +52,11 @@ class PoolOptions:
             )
         if not isinstance(self.name, str) or not TASK_NAME.fullmatch(self.name):
             raise ValueError(f"name={self.name!r} must be letters, digits, '_', '.' or '-', at most 100")
+        keep("tasks", getattr(sample, "tasks", None))
         if self.segments is not None:
             keep("segments", parse_count(self.segments, "segments"))
+        elif self.tasks is not None:
+            keep("segments", self.tasks)
         keep("retries", parse_count(self.retries, "retries", least=0))
         keep("ramp", getattr(sample, "ramp", True))
         if not isinstance(self.ramp, bool):

@@ -25,7 +25,7 @@ from arrowcache.lifetimes import finalizer
 from arrowcache.os_errors import start
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, PoolState, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
-from arrowcache.sampling.options import PoolOptions
+from arrowcache.sampling.options import PoolOptions, fitted
 from arrowcache.sampling.task import Sampler
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.units import format_bytes, format_count, format_seconds, parse_count, parse_seconds
@@ -297,6 +297,7 @@ class SamplerPool(Pool):
         store = store_of(cache)
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
+        sample = fitted(sample, store.settings.form)
         options = PoolOptions(sample, workers, seed, name, segments, retries, progress)
         super().__init__(ExecutorEngine(store, options, executor), options)
 

@@ -233,7 +233,7 @@ def draw(
     builder.clear(*size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp))
     if progress is not None:
         progress.begin(task.number, builder.expected_rows)
-    empty_calls = 0
+    is_divided, empty_calls = getattr(sampler, "is_divided", False), 0
     while empty_calls < _EMPTY_CALLS:
         samples = iter(sampler(rng))
         empty_calls += 1
@@ -247,17 +247,25 @@ def draw(
                 rows = builder.convert(sample, many=isinstance(sample, Rows))
                 if rows.count:
                     empty_calls = 0
+                taken = builder.rows
                 is_full = builder.take(rows, 0) < rows.count or builder.is_full
                 if progress is not None and rows.count:
                     progress.count(builder.rows, builder.expected_rows)
                 if is_over:
                     return False
+                if is_full and is_divided and (builder.rows < taken + rows.count or next(samples, None)):
+                    raise SamplerError(
+                        f"task {task.number}'s samples do not fit a segment, which has {builder.rows} of "
+                        "them: give Items a smaller segment_items, or the cache larger segments"
+                    )
                 if is_full:
                     return True  # samples that no longer fit are dropped: the next task draws anew
         finally:
             close = getattr(samples, "close", None)
             if close is not None:
                 close()
+        if is_divided and builder.rows:
+            return True
     raise SamplerError(
         f"the sampler yielded nothing in {_EMPTY_CALLS} calls: it must yield at least one sample a call"
     )

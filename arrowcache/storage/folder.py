@@ -121,9 +121,9 @@ class PartFile:
         except OSError:
             pass  # they go as the file is closed
         try:
-            self.path.unlink(missing_ok=True)
+            self.path.unlink()
         except OSError:
-            pass  # unlocked it is debris: the next sweep tries again
+            pass  # it is gone; or else, unlocked, debris: the next sweep tries again
         finally:
             self.file.close()
 

@@ -18,6 +18,7 @@
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
   usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
+  claims.lock   of a dataset's cache: byte `index` of it is locked by who makes or holds that item
 
 How the format grows. A release refuses what it does not know as a newer format, and touches nothing: another
 version in cache.json; a key, or a value under a sound checksum, that it cannot read; and, beside cache.json,
@@ -29,7 +30,8 @@ a subfolder.
 
 A new cache has the lowest version that will do. Version 1 is that of 0.1.0. In version 2 segments may have
 gaps, so that each wide column begins at a page (arrow/arrangement.py): a schema of several wide columns asks
-for it. The version of a cache never changes, and segments with and without gaps are read in both.
+for it. Version 3 is a dataset's cache, which holds its items and makes no room for more. The version of a
+cache never changes, and segments with and without gaps are read in all.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ import re
 import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import xxhash
 
+from arrowcache.arrow.arrangement import needs_gaps
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import CacheFormatError, SchemaError
@@ -52,17 +55,19 @@ from arrowcache.storage.pace import Pace
 from arrowcache.units import parse_count
 
 FORMAT_VERSION = 1  # that of 0.1.0; files in ranks/ have it as well
-PAGED_VERSION = 2
+PAGED_VERSION, DATASET_VERSION = 2, 3
 CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE = "cache.json", "cache.lock", "lease.lock", "usage"
+CLAIMS_LOCK = "claims.lock"
 SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS = "segments", "incoming", "quarantine", "ranks", "pools"
 FOLDERS = (SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS)
-TOP_NAMES = frozenset({CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE, *FOLDERS})
+TOP_NAMES = frozenset({CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE, CLAIMS_LOCK, *FOLDERS})
 PART, WAIT, GONE, FREED, REASON = ".part", ".wait", ".gone", ".freed", ".reason"
 
 TASK_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,99}")
 INCOMING_NAME = re.compile(r"[0-9a-f]{32}\.(part|wait|gone|freed)")
 RANKS_NAME = re.compile(r"[A-Za-z0-9_.]{0,40}-[0-9a-f]{16}-\d{1,20}-\d{1,20}(\.\d{1,20})?", re.ASCII)
 _FORMATS_NAME = re.compile(r"[a-z][a-z_]*(\.(json|lock))?", re.ASCII)
+_VERSIONS = (FORMAT_VERSION, PAGED_VERSION, DATASET_VERSION)
 MOST_SEQ = 2**60  # lock bytes and counters end at 2**63; no publisher gets here
 _MOST_ROWS = 2**31 - 1  # of a segment: Arrow's offsets
 _MOST_BYTES = 2**62
@@ -157,9 +162,30 @@ def shown(name: str) -> str:
     return name if name.isprintable() else ascii(name)[1:-1]
 
 
+@dataclass(frozen=True, slots=True)
+class CachedItems:
+    """The dataset whose items a cache holds: how many it has, and the user's name for its present content."""
+
+    length: int
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.length} items of version {self.version!r}"
+
+    @classmethod
+    def from_json(cls, described: Mapping[str, Any]) -> CachedItems:
+        """Raises: KeyError, TypeError, ValueError: not what `dataclasses.asdict` gives."""
+        if set(described) != {"length", "version"} or not isinstance(described["version"], str):
+            raise ValueError(f"a dataset of {described!r}")
+        return cls(parse_count(described["length"], "length", 1, _MOST_BYTES), described["version"])
+
+
 @dataclass(frozen=True)
 class Settings:
-    """The content of cache.json. `full_rows` is the rows of a full segment, `version` that of the format."""
+    """The content of cache.json. `full_rows` is the rows of a full segment, `version` that of the format.
+
+    `dataset` is None in a rolling cache. The cache of a dataset keeps what it has where room is short.
+    """
 
     schema: Schema
     capacity_bytes: int
@@ -169,11 +195,13 @@ class Settings:
     durable: bool
     pace: Pace | None = None
     version: int = FORMAT_VERSION
+    dataset: CachedItems | None = None
 
     @property
     def form(self) -> Form:
         """The form of this cache's segments."""
-        return Form(self.schema, self.full_rows, self.segment_bytes, self.version >= PAGED_VERSION)
+        is_paged = needs_gaps(self.schema) if self.dataset else self.version >= PAGED_VERSION
+        return Form(self.schema, self.full_rows, self.segment_bytes, is_paged)
 
     @property
     def headroom_bytes(self) -> int:
@@ -198,6 +226,8 @@ class Settings:
         }
         if self.pace is not None:
             record["pace"] = self.pace.to_json()
+        if self.dataset is not None:
+            record["dataset"] = asdict(self.dataset)
         return json.dumps(record | {"checksum": _checksum(record)}, indent=1)
 
     @classmethod
@@ -214,10 +244,10 @@ class Settings:
             record: dict[str, Any] = json.loads(text)
             if record["format"] != "arrowcache":
                 raise CacheFormatError(f"cache.json is of format {record['format']!r}, not 'arrowcache'")
-            if record["version"] not in (FORMAT_VERSION, PAGED_VERSION):
+            if record["version"] not in _VERSIONS:
                 raise CacheFormatError(
                     f"the cache has format version {record['version']}, this arrowcache reads "
-                    f"{FORMAT_VERSION} and {PAGED_VERSION}. Nothing was touched: use the release that made it"
+                    f"{_VERSIONS[0]} to {_VERSIONS[-1]}. Nothing was touched: use the release that made it"
                 )
             checksum = record.pop("checksum", None)
             is_sound = checksum == _checksum(record)
@@ -234,11 +264,14 @@ class Settings:
                 record["durable"],
                 None if record.get("pace") is None else Pace.from_json(record["pace"]),
                 int(record["version"]),
+                None if record.get("dataset") is None else CachedItems.from_json(record["dataset"]),
             )
             if min(settings.capacity_bytes, settings.segment_bytes, settings.full_rows) <= 0:
                 raise CacheFormatError("cache.json has a size that is not positive")
             if settings.full_rows * row_bytes(settings.schema) > settings.segment_bytes:
                 raise ValueError(f"{settings.full_rows} rows do not fit a segment")
+            if (settings.dataset is None) is (settings.version == DATASET_VERSION):
+                raise ValueError(f"version {settings.version}, and dataset {settings.dataset}")
             if not 0 <= settings.headroom < 1 or type(settings.durable) is not bool:
                 raise ValueError(f"headroom={settings.headroom}, durable={settings.durable!r}")
             return settings

@@ -80,7 +80,7 @@ class CacheStats(Shown):
                 f"({format_share(self.allocated_bytes, self.capacity_bytes)})"
             ),
         ]
-        if self.segments and self.rows:
+        if self.rows:
             words.append(f"{format_bytes(self.published_bytes / self.rows)} a row on the disk")
         if self.quarantined:
             words.append(f"{format_count(self.quarantined, 'segment')} in quarantine")

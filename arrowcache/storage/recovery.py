@@ -123,8 +123,7 @@ def remove_unused(store: Store, made: Sequence[Path]) -> bool:
     folder = store.folder
     try:
         with store.locked():
-            is_used = store.segments() or store.usage.somebody_writes() or not folder.is_bare()
-            if is_used:
+            if store.usage.somebody_writes() or not folder.is_bare():
                 return False
             folder.dismantle(made)
     except (OSError, LockTimeoutError):  # it has left in another way, or is held

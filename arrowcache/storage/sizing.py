@@ -6,7 +6,7 @@ from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.arrangement import needs_gaps
 from arrowcache.arrow.schema import Schema
 from arrowcache.storage.folder import PART_SLACK_BYTES
-from arrowcache.storage.layout import FORMAT_VERSION, PAGED_VERSION, Settings
+from arrowcache.storage.layout import DATASET_VERSION, FORMAT_VERSION, PAGED_VERSION, CachedItems, Settings
 from arrowcache.storage.pace import Pace
 from arrowcache.units import format_bytes, parse_bytes, parse_count
 
@@ -21,8 +21,9 @@ def settings_of(
     segment_rows: int | None,
     headroom: float,
     durable: bool,
+    dataset: CachedItems | None = None,
 ) -> Settings:
-    """The settings of a new cache.
+    """The settings of a new cache; of the items of a dataset, if it is given.
 
     Raises: ValueError: sizes that do not fit together.
     """
@@ -49,8 +50,10 @@ def settings_of(
         rows = segment_rows
         if not schema.variable:
             bound = segment_file.encoded_bytes_bound(schema, rows, paged=paged)
-    version = PAGED_VERSION if paged else FORMAT_VERSION
-    settings = Settings(schema, capacity_bytes, bound, rows, float(headroom), bool(durable), version=version)
+    version = DATASET_VERSION if dataset else PAGED_VERSION if paged else FORMAT_VERSION
+    settings = Settings(
+        schema, capacity_bytes, bound, rows, float(headroom), bool(durable), version=version, dataset=dataset
+    )
     require_capacity(settings)
     return settings
 
@@ -91,6 +94,11 @@ def beyond_disk(capacity_bytes: int, allocated_bytes: int, free_bytes: int) -> s
         f"cache ({format_bytes(free_bytes)} free): it will fill the disk, and then its oldest segments leave "
         "as if that were the capacity. Lower the capacity, or free space on the disk"
     )
+
+
+def room_of_one(segment_bytes: int) -> int:
+    """Bytes that a writer needs for a segment of this size."""
+    return segment_bytes + PART_SLACK_BYTES + BOOKKEEPING_BYTES
 
 
 def room_of_two(segment_bytes: int) -> int:

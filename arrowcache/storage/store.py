@@ -45,7 +45,13 @@ from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile, range_holders
 from arrowcache.storage.overview import CacheStats, Survey
 from arrowcache.storage.pace import Flow, Pace
-from arrowcache.storage.sizing import BOOKKEEPING_BYTES, beyond_disk, require_capacity, room_of_two
+from arrowcache.storage.sizing import (
+    BOOKKEEPING_BYTES,
+    beyond_disk,
+    require_capacity,
+    room_of_one,
+    room_of_two,
+)
 from arrowcache.storage.usage import Usage
 from arrowcache.units import format_bytes
 
@@ -125,6 +131,7 @@ class _Blocked(Enum):
     PACE = "training is behind the cache's pace: waiting helps once it goes on"
     OWN_LEASE = "leased by this very process, whose reader goes on"
     DISK_FULL = "the disk is full, whatever is evicted"
+    KEPT = "the cache of a dataset keeps what it has"
     TOO_LARGE = "larger than the capacity"
 
 
@@ -259,8 +266,9 @@ class Store:
                 finally:
                     if part is not None:
                         part.discard()
-                if left:  # else it would go in vain
-                    self._evict(segment.nbytes)
+                if not left or self.settings.dataset is not None:
+                    break
+                self._evict(segment.nbytes)  # not the last time: it would go in vain
         raise CacheFullError(self._why(segment.nbytes, _Blocked.DISK_FULL, policy))
 
     def _link(
@@ -367,6 +375,8 @@ class Store:
         if quarantined := folder.quarantined_names():
             folder.drop_quarantined(quarantined[0])
             return []
+        if self.settings.dataset is not None:
+            return _Blocked.KEPT
         if self._evictable_bytes(listed) >= excess:  # else samples would go in vain
             return [path for path, _ in self._retire(listed, excess)]
         if listed and own_leases(folder.lease_lock, listed[0].seq):
@@ -425,6 +435,11 @@ class Store:
             return f"{text}, and the disk is full: {MORE_ROOM}"
         if blocked is _Blocked.TOO_LARGE:
             return f"{text}, and it never can be enough: raise the capacity with cache.resize()"
+        if blocked is _Blocked.KEPT:
+            return (
+                f"segment needs {format_bytes(nbytes)}, and the cache of a dataset keeps what it has in a "
+                f"capacity of {format_bytes(self.settings.capacity_bytes)}: raise that with cache.resize()"
+            )
         if leased:
             oldest = leased[0].seq
             holders = [h for h in range_holders(self.folder.lease_lock) if oldest in h.locked]
@@ -471,7 +486,7 @@ class Store:
     def _fills(self, listed: list[SegmentInfo]) -> bool:
         """True if a full segment finds room without an eviction."""
         holds, allocated = self._holds_and_allocated_bytes(listed)
-        return holds - allocated >= self.settings.segment_bytes + PART_SLACK_BYTES + BOOKKEEPING_BYTES
+        return holds - allocated >= room_of_one(self.settings.segment_bytes)
 
     # leasing and reading
 

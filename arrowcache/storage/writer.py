@@ -74,6 +74,24 @@ class Writer:
         """
         self._take(_one_mapping(samples, fields), many=True)
 
+    def flush(self) -> None:
+        """Publish what is not yet published, now.
+
+        Blocks, raises: as append() for CacheFullError; the samples are kept then.
+        """
+        self._origin.require("the writer", "make a new one here")
+        with self._lock:
+            self._require_open()
+            try:
+                self._publish(self._policy)
+            except Cancelled:
+                raise ValueError("the writer was aborted while this call waited for room") from None
+
+    @property
+    def rows(self) -> int:
+        """Samples that were taken and are not yet published."""
+        return self._builder.rows
+
     def close(self) -> None:
         """Publish the rest and end. Idempotent; after a CacheFullError it may be called again.
 

@@ -2,6 +2,7 @@
 
 try:
     from arrowcache.torch.batch_sampler import EpochBatchSampler
+    from arrowcache.torch.cached import CachedDataset, CachedStats, cached
     from arrowcache.torch.dataset import CacheDataset, dataloader
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
     from arrowcache.torch.iterable import CacheIterableDataset
@@ -14,9 +15,12 @@ except ModuleNotFoundError as error:
 __all__ = [
     "CacheDataset",
     "CacheIterableDataset",
+    "CachedDataset",
+    "CachedStats",
     "DevicePrefetcher",
     "EpochBatchSampler",
     "Loader",
     "PrefetcherStats",
+    "cached",
     "dataloader",
 ]

@@ -106,12 +106,17 @@ def expected_rows(expected: Expected, like: torch.Tensor) -> torch.Tensor:
 
 
 class Gpu:
-    """The current CUDA device."""
+    """The current CUDA device.
+
+    Args:
+        kind: of its trials, GpuTrial or like it.
+    """
 
     is_gpu = True
     device = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[..., Trial] | None = None) -> None:
+        self._kind = kind or GpuTrial
         self._cycles: float | None = None
         self._streams: list[Stream] | None = None
 
@@ -127,7 +132,7 @@ class Gpu:
         if self._streams is None:
             self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
             self._cycles = _cycles_per_second()
-        yield GpuTrial(seed, self._streams, self._cycles)
+        yield self._kind(seed, self._streams, self._cycles)
 
 
 class GpuTrial:
@@ -225,13 +230,20 @@ class Fake:
 
     Args:
         leave_out: names of calls that it does not hear, as of FakeDevice, as if they were left out.
+        fake: makes the device in place of FakeDevice, from the same arguments.
+        kind: of its trials, FakeTrial or like it.
     """
 
     is_gpu = False
     device = "cpu"
 
-    def __init__(self, leave_out: Sequence[str] = ()) -> None:
-        self._leave_out = tuple(leave_out)
+    def __init__(
+        self,
+        leave_out: Sequence[str] = (),
+        fake: Callable[..., Any] | None = None,
+        kind: Callable[..., Trial] | None = None,
+    ) -> None:
+        self._leave_out, self._fake, self._kind = tuple(leave_out), fake, kind or FakeTrial
         if str(_FAKE_IS_IN) not in sys.path:
             sys.path.append(str(_FAKE_IS_IN))
 
@@ -247,9 +259,9 @@ class Fake:
         import fake_device
 
         order = order or ("all" if is_fast else "none")
-        fake = fake_device.FakeDevice(order, seed, self._leave_out)
+        fake = (self._fake or fake_device.FakeDevice)(order, seed, self._leave_out)
         with mock.patch.object(arrowcache.torch.device, "backend_of", return_value=fake):
-            yield FakeTrial(seed, fake)
+            yield self._kind(seed, fake)
 
 
 class FakeTrial:

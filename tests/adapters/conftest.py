@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fake_device import FakeDevice
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +21,43 @@ def _drop_workers_soon(monkeypatch):
     """
     if "torch" in sys.modules:
         monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, FakeDevice]]:
+    """Fake devices by name. At the end of a test all of them have read is right, and their memory is free."""
+    from fake_device import FakeDevice
+
+    import arrowcache.torch.device
+    from arrowcache.torch import deferred
+
+    made: dict[str, FakeDevice] = {}
+
+    def backend_of(name: str) -> FakeDevice:
+        return made.setdefault(name, FakeDevice("random", seed=len(made)))
+
+    monkeypatch.setattr(arrowcache.torch.device, "backend_of", backend_of)
+    yield made
+    gc.collect()
+    deferred.tidy()
+    for name, device in made.items():
+        device.finish()
+        assert (device.errors, device.memory_bytes) == ([], 0), name
+
+
+@pytest.fixture
+def fake(fakes: dict[str, FakeDevice]) -> FakeDevice:
+    """One of them, which is there before anybody asks for it."""
+    import arrowcache.torch.device
+
+    device: FakeDevice = arrowcache.torch.device.backend_of("fake")
+    return device
+
+
+@pytest.fixture
+def stateful() -> type:
+    """torchdata's DataLoader."""
+    reason = "torchdata is not installed: StatefulDataLoader cannot be tried"
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
+    loader: type = module.StatefulDataLoader
+    return loader

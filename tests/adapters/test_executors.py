@@ -15,50 +15,22 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, make_cache, publish, ramp_rows, read_ids, segment_files, wait_until
+from helpers import DEADLINE_SECONDS, full, make_cache, publish, segment_files, wait_until
 from helpers import sample as row
+from pool_tasks import QUICK, draws, expected, fails_at, gated, sampled, tasks
 
 import arrowcache as ac
 from arrowcache import SamplerPool
 
-QUICK = {"progress": False, "workers": 3}
 WORKERS = 2
-
-
-def draws() -> Callable[..., Any]:
-    """A sampler of endless random ids; made in a function, so that it is pickled by value."""
-
-    def sampler(rng):
-        while True:
-            yield row(int(rng.integers(1 << 20)))
-
-    return sampler
-
-
-def expected(number: int, seed: int = 0) -> list[int]:
-    """The ids of a task of `draws()`, by the documented formula."""
-    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-    return [int(rng.integers(1 << 20)) for _ in range(ramp_rows(number))]
-
-
-def tasks(cache: ac.Cache) -> dict[int, list[int]]:
-    """Published task numbers and their ids, by names and a plain Arrow reader; no task twice."""
-    found: dict[int, list[int]] = {}
-    for path in segment_files(cache):
-        number = int(path.stem.rpartition(".")[2])
-        assert number not in found
-        found[number] = read_ids(path)
-    return found
 
 
 @contextmanager
@@ -113,9 +85,7 @@ def cache(tmp_path):
 @pytest.mark.slow
 def test_a_pool_started_again_repeats_no_task_and_each_is_what_it_is_anywhere(cache, executor):
     for segments in (5, 4):
-        with SamplerPool(cache, draws(), executor=executor, segments=segments, **QUICK) as pool:
-            pool.wait(timeout=DEADLINE_SECONDS)
-            assert pool.stats().segments == segments
+        assert sampled(cache, executor=executor, segments=segments, workers=3).segments == segments
     assert tasks(cache) == {number: expected(number) for number in range(9)}
     assert cache.verify() == []
 
@@ -127,44 +97,23 @@ def test_a_pool_stopped_in_mid_run_repeats_no_task_and_counts_all_that_it_publis
     pool.stop()
     first = tasks(cache)
     assert pool.stats().segments == len(first)
-    with SamplerPool(cache, draws(), executor=executor, segments=6, **QUICK) as pool:
-        pool.wait(timeout=DEADLINE_SECONDS)
+    sampled(cache, executor=executor, segments=6, workers=3)
     both = tasks(cache)
     assert min(both.keys() - first.keys()) > max(first)
     assert len(both) == len(first) + 6
     assert both == {number: expected(number) for number in both}
     assert cache.verify() == []
+    assert executor.submit(abs, -1).result(DEADLINE_SECONDS) == 1, "it is not the pools' to end"
 
 
 @pytest.mark.slow
 def test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on(cache, executor):
-    unlucky = expected(2)[0]
-
-    class Peculiar(Exception):
-        """It cannot be unpickled, as many exceptions in the wild."""
-
-        def __init__(self, code, text):
-            super().__init__(f"{text} {code}")
-
-    def read_remote_scan(rng):
-        while True:
-            number = int(rng.integers(1 << 20))
-            if number == unlucky:
-                raise Peculiar(17, "no such scan")
-            yield row(number)
-
-    pool = SamplerPool(cache, read_remote_scan, executor=executor, segments=5, retries=1, **QUICK)
+    pool = SamplerPool(cache, fails_at(2), executor=executor, segments=5, retries=1, **QUICK)
     with pytest.raises(ac.SamplerError, match=r"in read_remote_scan(.|\n)*Peculiar: no such scan 17"):
         pool.wait(timeout=DEADLINE_SECONDS)
     pool.stop()
     assert (pool.stats().segments, pool.stats().retries, pool.stats().failures) == (4, 1, 1)
     assert tasks(cache) == {number: expected(number) for number in (0, 1, 3, 4)}
-
-
-def test_the_executor_goes_on_after_its_pool(cache, executor):
-    with SamplerPool(cache, draws(), executor=executor, **QUICK) as pool:
-        pool.wait(segments=1, timeout=DEADLINE_SECONDS)
-    assert executor.submit(abs, -1).result(DEADLINE_SECONDS) == 1
 
 
 @pytest.mark.slow
@@ -203,34 +152,18 @@ def test_a_task_that_is_tried_again_is_not_answered_from_memory(cache, executor,
         else:
             raise OSError("connection lost")
 
-    with SamplerPool(
-        cache, fails_at_first, executor=Keeper(executor), segments=1, retries=1, **QUICK
-    ) as pool:
-        pool.wait(timeout=DEADLINE_SECONDS)
+    sampled(cache, fails_at_first, executor=Keeper(executor), segments=1, retries=1)
     assert tasks(cache) == {0: expected(0)}
 
 
 # a worker that was killed
 
 
-def gated(folder: Path, gate: Path) -> Callable[..., Any]:
-    """Like `draws()`, but tasks note their process and wait for the gate before their first sample."""
-
-    def sampler(rng):
-        Path(folder, str(os.getpid())).touch()
-        while not os.path.exists(gate):
-            time.sleep(0.01)
-        while True:
-            yield row(int(rng.integers(1 << 20)))
-
-    return sampler
-
-
 @contextmanager
 def a_killed_worker(cache: ac.Cache, executor: Executor, folder: Path) -> Iterator[SamplerPool]:
     (folder / "pids").mkdir()
-    sampler = gated(folder / "pids", folder / "gate")
-    with SamplerPool(cache, sampler, executor=executor, segments=6, workers=2, progress=False) as pool:
+    sampler = full(gated(folder / "pids", folder / "gate"))
+    with SamplerPool(cache, sampler, executor=executor, segments=6, **QUICK) as pool:
         wait_until(lambda: os.listdir(folder / "pids"), "a worker at work")
         os.kill(int(os.listdir(folder / "pids")[0]), signal.SIGKILL)
         (folder / "gate").touch()
@@ -247,13 +180,10 @@ def test_an_executor_that_breaks_with_a_worker_ends_its_pool_and_another_one_goe
             pool.wait(timeout=DEADLINE_SECONDS)
         assert pool.stats().retries == 0, "that was in vain"
     before = tasks(cache)
-    with (
-        ThreadPoolExecutor(2) as executor,
-        SamplerPool(cache, draws(), executor=executor, segments=4, **QUICK) as pool,
-    ):
-        pool.wait(timeout=DEADLINE_SECONDS)
+    with ThreadPoolExecutor(2) as executor:
+        sampled(cache, full(draws()), executor=executor, segments=4)
     assert len(tasks(cache)) == len(before) + 4
-    assert tasks(cache) == {number: expected(number) for number in tasks(cache)}
+    assert tasks(cache) == {number: expected(number, rows=16) for number in tasks(cache)}
     assert cache.verify() == []
 
 
@@ -261,7 +191,7 @@ def test_an_executor_that_breaks_with_a_worker_ends_its_pool_and_another_one_goe
 def test_dask_gives_the_task_of_a_killed_worker_to_another_one(cache, tmp_path):
     with dask() as executor, a_killed_worker(cache, executor, tmp_path) as pool:
         pool.wait(timeout=DEADLINE_SECONDS)
-    assert tasks(cache) == {number: expected(number) for number in range(6)}
+    assert tasks(cache) == {number: expected(number, rows=16) for number in range(6)}
     assert cache.verify() == []
 
 
@@ -272,9 +202,7 @@ def test_a_sampler_that_kills_dasks_workers_is_given_up_in_the_end(cache):
         yield {}
 
     with dask() as executor:
-        pool = SamplerPool(
-            cache, sampler, executor=executor, retries=0, workers=1, segments=1, progress=False
-        )
+        pool = SamplerPool(cache, sampler, executor=executor, retries=0, segments=1, **QUICK)
         with pytest.raises(ac.SamplerError, match="KilledWorker"):
             pool.wait(timeout=2 * DEADLINE_SECONDS)
         pool.stop()

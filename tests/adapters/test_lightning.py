@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
-from helpers import make_cache, publish, wait_until
+from helpers import ids_of, make_cache, publish, wait_until
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 if importlib.util.find_spec("mpi4py") is not None and not find_library("mpi"):
@@ -133,36 +134,34 @@ def loader_threads():
     return {each for each in threading.enumerate() if each.name.startswith("arrowcache")}
 
 
-def test_every_epoch_has_each_row_of_a_larger_snapshot_once(cache, make_trainer):
-    module = Module()
-    with Loader(cache, 4) as loader:
-        make_trainer(max_epochs=3, callbacks=[Grow(cache)]).fit(module, loader)
-        assert loader.stats().epochs == 3, "the iterator that Lightning only tries out is none"
+AGAIN = {"reload_dataloaders_every_n_epochs": 1}  # a DataLoader is asked again for its length
+WAYS = {
+    "a loader": (lambda cache: Loader(cache, 4), {}),
+    "a loader, on a device": (lambda cache: Loader(cache, 4, device="cpu"), {}),
+    "a DataLoader": (lambda cache: nullcontext(dataloader(cache, 4, num_workers=0)), AGAIN),
+    "its workers": (lambda cache: nullcontext(dataloader(cache, 4, num_workers=2)), AGAIN),
+    "an iterable": (lambda cache: nullcontext(DataLoader(CacheIterableDataset(cache, 4), None)), {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_epoch_has_each_row_of_a_larger_snapshot_once(cache, make_trainer, way):
+    module, (make, options) = Module(), WAYS[way]
+    with make(cache) as batches:
+        make_trainer(max_epochs=3, callbacks=[Grow(cache)], **options).fit(module, batches)
+        if isinstance(batches, Loader):
+            assert batches.stats().epochs == 3, "the iterator that Lightning only tries out is none"
+    assert isinstance(batches, DataLoader) or cache.stats().leased_bytes == 0
     assert [sorted(ids) for ids in module.seen] == [list(range(ROWS + 16 * epoch)) for epoch in range(3)]
-    assert cache.stats().leased_bytes == 0
 
 
-def test_a_loader_goes_on_after_fit_has_ended(cache, make_trainer):
-    with Loader(cache, 4) as loader:
-        for _ in range(2):
-            module = Module()
-            make_trainer(max_epochs=1).fit(module, loader)
-            assert sorted(module.seen[0]) == list(range(ROWS))
-        assert loader.state_dict()["epoch"] == 2
-
-
-def test_epochs_are_in_the_order_of_a_plain_loop(cache, make_trainer):
+def test_epochs_are_in_the_order_of_a_plain_loop_also_of_the_next_fit(cache, make_trainer):
     module = Module()
     with Loader(cache, 4) as loader, Loader(cache, 4) as plain:
-        make_trainer(max_epochs=2).fit(module, loader)
-        assert module.seen == [[row for batch in plain for row in batch["id"].tolist()] for _ in range(2)]
-
-
-def test_batches_on_the_device_stay_as_they_are(cache, make_trainer):
-    module = Module()
-    with Loader(cache, 4, device="cpu") as loader:
-        make_trainer(max_epochs=2).fit(module, loader)
-    assert [sorted(ids) for ids in module.seen] == [list(range(ROWS))] * 2
+        for epochs in (2, 1):
+            make_trainer(max_epochs=epochs).fit(module, loader)
+        assert module.seen == [ids_of(plain) for _ in range(3)]
+        assert loader.state_dict()["epoch"] == 3
 
 
 def test_repeat_trains_for_given_steps(cache, make_trainer):
@@ -197,28 +196,11 @@ def test_a_share_of_an_epoch_of_unknown_length_is_refused_by_lightning(cache, ma
         make_trainer(max_epochs=1, **{option: 0.5}).fit(Module(), loader)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataloader_reads_all_of_each_epoch_if_it_is_asked_again_for_its_length(
-    cache, make_trainer, num_workers
-):
-    module = Module()
-    trainer = make_trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, callbacks=[Grow(cache)])
-    trainer.fit(module, dataloader(cache, 4, num_workers=num_workers))
-    assert [sorted(ids) for ids in module.seen] == [list(range(ROWS + 16 * epoch)) for epoch in range(3)]
-
-
 def test_without_that_lightning_ends_each_epoch_at_the_length_of_the_first(cache, make_trainer):
     module = Module()
     own = DataLoader(CacheDataset(cache), batch_sampler=EpochBatchSampler(cache, 4))
     make_trainer(max_epochs=2, callbacks=[Grow(cache)]).fit(module, own)
     assert [len(set(ids)) for ids in module.seen] == [ROWS, ROWS], "the README says so"
-
-
-def test_an_iterable_dataset_needs_nothing(cache, make_trainer):
-    module = Module()
-    batches = DataLoader(CacheIterableDataset(cache, 4), batch_size=None)
-    make_trainer(max_epochs=2, callbacks=[Grow(cache)]).fit(module, batches)
-    assert [sorted(ids) for ids in module.seen] == [list(range(ROWS)), list(range(ROWS + 16))]
 
 
 def test_predict_with_a_dataloader_says_what_to_use(cache, make_trainer):
@@ -276,7 +258,7 @@ class Data(lightning.LightningDataModule):
 def test_a_data_module_keeps_the_epoch_also_at_its_end(cache, make_trainer, tmp_path, save_at, epoch):
     path = tmp_path / "ckpt"
     with Loader(cache, 4, seed=3) as loader:
-        orders = [[row for batch in loader for row in batch["id"].tolist()] for _ in range(2)]
+        orders = [ids_of(loader) for _ in range(2)]
     with Loader(cache, 4, seed=3) as loader:
         trainer = make_trainer(max_epochs=1, callbacks=[SaveAndStop(save_at, path)])
         trainer.fit(Module(), datamodule=Data(loader))

@@ -36,14 +36,16 @@ from helpers import (
     wait_until,
 )
 from helpers import sample as row
+from pool_tasks import draws, expected, fails_at, sampled, tasks
 from processes import Script
+from ray._private import services
 from ray.cluster_utils import Cluster
 
 import arrowcache as ac
 from arrowcache.ray import NodeCaches, SamplerPool
 from arrowcache.ray.ingest import NodeIngest
 
-QUICK: dict[str, Any] = {"progress": False, "workers": 3}
+OPTIONS: dict[str, Any] = {"progress": False, "workers": 3}
 PATHS = (Path(ac.__file__).parents[1], Path(__file__).parents[1])  # for the workers' imports
 STORE_BYTES = 80 << 20
 RAY_LOG_LINE = re.compile(r"\[[\d: ,-]+ [DIWEC] \d+ \d+\] \w+\.(cc|h):\d+: ")
@@ -67,7 +69,7 @@ def cluster() -> Iterator[Cluster]:
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         environment.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray gives its servers 30 s to start, which is not enough on a busy machine.
-        environment.setattr("ray._private.services.get_node", patient(ray._private.services.get_node))
+        environment.setattr("ray._private.services.get_node", patient(services.get_node))
         for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds"):
             environment.setenv(f"RAY_{name}", "300000" if name.endswith("ms") else "300")
         # Two servers that nobody asks anything, and that take a busy machine a minute to start.
@@ -112,44 +114,16 @@ def caches_on(cluster: Cluster, folder: Path, **options: Any) -> NodeCaches:
     return NodeCaches(folder / "{node}", ROW, **options)
 
 
-def draws() -> Callable[..., Any]:
-    def sampler(rng):
-        while True:
-            yield row(int(rng.integers(1 << 20)))
-
-    return sampler
-
-
-def expected(number: int, seed: int = 0) -> list[int]:
-    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-    return [int(rng.integers(1 << 20)) for _ in range(ramp_rows(number))]
-
-
-def first_of(number: int) -> int:
-    """The first id of a task."""
-    return expected(number)[0]
-
-
 def opened(caches: NodeCaches) -> list[ac.Cache]:
     return [ac.Cache.open(caches.path_on(node)) for node in caches.node_ids()]
 
 
-def tasks(cache: ac.Cache) -> dict[int, list[int]]:
-    """Published task numbers and their ids, by names and a plain Arrow reader; no task twice."""
-    found: dict[int, list[int]] = {}
-    for path in segment_files(cache):
-        number = int(path.stem.rpartition(".")[2])
-        assert number not in found
-        found[number] = read_ids(path)
-    return found
-
-
-def split(caches: NodeCaches) -> dict[int, list[int]]:
+def split(caches: NodeCaches, pool: str = "default.0") -> dict[int, list[int]]:
     """The tasks of all nodes; none on two of them."""
     found: dict[int, list[int]] = {}
     for cache in opened(caches):
         assert cache.verify() == []
-        each = tasks(cache)
+        each = tasks(cache, pool)
         assert not found.keys() & each.keys()
         found |= each
     return found
@@ -159,10 +133,10 @@ def split(caches: NodeCaches) -> dict[int, list[int]]:
 
 
 def test_each_node_gets_a_share_of_what_a_local_pool_would_publish(caches):
-    with SamplerPool(caches, draws(), seed=5, segments=12, **QUICK) as pool:
+    with SamplerPool(caches, draws(), seed=5, segments=12, **OPTIONS) as pool:
         pool.wait(timeout=LONG_SECONDS)
         stats, nodes = pool.stats(), pool.node_stats()
-    assert split(caches) == {number: expected(number, 5) for number in range(12)}
+    assert split(caches, "default.5") == {number: expected(number, 5) for number in range(12)}
     assert (stats.segments, stats.rows, stats.failures) == (12, sum(map(ramp_rows, range(12))), 0)
     assert sum(each.segments for each in nodes.values()) == 12
     assert min(each.segments for each in nodes.values()) > 0
@@ -170,13 +144,12 @@ def test_each_node_gets_a_share_of_what_a_local_pool_would_publish(caches):
 
 
 def test_all_nodes_get_the_same_bytes(caches, tmp_path):
-    with SamplerPool(caches, draws(), share="replicate", segments=5, **QUICK) as pool:
+    with SamplerPool(caches, draws(), share="replicate", segments=5, **OPTIONS) as pool:
         pool.wait(timeout=LONG_SECONDS)
         assert pool.stats().segments == 5
         assert [each.segments for each in pool.node_stats().values()] == [5, 5]
     local = make_cache(tmp_path / "local")
-    with ac.SamplerPool(local, draws(), segments=5, workers=1, progress=False) as here:
-        here.wait(timeout=DEADLINE_SECONDS)
+    sampled(local, segments=5)
 
     def files(cache):
         return {path.stem.split("-", 2)[2]: path.read_bytes() for path in segment_files(cache)}
@@ -188,15 +161,14 @@ def test_all_nodes_get_the_same_bytes(caches, tmp_path):
 def test_a_pool_started_again_on_whichever_nodes_repeats_no_task(cluster, caches, tmp_path):
     one = caches_on(cluster, tmp_path, nodes=caches.node_ids()[1:])
     for each, segments in ((caches, 4), (one, 3)):
-        with SamplerPool(each, draws(), segments=segments, **QUICK) as pool:
+        with SamplerPool(each, draws(), segments=segments, **OPTIONS) as pool:
             pool.wait(timeout=LONG_SECONDS)
-    with SamplerPool(caches, draws(), **QUICK) as pool:  # stopped in mid-run
+    with SamplerPool(caches, draws(), **OPTIONS) as pool:  # stopped in mid-run
         pool.wait(segments=4, timeout=LONG_SECONDS)
     published = split(caches)
     assert len(published) == 7 + pool.stats().segments
     assert published == {number: expected(number) for number in published}
-    with ac.SamplerPool(opened(one)[0], draws(), segments=2, workers=1, progress=False) as local:
-        local.wait(timeout=DEADLINE_SECONDS)
+    sampled(opened(one)[0], segments=2)
     assert min(split(caches).keys() - published.keys()) > max(published)
 
 
@@ -223,19 +195,19 @@ def test_stop_may_publish_what_was_drawn_anywhere_and_the_next_pool_draws_those_
             time.sleep(0.5)
             yield row(int(rng.integers(1 << 20)))
 
-    pool = SamplerPool(caches, full(slow), **QUICK)
+    pool = SamplerPool(caches, full(slow), **OPTIONS)
     wait_until(lambda: len(os.listdir(begun)) >= 2, "two samplers at work")
     pool.stop(publish=True)
     parts = [read_ids(path) for cache in opened(caches) for path in segment_files(cache)]
     assert len(parts) == pool.stats().segments >= 2
-    known = {first_of(number): number for number in range(10)}
+    known = {expected(number)[0]: number for number in range(10)}
     assert sorted(known[ids[0]] for ids in parts) == sorted({known[ids[0]] for ids in parts})
     assert all(len(ids) >= 5 for ids in parts)
     for cache in opened(caches):
         assert {path.stem[-1] for path in segment_files(cache)} <= {"-"}, "no part has a task's name"
         assert cache.verify() == []
         cache.evict("1GB")
-    with SamplerPool(caches, draws(), segments=4, **QUICK) as again:
+    with SamplerPool(caches, draws(), segments=4, **OPTIONS) as again:
         again.wait(timeout=LONG_SECONDS)
     assert sorted(split(caches)) == [0, 1, 2, 3]
 
@@ -259,7 +231,7 @@ def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path):
     one, two = opened(caches)
     held = [one.snapshot(), two.snapshot()]
     try:
-        with SamplerPool(caches, full(sampler), **QUICK) as pool:
+        with SamplerPool(caches, full(sampler), **OPTIONS) as pool:
             wait_until(
                 lambda: [cache.stats().waiting_writers for cache in (one, two)] == [1, 1], "both to be full"
             )
@@ -282,18 +254,9 @@ def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path):
 
 
 def test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on(caches):
-    unlucky = expected(2)[0]
-
-    def read_remote_scan(rng):
-        while True:
-            number = int(rng.integers(1 << 20))
-            if number == unlucky:
-                raise LookupError("no such scan")
-            yield row(number)
-
-    pool = SamplerPool(caches, read_remote_scan, segments=5, retries=1, in_flight="40KiB", **QUICK)
+    pool = SamplerPool(caches, fails_at(2), segments=5, retries=1, in_flight="40KiB", **OPTIONS)
     assert pool._engine._most == 2, "segments in flight, of 18 KiB"
-    with pytest.raises(ac.SamplerError, match=r"in read_remote_scan(.|\n)*LookupError: no such scan"):
+    with pytest.raises(ac.SamplerError, match=r"in read_remote_scan(.|\n)*Peculiar: no such scan"):
         pool.wait(timeout=LONG_SECONDS)
     pool.stop()
     assert (pool.stats().segments, pool.stats().retries, pool.stats().failures) == (4, 1, 1)
@@ -304,7 +267,7 @@ def test_a_node_that_is_lost_in_mid_run_costs_its_cache_and_no_task(cluster, tmp
     third = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
     caches = caches_on(cluster, tmp_path)
     node = third.node_id
-    with SamplerPool(caches, draws(), segments=40, **QUICK) as pool:
+    with SamplerPool(caches, draws(), segments=40, **OPTIONS) as pool:
         wait_until(lambda: pool.node_stats()[node].segments, "the third node to publish")
         cluster.remove_node(third)
         pool.wait(timeout=LONG_SECONDS)
@@ -314,8 +277,8 @@ def test_a_node_that_is_lost_in_mid_run_costs_its_cache_and_no_task(cluster, tmp
     assert node not in caches_on(cluster, tmp_path).node_ids()
     assert living | gone == {number: expected(number) for number in range(40)}
     with pytest.raises(ValueError, match="not alive"):
-        SamplerPool(caches, draws(), **QUICK)
-    with SamplerPool(caches_on(cluster, tmp_path), draws(), segments=2, **QUICK) as pool:
+        SamplerPool(caches, draws(), **OPTIONS)
+    with SamplerPool(caches_on(cluster, tmp_path), draws(), segments=2, **OPTIONS) as pool:
         pool.wait(timeout=LONG_SECONDS)
     assert split(caches_on(cluster, tmp_path)).keys() - living.keys() == {40, 41}
 
@@ -373,7 +336,7 @@ def test_samplers_and_actors_end_with_a_driver_that_is_killed(cluster, caches, t
         script.kill()
     samplers = [int(pid) for pid in os.listdir(tmp_path / "pids")]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in samplers), "the samplers' end")
-    with SamplerPool(caches, draws(), segments=2, **QUICK) as pool:
+    with SamplerPool(caches, draws(), segments=2, **OPTIONS) as pool:
         pool.wait(timeout=LONG_SECONDS)
     published = split(caches)
     assert published == {number: expected(number) for number in published}
@@ -416,10 +379,6 @@ def test_a_pool_whose_ray_is_shut_down_says_so_and_starts_no_other(cluster, cach
     [
         ({"sample": 5}, TypeError, "sample"),
         ({"workers": 0}, ValueError, "workers"),
-        ({"seed": -1}, ValueError, "seed"),
-        ({"name": "a/b"}, ValueError, "name"),
-        ({"segments": 0}, ValueError, "segments"),
-        ({"retries": -1}, ValueError, "retries"),
         ({"share": "halves"}, ValueError, "share='halves' is unknown: use 'split' or 'replicate'"),
         ({"caches": "/a/path"}, TypeError, "NodeCaches"),
         ({"in_flight": "many"}, ValueError, "in_flight"),
@@ -436,17 +395,19 @@ def test_caches_that_cannot_be_had_are_errors_of_the_constructor(cluster, caches
     with pytest.raises(ValueError, match="nodes="):
         NodeCaches("x", ROW, "1MiB", nodes=[])
     with pytest.raises(ValueError, match="not alive in this cluster"):
-        SamplerPool(caches_on(cluster, tmp_path, nodes=["ab" * 28]), draws(), **QUICK)
+        SamplerPool(caches_on(cluster, tmp_path, nodes=["ab" * 28]), draws(), **OPTIONS)
     with pytest.raises(ValueError, match=r"have one folder, .* or one with \{node\} in it"):
-        SamplerPool(NodeCaches(tmp_path / "one", ROW, "1MiB", "32KiB", nodes=caches.nodes), draws(), **QUICK)
+        SamplerPool(
+            NodeCaches(tmp_path / "one", ROW, "1MiB", "32KiB", nodes=caches.nodes), draws(), **OPTIONS
+        )
     one, two = caches.node_ids()
     make_cache(caches.path_on(one), segment_rows=8)
     with pytest.raises(ac.SchemaError, match=r"segments of 8 rows in .* and of 16 rows in"):
-        SamplerPool(caches, draws(), **QUICK)
+        SamplerPool(caches, draws(), **OPTIONS)
     (tmp_path / "full" / two).mkdir(parents=True)
     (tmp_path / "full" / two / "mine.txt").touch()
     with pytest.raises(ac.CacheFormatError, match=r"mine\.txt"):
-        SamplerPool(caches_on(cluster, tmp_path / "full"), draws(), **QUICK)
+        SamplerPool(caches_on(cluster, tmp_path / "full"), draws(), **OPTIONS)
 
 
 def test_what_arrives_is_checked_before_it_is_published(caches):
@@ -485,7 +446,7 @@ def test_in_a_running_event_loop_a_killed_worker_costs_no_task(caches, tmp_path)
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def work():
-        with SamplerPool(caches, sampler, segments=4, **QUICK) as pool:
+        with SamplerPool(caches, sampler, segments=4, **OPTIONS) as pool:
             await asyncio.to_thread(pool.wait, timeout=LONG_SECONDS)
             assert pool.stats().retries == 0, "Ray did it"
 
@@ -514,7 +475,7 @@ def test_ray_trains_workers_load_from_their_nodes_cache(caches, tmp_path):
         node = ray.get_runtime_context().get_node_id()
         Path(config["folder"], f"{node}-{context.get_world_rank()}").write_text(repr(seen))
 
-    with SamplerPool(caches, full(draws()), segments=8, **QUICK) as pool:
+    with SamplerPool(caches, full(draws()), segments=8, **OPTIONS) as pool:
         pool.wait(timeout=LONG_SECONDS)
     assert min(len(tasks(cache)) for cache in opened(caches)) >= 3, "48 rows on each"
     (tmp_path / "seen").mkdir()

@@ -17,7 +17,6 @@ from drawing import require_pure, run_elsewhere, take
 from object_store import Fault, ObjectStore, serve
 from pyarrow import fs
 
-import arrowcache as ac
 from arrowcache.sampling.sources import ArrayWindows, Mix, ParquetRows, Retries
 
 pytest.importorskip("pyarrow._s3fs", reason="this pyarrow has no S3")
@@ -134,18 +133,6 @@ def test_windows_of_every_format_come_from_s3(store):
             require_pure(source)
 
 
-@pytest.mark.slow
-def test_a_pool_draws_from_s3(store, tmp_path):
-    source = ParquetRows(store.uri("bucket/data"), ["id", "x"])
-    with ac.Cache.create(tmp_path / "cache", source.schema, "64MiB", "1MiB", segment_rows=60) as cache:
-        with ac.SamplerPool(cache, source, workers=2, segments=4) as pool:
-            pool.wait()
-        with cache.snapshot() as snapshot:
-            rows = snapshot.gather(np.arange(len(snapshot)))
-    assert len(rows["id"]) == 240
-    assert np.array_equal(rows["x"][:, 5], rows["id"] + 5)
-
-
 @pytest.mark.parametrize("kind", ["slow_down", "reset", "truncated"])
 def test_what_passes_is_tried_again_and_changes_nothing(store, patient, kind):
     expected = [s["id"] for s in take(ParquetRows(store.uri("bucket/data"), ["id"], rows_per_group=7), 70)]
@@ -163,21 +150,14 @@ def test_construction_tries_again_too(store, patient, kind):
     assert not any(fault.times for fault in store.faults)
 
 
-def test_windows_are_tried_again(store, patient):
-    uri = store.uri("bucket/arrays/x.npy")
-    expected = [s["data"] for s in take(ArrayWindows(uri, (5,)), 20)]
-    source = ArrayWindows(uri, (5,), retries=patient)
-    store.faults += [Fault("slow_down", 2), Fault("truncated", 2)]
-    assert np.array_equal([s["data"] for s in take(source, 20)], expected)
-    assert not any(fault.times for fault in store.faults)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncollected")
-@pytest.mark.parametrize("name", ["v.h5#v", "v.zarr"])
-def test_windows_of_hdf5_and_zarr_are_tried_again_and_end_with_the_stores_error(store, patient, name):
+@pytest.mark.parametrize("name", ["v.npy", "v.h5#v", "v.zarr"])
+def test_windows_of_every_format_are_tried_again_and_end_with_the_stores_error(store, patient, name):
     folder = store.folder / "bucket" / "arrays"
-    if name == "v.h5#v":
+    if name == "v.npy":
+        np.save(folder / name, np.arange(100_000))
+    elif name == "v.h5#v":
         with pytest.importorskip("h5py").File(folder / "v.h5", "w") as file:
             file.create_dataset("v", data=np.arange(100_000), chunks=(1000,))
     else:
@@ -266,14 +246,6 @@ def test_a_filesystem_of_pyarrow_does_as_well_as_a_uri(store):
     assert ALL_ROWS in repr(source)
 
 
-@pytest.mark.slow
-def test_a_filesystem_of_fsspec_does_as_well(store):
-    fsspec = pytest.importorskip("fsspec")
-    files = fsspec.filesystem("file")
-    source = ParquetRows(str(store.folder / "bucket" / "data"), ["id"], filesystem=files)
-    require_pure(source)
-
-
 READS = """
 import os, sys
 from arrowcache.pickling import unpickled
@@ -291,6 +263,7 @@ def test_files_of_a_filesystem_in_python_are_read_without_threads_of_arrow(store
     """They held such a file still while the process ended, which then was aborted."""
     files = pytest.importorskip("fsspec").filesystem("file")
     source = ParquetRows(str(store.folder / "bucket" / "data"), ["id"], filesystem=files)
+    require_pure(source)
     assert run_elsewhere(READS, source) == "0"
 
 

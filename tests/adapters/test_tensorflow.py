@@ -128,20 +128,6 @@ def test_a_loop_of_ones_own(cache, backend):
 
 
 @every_backend
-def test_under_a_distribution_strategy_each_row_comes_once(cache, backend):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-    distributed = strategy.experimental_distribute_dataset(dataset(cache, 16, backend=backend))
-    assert sorted(ids_of(distributed)) == list(range(160))
-
-
-@every_backend
-def test_prefetching_to_a_device_changes_nothing(cache, backend):
-    batches = dataset(cache, 16, backend=backend)
-    batches = batches.apply(tf.data.experimental.prefetch_to_device("/CPU:0"))
-    assert sorted(ids_of(batches)) == list(range(160))
-
-
-@every_backend
 def test_what_an_ended_iteration_still_delivers_is_its_own(cache, backend):
     epoch = ids_of(dataset(cache, 4, backend=backend, seed=3))
     batches = dataset(cache, 4, backend=backend, seed=3, prefetch=0)

@@ -55,6 +55,8 @@ def test_transformations_deliver_each_row(cache, backend):
     assert sorted(ids_of(batches().unbatch().batch(10))) == EACH
     assert sorted(ids_of(batches().concatenate(batches()))) == sorted(EACH * 2)
     assert sorted(ids_of(batches().ignore_errors())) == EACH
+    to_device = tf.data.experimental.prefetch_to_device("/CPU:0")
+    assert sorted(ids_of(batches().apply(to_device))) == EACH
     assert [int(number) for number, _ in batches().enumerate()] == list(range(8))
     cached = batches().cache()
     assert sorted(ids_of(cached)) == EACH

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ import arrowcache as ac
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.store import Cancelled
 from arrowcache.tensorflow import dataset, example_parser, from_tfrecords, to_tfrecords
-from arrowcache.tensorflow.intake import MARKS, Intake, take_in
+from arrowcache.tensorflow.intake import MARKS, take_in
 from arrowcache.tensorflow.records import fingerprint_of
 from arrowcache.tensorflow.tfrecord import _shares, find_files
 
@@ -543,37 +545,6 @@ def long_file(path):
     return write(path, [small(number, text=path.name * 400) for number in range(1000)])
 
 
-def test_a_killed_worker_is_an_error_that_says_where_it_was(cache, no_room, tmp_path, monkeypatch):
-    first = cache.stats().next_seq
-    killed = []
-
-    def kill(self):
-        if self._marks[1][3] and not killed:  # it waits for room, so what it is at is known
-            killed.append(int(self._marks[1][1]))
-            os.kill(self._processes[1].pid, signal.SIGKILL)
-
-    monkeypatch.setattr(Intake, "_refuse_deadlock", kill)
-    files = [long_file(tmp_path / "a"), long_file(tmp_path / "b")]
-    with pytest.raises(ac.WorkerError) as caught:
-        from_tfrecords(files, SMALL, cache)
-    text = str(caught.value)
-    rows = sum(segment.rows for segment in cache.store.segments() if segment.seq >= first)
-    assert text.startswith(f"{files[1]}, record {killed[0]}: process "), text
-    assert killed[0] > 0
-    assert "SIGKILL" in text
-    assert rows > 0, "what was not leased made room"
-    assert f" {rows} rows were imported: import the same files again to go on with the others" in text
-    assert no_child_lives()
-
-
-def test_waiting_for_the_room_that_this_very_process_holds_is_an_error(cache, no_room, tmp_path):
-    with pytest.raises(
-        ac.CacheFullError, match=r"this very process reads.*rows were imported: import the same files again"
-    ):
-        from_tfrecords(long_file(tmp_path / "a"), SMALL, cache)
-    assert no_child_lives()
-
-
 IMPORT = """
 import json, sys
 import arrowcache as ac
@@ -582,6 +553,33 @@ cache = ac.Cache.open(sys.argv[1])
 print("begun", flush=True)
 from_tfrecords(json.loads(sys.argv[2]), cache.schema, cache, progress=False)
 """
+
+
+def test_a_killed_worker_is_an_error_that_says_where_it_was(cache, no_room, tmp_path):
+    first, files = cache.stats().next_seq, [str(long_file(tmp_path / name)) for name in "ab"]
+    with Script(IMPORT, cache.path, json.dumps(files)) as script:
+        assert script.line() == "begun"
+        wait_until(lambda: cache.stats().waiting_writers == 2, "both workers wait for room")
+        (pid, *_) = (line.split()[0] for line in script.processes() if "tensorflow.intake" in line)
+        os.kill(int(pid), signal.SIGKILL)
+        code, errors = script.end()
+        assert script.processes() == []
+    assert code == 1
+    said = errors.splitlines()[-1]
+    rows = sum(segment.rows for segment in cache.store.segments() if segment.seq >= first)
+    assert re.search(
+        rf"WorkerError: {tmp_path}/[ab], record [1-9]\d*: process {pid}, which .*SIGKILL", said
+    ), said
+    assert rows > 0, "what was not leased made room"
+    assert f" {rows} rows were imported: import the same files again to go on with the others" in said
+
+
+def test_waiting_for_the_room_that_this_very_process_holds_is_an_error(cache, no_room, tmp_path):
+    with pytest.raises(
+        ac.CacheFullError, match=r"this very process reads.*rows were imported: import the same files again"
+    ):
+        from_tfrecords(long_file(tmp_path / "a"), SMALL, cache)
+    assert no_child_lives()
 
 
 @pytest.mark.parametrize("end", ["ctrl-c", "kill"])
@@ -619,7 +617,7 @@ def test_a_wrong_argument_fails_before_a_process_starts(
     cache, tmp_path, monkeypatch, files, options, error, words
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Intake, "_launch", lambda self, number: pytest.fail("a process was started"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     write(tmp_path / "a", [small(0)])
     arguments = {"files": files, "schema": SMALL, "cache": cache} | options
     with pytest.raises(error, match=words):

@@ -25,19 +25,12 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 import arrowcache as ac
-import arrowcache.torch.dataset
 from arrowcache.reading.plan import segments_of
-from arrowcache.storage import recovery
+from arrowcache.storage.folder import Folder
 from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
 from arrowcache.torch.descriptor import Descriptor
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
-WORKERS = [
-    pytest.param(0, None, id="no workers"),
-    pytest.param(2, "fork", id="fork"),
-    pytest.param(2, "spawn", id="spawn", marks=pytest.mark.slow),
-    pytest.param(2, "forkserver", id="forkserver", marks=pytest.mark.slow),
-]
 
 
 def identity_of_kind(kind: str):
@@ -57,9 +50,15 @@ def no_lease_is_left(cache) -> None:
 
 
 @pytest.fixture
-def in_a_worker(monkeypatch):
-    """Datasets answer as they do in a DataLoader's worker."""
-    monkeypatch.setattr(arrowcache.torch.dataset, "get_worker_info", lambda: SimpleNamespace(id=0))
+def answer(monkeypatch):
+    """A function: what a dataset gives for some rows in a DataLoader's worker."""
+
+    def answer(dataset, rows):
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.utils.data._utils.worker._worker_info", SimpleNamespace(id=0))
+            return dataset.__getitems__(rows)
+
+    return answer
 
 
 def through_a_queue(thing):
@@ -68,44 +67,34 @@ def through_a_queue(thing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transform", first_is_quick(["none", "identity"]))
-@pytest.mark.parametrize(("workers", "context"), WORKERS)
-def test_epochs_are_those_of_the_loader_and_grow_with_the_cache(cache, workers, context, transform):
+@pytest.mark.parametrize(("context", "transform"), [("spawn", "none"), ("forkserver", "identity")])
+def test_epochs_of_spawned_workers_are_those_of_the_loader_and_grow_with_the_cache(cache, context, transform):
+    """Those of forked ones: test_readers.py."""
     options = {"multiprocessing_context": context, "transform": identity_of_kind(transform)}
-    loader = dataloader(cache, 16, workers, seed=3, **options)
+    loader = dataloader(cache, 16, 2, seed=3, **options)
     with Loader(cache, 16, seed=3) as own:
         for _ in range(3):
             batches = list(loader)
             for batch in batches:
                 check(batch)
             assert ids_of(batches) == ids_of(own)
-            assert sorted(ids_of(batches)) == list(range(cache.stats().rows))
             publish(cache, 2)
     del loader, batches, batch
     no_lease_is_left(cache)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_spelled_out_dataloader(cache, persistent):
+@pytest.mark.parametrize("batched", first_is_quick([False, True]))
+@pytest.mark.parametrize("workers", first_is_quick(["2", "0", "2, persistent"]))
+def test_the_spelled_out_dataloader(cache, workers, batched):
     sampler = EpochBatchSampler(cache, 16, shuffle="rows", seed=0, drop_last=True)
-    loader = DataLoader(
-        CacheDataset(cache), batch_sampler=sampler, num_workers=2, persistent_workers=persistent,
-        prefetch_factor=3,
-    )  # fmt: skip
+    how = {"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}
+    how |= {"num_workers": int(workers[0]), "persistent_workers": workers.endswith("persistent")}
+    loader = DataLoader(CacheDataset(cache), **how)
     with Loader(cache, 16) as own:
         for _ in range(3):
             assert ids_of(loader) == ids_of(own)
     del loader
     no_lease_is_left(cache)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_without_batching_yields_the_same(cache, workers):
-    sampler = EpochBatchSampler(cache, 16, seed=1)
-    loader = DataLoader(CacheDataset(cache), sampler=sampler, batch_size=None, num_workers=workers)
-    with Loader(cache, 16, seed=1) as own:
-        assert ids_of(loader) == ids_of(own)
 
 
 def test_a_transform_may_return_anything_and_sees_numpy(cache):
@@ -162,14 +151,14 @@ def test_a_collate_function_of_the_users_own_gets_the_batch(cache, workers, kind
 def openings(monkeypatch):
     """How often a cache was opened, in this process and those that are forked from it."""
     count = multiprocessing.get_context("fork").Value("i", 0)
-    real = recovery.recover
+    complete = Folder.complete
 
-    def recover(store):
+    def counted(folder):
         with count.get_lock():
             count.value += 1
-        real(store)
+        complete(folder)
 
-    monkeypatch.setattr(recovery, "recover", recover)
+    monkeypatch.setattr(Folder, "complete", counted)
     return count
 
 
@@ -232,14 +221,6 @@ def test_dropping_a_dataloader_in_the_middle_leaves_no_lease(cache, kind):
         assert len(taken) == batches
         del loader
         no_lease_is_left(cache)
-
-
-@pytest.mark.parametrize("kind", ["none", "identity"])
-def test_at_the_end_of_an_epoch_nothing_is_leased_though_workers_live(cache, kind):
-    loader = dataloader(cache, 16, 2, transform=identity_of_kind(kind))
-    for _ in range(2):
-        assert len(ids_of(loader)) == 160
-        assert cache.stats().leased_bytes == 0
 
 
 def test_during_an_epoch_its_segments_are_leased_and_a_window_gives_them_up(cache):
@@ -324,20 +305,20 @@ def test_what_cannot_be_pickled_for_a_worker_is_told_so(cache):
             pickle.dumps(dataset)
 
 
-def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread(tmp_path, in_a_worker):
+def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread(tmp_path, answer):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 10)
     rows = list(itertools.islice(EpochBatchSampler(cache, 16), 3))
     assert cache.stats().leased_bytes == 0  # its iterator is gone
     dataset = CacheDataset(cache)
-    batch = through_a_queue(dataset.__getitems__(rows[0]))  # the segments are still there: read anew
+    batch = through_a_queue(answer(dataset, rows[0]))  # the segments are still there: read anew
     check(batch)
-    assert batch["id"].tolist() == dataset[rows[0]].make()["id"].tolist()
+    assert batch["id"].tolist() == dataset[rows[0]]["id"].tolist()
     cache.evict("1MiB")
-    answer = through_a_queue(dataset.__getitems__(rows[1]))
-    assert isinstance(answer, ExceptionWrapper)
+    error = through_a_queue(answer(dataset, rows[1]))
+    assert isinstance(error, ExceptionWrapper)
     with pytest.raises(ac.MissingSegmentsError, match="keep the DataLoader's iterator"):
-        answer.reraise()
+        error.reraise()
     assert cache.stats().leased_bytes == 0
 
 
@@ -452,7 +433,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_transform_of_a_script_may_return_instances_of_its_classes(cache, tmp_path, context):
     script = tmp_path / "script.py"
     script.write_text(CLASSES)
@@ -466,14 +447,14 @@ def test_a_transform_of_a_script_may_return_instances_of_its_classes(cache, tmp_
 # what travels
 
 
-def test_a_batch_travels_as_row_ids(cache, in_a_worker):
+def test_a_batch_travels_as_row_ids(cache, answer):
     rows = next(iter(EpochBatchSampler(cache, 16)))
     assert list(rows) == rows.ids.tolist()
     assert len(rows) == 16
     dataset = CacheDataset(cache)
-    answer = dataset.__getitems__(rows)
-    assert type(answer) is Descriptor
-    assert len(ForkingPickler.dumps(answer)) < 1500  # a row alone has 1032 bytes
+    sent = answer(dataset, rows)
+    assert type(sent) is Descriptor
+    assert len(ForkingPickler.dumps(sent)) < 1500  # a row alone has 1032 bytes
     again = through_a_queue(rows)
     assert again == rows
     seqs, rows = segments_of(again.snapshot.runs)
@@ -537,16 +518,6 @@ def test_with_pin_memory_batches_are_pinned(cache, workers):
 
 
 # torchdata
-
-
-@pytest.fixture
-def stateful():
-    reason = "torchdata is not installed: StatefulDataLoader cannot be tried"
-    module = sys.modules.get("torchdata") or pytest.importorskip("torchdata", reason=reason)
-    assert module
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return StatefulDataLoader
 
 
 @pytest.mark.slow

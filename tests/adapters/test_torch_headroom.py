@@ -25,47 +25,36 @@ def cache(tmp_path):
     return nearly_full(tmp_path / "cache")
 
 
-def by_loader(cache):
-    return Loader(cache, 100, drop_last=False)
-
-
-def by_dataloader(cache, num_workers=0):
-    return dataloader(cache, 100, num_workers, drop_last=False)
-
-
-def by_sampler(cache):
+def by_dataset(cache):
     sampler = EpochBatchSampler(cache, 100, drop_last=False)
     return DataLoader(CacheDataset(cache), batch_sampler=sampler)
 
 
-def by_iterable(cache, num_workers=0):
-    dataset = CacheIterableDataset(cache, 100, drop_last=False)
-    return DataLoader(dataset, batch_size=None, num_workers=num_workers)
+def by_iterable(cache, workers):
+    return DataLoader(CacheIterableDataset(cache, 100, drop_last=False), None, num_workers=workers)
 
 
-def by_workers(cache):
-    return by_dataloader(cache, 2)
-
-
-def by_workers_of_an_iterable(cache):
-    return by_iterable(cache, 2)
-
-
-IN_THIS_PROCESS = [by_loader, by_dataloader, by_sampler, by_iterable]
-EVERY_WAY = [*IN_THIS_PROCESS, by_workers, by_workers_of_an_iterable]
+WAYS = {
+    "loader": lambda cache: Loader(cache, 100, drop_last=False),
+    "dataloader": lambda cache: dataloader(cache, 100, 0, drop_last=False),
+    "dataset": by_dataset,
+    "iterable": lambda cache: by_iterable(cache, 0),
+    "workers": lambda cache: dataloader(cache, 100, 2, drop_last=False),
+    "workers of an iterable": lambda cache: by_iterable(cache, 2),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("way", WAYS)
 def test_every_epoch_has_every_row_where_nobody_writes(idle, way):
-    batches = way(idle)
+    batches = WAYS[way](idle)
     for _ in range(2):
         assert sorted(ids_of(batches)) == EVERY_ROW
 
 
-@pytest.mark.parametrize("way", IN_THIS_PROCESS)
+@pytest.mark.parametrize("way", [*WAYS][:4])
 def test_an_epoch_leaves_the_oldest_to_an_open_writer_and_says_so_once(cache, way):
-    batches = way(cache)
+    batches = WAYS[way](cache)
     with cache.writer():
         with pytest.warns(RuntimeWarning, match=f"leaves out the oldest {_OLDEST_TWO} of 5000") as caught:
             epochs = [sorted(ids_of(batches)) for _ in range(2)]
@@ -75,9 +64,9 @@ def test_an_epoch_leaves_the_oldest_to_an_open_writer_and_says_so_once(cache, wa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [by_workers, by_workers_of_an_iterable])
+@pytest.mark.parametrize("way", [*WAYS][4:])
 def test_workers_leave_the_same_rows_to_an_open_writer(cache, way):
-    batches = way(cache)
+    batches = WAYS[way](cache)
     with cache.writer(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         assert sorted(ids_of(batches)) == EVERY_ROW[_OLDEST_TWO:]

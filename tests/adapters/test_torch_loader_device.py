@@ -5,31 +5,27 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
-from dataclasses import replace
+from contextlib import suppress
 
 import pytest
-from helpers import ids_of
+from helpers import ids_of, wait_until
 from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
-from fake_device import FakeDevice
 
 import arrowcache as ac
-import arrowcache.torch.device
 from arrowcache.torch import Loader, plan
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def fake(fake, monkeypatch):
     """A device, to which images go by themselves."""
-    device = FakeDevice("random")
-    monkeypatch.setattr(arrowcache.torch.device, "backend_of", lambda name: device)
     monkeypatch.setattr(plan, "SMALL_BYTES", 4096)
-    return device
+    return fake
 
 
 def test_its_arguments_are_those_of_the_loader_and_a_device():
@@ -41,22 +37,7 @@ def test_its_arguments_are_those_of_the_loader_and_a_device():
     }
 
 
-def test_on_a_fake_device_every_read_sees_its_batch(cache, fake):
-    with Loader(cache, 16, device="fake", shuffle=None) as loader:
-        for _ in range(20):
-            for step, batch in enumerate(loader):
-                ids = torch.arange(16 * step, 16 * step + 16)
-                fake.read(batch["id"], ids)
-                fake.read(batch["image"], BASE + ids.float()[:, None, None])
-        del batch
-        assert loader.device_stats().device_allocations == 2 * 4
-    fake.finish()
-    assert fake.errors == []
-    assert fake.memory_bytes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["none", "copy", "compute", "all", "random"])
+@pytest.mark.parametrize("order", first_is_quick(["random", "none", "copy", "compute", "all"]))
 @pytest.mark.parametrize("workers", first_is_quick([0, 2]))
 def test_the_device_copies_from_slots_which_are_not_used_again_before(cache, fake, order, workers):
     fake.order = order
@@ -66,12 +47,10 @@ def test_the_device_copies_from_slots_which_are_not_used_again_before(cache, fak
             for batch, expected in zip(loader, plain, strict=True):
                 for name, tensor in expected.items():
                     fake.read(batch[name], tensor)
-        del batch
+        assert loader.device_stats().device_allocations == 2 * 4
         assert loader.device_stats().pinned_bytes <= 3 * 256  # for ids, which are small
         assert fake.calls.count("host_memory") <= loader.stats().slot_growths + 3 < 20 * 10  # batches
         assert fake.asked_if_pinned == 0
-    fake.finish()
-    assert fake.errors == []
 
 
 def test_the_fake_finds_a_slot_that_is_used_again_too_early(cache, fake):
@@ -81,6 +60,7 @@ def test_the_fake_finds_a_slot_that_is_used_again_too_early(cache, fake):
             fake.read(batch["image"], expected["image"])
     fake.finish()
     assert fake.errors
+    fake.errors.clear()
 
 
 def test_what_was_made_elsewhere_is_staged(cache, fake):
@@ -92,8 +72,6 @@ def test_what_was_made_elsewhere_is_staged(cache, fake):
             fake.read(batch["id"], expected["id"])
             fake.read(batch["half"], expected["image"] / 2)
         assert 0 < loader.device_stats().pinned_bytes <= 3 * (256 + batch["half"].nbytes)
-    fake.finish()
-    assert fake.errors == []
 
 
 def test_a_state_counts_what_the_consumer_got_and_nothing_that_is_on_its_way(cache):
@@ -149,15 +127,8 @@ def test_repeat_goes_on_without_end(cache):
     assert sorted(found) == sorted([*range(160)] * 3)
 
 
-def test_a_newer_epoch_ends_the_older_with_an_error(cache):
+def test_a_state_that_is_loaded_ends_an_epoch_with_an_error(cache):
     with Loader(cache, 16, device="cpu") as loader:
-        older = iter(loader)
-        next(older)
-        newer = iter(loader)
-        next(newer)
-        with pytest.raises(RuntimeError, match="a newer one began"):
-            next(older)
-        assert len(ids_of(newer)) == 144
         state = loader.state_dict()
         older = iter(loader)
         next(older)
@@ -177,9 +148,13 @@ def test_a_batch_that_does_not_come_is_a_timeout(cache):
         with pytest.raises(ac.LoaderTimeoutError, match=r"no batch came in 0\.05 s"):
             next(iter(loader))
         go.set()
-        settings = cache.store.settings  # a busy machine is no finding:
-        loader._options = replace(loader._options, settings=settings, timeout=60.0)
-        assert len(ids_of(loader)) == 160
+
+        def is_whole() -> bool:
+            with suppress(ac.LoaderTimeoutError):  # a busy machine is no finding
+                return len(ids_of(loader)) == 160
+            return False
+
+        wait_until(is_whole, "an epoch whose batches come")
 
 
 def test_no_thread_is_started(cache):
@@ -198,5 +173,3 @@ def test_an_epoch_goes_on_after_a_batch_was_refused_while_a_graph_is_captured(ca
             next(epoch)
         assert seen + sum(batch["id"].shape[0] for batch in epoch) == 160
         assert loader.stats().epochs == 1
-    fake.finish()
-    assert fake.errors == []

@@ -104,8 +104,6 @@ def iterable_style(cache, transform):
 
 
 TRANSFORMS = {
-    "a dict with a lock": (lambda batch: batch | {"odd": threading.Lock()}, "cannot pickle '_thread.lock'"),
-    "a lock alone": (lambda batch: threading.Lock(), "cannot pickle '_thread.lock'"),
     "what raises a class without a name": (lambda batch: {"odd": Stubborn()}, "not this one"),
     "an exception of a class without a name": (raises_local, "of a class without a name"),
 }

@@ -22,7 +22,7 @@ LAYERS = {  # an import may only point to a lower number
     "arrowcache": 7,  # __init__: the list of exports
     "explore": 6,
     "torch": 5, "tensorflow": 5, "ray": 5,
-    "cache": 4,
+    "read_through": 4, "cache": 4,
     "sampling": 3, "reading": 3,
     "storage": 2,
     "arrow": 1,

@@ -106,17 +106,18 @@ def test_sizes_and_names_are_checked(capsys):
 
 
 def test_a_peer_that_is_not_installed_is_told(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(beyond_memory, "interpreter_of", lambda peer: None)
+    monkeypatch.setattr(beyond_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "path", [])
     options = beyond_memory.parse(["--size", "1MiB"])
     assert beyond_memory.peers_measured(None, "64KiB", options, tmp_path) == {}
     assert capsys.readouterr().out.count("left out") == len(beyond_memory.BESIDE)
 
 
 def test_without_a_control_group_it_says_so_in_one_sentence(monkeypatch):
-    def refuse(limit):
-        raise PermissionError(13, "Permission denied", "/sys/fs/cgroup/memory/x")
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(beyond_memory, "ControlGroup", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(SystemExit, match=r"needs a control group.*Permission denied") as ended:
         beyond_memory.main([])
     assert "\n" not in str(ended.value.code)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -110,33 +111,73 @@ def failed(name: str, target: Fake | None = None) -> str:
     return outcome.said
 
 
-@pytest.mark.parametrize("name", ["loader", "window", "registered", "workers"])
-@pytest.mark.slow
-def test_a_loader_whose_slots_are_used_again_too_early(name):
-    assert failed(name, Fake(["query"]))
+class Refuses(FakeDevice):
+    def register(self, address, nbytes):
+        return False
 
 
-@pytest.mark.parametrize("name", ["registered", "workers"])
-def test_slots_that_the_device_does_not_read(name, monkeypatch):
-    monkeypatch.setattr(FakeDevice, "register", lambda self, address, nbytes: False)
-    assert "the device did not read from these" in failed(name)
+class Late(FakeDevice):
+    """A processor waits for it though it is done."""
+
+    def query(self, event):
+        return self.clock > 0
 
 
-@pytest.mark.slow
-def test_a_stream_that_does_not_wait_for_the_window():
-    assert failed("window", Fake(["compute waits"]))
+class Silent(FakeDevice):
+    """It does not say that a graph is captured."""
+
+    def is_capturing(self):
+        return False
 
 
-def test_rows_that_the_host_shuffles_where_the_device_should(monkeypatch):
-    class Gathers(Loader):
-        def __init__(self, *arguments, transform=dict, **options):
-            super().__init__(*arguments, transform=transform, **options)
-
-    monkeypatch.setattr(correctness, "Loader", Gathers)
-    assert "no two windows" in failed("window")
+class Idle(FakeTrial):
+    def block(self, seconds):
+        pass
 
 
-class _Keeps(DevicePrefetcher):
+class Boundless(FakeTrial):
+    def limit(self, nbytes):
+        return nullcontext()
+
+
+SLOW = pytest.mark.slow
+BROKEN = {
+    "a loader's slots are used again too early": ("loader", {"leave_out": ["query"]}, ""),
+    "those of a window": ("window", {"leave_out": ["query"]}, ""),
+    "those that are registered": ("registered", {"leave_out": ["query"]}, ""),
+    "those of workers": ("workers", {"leave_out": ["query"]}, ""),
+    "a stream does not wait for the window": ("window", {"leave_out": ["compute waits"]}, ""),
+    "a processor waits for a device that is done": ("sync", {"fake": Late}, "the processor waited"),
+    "a call during a capture": ("capture global", {"fake": Silent}, "not permitted when stream is capturing"),
+    "slots are not read": ("registered", {"fake": Refuses}, "the device did not read from these"),
+    "those of workers are not read": ("workers", {"fake": Refuses}, "the device did not read from these"),
+    "a device is not busy": ("busy", {"kind": Idle}, "waited for the device 0"),
+    "a device is not full": ("full", {"kind": Boundless}, "the limit was none"),
+}
+
+
+@pytest.mark.parametrize("how", [*(pytest.param(how, marks=SLOW) for how in [*BROKEN][:7]), *[*BROKEN][7:]])
+def test_a_device_that_is_broken_fails(how):
+    name, options, said = BROKEN[how]
+    assert said in failed(name, Fake(**options))
+
+
+class Gathers(Loader):
+    """The host shuffles where the device should."""
+
+    def __init__(self, *arguments, transform=dict, **options):
+        super().__init__(*arguments, transform=transform, **options)
+
+
+class Stalls(Loader):
+    """A busy device counts as stall."""
+
+    def stats(self):
+        seconds = self.device_stats().batches if self.device_stats() else 0
+        return dataclasses.replace(super().stats(), stall_seconds=float(seconds))
+
+
+class Keeps(DevicePrefetcher):
     """One whose consumer's batches are never let go."""
 
     def __iter__(self):
@@ -146,7 +187,7 @@ class _Keeps(DevicePrefetcher):
             yield batch
 
 
-class _Mixes(DevicePrefetcher):
+class Mixes(DevicePrefetcher):
     """One that hands over the next batch's memory."""
 
     def __iter__(self):
@@ -154,7 +195,7 @@ class _Mixes(DevicePrefetcher):
         yield from [*others, first]
 
 
-class _Swallows(DevicePrefetcher):
+class Swallows(DevicePrefetcher):
     """One whose errors nobody hears of."""
 
     def __iter__(self):
@@ -166,63 +207,26 @@ class _Swallows(DevicePrefetcher):
                 return
 
 
-def test_batches_in_another_order(monkeypatch):
-    monkeypatch.setattr(correctness, "DevicePrefetcher", _Mixes)
-    assert "the gradient is" in failed("autograd")
-    assert "read [" in failed("copies")
-
-
-def test_memory_that_grows(monkeypatch):
-    monkeypatch.setattr(correctness, "DevicePrefetcher", _Keeps)
-    assert "reserved bytes, allocations" in failed("memory")
+@pytest.mark.parametrize(
+    ("module", "broken", "name", "said"),
+    [
+        (correctness, Gathers, "window", "no two windows"),
+        (correctness, Mixes, "autograd", "the gradient is"),
+        (correctness, Mixes, "copies", "read ["),
+        (correctness, Keeps, "memory", "reserved bytes, allocations"),
+        (trouble, Stalls, "busy", "stall 13.000 s"),
+        (trouble, Swallows, "full", "the iteration ended after batch -1 of 7"),
+        (trouble, Swallows, "broken", "no call of the fake failed"),
+    ],
+)
+def test_a_loader_or_prefetcher_that_is_broken_fails(monkeypatch, module, broken, name, said):
+    monkeypatch.setattr(module, broken.__base__.__name__, broken)
+    assert said in failed(name)
 
 
 def test_a_copy_for_each_leaf(monkeypatch):
     monkeypatch.setattr(plan, "SMALL_BYTES", 1)
     assert "820 copies for 20 batches" in failed("copies")
-
-
-@pytest.mark.slow
-def test_a_processor_that_waits_for_a_device_that_is_done(monkeypatch):
-    monkeypatch.setattr(FakeDevice, "query", lambda self, event: self.clock > 0)
-    assert "the processor waited" in failed("sync")
-
-
-@pytest.mark.slow
-def test_a_call_during_a_capture(monkeypatch):
-    monkeypatch.setattr(FakeDevice, "is_capturing", lambda self: False)
-    assert "not permitted when stream is capturing" in failed("capture global")
-
-
-def test_a_busy_device_that_counts_as_stall(monkeypatch):
-    class Stalls(Loader):
-        def stats(self):
-            seconds = self.device_stats().batches if self.device_stats() else 0
-            return dataclasses.replace(super().stats(), stall_seconds=float(seconds))
-
-    monkeypatch.setattr(trouble, "Loader", Stalls)
-    assert "stall 13.000 s" in failed("busy")
-
-
-def test_a_device_that_is_not_busy(monkeypatch):
-    monkeypatch.setattr(FakeTrial, "block", lambda self, seconds: None)
-    assert "waited for the device 0" in failed("busy")
-
-
-def test_batches_that_a_full_device_loses(monkeypatch):
-    monkeypatch.setattr(trouble, "DevicePrefetcher", _Swallows)
-    assert "the iteration ended after batch -1 of 7" in failed("full")
-
-
-def test_a_device_that_is_not_full(monkeypatch):
-    monkeypatch.setattr(FakeTrial, "limit", FakeTrial.on)
-    monkeypatch.setattr(FakeDevice, "set_stream", lambda self, stream: None)
-    assert "the limit was none" in failed("full")
-
-
-def test_calls_that_fail_and_nobody_hears_of_it(monkeypatch):
-    monkeypatch.setattr(trouble, "DevicePrefetcher", _Swallows)
-    assert failed("broken") == "no call of the fake failed"
 
 
 @pytest.mark.slow
@@ -315,6 +319,13 @@ def test_the_share_of_time_under_others(spans, others, share):
     assert device.share_under(spans, others) == share
 
 
+class Blind(GpuTrial):
+    """A try that reads nothing."""
+
+    def read(self, tensor, expected):
+        pass
+
+
 NOT_PRETENDED = {
     "broken",
     "ends",
@@ -330,19 +341,30 @@ NOT_PRETENDED = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in NOT_PRETENDED])
 def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypatch):
-    for seconds in ("STORM_SECONDS", "LOADER_SECONDS", "WINDOW_SECONDS"):
-        monkeypatch.setattr(correctness, seconds, 0.0)
+    monkeypatch.setattr(correctness, "STORM_SECONDS", 0.0)
+    monkeypatch.setattr(correctness, "LOADER_SECONDS", 0.0)
+    monkeypatch.setattr(correctness, "WINDOW_SECONDS", 0.0)
     monkeypatch.setattr(correctness, "FLAT_EPOCHS", 4)
     monkeypatch.setattr(graphs, "CAPTURE_SECONDS", 0.0)
     monkeypatch.setattr(trouble, "BUSY_SECONDS", 0.5)
     monkeypatch.setattr(figures, "STEPS", {1: 3, 32: 2, 256: 1})
-    if name == "busy":  # reads are at once here, also where the device is busy
-        monkeypatch.setattr(GpuTrial, "read", lambda self, tensor, expected: None)
+    kind = Blind if name == "busy" else GpuTrial  # reads are at once here, also where the device is busy
     check = next(check for check in table.checks(tmp_path / "trace.json.gz") if check.name == name)
     with pretended_cuda() as fake:
-        found = run(check, Gpu(), GPU)
+        found = run(check, Gpu(kind), GPU)
         assert (found.state, fake.errors) == (TOLD if check.is_figure else HELD, []), found.said
     assert (tmp_path / "trace.json.gz").exists() == (name == "hidden")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize(
+    "name",
+    ["storm", "loader", "window", "registered", "workers", "autograd", "sync", "busy", "memory", "copies"],
+)
+def test_on_a_gpu_it_holds(name):
+    found = run(CHECKS[name], Gpu(), GPU)
+    assert found.state == HELD, found.said
 
 
 def test_all_names_of_torch_are_there():

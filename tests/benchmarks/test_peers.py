@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -120,14 +121,15 @@ def test_a_footprint_counts_each_file_once_and_not_what_came_and_went(tmp_path, 
     (tmp_path / "second name").hardlink_to(file)
     footprint = Footprint(tmp_path)
     assert footprint.bytes() == empty + (1 << 20)
-    walk = footprint._walk
+    scan, scans = os.scandir, []
 
-    def busy():
-        found = walk()
-        (tmp_path / "new").write_bytes(bytes(1 << 20))  # after the first walk, before the second
-        return found
+    def busy(folder):
+        scans.append(folder)
+        if len(scans) == 3:  # as the second walk begins: each sees two folders
+            (tmp_path / "new").write_bytes(bytes(1 << 20))
+        return scan(folder)
 
-    monkeypatch.setattr(footprint, "_walk", busy)
+    monkeypatch.setattr(os, "scandir", busy)
     assert footprint.bytes() == empty + (1 << 20)
 
 

@@ -274,11 +274,11 @@ def test_ctrl_c_says_what_is_in_and_the_same_command_goes_on(tmp_path, call):
 
 @pytest.mark.filterwarnings("default")
 def test_a_warning_of_any_package_is_one_line_in_words_of_the_shell(call, tmp_path, monkeypatch):
-    def create(*_, **__):
+    def statvfs(*_):
         warnings.warn("it is\n too much: use cache.resize(), or capacity='1GB'", UserWarning, stacklevel=2)
         raise ValueError("no")
 
-    monkeypatch.setattr(ac.Cache, "create", create)
+    monkeypatch.setattr(os, "statvfs", statvfs)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     assert call("create", tmp_path / "c", "--schema", "x: int8", "--capacity", "1GB") == (
         USAGE,

@@ -383,22 +383,25 @@ def test_no_cache_a_file_or_no_permission_is_one_sentence_of_each_command(
     pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
     (tmp_path / "file").touch()
 
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path / "lease.lock"))
+    def refuse(path, *arguments, **options):
+        if os.path.basename(path) == "lease.lock":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
 
+    opened = os.open
     for name, code, says in (
         ("missing", USAGE, "no cache here"),
         ("file", WRONG, "is not a cache: a cache is a folder"),
         ("secret", WRONG, "lease.lock: Permission denied"),
     ):
         if name == "secret":
-            monkeypatch.setattr(ac.Cache, "open", refuse)
-            monkeypatch.setattr("arrowcache.cli.commands.watch_cache", lambda path, *_, **__: refuse(path))
+            make_cache(tmp_path / name)
+            monkeypatch.setattr(os, "open", refuse)
         returned, out, err = call(*arguments_of(command, tmp_path / name))
         assert (returned, out, err.count("\n")) == (code, "", 1), err
         assert err.startswith(f"arrowcache: {tmp_path / name}")
         assert says in err
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "secret"}
 
 
 def test_a_folder_of_something_else_is_wrong(call, tmp_path):

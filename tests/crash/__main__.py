@@ -8,14 +8,14 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from crash.matrix import Templates, all_cases, points_of, try_all
+from crash.matrix import Templates, all_cases, little_to_collect, points_of, try_all
 from crash.operations import OPERATIONS
 
 
 def run(operation: str, scratch: str | None) -> tuple[int, int, list[str]]:
     """(calls, failures tried, what went wrong)."""
     warnings.simplefilter("error", ResourceWarning)
-    with tempfile.TemporaryDirectory(dir=scratch) as name:
+    with tempfile.TemporaryDirectory(dir=scratch) as name, little_to_collect():
         folder = Path(name)
         templates = Templates(folder)
         points = points_of(operation, templates, folder / "probe")

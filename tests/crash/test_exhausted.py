@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import ids_of, make_cache, publish, sample
@@ -21,11 +22,27 @@ import arrowcache as ac
 
 
 @pytest.fixture
+def _no_descriptor_is_left():
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
 def cache(tmp_path):
     """Twenty segments of 16 rows, ids 0 to 319."""
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)
     return cache
+
+
+def runs_well(code: str, *arguments: object, **options: Any) -> None:
+    """A script gets to its end, and nothing is told of."""
+    with Script(code, *arguments, **options) as script:
+        assert script.line() == "well"
+        assert script.end() == (0, "")
 
 
 EXHAUSTION = """
@@ -111,9 +128,7 @@ EXHAUSTION = """
         return Path("/proc/self/maps").read_text().count("/segments/")
 """
 
-EXHAUSTED = (
-    EXHAUSTION
-    + """
+EXHAUSTED = """
     if __name__ == "__main__":
         exhausted = {"descriptors": Descriptors, "mappings": Mappings}[sys.argv[2]]()
         cache = ac.Cache.open(sys.argv[1])
@@ -178,20 +193,15 @@ EXHAUSTED = (
         assert cache.stats().leased_bytes == 0
         print("well", flush=True)
 """
-)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["descriptors", "mappings"])
 def test_what_is_open_goes_on_and_all_does_once_there_is_some_again(cache, what):
-    with Script(EXHAUSTED, cache.path, what) as script:
-        assert script.line() == "well"
-        assert script.end() == (0, "")
+    runs_well(EXHAUSTION + EXHAUSTED, cache.path, what)
 
 
-UNMAPPING = (
-    EXHAUSTION
-    + """
+UNMAPPING = """
     if __name__ == "__main__":
         cache, mappings = ac.Cache.open(sys.argv[1]), Mappings()
         for _ in range(2):
@@ -210,20 +220,15 @@ UNMAPPING = (
             assert maps() == 0
         print("well", flush=True)
 """
-)
 
 
 @pytest.mark.slow
 def test_where_no_mapping_is_left_what_is_mapped_is_unmapped_and_then_unleased(cache):
     """Ending a part of a mapping would take one."""
-    with Script(UNMAPPING, cache.path) as script:
-        assert script.line() == "well"
-        assert script.end() == (0, "")
+    runs_well(EXHAUSTION + UNMAPPING, cache.path)
 
 
-NO_THREAD = (
-    EXHAUSTION
-    + """
+NO_THREAD = """
     if __name__ == "__main__":
         from tqdm import TqdmMonitorWarning
 
@@ -263,7 +268,6 @@ NO_THREAD = (
             pool.wait(timeout=60)
         print("well", flush=True)
 """
-)
 
 
 @pytest.mark.slow
@@ -273,7 +277,7 @@ def test_where_no_thread_or_process_can_be_started_the_limit_is_named(tmp_path):
         cache = make_cache(Path(name) / "cache")
         publish(cache, 20)
         give_away(cache.path)
-        with Script(NO_THREAD, cache.path, within=within) as script:
+        with Script(EXHAUSTION + NO_THREAD, cache.path, within=within) as script:
             assert script.line() == "well"
             code, errors = script.end()
             said = [
@@ -304,6 +308,7 @@ def refuse_threads(monkeypatch, names: Sequence[str]) -> list[str]:
     return refused
 
 
+@pytest.mark.usefixtures("_no_descriptor_is_left")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -315,17 +320,12 @@ def refuse_threads(monkeypatch, names: Sequence[str]) -> list[str]:
 )
 def test_a_loader_that_lacks_one_thread_says_so_and_has_it_the_next_time(cache, monkeypatch, name, options):
     """One whose processes' thread had failed to start waited for them in vain ever after."""
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
     refused = refuse_threads(monkeypatch, [name])
     with ac.Loader(cache, 16, timeout=60, **options) as loader:
         with pytest.raises(ac.WorkerError, match=r"no thread can be started: .*ulimit -u.*vm\.max_map_count"):
             next(iter(loader))
         assert refused == [name]
         assert sorted(ids_of(loader)) == list(range(320))
-    loader = None
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_writer_without_its_thread_has_not_taken_the_sample(cache, monkeypatch):
@@ -340,22 +340,19 @@ def test_a_writer_without_its_thread_has_not_taken_the_sample(cache, monkeypatch
         assert sorted(ids_of(loader)) == list(range(336))
 
 
+@pytest.mark.usefixtures("_no_descriptor_is_left")
 @pytest.mark.slow
 def test_a_pool_without_its_thread_says_so_and_leaves_nothing(cache, monkeypatch):
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
     refuse_threads(monkeypatch, ["arrowcache-pool"])
     with pytest.raises(ac.WorkerError, match="no thread"):
         ac.SamplerPool(cache, lambda rng: iter(()), workers=1, progress=False)
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.usefixtures("_no_descriptor_is_left")
 @pytest.mark.slow
 def test_a_pool_that_lacks_a_descriptor_for_its_processes_says_so_and_no_more(cache, monkeypatch):
     """Nothing is written to stderr by what could not be made, which pytest would take for an error."""
-    gc.collect()
-    before, asked = len(os.listdir("/proc/self/fd")), []
+    asked = []
 
     def refused(*_, **__):
         asked.append(1)
@@ -367,10 +364,7 @@ def test_a_pool_that_lacks_a_descriptor_for_its_processes_says_so_and_no_more(ca
         ac.SamplerPool(cache, lambda rng: iter(()), workers=1, segments=1, progress=False) as pool,
     ):
         pool.wait(timeout=60)
-    del pool
-    gc.collect()
     assert asked
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 #: A user who may have no thread: cold and warm, through each shuffle.
@@ -416,6 +410,5 @@ print("well", flush=True)
 @pytest.mark.slow
 def test_where_no_thread_can_be_started_a_loader_and_a_gather_copy_and_read_by_themselves():
     command, folder = limited_by_ulimit_u()
-    with folder, Script(WITHOUT_THREADS, folder.name, within=command) as script:
-        assert script.line() == "well"
-        assert script.end() == (0, "")
+    with folder:
+        runs_well(WITHOUT_THREADS, folder.name, within=command)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 from crash.faults import CODES, Faults, Point, error_of
-from crash.matrix import Templates, attempt, points_of, some_cases
+from crash.matrix import Templates, attempt, little_to_collect, points_of, some_cases
 from crash.operations import OPERATIONS, check_sound, failing_once, quiet, sound_segments
 from helpers import make_cache, publish, read_ids, sample, segment_files, seqs
 from processes import Child
@@ -29,7 +29,7 @@ ONLY_READING = ("verify", "read", "read checked", "stats")
 @pytest.fixture(scope="module", autouse=True)
 def _sync_nothing():
     """Slow disks would take minutes, and nobody cuts the power here: test_power.py does."""
-    with mock.patch.object(os, "fsync", return_value=None):
+    with mock.patch.object(os, "fsync", return_value=None), little_to_collect():
         yield
 
 

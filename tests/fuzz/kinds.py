@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import faulthandler
 import importlib
 import json
 import os
 import pickle
 import random
 import shutil
+import signal
 import socket
 import threading
 import warnings
@@ -392,7 +392,7 @@ def _other_rows() -> None:
 
 
 HARMS: dict[str, Callable[[], Any]] = {
-    "segfault": faulthandler._sigsegv,  # type: ignore[attr-defined]  # made for tests
+    "segfault": lambda: signal.raise_signal(signal.SIGSEGV),
     "abort": os.abort,
     "hang": lambda: threading.Event().wait(),
     "wrong": _other_rows,

@@ -15,14 +15,6 @@ from processes import METHODS, Child, hold_snapshot
 import arrowcache as ac
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Twenty segments of 16 rows, ids 0 to 319."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 20)
-    return cache
-
-
 def hold_lock(path: Path, ready: Path) -> None:
     with ac.Cache.open(path).store.locked():
         ready.touch()
@@ -69,25 +61,7 @@ def test_a_writer_goes_on_when_a_reader_of_another_process_lets_go(cache, tmp_pa
     assert cache.verify() == []
 
 
-def read_all(cache: ac.Cache | Path) -> list[int]:
-    with ac.Loader(cache, 16) as loader:
-        return sorted(i for batch in loader for i in batch["id"].tolist())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_children_started_in_any_way_read_the_cache_that_their_parent_reads(cache, method):
-    with ac.Loader(cache, 16) as loader:
-        epoch = iter(loader)
-        first = next(epoch)["id"].tolist()
-        with Child(read_all, cache, method=method) as one, Child(read_all, cache.path, method=method) as two:
-            assert one.result() == two.result() == list(range(320))
-        assert cache.stats().leased_bytes > 0
-        assert sorted(first + [i for batch in epoch for i in batch["id"].tolist()]) == list(range(320))
-
-
-def sample_and_read(path: Path, with_torch: bool) -> tuple[int, list[list[int]]]:
+def sample_and_read(cache: ac.Cache, with_torch: bool) -> tuple[int, list[list[int]]]:
     """Everything that starts processes or threads of its own, in a process that was itself started."""
 
     def draws(rng):
@@ -101,14 +75,14 @@ def sample_and_read(path: Path, with_torch: bool) -> tuple[int, list[list[int]]]
         return segment.seq < 20
 
     found = []
-    with ac.SamplerPool(path, draws, workers=1, segments=2, progress=False) as pool:
-        for how in ("thread", "process"):
-            with ac.Loader(path, 16, workers=2, worker_type=how, transform=same, where=only_read) as loader:
+    with ac.SamplerPool(cache, draws, workers=1, segments=2, progress=False) as pool:
+        for it, how in ((cache, "thread"), (cache.path, "process")):
+            with ac.Loader(it, 16, workers=2, worker_type=how, transform=same, where=only_read) as loader:
                 found.append(sorted(i for batch in loader for i in batch["id"].tolist()))
         if with_torch:
             from arrowcache.torch import dataloader
 
-            batches = dataloader(path, 16, 2, transform=same, where=only_read)
+            batches = dataloader(cache, 16, 2, transform=same, where=only_read)
             found.append(sorted(i for batch in batches for i in batch["id"].tolist()))
         pool.wait(timeout=60)
         return pool.stats().segments, found
@@ -138,7 +112,7 @@ def test_a_process_started_in_any_way_amid_threads_and_workers_has_its_own(tmp_p
     ):
         epochs = [iter(threads), iter(processes)]
         firsts = [next(epoch)["id"].tolist() for epoch in epochs]
-        with Child(sample_and_read, cache.path, with_torch, method=method) as child:
+        with Child(sample_and_read, cache, with_torch, method=method) as child:
             segments, found = child.result(60)
         assert segments == 2
         assert found == [list(range(320))] * len(found)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import held_rank_files, make_cache, overfill, publish, seqs, wait_until
-from helpers import sample as row
 from processes import Child
 
 import arrowcache as ac
@@ -50,45 +47,6 @@ def join(path: Path, rank: int, world: int = WORLD) -> tuple[ac.Cache, Agreement
     member = membership(rank, world, "job/../1")
     assert member is not None
     return cache, Agreement(cache.store, member)
-
-
-def train(path: Path, rank: int, epochs: int, barrier: Any) -> list[tuple[list[int], int]]:
-    """Epochs as a rank sees them: which segments, and the sum of the ids in them."""
-    cache, agreement = join(path, rank)
-    read = []
-    for epoch in range(epochs):
-        barrier.wait(60)
-        with begin(agreement, cache, epoch) as snapshot:
-            total = int(snapshot.gather(range(len(snapshot)), ["id"])["id"].sum())
-            read.append(([segment.seq for segment in snapshot.segments], total))
-        agreement.release(epoch)
-    barrier.wait(60)
-    agreement.close()
-    return read
-
-
-def test_four_processes_agree_on_every_epoch_while_a_writer_publishes(cache):
-    epochs = 20
-    barrier = multiprocessing.get_context("forkserver").Barrier(WORLD)
-    with ExitStack() as stack:
-        children = [
-            stack.enter_context(Child(train, cache.path, rank, epochs, barrier)) for rank in range(WORLD)
-        ]
-        writer = cache.writer("wait", timeout=60)
-        number = 8 * 16
-        while any(child.is_alive() for child in children) and number < 10**6:
-            writer.append(row(number))
-            number += 1
-        writer.close()
-        read = [child.result() for child in children]
-    assert read[0] == read[1] == read[2] == read[3]
-    assert len({tuple(segments) for segments, _ in read[0]}) > 1, "the cache stood still"
-    for segments, total in read[0]:
-        assert total == sum(sum(range(16 * seq, 16 * seq + 16)) for seq in segments)
-    assert held_rank_files(cache) == []
-    assert os.listdir(cache.path / "incoming") == []
-    assert cache.stats().leased_bytes == 0
-    assert cache.verify() == []
 
 
 def hold(path: Path, rank: int, ready: Path, world: int = WORLD) -> None:

@@ -145,7 +145,9 @@ def shared(place) -> Path:
 
 
 @pytest.mark.slow
-def test_the_second_user_cleans_up_after_the_first_and_after_a_restart_of_the_machine(shared, monkeypatch):
+def test_the_second_user_cleans_up_after_the_first_and_after_a_restart_of_the_machine(
+    shared, place, monkeypatch
+):
     def die_while_writing() -> None:
         cache = ac.Cache.open(shared)
         part, _ = cache.store.folder.new_part(), cache.store.folder.new_wait()
@@ -155,7 +157,7 @@ def test_the_second_user_cleans_up_after_the_first_and_after_a_restart_of_the_ma
         os._exit(0)
 
     def recover() -> None:
-        monkeypatch.setattr(recovery, "boot_id", lambda: "another-boot")
+        monkeypatch.setattr(recovery, "_BOOT_ID", boot)
         with ac.Cache.open(shared) as cache:
             assert os.listdir(shared / "incoming") == []
             assert held_rank_files(cache) == []
@@ -165,6 +167,7 @@ def test_the_second_user_cleans_up_after_the_first_and_after_a_restart_of_the_ma
             publish(cache, 1)
             assert cache.verify() == []
 
+    (boot := place / "boot").write_text("another-boot")
     as_user(ONE, die_while_writing, GROUP)
     assert len(os.listdir(shared / "incoming")) == 2
     as_user(TWO, recover, GROUP)

@@ -47,6 +47,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "03-train-pytorch": ("torch", "sklearn"),
     "04-train-tensorflow": ("tensorflow",),
     "05-many-machines": ("ray", "torch"),
+    "from_my_dataset": ("torch", "sklearn"),
     "from_tfrecord_to_pytorch": ("torch", "sklearn"),
     "from_tfrecord_to_tensorflow": ("tensorflow",),
 }

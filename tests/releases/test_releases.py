@@ -141,7 +141,7 @@ def test_0_1_0_refuses_a_later_version_and_touches_nothing(tmp_path, old):
     """So whatever is added to the format raises the version: an old release heeds that alone."""
     cache = unpacked("cache", tmp_path)
     text = (cache / "cache.json").read_text()
-    (cache / "cache.json").write_text(text.replace('"version": 1', '"version": 3'))
+    (cache / "cache.json").write_text(text.replace('"version": 1', '"version": 4'))
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     with pytest.raises(AssertionError, match="format version 3, this arrowcache reads 1"):
         old("append", cache)

@@ -37,6 +37,7 @@ from hypothesis.stateful import (
 import arrowcache as ac
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import recovery
+from arrowcache.storage.lease import own_leases
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.sizing import room_of_two
 
@@ -78,6 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.published: dict[int, list[int]] = {}  # seq -> ids, all that ever were
         self.next_id = 0
         self.leases: list[set[int]] = []
+        self.locks: dict[int, LockFile] = {}  # by the id of the snapshot
         self.pending: dict[int, list[int]] = {}  # of each open writer
         self.opened: list[ac.Writer | ac.Snapshot] = []
         self.evicted: dict[str, bytes] = {}  # the last ones, which a power cut may bring back
@@ -194,6 +196,7 @@ class CacheMachine(RuleBasedStateMachine):
         next_seq = self.cache.stats().next_seq
         yields_since = {"none": None, "never": math.inf, "always": 0, "now": next_seq}[since]
         where = (lambda segment: segment.seq % 2 == 1) if odd else None
+        before = self.own_leases()
         snapshot = Snapshot.take(self.cache.store, where, yields_since=yields_since)
         self.opened.append(snapshot)
         seen = [segment.seq for segment in snapshot.segments]
@@ -207,7 +210,14 @@ class CacheMachine(RuleBasedStateMachine):
             snapshot.close()
             return multiple()
         self.leases.append(set(seen))
+        (taken,) = [lease for lease in self.own_leases() if lease not in before]
+        self.locks[id(snapshot)] = taken.lock
         return snapshot, self.leases[-1]
+
+    def own_leases(self):
+        """All of this process."""
+        path = self.cache.store.folder.lease_lock
+        return list(dict.fromkeys(lease for seq in seqs(self.cache) for lease in own_leases(path, seq)))
 
     @property
     def settings(self):
@@ -321,8 +331,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pair=consumes(snapshots))
     def a_reader_dies(self, pair):
         snapshot, lease = pair
-        if snapshot._lease.lock.fd >= 0:
-            die(snapshot._lease.lock)
+        if self.locks[id(snapshot)].fd >= 0:
+            die(self.locks[id(snapshot)])
         self.leases = [other for other in self.leases if other is not lease]
         snapshot.close()  # of its memory, which this process goes on with
 

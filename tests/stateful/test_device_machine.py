@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -93,15 +94,13 @@ class DeviceMachine(RuleBasedStateMachine):
         self.device, self.depth = FakeDevice(order, seed), depth
         self.computes = [self.device.default, self.device.compute_stream(), self.device.compute_stream()]
         self.source = Source(self.device)
-        self.prefetcher = self.made_prefetcher()
-        self.iterator = iter(self.prefetcher)
+        self.begin_another()
         self.kept: list[list[tuple[torch.Tensor, torch.Tensor, object]]] = []
 
-    def made_prefetcher(self) -> DevicePrefetcher:
-        prefetcher = object.__new__(DevicePrefetcher)
-        prefetcher._depth, prefetcher._is_split = self.depth, False
-        prefetcher._setup(self.source, [self.device])
-        return prefetcher
+    def begin_another(self) -> None:
+        with mock.patch.object(device, "backend_of", return_value=self.device):
+            self.prefetcher = DevicePrefetcher(self.source, "fake", self.depth)
+        self.iterator = iter(self.prefetcher)
 
     def begin_anew(self) -> None:
         self.source.given.clear()
@@ -138,7 +137,7 @@ class DeviceMachine(RuleBasedStateMachine):
             expected |= {name: torch.full((rows,), number) for name in others}
             assert batch.keys() == expected.keys()
             for name, tensor in batch.items():
-                assert not tensor._is_view()
+                tensor.detach_()  # which no view lets be done
                 self.device.read(tensor, expected[name])
             self.kept.append([(batch[name], expected[name], stream) for name in expected])
 
@@ -231,8 +230,7 @@ class DeviceMachine(RuleBasedStateMachine):
         else:
             self.prefetcher.close()
         self.source.given.clear()
-        self.prefetcher = self.made_prefetcher()
-        self.iterator = iter(self.prefetcher)
+        self.begin_another()
 
     @rule(number=st.integers(0, 300), stream=st.integers(0, 2))
     def interrupt(self, number: int, stream: int) -> None:
@@ -264,8 +262,7 @@ class DeviceMachine(RuleBasedStateMachine):
                 self.iterator = self.prefetcher = None
             assert len(self.device.calls) == before
         if drop:
-            self.prefetcher = self.made_prefetcher()
-            self.iterator = iter(self.prefetcher)
+            self.begin_another()
 
     @invariant()
     def nothing_was_read_that_should_not_be(self) -> None:

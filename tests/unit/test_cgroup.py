@@ -64,9 +64,30 @@ def limit_v1(group: Path, value: object) -> None:
     limit(group, value, "memory.limit_in_bytes")
 
 
-def test_a_process_of_no_limited_group_has_the_machines_memory(tree):
-    limit(tree.v2("/user.slice/session") / "user.slice", "max")
-    assert tree.bytes() == MACHINE
+@pytest.mark.parametrize(
+    ("path", "root", "limits", "holds"),
+    [
+        ("/user.slice/session", "/", {"user.slice": "max"}, None),
+        ("/pod/container", "/", {"pod": 200, "pod/container": 300}, 200),
+        ("/pod/container", "/", {"pod": 300, "pod/container": 200}, 200),
+        ("/docker/1f2e", "/docker/1f2e", {"": 200}, 200),  # a container without a namespace of its own
+        ("/", "/", {"": 200}, 200),  # one with
+        ("/system.slice/docker-1/job", "/system.slice/docker-1", {"": 300, "job": 200}, 200),
+        ("/../outside", "/..", {"outside": 200}, 200),  # a process above its namespace
+        # The names between are not to be known, but the group limits all that is in it.
+        ("/task", "/../..", {"": 300, "task": 1}, 300),
+        ("/job/gone (deleted)", "/", {"job": 200}, 200),
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_least_limit_around_a_process_holds_as_far_as_it_is_shown(
+    tree, version, path, root, limits, holds
+):
+    shown = (tree.v1 if version == 1 else tree.v2)(path, root=root)
+    for group, value in limits.items():
+        value = value * MIB if value != "max" else UNLIMITED_V1 if version == 1 else value
+        (limit_v1 if version == 1 else limit)(shown / group, value)
+    assert tree.bytes() == (holds * MIB if holds else MACHINE)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -81,53 +102,12 @@ def test_the_limit_of_each_group_around_a_process_holds(tree, version, limited):
     assert tree.bytes() == 300 * MIB
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(200, 300), (300, 200)])
-def test_of_several_limits_the_least_holds(tree, outer, inner):
-    root = tree.v2("/pod/container")
-    limit(root / "pod", outer * MIB)
-    limit(root / "pod/container", inner * MIB)
-    assert tree.bytes() == 200 * MIB
-
-
 def test_where_both_versions_are_mounted_each_limit_counts(tree):
     first, second = tree.v1("/a/b"), tree.v2("/c", at="unified")
     limit_v1(first / "a", 300 * MIB)
     limit(second / "c", 200 * MIB)
     assert tree.bytes() == 200 * MIB
     limit(second / "c", 400 * MIB)
-    assert tree.bytes() == 300 * MIB
-
-
-def test_a_container_without_a_namespace_of_its_own_sees_its_own_group_mounted(tree):
-    root = tree.v1("/docker/1f2e", root="/docker/1f2e")
-    limit_v1(root, 200 * MIB)
-    assert tree.bytes() == 200 * MIB
-
-
-def test_a_container_with_a_namespace_of_its_own_is_at_the_root(tree):
-    root = tree.v2("/")
-    limit(root, 200 * MIB)
-    assert tree.bytes() == 200 * MIB
-
-
-def test_a_job_within_a_container_is_limited_by_both(tree):
-    root = tree.v2("/system.slice/docker-1/job", root="/system.slice/docker-1")
-    limit(root, 300 * MIB)
-    limit(root / "job", 200 * MIB)
-    assert tree.bytes() == 200 * MIB
-
-
-def test_a_process_above_its_namespace_is_found_by_its_way_up(tree):
-    root = tree.v2("/../outside", root="/..")
-    limit(root / "outside", 200 * MIB)
-    assert tree.bytes() == 200 * MIB
-
-
-def test_a_mount_of_a_group_around_the_namespace_tells_of_that_group(tree):
-    """The names between the two are not to be known, but it limits all that is in it."""
-    root = tree.v2("/task", root="/../..")
-    limit(root, 300 * MIB)
-    limit(root / "task", MIB)
     assert tree.bytes() == 300 * MIB
 
 
@@ -158,12 +138,6 @@ def test_other_hierarchies_of_version_1_have_no_limit_of_memory(tree):
     tree.v1("/a")
     limit_v1(tree.mount("cgroup", "/", "cpu", "rw,cpu,cpuacct") / "a", MIB)
     assert tree.bytes() == MACHINE
-
-
-def test_a_group_that_was_removed_leaves_those_around_it(tree):
-    root = tree.v2("/job/gone (deleted)")
-    limit(root / "job", 200 * MIB)
-    assert tree.bytes() == 200 * MIB
 
 
 @pytest.mark.parametrize("content", ["", "max\n", "many\n", "-1\n"])

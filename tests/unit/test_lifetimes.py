@@ -14,8 +14,8 @@ import pytest
 from helpers import DEADLINE_SECONDS, in_child
 
 from arrowcache import lifetimes
-from arrowcache.lifetimes import Mutex, Origin, cached_property, call_all, forgets_in_child, shielded
-from arrowcache.reading import mapped
+from arrowcache.lifetimes import Mutex, Origin, at_fork, cached_property, call_all, forgets_in_child, shielded
+from arrowcache.native import maps
 
 
 class Told:
@@ -97,17 +97,21 @@ def test_each_child_tells_what_lives_though_one_of_them_fails():
     assert [thing.times for thing in things] == [0, 0, 0]
 
 
-def test_functions_are_called_before_a_fork_and_in_the_child(monkeypatch):
+def test_functions_are_called_before_a_fork_and_in_the_child():
     called = []
-    monkeypatch.setattr(lifetimes, "_before", [lambda: called.append("before")])
-    monkeypatch.setattr(lifetimes, "_in_child", [lambda: called.append("in child")])
 
-    def child() -> None:
+    def child() -> None:  # what is registered here is here only
+        at_fork(lambda: called.append("before"), lambda: called.append("in child"))
+        with in_child(grandchild):
+            pass
+        assert called == ["before"]
+
+    def grandchild() -> None:
         assert called == ["before", "in child"]
 
     with in_child(child):
         pass
-    assert called == ["before"]
+    assert called == []
 
 
 def test_a_fork_waits_for_who_keeps_it_waiting_and_its_child_does_not():
@@ -262,13 +266,13 @@ def test_a_handler_that_gathers_while_segments_are_mapped_is_told(cache, monkeyp
             snapshot.gather([159])
         told.append(raised)
 
-    check = mapped.check_file
+    opened = maps.File.open
 
-    def interrupted(*arguments: object, **options: object) -> object:
+    def interrupted(*arguments: object) -> object:
         signal.raise_signal(signal.SIGUSR1)
-        return check(*arguments, **options)
+        return opened(*arguments)
 
-    monkeypatch.setattr(mapped, "check_file", interrupted)
+    monkeypatch.setattr(maps.File, "open", interrupted)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with snapshot:

@@ -3,6 +3,7 @@
     ParquetRows         random rows of a Parquet dataset
     ArrayWindows        random windows of Zarr, HDF5 and .npy arrays
     WebDatasetShards    samples of WebDataset's tar files, shard after shard
+    Items               each item of a map-style dataset, once a pass
     Mix, Map            several sources by weight; a function of each sample
 
 on any store: local paths, s3://, gs://, hdfs://, abfs://, or a filesystem= of pyarrow.fs or fsspec.
@@ -12,6 +13,7 @@ the examples. Shards of MosaicML's StreamingDataset (MDS): its reader does not i
 NumPy that this package needs.
 """
 
+from arrowcache.sampling.sources.items import Items
 from arrowcache.sampling.sources.map import Map
 from arrowcache.sampling.sources.mix import Mix
 from arrowcache.sampling.sources.parquet import ParquetRows
@@ -22,6 +24,7 @@ from arrowcache.sampling.sources.windows import ArrayWindows
 
 __all__ = [
     "ArrayWindows",
+    "Items",
     "Map",
     "Mix",
     "ParquetRows",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
+from arrowcache.sampling.options import fitted
 from arrowcache.sampling.rows import single
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
 from arrowcache.sampling.task import Sampler
@@ -45,6 +48,7 @@ class Map(Source):
             raise TypeError(f"source must be a source or a sampler, a function of rng, not {source!r}")
         self._source = source
         self.ramp = ramp_of(source)
+        self.is_divided = getattr(source, "is_divided", False)
         self._function = function
         self._with_rng = _takes_two(function)
         self.schema = schema_of(self._draw, repr(self)) if schema is None else Schema(schema)
@@ -54,6 +58,12 @@ class Map(Source):
 
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
         return self._draw(rng)
+
+    def fitted(self, form: Form) -> Map:
+        changed = copy.copy(self)
+        changed._source = fitted(self._source, form)
+        changed.tasks = getattr(changed._source, "tasks", None)
+        return changed
 
     def close(self) -> None:
         if isinstance(self._source, Source):

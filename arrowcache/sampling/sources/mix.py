@@ -45,6 +45,10 @@ class Mix(Source):
         if not pairs:
             raise ValueError("there is no source: give at least one")
         self._sources: list[Sampler] = [source for source, _ in pairs]
+        if divided := [source for source in self._sources if getattr(source, "is_divided", False)]:
+            raise TypeError(
+                f"{divided[0]!r} is drawn once, and a mix draws without end: give it to a pool alone"
+            )
         self._names = [f"sources[{number}], {source!r}," for number, source in enumerate(self._sources)]
         self._weights = parse_weights([weight for _, weight in pairs], self._names)
         self._skips = on_error == "skip"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from arrowcache.arrow.schema import Schema
+from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Closable
 from arrowcache.sampling.rows import single
@@ -28,6 +29,16 @@ class Source(Closable, ABC):
     ramp: bool = True
     """Early tasks of a pool fill small segments; False: full ones from the start, of whole groups that were
     read. One that is made of other sources asks for full ones if any of them does."""
+
+    tasks: int | None = None
+    """The number of a pool's tasks that draw all there is. None means no end."""
+
+    is_divided: bool = False
+    """A call yields what is of its task alone, once: its segment ends with it, full or not."""
+
+    def fitted(self, form: Form) -> Source:  # noqa: ARG002  # one that is not divided fits any
+        """Return this source for segments of a form; pools ask for it."""
+        return self
 
     @abstractmethod
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:

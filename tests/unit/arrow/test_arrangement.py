@@ -12,16 +12,14 @@ import pytest
 from helpers import columns_of, file_bytes, segment_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schemas import KINDS, checked, schemas
 
 import arrowcache as ac
 from arrowcache.arrow.arrangement import needs_gaps
-from arrowcache.arrow.schema import DTYPES
 from arrowcache.arrow.segment import (
-    check_bytes,
     encode,
     encoded_bytes_bound,
     max_rows,
-    read_structure,
     rewrite,
 )
 from arrowcache.arrow.template import KnownLayouts, make_template
@@ -45,13 +43,6 @@ FIXED = ac.Schema(WIDE.fixed)
 
 def paged_bytes(schema, columns):
     return b"".join(encode(schema, columns, paged=True).pieces)
-
-
-def checked(data, schema, rows):
-    buffer = pa.py_buffer(data)
-    layout = read_structure(buffer, schema, rows)
-    check_bytes(buffer, schema)
-    return layout
 
 
 def starts(data, schema, rows):
@@ -113,17 +104,11 @@ def test_gaps_are_for_several_wide_columns(shapes, wanted):
 
 
 widths = st.sampled_from([1, 2, 9, 1024, PAGE - 8, PAGE, PAGE + 8, PAGE + 512, 2 * PAGE, 16 * PAGE])
-kinds = st.one_of(
-    st.builds(ac.Tensor, st.just("uint8"), st.tuples(widths)),
-    st.builds(ac.Tensor, st.sampled_from(DTYPES), st.lists(st.integers(1, 40), max_size=2).map(tuple)),
-    st.builds(ac.Ragged, st.sampled_from(DTYPES), st.lists(st.integers(1, 9), max_size=2).map(tuple)),
-    st.sampled_from([ac.String(), ac.Binary(), ac.Timestamp()]),
-)
-schemas = st.dictionaries(st.text("abcdef", min_size=1), kinds, min_size=1, max_size=6).map(ac.Schema)
+kinds = st.one_of(st.builds(ac.Tensor, st.just("uint8"), st.tuples(widths)), KINDS)
 
 
 @settings(max_examples=60, deadline=None)
-@given(schemas, st.integers(1, 40), st.integers(0, 99), st.booleans())
+@given(schemas(kinds=kinds), st.integers(1, 40), st.integers(0, 99), st.booleans())
 def test_any_schema_survives_in_any_arrangement(schema, rows, seed, paged):
     columns = columns_of(schema, rows, seed)
     encoded = encode(schema, columns, paged=paged)

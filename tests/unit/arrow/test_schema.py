@@ -14,24 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from schemas import SHAPES, schemas
 
 import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
 
-shapes = st.lists(st.integers(1, 9), max_size=3).map(tuple)
-kinds = st.one_of(
-    st.builds(ac.Tensor, st.sampled_from(DTYPES), shapes),
-    st.builds(ac.Ragged, st.sampled_from(DTYPES), shapes),
-    st.sampled_from([ac.String(), ac.Binary(), ac.Timestamp()]),
-)
-names = st.text(st.characters(codec="utf-8"), min_size=1).filter(
-    lambda name: name not in ("_seq", "_row", "_age_seconds")
-)
-schemas = st.dictionaries(names, kinds, min_size=1, max_size=6).map(ac.Schema)
-
 
 @pytest.mark.slow
-@given(schemas)
+@given(schemas())
 def test_a_schema_survives_json_and_pickle(schema):
     again = ac.Schema.from_json(json.loads(json.dumps(schema.to_json())))
     assert again == schema
@@ -41,14 +31,14 @@ def test_a_schema_survives_json_and_pickle(schema):
     assert pickle.loads(pickle.dumps(schema)) == schema
 
 
-@given(schemas)
+@given(schemas())
 def test_fixed_width_columns_come_first_and_none_is_nullable(schema):
     assert schema.arrow.names == [*schema.fixed, *schema.variable]
     assert sorted(schema.arrow.names) == sorted(schema)
     assert not any(field.nullable for field in schema.arrow)
 
 
-@given(st.sampled_from(DTYPES), shapes)
+@given(st.sampled_from(DTYPES), SHAPES)
 def test_stored_elements_times_their_width_are_the_row(dtype, shape):
     kind = ac.Tensor(dtype, shape)
     stored = kind.arrow_type.value_type if kind.is_list else kind.arrow_type

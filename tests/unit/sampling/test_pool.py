@@ -11,10 +11,10 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers import (
     DEADLINE_SECONDS,
@@ -26,7 +26,6 @@ from helpers import (
     make_cache,
     open_files,
     publish,
-    ramp_rows,
     read_ids,
     segment_files,
     wait_until,
@@ -34,16 +33,18 @@ from helpers import (
 from helpers import sample as row
 from interruptions import interruptions
 from markup import seen
+from pool_tasks import QUICK, draws, expected, fails_at, gated, sampled, tasks
 from processes import Child, Script
+from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache import SamplerPool, process
+from arrowcache.sampling import executors
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.pool import Pool
 from arrowcache.sampling.task import Done, Task
 from arrowcache.storage.progress import seen_samplers
 
-QUICK = {"progress": False, "workers": 2}
 STOP_SECONDS = 10.0  # the pool's own bounds are shorter; a busy machine gets some grace
 
 
@@ -57,31 +58,12 @@ def cache(tmp_path):
     return make_cache(tmp_path / "cache")
 
 
-def draws():
-    """A sampler of endless random ids. Made here, so that it is pickled by value."""
-
-    def sampler(rng):
-        while True:
-            yield row(int(rng.integers(1 << 20)))
-
-    return sampler
-
-
-def expected(number: int, seed: int = 0) -> list[int]:
-    """The ids of a task of `draws()`, by the documented formula."""
-    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-    return [int(rng.integers(1 << 20)) for _ in range(ramp_rows(number))]
-
-
-def tasks(cache: ac.Cache, pool: str = "default.0") -> dict[int, list[int]]:
-    """Published task numbers and their ids, by names and a plain Arrow reader; no task twice."""
-    found: dict[int, list[int]] = {}
-    for path in segment_files(cache):
-        name, _, number = path.stem.split("-", 2)[2].rpartition(".")
-        if name == pool:
-            assert int(number) not in found
-            found[int(number)] = read_ids(path)
-    return found
+@pytest.fixture
+def threads():
+    """An executor, which no pool ends."""
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+        assert executor.submit(abs, -1).result(DEADLINE_SECONDS) == 1
 
 
 def signs(folder: Path) -> list[str]:
@@ -91,91 +73,60 @@ def signs(folder: Path) -> list[str]:
 # determinism
 
 
-@pytest.mark.slow
+EXECUTORS = {
+    "its own": lambda: None,
+    "threads": lambda: ThreadPoolExecutor(2),
+    "processes": lambda: ProcessPoolExecutor(2, mp_context=get_context("forkserver")),
+}
+
+
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_tasks_samples_depend_on_seed_and_number_alone(cache, workers):
-    with SamplerPool(cache, draws(), workers=workers, seed=5, segments=8, progress=False) as pool:
-        pool.wait(timeout=DEADLINE_SECONDS)
-    assert tasks(cache, "default.5") == {number: expected(number, 5) for number in range(8)}
+@pytest.mark.parametrize("kind", first_is_quick(["threads", "processes", "its own"]))
+def test_a_tasks_samples_depend_on_seed_and_number_alone(cache, kind, workers):
+    with EXECUTORS[kind]() or nullcontext() as executor:
+        sampled(cache, executor=executor, workers=workers, seed=5, segments=12)
+    assert tasks(cache, "default.5") == {number: expected(number, 5) for number in range(12)}
 
 
-@pytest.mark.parametrize(
-    "make_executor",
-    [lambda: ThreadPoolExecutor(3), lambda: ProcessPoolExecutor(2, mp_context=get_context("forkserver"))],
-    ids=["threads", "processes"],
-)
-def test_any_executor_gives_the_same_samples(cache, make_executor):
-    with make_executor() as executor:
-        with SamplerPool(cache, draws(), workers=3, executor=executor, segments=12, progress=False) as pool:
-            pool.wait(timeout=DEADLINE_SECONDS)
-        assert executor.submit(abs, -1).result(DEADLINE_SECONDS) == 1  # it is not the pool's to shut down
-    assert tasks(cache) == {number: expected(number) for number in range(12)}
+def test_a_pool_goes_on_at_the_next_number_of_its_name_and_seed(cache, threads):
+    sampled(cache, executor=threads, segments=3)
+    sampled(cache, executor=threads, segments=4)
+    assert tasks(cache) == {number: expected(number) for number in range(7)}
+    for options, pool, seed in (
+        ({"name": "other"}, "other.0", 0),
+        ({"seed": 1}, "default.1", 1),
+        ({"seed": 2**128 - 1}, f"default.{2**128 - 1}", 2**128 - 1),
+    ):
+        sampled(cache, executor=threads, segments=3, **options)
+        assert tasks(cache, pool) == {number: expected(number, seed) for number in range(3)}
+    assert sorted(tasks(cache)) == list(range(7))
 
 
-def test_a_pool_goes_on_at_the_next_number_of_its_name_and_seed(cache):
-    with ThreadPoolExecutor(2) as executor:
-
-        def sample(segments, **options):
-            options = {"executor": executor, "segments": segments, **QUICK, **options}
-            with SamplerPool(cache, draws(), **options) as pool:
-                pool.wait(timeout=DEADLINE_SECONDS)
-
-        sample(3)
-        sample(4)
-        assert tasks(cache) == {number: expected(number) for number in range(7)}
-        sample(2, name="other")
-        assert tasks(cache, "other.0") == {number: expected(number) for number in range(2)}
-        assert sorted(tasks(cache)) == list(range(7))
-
-
-def test_a_pool_whose_number_a_power_cut_lost_goes_on_behind_what_is_published(cache):
-    with ThreadPoolExecutor(2) as executor:
-        options = {"executor": executor, **QUICK}
-        for lost in (None, b"", bytes(8)):
-            if lost is not None:
-                (cache.path / "pools" / "default.0").write_bytes(lost)
-            with SamplerPool(cache, draws(), segments=3, **options) as pool:
-                pool.wait(timeout=DEADLINE_SECONDS)
+def test_a_pool_whose_number_a_power_cut_lost_goes_on_behind_what_is_published(cache, threads):
+    for lost in (None, b"", bytes(8)):
+        if lost is not None:
+            (cache.path / "pools" / "default.0").write_bytes(lost)
+        sampled(cache, executor=threads, segments=3)
     assert tasks(cache) == {number: expected(number) for number in range(9)}
 
 
-def test_another_seed_starts_its_numbers_anew_and_publishes_all_of_them(cache):
-    with ThreadPoolExecutor(2) as executor:
-        for seed in (0, 1, 2**128 - 1):
-            with SamplerPool(cache, draws(), executor=executor, segments=3, seed=seed, **QUICK) as pool:
-                pool.wait(timeout=DEADLINE_SECONDS)
-    for seed in (0, 1, 2**128 - 1):
-        assert tasks(cache, f"default.{seed}") == {number: expected(number, seed) for number in range(3)}
-
-
-def test_the_files_of_many_pools_count_like_everything_else(tmp_path):
+def test_the_files_of_many_pools_count_like_everything_else(tmp_path, threads):
     """Each took a block of a full cache, and none made room for it."""
     cache = make_cache(tmp_path / "cache", capacity="400KiB")
     publish(cache, 30)
-
-    def fails(rng):
-        raise LookupError
-
-    with ThreadPoolExecutor(2) as executor:
-        for seed in range(40):
-            pool = SamplerPool(cache, fails, executor=executor, seed=seed, segments=1, retries=0, **QUICK)
-            with pytest.raises(ac.SamplerError, match="LookupError"):
-                pool.wait(timeout=DEADLINE_SECONDS)
-            pool.stop()
-            assert disk_bytes(cache.path) <= 400 * KIB
+    for seed in range(40):
+        with pytest.raises(ac.SamplerError, match="ZeroDivisionError"):
+            sampled(cache, lambda rng: 1 / 0, executor=threads, seed=seed, segments=1, retries=0)
+        assert disk_bytes(cache.path) <= 400 * KIB
     assert cache.verify() == []
 
 
-def test_two_pools_at_once_never_share_a_number(cache):
-    with ThreadPoolExecutor(4) as executor:
-        options = {"executor": executor, "segments": 15, **QUICK}
-        with (
-            SamplerPool(cache, draws(), **options) as one,
-            SamplerPool(cache.path, draws(), **options) as two,
-        ):
-            one.wait(timeout=DEADLINE_SECONDS)
-            two.wait(timeout=DEADLINE_SECONDS)
-            assert one.stats().segments == two.stats().segments == 15
+def test_two_pools_at_once_never_share_a_number(cache, threads):
+    options = {"executor": threads, "segments": 15, **QUICK}
+    with SamplerPool(cache, draws(), **options) as one, SamplerPool(cache.path, draws(), **options) as two:
+        one.wait(timeout=DEADLINE_SECONDS)
+        two.wait(timeout=DEADLINE_SECONDS)
+        assert one.stats().segments == two.stats().segments == 15
     assert tasks(cache) == {number: expected(number) for number in range(30)}
 
 
@@ -193,38 +144,26 @@ def test_a_sampler_object_is_unpickled_once_a_worker(cache, tmp_path):
             yield row(1)
 
     (tmp_path / "signs").mkdir()
-    with SamplerPool(cache, Sampler(tmp_path / "signs"), segments=10, **QUICK) as pool:
-        pool.wait(timeout=DEADLINE_SECONDS)
+    sampled(cache, Sampler(tmp_path / "signs"), segments=10)
     assert 1 <= len(signs(tmp_path / "signs")) <= 2
 
 
-def test_segments_grow_with_the_task_until_they_are_full(cache):
-    with SamplerPool(cache, draws(), segments=12, **QUICK) as pool:
-        pool.wait(timeout=DEADLINE_SECONDS)
-    assert {number: len(ids) for number, ids in tasks(cache).items()} == {
-        **dict.fromkeys(range(7), 1), 7: 2, 8: 4, 9: 8, 10: 16, 11: 16,
-    }  # fmt: skip
-
-
-def test_a_sampler_may_ask_for_full_segments_from_the_start(cache):
+def test_a_sampler_may_ask_for_full_segments_from_the_start(cache, threads):
     class Draws:
         ramp = False
 
         def __call__(self, rng):
-            while True:
-                yield row(int(rng.integers(1 << 20)))
+            return draws()(rng)
 
-    with SamplerPool(cache, Draws(), segments=3, **QUICK) as pool:
-        pool.wait(timeout=DEADLINE_SECONDS)
-    assert [len(ids) for ids in tasks(cache).values()] == [16] * 3
-    assert {number: ids[:1] for number, ids in tasks(cache).items()} == {n: expected(n) for n in range(3)}
+    sampled(cache, Draws(), executor=threads, segments=3)
+    assert tasks(cache) == {number: expected(number, rows=16) for number in range(3)}
 
 
 class Counting(ProcessPoolExecutor):
-    """Counts the bytes of what it sends to its processes."""
+    """Counts the bytes of what it sends to its processes, each of which ends after so many tasks."""
 
-    def __init__(self, workers: int) -> None:
-        super().__init__(workers, mp_context=get_context("forkserver"))
+    def __init__(self, workers: int, tasks: int | None = None) -> None:
+        super().__init__(workers, mp_context=get_context("forkserver"), max_tasks_per_child=tasks)
         self.nbytes: list[int] = []
 
     def submit(self, function, /, *arguments, **options):
@@ -246,9 +185,8 @@ def heavy(weights: bytes):
 def test_a_sampler_travels_about_once_a_worker_and_its_tasks_are_small(cache):
     with Counting(2) as executor:
         sampler = heavy(os.urandom(1 << 20))
-        with SamplerPool(cache, sampler, executor=executor, segments=20, **QUICK) as pool:
-            pool.wait(timeout=DEADLINE_SECONDS)
-            assert (pool.stats().segments, pool.stats().retries) == (20, 0)
+        stats = sampled(cache, sampler, executor=executor, segments=20)
+    assert (stats.segments, stats.retries) == (20, 0)
     large = [nbytes for nbytes in executor.nbytes if nbytes > 1000]
     assert 2 <= len(large) <= 4, "once for each worker, and again for one that the first tasks passed by"
     assert len(executor.nbytes) - len(large) >= 16
@@ -256,30 +194,13 @@ def test_a_sampler_travels_about_once_a_worker_and_its_tasks_are_small(cache):
 
 
 def test_a_worker_that_begins_later_asks_for_the_sampler(cache):
-    """The first pool's tasks leave nothing to processes that begin after them."""
-    with Counting(1) as executor:
+    """The tasks before leave nothing to processes that begin after them."""
+    with Counting(1, tasks=4) as executor:
         sampler = heavy(bytes(1 << 20))
-        pool = SamplerPool(cache, sampler, executor=executor, workers=1, progress=False)
-        pool.wait(segments=3, timeout=DEADLINE_SECONDS)
-        first = [nbytes for nbytes in executor.nbytes if nbytes > 1000]
-        pool.stop()
-        assert len(first) == 1
-        assert executor.submit(_forget_samplers).result(DEADLINE_SECONDS) >= 1
-        executor.nbytes.clear()
-        with SamplerPool(cache, sampler, executor=executor, segments=3, workers=1, progress=False) as pool:
-            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
-            executor.submit(_forget_samplers).result(DEADLINE_SECONDS)
-            pool.wait(timeout=DEADLINE_SECONDS)
-            assert pool.stats().retries == 0
-
-
-def _forget_samplers() -> int:
-    """What a new process is like."""
-    from arrowcache.sampling import task
-
-    count = len(task._samplers)
-    task._samplers.clear()
-    return count
+        assert sampled(cache, sampler, executor=executor, segments=9, workers=1).retries == 0
+    large = [nbytes for nbytes in executor.nbytes if nbytes > 1000]
+    assert len(large) >= 3, "once a process"
+    assert tasks(cache) == {number: expected(number) for number in range(9)}
 
 
 # failures
@@ -303,108 +224,74 @@ def fails_at_first(folder, times):
     return sampler
 
 
-def test_a_sampler_that_fails_sometimes_is_tried_again(cache, tmp_path):
-    with ThreadPoolExecutor(2) as executor:
-        sampler = full(fails_at_first(tmp_path, 2))
-        with SamplerPool(cache, sampler, executor=executor, segments=3, retries=2, **QUICK) as pool:
-            pool.wait(timeout=DEADLINE_SECONDS)
-            stats = pool.stats()
+def test_a_sampler_that_fails_sometimes_is_tried_again(cache, threads, tmp_path):
+    stats = sampled(cache, full(fails_at_first(tmp_path, 2)), executor=threads, segments=3, retries=2)
     assert (stats.segments, stats.rows, stats.retries, stats.failures) == (3, 48, 6, 0)
-    assert {number: ids[:1] for number, ids in tasks(cache).items()} == {n: expected(n) for n in range(3)}
+    assert tasks(cache) == {number: expected(number, rows=16) for number in range(3)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own_processes", [True, False])
 def test_a_task_that_keeps_failing_is_given_up_with_its_traceback_while_others_go_on(
-    cache, caplog, own_processes
+    cache, caplog, threads, own_processes
 ):
-    unlucky = expected(2)[0]
-
-    class Peculiar(Exception):
-        """It cannot be unpickled, as many exceptions in the wild."""
-
-        def __init__(self, code, text):
-            super().__init__(f"{text} {code}")
-
-    def read_remote_scan(rng):
-        while True:
-            number = int(rng.integers(1 << 20))
-            if number == unlucky:
-                raise Peculiar(17, "no such scan")
-            yield row(number)
-
-    executor = None if own_processes else ThreadPoolExecutor(2)
     caplog.set_level(logging.WARNING, "arrowcache")
-    pool = SamplerPool(cache, read_remote_scan, executor=executor, segments=6, retries=1, **QUICK)
+    executor = None if own_processes else threads
+    pool = SamplerPool(cache, fails_at(2), executor=executor, segments=6, retries=1, **QUICK)
     with pytest.raises(ac.SamplerError) as caught:
         pool.wait(timeout=DEADLINE_SECONDS)
-    text = str(caught.value)
-    assert "1 tasks were given up after 1 retries" in text
-    assert "in read_remote_scan" in text
-    assert "Peculiar: no such scan 17" in text
+    for part in ("1 tasks were given up after 1 retries", "in read_remote_scan", "Peculiar: no such scan 17"):
+        assert part in str(caught.value)
     pool.stop()  # raised already: not again
     stats = pool.stats()
     assert (stats.segments, stats.failures, stats.retries) == (5, 1, 1)
     assert tasks(cache) == {number: expected(number) for number in range(6) if number != 2}
-    assert [r.getMessage().startswith("sampler task default.0.2 was given up") for r in caplog.records] == [
-        True
-    ]
-    if executor is not None:
-        executor.shutdown()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("sampler task default.0.2 was given up")
+
+
+def refuses(rng):
+    raise PermissionError(13, "the store refuses these credentials", "s3://bucket/table")
+    yield
 
 
 @pytest.mark.parametrize(
-    ("sampler", "words"),
+    ("sampler", "words", "retries"),
     [
-        (lambda rng: 1 / 0, "ZeroDivisionError"),
-        (lambda rng: None, "NoneType"),
-        (lambda rng: [], "yielded nothing"),
-        (lambda rng: [7], "must yield mappings"),
-        (lambda rng: [{"id": 1}], "lacks 'image'"),
+        (lambda rng: 1 / 0, "ZeroDivisionError", 0),
+        (lambda rng: None, "NoneType", 0),
+        (lambda rng: [], "yielded nothing", 0),
+        (lambda rng: [7], "must yield mappings", 0),
+        (lambda rng: [{"id": 1}], "lacks 'image'", 0),
+        (refuses, "refuses these credentials: 's3://bucket/table'", 2),  # without a second try
     ],
-    ids=["raises", "none", "empty", "number", "schema"],
+    ids=["raises", "none", "empty", "number", "schema", "credentials"],
 )
-def test_a_sampler_that_always_fails_ends_its_pool(cache, sampler, words):
-    with ThreadPoolExecutor(2) as executor:
-        pool = SamplerPool(cache, sampler, executor=executor, retries=0, **QUICK)
-        with pytest.raises(ac.SamplerError, match=words):
-            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
-        pool.stop()
-    assert pool.stats().segments == 0
+def test_a_sampler_that_always_fails_ends_its_pool(cache, threads, sampler, words, retries):
+    pool = SamplerPool(cache, sampler, executor=threads, retries=retries, **QUICK)
+    with pytest.raises(ac.SamplerError, match=words):
+        pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+    pool.stop()
+    assert (pool.stats().segments, pool.stats().retries) == (0, 0)
     assert cache.verify() == []
 
 
-def test_refused_credentials_end_a_pool_without_a_second_try(cache):
-    def sampler(rng):
-        raise PermissionError(13, "the store refuses these credentials", "s3://bucket/table")
-        yield
-
-    with ThreadPoolExecutor(2) as executor:
-        pool = SamplerPool(cache, sampler, executor=executor, **QUICK)
-        with pytest.raises(ac.SamplerError, match="refuses these credentials: 's3://bucket/table'"):
-            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+def test_stop_raises_what_no_wait_did(cache, threads):
+    pool = SamplerPool(cache, lambda rng: 1 / 0, executor=threads, retries=0, **QUICK)
+    wait_until(lambda: pool.stats().failures, "a failure")
+    with pytest.raises(ac.SamplerError, match="ZeroDivisionError"):
         pool.stop()
-    assert pool.stats().retries == 0
+    pool.stop()
 
 
-def test_stop_raises_what_no_wait_did(cache):
-    with ThreadPoolExecutor(2) as executor:
-        pool = SamplerPool(cache, lambda rng: 1 / 0, executor=executor, retries=0, **QUICK)
-        wait_until(lambda: pool.stats().failures, "a failure")
-        with pytest.raises(ac.SamplerError, match="ZeroDivisionError"):
-            pool.stop()
-        pool.stop()
-
-
-def test_an_exception_in_the_with_block_passes_rather_than_the_pools_own(cache):
+def test_an_exception_in_the_with_block_passes_rather_than_the_pools_own(cache, threads):
     def work(pool):
         wait_until(lambda: pool.stats().failures, "a failure")
         raise KeyError("mine")
 
     with (
-        ThreadPoolExecutor(2) as executor,
         pytest.raises(KeyError, match="mine"),
-        SamplerPool(cache, lambda rng: 1 / 0, executor=executor, retries=0, **QUICK) as pool,
+        SamplerPool(cache, lambda rng: 1 / 0, executor=threads, retries=0, **QUICK) as pool,
     ):
         work(pool)
 
@@ -413,26 +300,23 @@ def test_an_exception_in_the_with_block_passes_rather_than_the_pools_own(cache):
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"])
-def test_a_pool_on_any_but_the_first_local_rank_says_how_to_have_one_a_node(cache, monkeypatch, name):
+def test_a_pool_on_any_but_the_first_local_rank_says_how_to_have_one_a_node(
+    cache, threads, monkeypatch, name
+):
     monkeypatch.setenv(name, "1")
     with pytest.raises(ValueError, match=rf"local rank 1.*'{name}'\]\) == 0.*every_rank=True"):
         SamplerPool(cache, draws(), **QUICK)
     assert not (cache.path / "pools" / "default.0").exists()
-    with SamplerPool(cache, draws(), segments=1, every_rank=True, **QUICK) as pool:
-        pool.wait(timeout=DEADLINE_SECONDS)
+    sampled(cache, executor=threads, segments=1, every_rank=True)
 
 
 @pytest.mark.parametrize("rank", ["0", "", "strange", None])
-def test_the_first_local_rank_and_a_script_without_ranks_have_a_pool(cache, monkeypatch, rank):
+def test_the_first_local_rank_and_a_script_without_ranks_have_a_pool(cache, threads, monkeypatch, rank):
     if rank is None:
         monkeypatch.delenv("LOCAL_RANK", raising=False)
     else:
         monkeypatch.setenv("LOCAL_RANK", rank)
-    with (
-        ThreadPoolExecutor(1) as executor,
-        SamplerPool(cache, draws(), segments=1, executor=executor, **QUICK) as pool,
-    ):
-        pool.wait(timeout=DEADLINE_SECONDS)
+    sampled(cache, executor=threads, segments=1)
 
 
 _RANK = """
@@ -472,20 +356,6 @@ def test_the_documented_way_under_torchrun_has_one_pool_and_rows_on_every_rank(c
 # killed workers
 
 
-def gated(folder, gate):
-    """Like `draws()`, but tasks note their process and wait for the gate after their first sample."""
-
-    def sampler(rng):
-        yield row(int(rng.integers(1 << 20)))
-        Path(folder, str(os.getpid())).touch()
-        while not os.path.exists(gate):
-            time.sleep(0.01)
-        while True:
-            yield row(int(rng.integers(1 << 20)))
-
-    return sampler
-
-
 @pytest.mark.slow
 def test_a_killed_worker_costs_no_task_and_none_is_published_twice(cache, tmp_path):
     folder, gate = tmp_path / "pids", tmp_path / "gate"
@@ -517,96 +387,88 @@ def test_a_sampler_that_kills_its_process_is_given_up_in_the_end(cache):
     pool.stop()
 
 
-def test_the_failure_of_samplers_passes_on_in_place_of_the_loader_that_waited_for_them(cache):
-    def sampler(rng):
-        raise OSError("no route to host")
-        yield {}
-
+def test_the_failure_of_samplers_passes_on_in_place_of_the_loader_that_waited_for_them(cache, threads):
     def train():
-        with SamplerPool(cache, sampler, executor=executor, segments=1, retries=0, **QUICK) as pool:
+        with SamplerPool(cache, lambda rng: 1 / 0, executor=threads, segments=1, retries=0, **QUICK) as pool:
             wait_until(lambda: pool.stats().failures, "the task to be given up")
             next(iter(ac.Loader(cache, 16, timeout=0.5)))
 
-    with (
-        ThreadPoolExecutor(1) as executor,
-        pytest.raises(ac.SamplerError, match="no route to host") as caught,
-    ):
+    with pytest.raises(ac.SamplerError, match="ZeroDivisionError") as caught:
         train()
     assert isinstance(caught.value.__cause__, ac.LoaderTimeoutError)
 
 
-def test_a_loader_that_waits_in_vain_says_so_where_no_sampler_failed(cache):
+def test_a_loader_that_waits_in_vain_says_so_where_no_sampler_failed(cache, threads):
     def train():
-        with SamplerPool(cache, draws(), executor=executor, segments=1, **QUICK) as pool:
+        with SamplerPool(cache, draws(), executor=threads, segments=1, **QUICK) as pool:
             pool.wait(timeout=DEADLINE_SECONDS)
             next(iter(ac.Loader(cache, 16, wait_rows=64, timeout=0.5)))
 
-    with ThreadPoolExecutor(1) as executor, pytest.raises(ac.LoaderTimeoutError):
+    with pytest.raises(ac.LoaderTimeoutError):
         train()
 
 
 # waiting and stopping
 
 
-def test_wait_returns_once_so_many_segments_are_published(cache):
-    with ThreadPoolExecutor(2) as executor, SamplerPool(cache, draws(), executor=executor, **QUICK) as pool:
+def test_wait_returns_once_so_much_is_published(cache, threads):
+    with SamplerPool(cache, draws(), executor=threads, **QUICK) as pool:
         pool.wait(segments=5, timeout=DEADLINE_SECONDS)
         assert pool.stats().segments >= 5
         pool.wait(segments=5, timeout=0)
+        pool.wait(rows=20, timeout=DEADLINE_SECONDS)
+        assert pool.stats().rows >= 20
+        pool.wait(segments=2, rows=40, timeout=DEADLINE_SECONDS)
+        assert pool.stats().rows >= 40
+        pool.wait(15, 1, DEADLINE_SECONDS)
+        assert pool.stats().segments >= 15
         with pytest.raises(ValueError, match="no end"):
             pool.wait()
 
 
-def test_wait_times_out_with_numbers(cache, tmp_path):
+def test_wait_times_out_with_numbers(cache, threads, tmp_path):
     gate = tmp_path / "gate"
-    with (
-        ThreadPoolExecutor(2) as executor,
-        SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, segments=2, **QUICK) as pool,
-    ):
-        with pytest.raises(
-            TimeoutError, match=r"waited 0\.1 s for all tasks: 0 segments and 0 rows published"
+    sampler = full(gated(tmp_path, gate))
+    with SamplerPool(cache, sampler, executor=threads, segments=2, **QUICK) as pool:
+        for arguments, words in (
+            ({}, r"waited 0\.1 s for all tasks: 0 segments and 0 rows published"),
+            ({"segments": 1}, r"waited 0\.1 s for 1 segment: 0 segments"),
         ):
-            pool.wait(timeout=0.1)
-        with pytest.raises(TimeoutError, match=r"waited 0\.1 s for 1 segment: 0 segments"):
-            pool.wait(segments=1, timeout=0.1)
+            with pytest.raises(TimeoutError, match=words):
+                pool.wait(timeout=0.1, **arguments)
         gate.touch()
         pool.wait(timeout=DEADLINE_SECONDS)
-        with pytest.raises(
-            ac.SamplerError, match="ended with 2 segments and 32 rows published, 3 segments waited"
+        for arguments, words in (
+            ({"segments": 3}, "3 segments waited for"),
+            ({"rows": 33}, "33 rows waited for"),
+            ({"segments": 3, "rows": 2}, "3 segments and 2 rows waited for"),
         ):
-            pool.wait(segments=3, timeout=DEADLINE_SECONDS)
+            with pytest.raises(
+                ac.SamplerError, match=f"ended with 2 segments and 32 rows published, {words}"
+            ):
+                pool.wait(timeout=DEADLINE_SECONDS, **arguments)
 
 
-def test_a_wait_is_woken_by_stop(cache, tmp_path, monkeypatch):
-    for name in ("STOP_SECONDS", "_END_SECONDS"):
-        monkeypatch.setattr(f"arrowcache.sampling.executors.{name}", 0.2)  # that it waits for the task
-    with ThreadPoolExecutor(2) as executor:
-        gate = tmp_path / "gate"
-        pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, **QUICK)
-        errors = []
+@pytest.fixture
+def impatient(monkeypatch):
+    """A pool that ends does not wait for tasks of others' executors."""
+    monkeypatch.setattr(executors, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(executors, "_END_SECONDS", 0.2)
 
-        def wait():
-            try:
-                pool.wait(segments=1, timeout=DEADLINE_SECONDS)
-            except ac.SamplerError as error:
-                errors.append(str(error))
 
-        waiter = threading.Thread(target=wait)
-        waiter.start()
+def test_a_wait_is_woken_by_stop(cache, threads, tmp_path, impatient):
+    gate = tmp_path / "gate"
+    pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=threads, **QUICK)
+    with ThreadPoolExecutor(1) as waiting:
+        waiter = waiting.submit(pool.wait, segments=1, timeout=DEADLINE_SECONDS)
         wait_until(lambda: signs(tmp_path), "a task at work")
         pool.stop()
-        waiter.join(DEADLINE_SECONDS)
-        gate.touch()
-        assert len(errors) == 1
+        assert type(waiter.exception(DEADLINE_SECONDS)) is ac.SamplerError
+    gate.touch()
 
 
-def test_stats_count_what_was_published(cache):
-    with (
-        ThreadPoolExecutor(2) as executor,
-        SamplerPool(cache, draws(), executor=executor, segments=4, **QUICK) as pool,
-    ):
-        pool.wait(timeout=DEADLINE_SECONDS)
-        stats = pool.stats()
+def test_stats_count_what_was_published(cache, threads):
+    stats = sampled(cache, executor=threads, segments=4)
     assert (stats.segments, stats.rows, stats.retries, stats.failures) == (4, 4, 0, 0)
     assert stats.bytes == sum(path.stat().st_size for path in segment_files(cache))
     assert stats.seconds > 0
@@ -617,7 +479,7 @@ def test_stats_count_what_was_published(cache):
 
 
 def slow_after(rows):
-    """A sampler of `draws()` that takes its time after so many rows of a task."""
+    """A sampler like `draws()` that takes its time after so many rows of a task."""
 
     def sampler(rng):
         for number in itertools.count():
@@ -626,12 +488,6 @@ def slow_after(rows):
             yield row(int(rng.integers(1 << 20)))
 
     return full(sampler)
-
-
-def stream(number: int, rows: int, seed: int = 0) -> list[int]:
-    """The first ids of a task of `draws()`, by the documented formula."""
-    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-    return [int(rng.integers(1 << 20)) for _ in range(rows)]
 
 
 def drawn(cache) -> list[int]:
@@ -644,13 +500,6 @@ def parts(cache) -> list[list[int]]:
     return [read_ids(path) for path in segment_files(cache) if path.stem.endswith("-")]
 
 
-EXECUTORS = {
-    "its own": lambda: None,
-    "threads": lambda: ThreadPoolExecutor(2),
-    "processes": lambda: ProcessPoolExecutor(2, mp_context=get_context("forkserver")),
-}
-
-
 @pytest.fixture
 def large(tmp_path):
     """A cache whose full segments take a slow sampler for ever."""
@@ -660,88 +509,72 @@ def large(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", [*EXECUTORS])
 def test_stop_may_publish_what_was_drawn_and_the_next_pool_draws_those_tasks_again(large, executor):
-    executor = EXECUTORS[executor]()
-    pool = SamplerPool(large, slow_after(5), executor=executor, **QUICK)
-    wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
-    stop_in_time(pool, publish=True)
-    found = sorted(parts(large), key=lambda ids: ids[0] == stream(1, 1)[0])
-    assert found == [stream(number, len(ids)) for number, ids in enumerate(found)], "the first of each task"
-    assert [len(ids) >= 5 for ids in found] == [True, True]
-    assert (pool.stats().segments, pool.stats().rows) == (2, sum(map(len, found)))
-    assert tasks(large) == {}, "no part has a task's name"
-    with SamplerPool(large, draws(), executor=executor, segments=3, **QUICK) as again:
-        again.wait(timeout=DEADLINE_SECONDS)
-    assert sorted(tasks(large)) == [0, 1, 2]
-    with SamplerPool(large, draws(), executor=executor, segments=1, **QUICK) as later:
-        later.wait(timeout=DEADLINE_SECONDS)
-    assert sorted(tasks(large)) == [0, 1, 2, 3], "once"
-    if executor is not None:
-        executor.shutdown()
+    with EXECUTORS[executor]() or nullcontext() as executor:
+        pool = SamplerPool(large, slow_after(5), executor=executor, **QUICK)
+        wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
+        stop_in_time(pool, publish=True)
+        found = sorted(parts(large), key=lambda ids: ids[0] == expected(1)[0])
+        assert found == [expected(number, rows=len(ids)) for number, ids in enumerate(found)]
+        assert [len(ids) >= 5 for ids in found] == [True, True]
+        assert (pool.stats().segments, pool.stats().rows) == (2, sum(map(len, found)))
+        assert tasks(large) == {}, "no part has a task's name"
+        sampled(large, executor=executor, segments=3)
+        assert sorted(tasks(large)) == [0, 1, 2]
+        sampled(large, executor=executor, segments=1)
+        assert sorted(tasks(large)) == [0, 1, 2, 3], "once"
     assert large.verify() == []
 
 
-def test_stop_alone_publishes_nothing_half_and_its_tasks_are_passed_over(large):
-    with ThreadPoolExecutor(2) as executor:
-        pool = SamplerPool(large, slow_after(5), executor=executor, **QUICK)
-        wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
-        pool.stop()
-        pool.stop(publish=True)  # too late: they have ended
-        assert segment_files(large) == []
-        with SamplerPool(large, draws(), executor=executor, segments=1, **QUICK) as later:
-            later.wait(timeout=DEADLINE_SECONDS)
+def test_stop_alone_publishes_nothing_half_and_its_tasks_are_passed_over(large, threads):
+    pool = SamplerPool(large, slow_after(5), executor=threads, **QUICK)
+    wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
+    pool.stop()
+    pool.stop(publish=True)  # too late: they have ended
+    assert segment_files(large) == []
+    sampled(large, executor=threads, segments=1)
     assert sorted(tasks(large)) == [2]
 
 
 @pytest.mark.slow
-def test_what_a_stuck_sampler_has_is_discarded_in_time_and_drawn_again(large, tmp_path, monkeypatch):
+def test_what_a_stuck_sampler_has_is_discarded_in_time_and_drawn_again(large, threads, tmp_path, monkeypatch):
     monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
     gate = tmp_path / "gate"
-    with ThreadPoolExecutor(2) as executor:
-        pool = SamplerPool(large, full(gated(tmp_path, gate)), executor=executor, **QUICK)
-        wait_until(lambda: pool.stats().drawn_rows == 2, "both workers at work")
-        stop_in_time(pool, publish=True)
-        gate.touch()
-        assert segment_files(large) == []
-        with SamplerPool(large, draws(), executor=executor, segments=2, **QUICK) as again:
-            again.wait(timeout=DEADLINE_SECONDS)
+    pool = SamplerPool(large, full(gated(tmp_path, gate)), executor=threads, **QUICK)
+    wait_until(lambda: pool.stats().drawn_rows == 2, "both workers at work")
+    stop_in_time(pool, publish=True)
+    gate.touch()
+    assert segment_files(large) == []
+    sampled(large, executor=threads, segments=2)
     assert sorted(tasks(large)) == [0, 1]
 
 
-def test_a_task_that_waits_to_be_tried_again_is_left_to_the_next_pool(cache, monkeypatch):
+def test_a_task_that_waits_to_be_tried_again_is_left_to_the_next_pool(cache, threads, monkeypatch):
     monkeypatch.setattr("arrowcache.sampling.dispatcher._BACKOFF_SECONDS", 1000.0)
-    with ThreadPoolExecutor(2) as executor:
-        pool = SamplerPool(cache, lambda rng: 1 / 0, executor=executor, segments=3, **QUICK)
-        wait_until(lambda: pool.stats().retries == 3, "all tasks to have failed once")
-        pool.stop(publish=True)
-        with SamplerPool(cache, draws(), executor=executor, segments=3, **QUICK) as again:
-            again.wait(timeout=DEADLINE_SECONDS)
+    pool = SamplerPool(cache, lambda rng: 1 / 0, executor=threads, segments=3, **QUICK)
+    wait_until(lambda: pool.stats().retries == 3, "all tasks to have failed once")
+    pool.stop(publish=True)
+    sampled(cache, executor=threads, segments=3)
     assert tasks(cache) == {number: expected(number) for number in range(3)}
 
 
 @pytest.mark.slow
-def test_a_segment_that_waits_for_room_is_drawn_again(cache, monkeypatch):
+def test_a_segment_that_waits_for_room_is_drawn_again(cache, threads, monkeypatch):
     monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
     publish(cache, 30)
-    with ThreadPoolExecutor(2) as executor:
-        with cache.snapshot():
-            pool = SamplerPool(cache, full(draws()), executor=executor, **QUICK)
-            wait_until(lambda: cache.stats().waiting_writers == 2, "both to wait")
-            stop_in_time(pool, publish=True)
-            before = sorted(tasks(cache))
-        with SamplerPool(cache, full(draws()), executor=executor, segments=2, **QUICK) as again:
-            again.wait(timeout=DEADLINE_SECONDS)
+    with cache.snapshot():
+        pool = SamplerPool(cache, full(draws()), executor=threads, **QUICK)
+        wait_until(lambda: cache.stats().waiting_writers == 2, "both to wait")
+        stop_in_time(pool, publish=True)
+        before = sorted(tasks(cache))
+    sampled(cache, full(draws()), executor=threads, segments=2)
     assert sorted(tasks(cache)) == [*range(len(before) + 2)], "without a gap, whichever two had waited"
 
 
-def test_a_task_to_be_drawn_again_that_is_published_after_all_is_passed_over(cache):
-    with ThreadPoolExecutor(2) as executor:
-        options = {"executor": executor, **QUICK}
-        with SamplerPool(cache, draws(), segments=3, **options) as pool:
-            pool.wait(timeout=DEADLINE_SECONDS)
-        with cache.store.locked():
-            cache.store.folder.return_tasks("default.0", [1])
-        with SamplerPool(cache, draws(), segments=1, **options) as pool:
-            pool.wait(timeout=DEADLINE_SECONDS)
+def test_a_task_to_be_drawn_again_that_is_published_after_all_is_passed_over(cache, threads):
+    sampled(cache, executor=threads, segments=3)
+    with cache.store.locked():
+        cache.store.folder.return_tasks("default.0", [1])
+    sampled(cache, executor=threads, segments=1)
     assert sorted(tasks(cache)) == [0, 1, 2, 3]
 
 
@@ -753,41 +586,38 @@ def writes(cache) -> bool:
     return cache.store.usage.somebody_writes()
 
 
-def test_a_pool_shows_that_somebody_writes_until_all_its_tasks_are_done(cache, tmp_path):
+def test_a_pool_shows_that_somebody_writes_until_all_its_tasks_are_done(cache, threads, tmp_path):
     gate = tmp_path / "gate"
     assert not writes(cache)
-    with ThreadPoolExecutor(2) as executor:
-        pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=executor, segments=3, **QUICK)
-        assert writes(cache), "from construction on"
-        wait_until(lambda: signs(tmp_path), "a task at work")
-        assert writes(cache)
-        gate.touch()
-        pool.wait(timeout=DEADLINE_SECONDS)
-        assert not writes(cache), "without being stopped"
-        pool.stop()
+    pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=threads, segments=3, **QUICK)
+    assert writes(cache), "from construction on"
+    wait_until(lambda: signs(tmp_path), "a task at work")
+    assert writes(cache)
+    gate.touch()
+    pool.wait(timeout=DEADLINE_SECONDS)
+    assert not writes(cache), "without being stopped"
+    pool.stop()
 
 
 @pytest.mark.slow
-def test_a_pool_that_is_stopped_or_gave_up_shows_no_more_that_somebody_writes(cache):
+def test_a_pool_that_is_stopped_or_gave_up_shows_no_more_that_somebody_writes(cache, threads):
     pool = SamplerPool(cache, draws(), **QUICK)
     pool.wait(segments=1, timeout=DEADLINE_SECONDS)
     assert writes(cache)
     pool.stop()
     assert not writes(cache)
-    with ThreadPoolExecutor(2) as executor:
-        pool = SamplerPool(cache, lambda rng: 1 / 0, executor=executor, retries=0, **QUICK)
-        with pytest.raises(ac.SamplerError):
-            pool.wait(segments=1, timeout=DEADLINE_SECONDS)
-        assert not writes(cache)
-        pool.stop()
+    pool = SamplerPool(cache, lambda rng: 1 / 0, executor=threads, retries=0, **QUICK)
+    with pytest.raises(ac.SamplerError):
+        pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+    assert not writes(cache)
+    pool.stop()
 
 
-def test_of_two_pools_the_last_one_to_end_takes_the_sign_down(cache):
-    with ThreadPoolExecutor(4) as executor:
-        one, two = (SamplerPool(cache, draws(), executor=executor, **QUICK) for _ in range(2))
-        one.stop()
-        assert writes(cache)
-        two.stop()
+def test_of_two_pools_the_last_one_to_end_takes_the_sign_down(cache, threads):
+    one, two = (SamplerPool(cache, draws(), executor=threads, **QUICK) for _ in range(2))
+    one.stop()
+    assert writes(cache)
+    two.stop()
     assert not writes(cache)
 
 
@@ -811,16 +641,15 @@ def test_a_full_cache_makes_samplers_wait_and_stop_ends_them_in_time(cache):
     assert len(tasks(cache)) == published
 
 
-def test_samplers_in_threads_wait_for_the_readers_of_their_own_process(cache):
+def test_samplers_in_threads_wait_for_the_readers_of_their_own_process(cache, threads):
     publish(cache, 40)
-    with ThreadPoolExecutor(2) as executor:
-        with cache.snapshot() as snapshot:
-            pool = SamplerPool(cache, draws(), executor=executor, segments=30, retries=0, **QUICK)
-            wait_until(lambda: cache.stats().waiting_writers == 2, "both samplers to wait for room")
-            assert len(snapshot) > 0
-            assert pool.stats().failures == 0
-        pool.wait(timeout=DEADLINE_SECONDS)
-        pool.stop()
+    with cache.snapshot() as snapshot:
+        pool = SamplerPool(cache, draws(), executor=threads, segments=30, retries=0, **QUICK)
+        wait_until(lambda: cache.stats().waiting_writers == 2, "both samplers to wait for room")
+        assert len(snapshot) > 0
+        assert pool.stats().failures == 0
+    pool.wait(timeout=DEADLINE_SECONDS)
+    pool.stop()
     assert pool.stats().segments == 30
     assert pool.stats().waiting_seconds > 0
 
@@ -870,55 +699,28 @@ def test_the_child_that_a_pools_process_forks_holds_none_of_its_workers(cache, t
         with in_child(child):
             pass
         assert all(Path("/proc", pid).exists() for pid in signs(folder))
+    assert not any(Path("/proc", pid).exists() for pid in signs(folder)), "with the pool"
 
 
 @pytest.mark.slow
-def test_a_task_of_a_foreign_executor_that_outlives_its_pool_publishes_nothing(cache, tmp_path):
-    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    hold = {"begun": begun, "go_on": go_on, "ended": ended}
-    registry = __import__("sys").modules
-    registry["_events_of_a_test"] = hold  # events cannot be pickled, and the sampler is
-
-    def slow(rng):
-        import sys
-
-        events = sys.modules["_events_of_a_test"]
-        events["begun"].set()
-        try:
-            events["go_on"].wait(60)
-            while True:
-                yield row(1)
-        finally:
-            events["ended"].set()
-
-    try:
-        with ThreadPoolExecutor(1) as executor:
-            pool = SamplerPool(cache, slow, executor=executor, workers=1, progress=False)
-            assert begun.wait(DEADLINE_SECONDS)
-            stop_in_time(pool)
-            go_on.set()
-            assert ended.wait(DEADLINE_SECONDS)
-        assert tasks(cache) == {}
-    finally:
-        del registry["_events_of_a_test"]
+def test_a_task_of_a_foreign_executor_that_outlives_its_pool_publishes_nothing(
+    cache, threads, tmp_path, impatient
+):
+    gate = tmp_path / "gate"
+    pool = SamplerPool(cache, full(gated(tmp_path, gate)), executor=threads, **QUICK)
+    wait_until(lambda: pool.stats().drawn_rows == 2, "both tasks at work")
+    stop_in_time(pool)
+    gate.touch()
+    both_are_free = threading.Barrier(2)
+    list(threads.map(both_are_free.wait, [DEADLINE_SECONDS] * 2))
+    assert tasks(cache) == {}
 
 
-def test_a_dropped_pool_ends_by_itself(cache):
-    with ThreadPoolExecutor(2) as executor:
-        pool = SamplerPool(cache, draws(), executor=executor, **QUICK)
-        pool.wait(segments=1, timeout=DEADLINE_SECONDS)
-        del pool
-        assert "arrowcache-pool" not in [thread.name for thread in threading.enumerate()]
-
-
-@pytest.mark.slow
-def test_the_workers_of_a_stopped_pool_are_gone(cache, tmp_path):
-    folder, gate = tmp_path / "pids", tmp_path / "gate"
-    folder.mkdir()
-    pool = SamplerPool(cache, gated(folder, gate), **QUICK)
-    wait_until(lambda: len(signs(folder)) == 2, "both workers at work")
-    pool.stop()
-    assert not [pid for pid in signs(folder) if Path("/proc", pid).exists()]
+def test_a_dropped_pool_ends_by_itself(cache, threads):
+    pool = SamplerPool(cache, draws(), executor=threads, **QUICK)
+    pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+    del pool
+    assert not is_at_work()
 
 
 # a fork, Ctrl-C and the garbage collector
@@ -1059,8 +861,6 @@ def test_a_forked_child_answers_though_its_parent_had_the_pools_lock():
         pool.wait(segments=1, timeout=DEADLINE_SECONDS)
 
         def body() -> None:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(20)  # ends what hangs
             assert pool.stats().segments >= 1
             assert "published" in repr(pool)
             with pytest.raises(ValueError, match="process that forked this one"):
@@ -1147,27 +947,6 @@ def test_workers_with_a_slow_sampler_are_gone_within_5_s_after_their_parent_was_
     assert cache.stats().leased_bytes == 0
 
 
-def test_wait_returns_once_so_many_rows_are_published(cache):
-    with ThreadPoolExecutor(2) as executor, SamplerPool(cache, draws(), executor=executor, **QUICK) as pool:
-        pool.wait(rows=20, timeout=DEADLINE_SECONDS)
-        assert pool.stats().rows >= 20
-        pool.wait(segments=2, rows=40, timeout=DEADLINE_SECONDS)
-        assert pool.stats().rows >= 40
-        pool.wait(15, 1, DEADLINE_SECONDS)
-        assert pool.stats().segments >= 15
-
-
-@pytest.mark.slow
-def test_a_wait_for_more_rows_than_all_tasks_have_says_so(cache):
-    with SamplerPool(cache, draws(), segments=2, **QUICK) as pool:
-        with pytest.raises(
-            ac.SamplerError, match="ended with 2 segments and 2 rows published, 3 rows waited for"
-        ):
-            pool.wait(rows=3, timeout=DEADLINE_SECONDS)
-        with pytest.raises(ac.SamplerError, match="3 segments and 2 rows waited for"):
-            pool.wait(segments=3, rows=2, timeout=DEADLINE_SECONDS)
-
-
 def workers_of(script: Script) -> list[str]:
     return [line.split()[0] for line in script.processes() if "arrowcache.sampling.workers" in line]
 
@@ -1199,8 +978,7 @@ def test_ctrl_c_ends_all_processes_of_a_training_script_within_5_s(cache, how):
 @pytest.mark.slow
 def test_pools_of_several_processes_share_their_numbers(cache):
     def sample(path):
-        with ac.SamplerPool(path, draws(), segments=6, workers=2, progress=False) as pool:
-            pool.wait(timeout=60)
+        sampled(path, segments=6)
 
     with Child(sample, str(cache.path)) as one, Child(sample, str(cache.path)) as two:
         one.result(60)
@@ -1209,7 +987,7 @@ def test_pools_of_several_processes_share_their_numbers(cache):
 
 
 @pytest.mark.slow
-def test_statistics_are_shown_in_a_terminal_and_in_a_notebook(cache):
+def test_statistics_are_shown_in_a_terminal_and_in_a_notebook(cache, threads):
     stats = ac.PoolStats(3, 48, 3 << 20, 2.0, 90.0, 1, 0)
     assert str(stats).splitlines() == [
         "published          3 segments, 48 rows, 3.0 MiB in 2.0 s (1.5 MiB/s, 24.0 rows/s)",
@@ -1220,7 +998,7 @@ def test_statistics_are_shown_in_a_terminal_and_in_a_notebook(cache):
     assert "3 segments, 48 rows, 3.0 MiB in 2.0 s (1.5 MiB/s, 24.0 rows/s)" in shown.text
     assert "1 retry, 0 tasks given up" in shown.text
     assert "0 segments, 0 rows, 0 B in 0 s" in str(ac.PoolStats(0, 0, 0, 0.0, 0.0, 0, 0))
-    with SamplerPool(cache, draws(), segments=1, **QUICK) as pool:
+    with SamplerPool(cache, draws(), executor=threads, segments=1, **QUICK) as pool:
         pool.wait(timeout=DEADLINE_SECONDS)
         assert repr(pool).startswith("<SamplerPool published 1 segment, 1 row,")
         assert "\n" not in repr(pool)

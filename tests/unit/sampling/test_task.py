@@ -10,15 +10,15 @@ from contextlib import closing
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers import KIB, ROW, make_cache, published_ids, ramp_rows
+from helpers import KIB, ROW, make_cache, published_ids
 from helpers import sample as row
+from pool_tasks import expected
 
 import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
-from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.errors import SamplerError
 from arrowcache.pickling import pickled
-from arrowcache.sampling import task as task_module
 from arrowcache.sampling.rows import single
 from arrowcache.sampling.task import Size, Task, draw, run, size_of
 from arrowcache.storage.locks import LockFile
@@ -34,12 +34,6 @@ def task(
 
 def builder() -> SegmentBuilder:
     return SegmentBuilder(Form(ROW, 16, 32 * 1024))
-
-
-def stream(seed: int, number: int, count: int) -> list[int]:
-    """The first ids that task `number` draws, by the documented formula."""
-    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-    return [int(rng.integers(1 << 20)) for _ in range(count)]
 
 
 def sampler_of(per_call: int | None, calls: list[str] | None = None):
@@ -100,7 +94,7 @@ def test_a_small_segment_has_the_first_samples_of_its_task(chunk):
     into = builder()
     for number in [10, 0, 7, 8, 9, 11]:  # one builder for all, as a worker has it
         assert draw(sampler, task(number, ramp=True), into, lambda: False)
-        assert ids_in(into) == stream(0, number, ramp_rows(number))
+        assert ids_in(into) == expected(number, 0)
 
 
 @pytest.mark.slow
@@ -126,7 +120,7 @@ def test_a_small_segment_of_texts_ends_by_its_bytes_but_not_before_its_first_row
 @pytest.mark.parametrize("per_call", [None, 1, 5, 16, 100])
 def test_samples_are_a_function_of_seed_and_number_however_often_the_sampler_is_called(per_call):
     for seed, number in [(0, 0), (0, 1), (7, 0), (7, 2**40)]:
-        assert drawn(sampler_of(per_call), number, seed) == stream(seed, number, 16)
+        assert drawn(sampler_of(per_call), number, seed) == expected(number, seed, 16)
 
 
 def test_the_sampler_is_closed_once_the_segment_is_full():
@@ -155,7 +149,7 @@ def test_rows_yielded_at_once_are_the_rows_yielded_one_by_one(chunk):
         while True:
             yield rows_of([int(rng.integers(1 << 20)) for _ in range(chunk)])
 
-    assert drawn(sampler, 3, 7) == stream(7, 3, 16)
+    assert drawn(sampler, 3, 7) == expected(3, 7, 16)
 
 
 def test_the_beginning_of_rows_that_no_longer_fit_fills_the_segment():
@@ -210,16 +204,6 @@ def test_a_sampler_that_yields_nothing_is_an_error():
         draw(lambda rng: [nothing], task(), builder(), lambda: False)
 
 
-def test_a_sampler_that_yields_no_mapping_is_an_error():
-    with pytest.raises(SamplerError, match="not tuple"):
-        draw(lambda rng: [(1, 2)], task(), builder(), lambda: False)
-
-
-def test_a_sample_that_does_not_fit_is_an_error_naming_the_field():
-    with pytest.raises(SchemaError, match="'image'"):
-        draw(lambda rng: [{"id": 1, "image": np.zeros(3, np.float32)}], task(), builder(), lambda: False)
-
-
 def test_drawing_ends_when_the_pool_has():
     looks = iter([False] * 5 + [True] * 100)
     calls: list[str] = []
@@ -235,6 +219,11 @@ def lock_of_pool(cache) -> LockFile:
     return lock
 
 
+def done_by(sampler, cache: ac.Cache, number: int = 0):
+    """How a task of a cache ends."""
+    return run(task(number, sampler=pickled(sampler, "a sampler"), cache=str(cache.path)))
+
+
 @pytest.fixture
 def pool_of(tmp_path):
     """A cache, and the lock of its pool."""
@@ -246,9 +235,8 @@ def pool_of(tmp_path):
 
 def test_a_task_publishes_its_segment_once_however_often_it_runs(pool_of):
     cache, _ = pool_of
-    sampler = pickled(sampler_of(None), "a sampler")
-    first, again = (run(task(3, sampler=sampler, cache=str(cache.path))) for _ in range(2))
-    assert published_ids(cache) == stream(0, 3, 16)
+    first, again = (done_by(sampler_of(None), cache, 3) for _ in range(2))
+    assert published_ids(cache) == expected(3, 0, 16)
     # A worker may die between publishing and saying so: the second run counts as done, too.
     assert first.rows == again.rows == 16
     assert first.nbytes == again.nbytes > 0
@@ -259,7 +247,7 @@ def test_a_task_publishes_its_segment_once_however_often_it_runs(pool_of):
 def test_a_task_of_a_pool_that_ended_publishes_nothing(pool_of):
     cache, lock = pool_of
     lock.close()
-    done = run(task(3, sampler=pickled(sampler_of(None), "a sampler"), cache=str(cache.path)))
+    done = done_by(sampler_of(None), cache, 3)
     assert done.stopped
     assert done.rows == 0
     assert published_ids(cache) == []
@@ -268,11 +256,14 @@ def test_a_task_of_a_pool_that_ended_publishes_nothing(pool_of):
 def test_a_task_that_cannot_ask_for_its_pool_says_why(pool_of, monkeypatch):
     cache, _ = pool_of
 
-    def refuse(path):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+    def refuse(path, *arguments, **options):
+        if os.fspath(path).endswith("pools/default.0"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(task_module, "LockFile", refuse)
-    done = run(task(sampler=pickled(sampler_of(None), "a sampler"), cache=str(cache.path)))
+    opened = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    done = done_by(sampler_of(None), cache)
     assert not done.stopped
     assert "Too many open files: this process may have" in done.error
     assert published_ids(cache) == []
@@ -281,7 +272,7 @@ def test_a_task_that_cannot_ask_for_its_pool_says_why(pool_of, monkeypatch):
 def test_a_task_whose_pool_left_no_file_publishes_nothing(pool_of):
     cache, _ = pool_of
     (cache.path / "pools" / "default.0").unlink()
-    assert run(task(sampler=pickled(sampler_of(None), "a sampler"), cache=str(cache.path))).stopped
+    assert done_by(sampler_of(None), cache).stopped
     assert published_ids(cache) == []
 
 
@@ -292,36 +283,16 @@ def test_a_task_whose_pool_left_no_file_publishes_nothing(pool_of):
 )
 def test_a_cache_that_took_the_place_of_another_gets_segments_of_its_own(pool_of, options):
     cache, lock = pool_of
-    packed = pickled(sampler_of(None), "a sampler")
-    assert run(task(3, sampler=packed, cache=str(cache.path))).rows == 16
+    sampler = sampler_of(None)
+    assert done_by(sampler, cache, 3).rows == 16
     lock.close()
     shutil.rmtree(cache.path)
     cache = make_cache(cache.path, **options)
     with closing(lock_of_pool(cache)):
-        done = run(task(4, sampler=packed, cache=str(cache.path)))
-    assert published_ids(cache) == stream(0, 4, options.get("segment_rows", 16))
+        done = done_by(sampler, cache, 4)
+    assert published_ids(cache) == expected(4, 0, options.get("segment_rows", 16))
     assert not done.error
     assert cache.verify() == []
-
-
-class Peculiar(Exception):
-    """As many exceptions in the wild: it cannot be unpickled."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(f"{text} ({code})")
-
-
-def test_a_task_that_fails_tells_the_traceback_of_any_exception(pool_of):
-    cache, _ = pool_of
-
-    def sampler(rng):
-        yield row(1)
-        raise Peculiar(17, "no such scan")
-
-    done = run(task(sampler=pickled(sampler, "a sampler"), cache=str(cache.path)))
-    assert "in sampler" in done.error
-    assert done.error.rstrip().endswith("Peculiar: no such scan (17)")
-    assert published_ids(cache) == []
 
 
 def test_a_failed_task_leaves_nothing_to_the_next_one(pool_of):
@@ -338,7 +309,7 @@ def test_a_failed_task_leaves_nothing_to_the_next_one(pool_of):
     packed = pickled(sampler, "a sampler")
     assert "connection reset" in run(task(sampler=packed, cache=str(cache.path))).error
     assert run(task(sampler=packed, cache=str(cache.path))).rows == 16
-    assert published_ids(cache) == stream(0, 0, 16)
+    assert published_ids(cache) == expected(0, 0, 16)
 
 
 def test_tasks_in_threads_of_one_process_do_not_mix_their_samples(pool_of):
@@ -355,5 +326,4 @@ def test_tasks_in_threads_of_one_process_do_not_mix_their_samples(pool_of):
     tasks = [task(number, sampler=packed, cache=str(cache.path)) for number in range(30)]
     with ThreadPoolExecutor(4) as executor:
         assert all(done.rows == 16 for done in executor.map(run, tasks))
-    expected = sorted(i for number in range(30) for i in stream(0, number, 16))
-    assert sorted(published_ids(cache)) == expected
+    assert sorted(published_ids(cache)) == sorted(i for n in range(30) for i in expected(n, 0, 16))

@@ -157,3 +157,17 @@ def test_files_of_one_length_and_one_footer_are_two(tmp_path):
 )
 def test_a_task_tells_the_sampler(task, sampler):
     assert sampler_of(task) == sampler
+
+
+@pytest.mark.parametrize("again", ["", "01234567"])
+@pytest.mark.parametrize("kind", ["parquet", "tfrecord"])
+def test_a_name_has_as_many_files_as_two_hundred_characters_hold(kind, again):
+    """The next file's rows may take ten digits, and be its last."""
+    met = set()
+    for digits in range(1, 19):
+        for files in range(1, 8):
+            origins = [*[FileRows(ONE, 0, 10)] * files, FileRows(ONE, 10 ** (digits - 1), 10)]
+            length = len(task_of(kind, [*origins, FileRows(OTHER, 7, 9_999_999_999, is_last=True)], again))
+            assert has_place(kind, origins, 7, again) == (length <= 200), length
+            met.add(length)
+    assert {200, 201} <= met

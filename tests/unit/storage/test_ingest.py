@@ -16,8 +16,8 @@ def cache(tmp_path):
     return make_cache(tmp_path / "cache")
 
 
-def begun(cache):
-    return Ingest(cache.store.settings, lambda: cache.store, "parquet")
+def begun(cache, **options):
+    return Ingest(cache.store.settings, lambda: cache.store, "parquet", **options)
 
 
 def take(ingest, fingerprint, numbers):
@@ -88,3 +88,23 @@ def test_of_a_bad_file_stays_what_somebody_reads(cache):
             assert [segment.rows for segment in ingest.give_up(ONE)] == [16, 16]
         assert ids(cache) == [*range(32)]
         assert ingest.missing(ONE, 32) == []
+
+
+def test_what_is_imported_again_is_taken_back_alone(cache):
+    with begun(cache) as ingest:
+        take(ingest, ONE, range(16))
+        ingest.publish()
+    published, writes = [], cache.store.usage.somebody_writes
+    with begun(cache, again="01234567", before=lambda: published.append(len(ids(cache)))) as again:
+        assert again.give_up(ONE) == []
+        assert again.store is None, "it was not needed"
+        assert not writes()
+        assert again.missing(ONE, 16) == [(0, 16)], "whatever is there"
+        take(again, ONE, range(16, 48))
+        again.publish()
+        assert published == [16, 32]
+        assert writes()
+        assert again.give_up(ONE) == []
+        assert ids(cache) == [*range(16)]
+        assert again.published == Imported()
+    assert not writes()

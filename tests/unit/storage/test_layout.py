@@ -84,7 +84,7 @@ def test_headroom_is_a_share_of_the_capacity_but_at_least_two_segments():
     assert SETTINGS.with_capacity(50_000_000).headroom_bytes == 5_000_000
 
 
-@pytest.mark.parametrize("version", [3, 0, "1", None])
+@pytest.mark.parametrize("version", [4, 0, "1", None])
 def test_another_format_version_is_refused_with_both(version):
     record = json.loads(SETTINGS.text) | {"version": version}
     with pytest.raises(ac.CacheFormatError, match=f"version {version}.*reads 1"):
@@ -120,7 +120,8 @@ def test_a_size_that_is_not_positive_is_refused(field, value):
     ("field", "value"),
     [
         ("capacity_bytes", float("inf")), ("capacity_bytes", 1e9), ("capacity_bytes", True),
-        ("capacity_bytes", "10000000"), ("segment_bytes", 10**30), ("full_rows", 2**40), ("full_rows", 10**6),
+        ("capacity_bytes", "10000000"), ("segment_bytes", 2**62 + 1), ("full_rows", 2**31),
+        ("full_rows", 125_001), ("capacity_bytes", 2**62 + 1), ("headroom", 1),
         ("headroom", float("nan")), ("headroom", float("inf")), ("headroom", -1), ("durable", 1),
         ("durable", "no"),
         ("schema", [{"name": "x", "type": "tensor", "dtype": "O", "shape": []}]),
@@ -133,6 +134,14 @@ def test_a_value_that_no_cache_has_is_refused(field, value):
     assert Settings.from_json(json.dumps(WITHOUT_CHECKSUM)) == SETTINGS
     with pytest.raises(ac.CacheFormatError, match="damaged"):
         Settings.from_json(json.dumps(WITHOUT_CHECKSUM | {field: value}))
+
+
+def test_the_largest_and_smallest_values_that_a_cache_has_are_read():
+    for more in (
+        {"capacity_bytes": 2**62, "segment_bytes": 2**62, "full_rows": 2**31 - 1}, {"full_rows": 125_000},
+        {"headroom": 0.0}, {"headroom": 0.999, "durable": False}, {"capacity_bytes": 1, "full_rows": 1},
+    ):  # fmt: skip
+        assert Settings.from_json(json.dumps(WITHOUT_CHECKSUM | more)) == replace(SETTINGS, **more)
 
 
 def with_checksum(record) -> str:
@@ -173,8 +182,7 @@ def test_a_key_that_is_gone_and_one_of_the_pace_are_named():
 
 def test_what_ranks_of_0_1_0_agreed_on_is_read():
     """It has no word of what came next, nor of rows that were left out."""
-    text = json.dumps({"version": 1, "terms": {"seed": 3}, "runs": [2, 3]}).encode()
-    data = b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
+    data = line_of({"version": 1, "terms": {"seed": 3}, "runs": [2, 3]})
     assert RanksRecord.unpack(data) == RanksRecord({"seed": 3}, [2, 3, 4])
 
 
@@ -244,13 +252,10 @@ def test_any_bytes_are_some_record(data):
     assert 0 <= record.suspect_below <= MOST_SEQ
 
 
-def test_a_record_of_numbers_that_no_cache_has_is_zero():
+def test_an_empty_record_and_one_of_numbers_that_no_cache_has_are_zero():
+    assert LockRecord.unpack(b"") == LockRecord(0, 0, "")
     assert LockRecord.unpack(b"\xff" * 52) == LockRecord()
     assert LockRecord.unpack(LockRecord(MOST_SEQ + 1, 3, "boot").pack()) == LockRecord()
-
-
-def test_an_empty_record_is_zero():
-    assert LockRecord.unpack(b"") == LockRecord(0, 0, "")
 
 
 RUNS = [
@@ -333,32 +338,35 @@ def test_half_of_what_ranks_agree_on_is_noticed(length):
         RanksRecord.unpack(RanksRecord({"seed": 1}, range(9)).pack()[:length])
 
 
+def line_of(record):
+    text = json.dumps(record).encode()
+    return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
+
+
+AGREED = {"version": 1, "terms": {}, "runs": [], "seen": [0, 0]}
+
+
 @pytest.mark.parametrize(
     "record",
     [
-        [],
-        {},
-        {"version": 1},
-        {"version": 2, "terms": {}, "runs": [], "seen": [0, 0]},
-        {"version": 1, "terms": 5, "runs": [], "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": [1], "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": ["a", "b"], "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": None, "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": [0, 2**40], "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": [2**62, 1], "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": [5, 1, -5, 1], "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": [0, True], "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": [0, -3], "seen": [0, 0]},
-        {"version": 1, "terms": {}, "runs": [], "seen": [0]},
-        {"version": 1, "terms": {}, "runs": [], "seen": [-1, 0]},
-        {"version": 1, "terms": {}, "runs": [], "seen": [0, "1"]},
-        {"version": 1, "terms": {}, "runs": [], "seen": 5},
+        [], {}, {"version": 1}, AGREED | {"version": 2}, AGREED | {"terms": 5},
+        *(AGREED | {"runs": runs} for runs in (
+            [1], ["a", "b"], None, [0, 2**20 + 1], [MOST_SEQ, 1], [5, 1, -5, 1], [0, True], [0, -3],
+        )),
+        *(AGREED | {"seen": seen} for seen in (
+            [0], [-1, 0], [0, "1"], 5, [MOST_SEQ + 1, 0], [0, -1], [0, 2**62 + 1],
+        )),
     ],
-)
+)  # fmt: skip
 def test_content_that_is_sound_but_none_of_ours_is_refused(record):
-    text = json.dumps(record).encode()
     with pytest.raises(CacheFormatError):
-        RanksRecord.unpack(xxhash.xxh3_64_hexdigest(text).encode() + b" " + text + b"\n")
+        RanksRecord.unpack(line_of(record))
+
+
+def test_ranks_agree_on_as_much_as_there_may_be():
+    assert len(RanksRecord.unpack(line_of(AGREED | {"runs": [0, 2**20]})).seqs) == 2**20
+    last = RanksRecord.unpack(line_of(AGREED | {"runs": [MOST_SEQ - 1, 1], "seen": [MOST_SEQ, 2**62]}))
+    assert (list(last.seqs), last.next_seq, last.left_out_rows) == ([MOST_SEQ - 1], MOST_SEQ, 2**62)
 
 
 def test_a_segment_of_more_rows_than_arrow_counts_is_none_of_ours():
@@ -369,6 +377,7 @@ def test_a_segment_of_more_rows_than_arrow_counts_is_none_of_ours():
 def test_totals_survive_their_bytes_and_such_as_nobody_counted_are_zero():
     totals = UsageRecord(2**62, 1_000_000, 3, 4, 5, 6, 2**40)
     assert UsageRecord.unpack(totals.pack()) == totals
+    assert UsageRecord(2**62 + 1).pack() == UsageRecord(2**62).pack()
     assert UsageRecord.unpack(totals.pack()[:20]) == UsageRecord(2**62, 1_000_000, 3 % 2**32)
     assert UsageRecord.unpack(b"\xff" * UsageRecord.nbytes) == UsageRecord()
 

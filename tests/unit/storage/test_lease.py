@@ -55,8 +55,11 @@ def test_leases_of_one_process_are_independent(path):
 def test_a_shared_segment_stays_leased_when_the_owner_is_done(path):
     lease = Lease(path, 1, 5)
     end, end_again, end_newer = lease.share(3), lease.share(3), lease.share(4)
+    lease.is_ending = True
+    assert not lease.stays(3)
     lease.close()
     lease.close()
+    assert [lease.stays(seq) for seq in (2, 3, 5)] == [False, True, True]
     assert leased(path) == [3, 4, 5]
     end()
     assert leased(path) == [3, 4, 5]
@@ -82,25 +85,35 @@ def test_the_oldest_need_decides_whoever_ends_first(path):
     assert leased(path) == [8, 9]
 
 
-def test_a_share_may_end_while_the_same_thread_is_at_work_on_the_lease(path):
-    lease = Lease(path, 0, 3)
-    end = lease.share(0)
+def while_it_unlocks(monkeypatch, do):
+    """Do something as the garbage collector does: in the thread that is about to unlock."""
+    set_lock = linux.set_lock
+
+    def collecting(*arguments):
+        monkeypatch.undo()
+        do()
+        set_lock(*arguments)
+
+    monkeypatch.setattr(linux, "set_lock", collecting)
+
+
+def test_a_share_may_end_while_the_same_thread_is_at_work_on_the_lease(path, monkeypatch):
+    lease, found = Lease(path, 0, 3), []
+    ends = [lease.share(seq) for seq in range(3)]
     lease.close()
-    with lease._mutex.held():  # as the garbage collector finds it
-        end()
-        assert leased(path) == [0, 1, 2, 3]
-    end = lease.share(2)  # whatever is done next
+    while_it_unlocks(monkeypatch, lambda: (ends[1](), found.append(leased(path))))
+    ends[0]()
+    assert found == [[0, 1, 2, 3]]
     assert leased(path) == [2, 3]
-    end()
+    ends[2]()
     assert leased(path) == []
 
 
-def test_narrowing_may_come_while_the_same_thread_is_at_work_on_the_lease(path):
-    lease = Lease(path, 0, 5)
-    with lease._mutex.held():  # as the garbage collector finds it, which has segments let go
-        lease.narrow(2, 4)
-        assert leased(path) == [0, 1, 2, 3, 4, 5]
-    lease.narrow(2, 4)
+def test_narrowing_may_come_while_the_same_thread_is_at_work_on_the_lease(path, monkeypatch):
+    lease, found = Lease(path, 0, 5), []
+    while_it_unlocks(monkeypatch, lambda: (lease.narrow(2, 4), found.append(leased(path))))
+    lease.narrow(1, 5)
+    assert found == [[0, 1, 2, 3, 4, 5]]
     assert leased(path) == [2, 3, 4]
     lease.close()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import in_child
+from helpers import in_child, open_files
 
+from arrowcache import linux
 from arrowcache.storage.locks import LockFile, flock_holders, range_holders
+from arrowcache.storage.proc import OpenFile
 
 
 @pytest.fixture
@@ -72,15 +75,6 @@ def test_a_lock_to_the_end_of_the_file_is_cut_to_the_range_asked_for(pair):
     assert second.conflict(0, 100) == range(10, 100)
 
 
-def test_closing_drops_every_lock_and_is_idempotent(pair):
-    first, second = pair
-    assert first.try_range(3, 4, exclusive=True)
-    first.close()
-    first.close()
-    assert second.try_range(3, 4, exclusive=True)
-    assert first.fd == -1
-
-
 def test_a_missing_file_is_a_plain_error_and_leaves_nothing_to_finalize(tmp_path):
     with pytest.raises(FileNotFoundError):
         LockFile(tmp_path / "missing")
@@ -109,21 +103,13 @@ def test_a_lock_file_is_closed_when_a_program_is_started(path):
         file.close()
 
 
-def open_files() -> set[str]:
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that listed them
-            found.add(os.readlink(f"/proc/self/fd/{fd}"))
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-@pytest.mark.parametrize(("owner", "call"), [(os, "open"), (socket, "socketpair")])
-def test_a_fork_while_another_thread_opens_a_lock_inherits_nothing_of_it(path, monkeypatch, owner, call):
+@pytest.mark.parametrize("call", ["open", "socketpair"])
+def test_a_fork_while_another_thread_opens_a_lock_inherits_nothing_of_it(path, monkeypatch, call):
     """It did, closed it never, and where the parent was killed held its lease for as long as it lived."""
     opened, forked = threading.Event(), threading.Event()
-    original = getattr(owner, call)
+    original = os.open if call == "open" else socket.socketpair
     before = open_files()
 
     def slow(*arguments: Any) -> Any:
@@ -138,7 +124,10 @@ def test_a_fork_while_another_thread_opens_a_lock_inherits_nothing_of_it(path, m
 
     files: list[LockFile] = []
     thread = threading.Thread(target=lock)
-    monkeypatch.setattr(owner, call, slow)
+    if call == "open":
+        monkeypatch.setattr(os, "open", slow)
+    else:
+        monkeypatch.setattr(socket, "socketpair", slow)
     thread.start()
     opened.wait()
 
@@ -169,19 +158,132 @@ def test_the_holders_of_ranges_are_named_with_their_ranges(path, pair):
     assert found == [(os.getpid(), 3, 7), (os.getpid(), 5, 2**63 - 1)]
 
 
-def test_who_holds_another_files_flock_is_not_named(tmp_path):
-    paths = [tmp_path / str(number) for number in range(4)]
-    files = [LockFile(path, os.O_RDWR | os.O_CREAT) for path in paths]
-    for file in files:
-        assert file.try_exclusive()
-    assert [len(flock_holders(path)) for path in paths] == [1, 1, 1, 1]
-    files[0].close()
-    files[3].close()
-    assert [len(flock_holders(path)) for path in paths] == [0, 1, 1, 0]
-    files[1].close()
-    files[2].close()
+def test_closing_drops_the_locks_also_where_a_child_shares_the_description(pair):
+    first, second = pair
+    assert first.try_exclusive()
+    assert first.try_range(0, 5, exclusive=True)
+    shared = os.dup(first.fd)  # as a fork shares it
+    for _ in range(2):
+        first.close()
+        assert (first.fd, first.is_closed) == (-1, True)
+    assert second.try_exclusive()
+    assert second.try_range(0, 5, exclusive=True)
+    os.close(shared)
 
 
-def test_nobody_holds_a_file_that_is_not_there(tmp_path):
-    assert flock_holders(tmp_path / "missing") == []
-    assert range_holders(tmp_path / "missing") == []
+@pytest.mark.parametrize("call", ["unlock_file", "set_lock"])
+def test_what_cannot_be_unlocked_is_closed(pair, monkeypatch, call):
+    first, second = pair
+    assert first.try_exclusive()
+    assert first.try_range(0, 5, exclusive=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(linux, call, refuse(errno.ENOLCK))
+        first.close()
+    assert first.is_closed
+    assert second.try_exclusive()
+    assert second.try_range(0, 5, exclusive=True)
+
+
+def refuse(code):
+    def refused(*_):
+        raise OSError(code, os.strerror(code))
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("call", "lock"),
+    [("lock_file", LockFile.try_exclusive), ("set_lock", lambda file: file.try_range(0, 1, exclusive=True))],
+)
+def test_only_a_lock_of_somebody_else_is_no_error(path, monkeypatch, call, lock):
+    with LockFile(path) as file:
+        for code in (errno.EAGAIN, errno.EACCES):
+            monkeypatch.setattr(linux, call, refuse(code))
+            assert not lock(file)
+        monkeypatch.setattr(linux, call, refuse(errno.ENOLCK))
+        with pytest.raises(OSError, match="locks"):
+            lock(file)
+        monkeypatch.undo()
+
+
+def test_a_new_file_has_its_mode_whatever_the_umask_and_one_that_was_there_keeps_its_own(tmp_path, path):
+    mask = os.umask(0o777)
+    try:
+        LockFile(tmp_path / "new", os.O_RDWR | os.O_CREAT, 0o640).close()
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
+    path.chmod(0o604)
+    LockFile(path, mode=0o660).close()
+    assert path.stat().st_mode & 0o777 == 0o604
+
+
+def test_a_link_is_not_followed(tmp_path, path):
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="symbolic"):
+        LockFile(tmp_path / "link")
+
+
+def test_only_who_holds_a_flock_of_the_file_is_named(path, monkeypatch):
+    status = path.stat()
+    own = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    lines = [
+        f"1: FLOCK  ADVISORY  WRITE {2**30} {own} 0 EOF",
+        f"1: -> FLOCK  ADVISORY  WRITE 5 {own} 0 EOF",  # waits
+        f"2: OFDLCK ADVISORY  READ  -1 {own} 0 EOF",
+        f"3: FLOCK  ADVISORY  WRITE 6 {own}1 0 EOF",
+        "4: FLOCK",
+        f"5: FLOCK  ADVISORY  READ {2**30 + 1} {own}",
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda _: "\n".join(lines))
+        found = flock_holders(path)
+    assert [(str(holder), holder.locked) for holder in found] == [
+        (f"pid {2**30 + n} (unknown)", range(0)) for n in range(2)
+    ]
+
+
+def test_only_who_shares_locks_on_the_file_is_named(path, tmp_path, monkeypatch):
+    status = path.stat()
+    own = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    lines = [
+        "pos:	0",
+        f"lock:	1: OFDLCK ADVISORY  READ  -1 {own} 3 6",
+        f"lock:	2: OFDLCK ADVISORY  WRITE -1 {own} 7 7",
+        f"lock:	3: FLOCK  ADVISORY  READ  -1 {own} 0 EOF",
+        f"lock:	4: OFDLCK ADVISORY  READ  -1 {own}1 1 1",
+        f"lock:	5: OFDLCK ADVISORY  READ  -1 {own} 9 EOF",
+    ]
+    files = [
+        OpenFile(2**30, "7", f"/elsewhere/{path.name}"), OpenFile(2**30, "8", "/elsewhere/other"),
+        OpenFile(2**31, "9", str(path)),
+    ]  # fmt: skip
+    asked = []
+
+    def read_text(file):
+        asked.append(str(file))
+        if str(2**31) in str(file):
+            raise FileNotFoundError(file)
+        return "\n".join(lines)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", read_text)
+        found = range_holders(path, files)
+    assert [(holder.pid, holder.locked) for holder in found] == [
+        (2**30, range(3, 7)), (2**30, range(9, 2**63 - 1))
+    ]  # fmt: skip
+    assert asked == [f"/proc/{2**30}/fdinfo/7", f"/proc/{2**31}/fdinfo/9"]
+    assert range_holders(tmp_path / "missing", files) == flock_holders(tmp_path / "missing") == []
+
+
+def test_locks_that_outlast_mappings_go_with_the_socket_on_their_way_through_which_they_are(pair):
+    first, second = pair
+    assert first.try_range(0, 5, exclusive=False)
+    before = open_files()
+    first.outlast_mappings()
+    ((keeper, _),) = open_files() - before
+    os.close(first.fd)  # as the kernel closes them, one after another
+    first.fd = -1
+    assert second.conflict(0, 9) == range(5)
+    os.close(keeper)
+    assert second.conflict(0, 9) is None

@@ -31,6 +31,12 @@ def maps():
         return lines.read()
 
 
+def flags_of(mapped: FileMapping) -> list[str]:
+    """The kernel's flags of a mapping. "rr": a touch reads its page alone, not what is around it."""
+    shown = Path("/proc/self/smaps").read_text().split(f"\n{mapped.address:x}-")[1].split("VmFlags: ")[1]
+    return shown.partition("\n")[0].split()
+
+
 def test_a_file_that_does_not_fit_or_is_empty_is_refused(file, tmp_path):
     before = os.listdir("/proc/self/fd")
     empty = tmp_path / "empty"
@@ -101,8 +107,7 @@ def test_what_is_written_stays_in_its_mapping_and_has_no_memory_reserved(tmp_pat
     one, other = FileMapping(path, writable=True), FileMapping(path)
     ctypes.memset(one.address, 7, 1)
     assert other.buffer()[:1].to_pybytes() == path.read_bytes()[:1] == b"\0"
-    shown = Path("/proc/self/smaps").read_text().split(f"\n{one.address:x}-")[1].split("VmFlags: ")[1]
-    flags = shown.partition("\n")[0].split()
+    flags = flags_of(one)
     assert {"wr", "nr", "dc"} <= {*flags}, "writable, not reserved, not in a forked child"
     assert "ac" not in flags, "it would count among what the machine has promised"
 
@@ -132,3 +137,13 @@ def test_populating_says_whether_the_pages_are_in_memory(file):
     assert mapping.populate(mapped.address, mapped.nbytes)
     nothing = mmap.mmap(-1, PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
     assert not mapping.populate(address_of(nothing), PAGE), "there is nothing to be read"
+
+
+def test_a_sparse_mapping_alone_reads_single_pages_until_it_is_told_otherwise(file):
+    mapped, sparse = FileMapping(file), FileMapping(file, sparse=True)
+    assert "rr" not in flags_of(mapped)
+    assert "rr" in flags_of(sparse)
+    mapping.will_read_on(sparse.address + 1, sparse.nbytes - 1)
+    assert "rr" not in flags_of(sparse)
+    mapping.will_read_pages(sparse.address, sparse.nbytes)
+    assert "rr" in flags_of(sparse)

@@ -85,7 +85,8 @@ def test_a_rate_is_of_the_time_since_the_look_before():
     looks.add(100.0, 3)
     assert looks.add(104.0, 11) == (4.0, 8)
     assert looks.add(104.5, 12) == (4.5, 9), "one that follows at once is no other look"
-    assert looks.add(5000.0, 3000) == (4896.0, 2989)
+    assert looks.add(105.0, 13) == (1.0, 2)
+    assert looks.add(5000.0, 3000) == (4895.0, 2987)
 
 
 def card(listed=(), *, stats=STATS, evicted_before=None, seconds=30.0):
@@ -131,6 +132,7 @@ def test_a_notebook_shows_the_same_words():
         ({"evicted_before": 7, "seconds": 5.0}, "7 segments so far; none in the last 5.0 s"),
         ({"listed": []}, "ingest    nothing to tell it by"),
         ({"listed": segments(1, newest=90.0)}, "ingest    no rate yet, the newest segment came 1.5 min ago"),
+        ({"stats": replace(STATS, evicted_rows=8, unread_rows=2)}, "8 rows evicted, 25 % of them unread"),
         ({"stats": replace(STATS, quarantined=2)}, "on the disk, 2 segments in quarantine"),
         ({"stats": replace(STATS, waiting_writers=1)}, "on the disk, 1 writer waiting for room"),
         ({"stats": replace(STATS, waiting_writers=2, paced="why")}, "on the disk, 2 writers waiting as why"),
@@ -138,6 +140,11 @@ def test_a_notebook_shows_the_same_words():
 )  # fmt: skip
 def test_what_is_not_known_or_not_well_is_said(changes, words):
     assert words in card(**changes).as_text()
+
+
+def test_the_share_of_evicted_rows_that_nobody_read():
+    assert replace(STATS, evicted_rows=8, unread_rows=2).unread_share == 0.25
+    assert STATS.unread_share == 0.0
 
 
 def test_statistics_print_their_bar():

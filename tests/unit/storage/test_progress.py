@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from helpers import DEADLINE_SECONDS, KIB, full, make_cache, publish, wait_until
+from helpers import DEADLINE_SECONDS, KIB, full, make_cache, open_files, publish, wait_until
 from helpers import sample as row
 
 import arrowcache as ac
 from arrowcache import SamplerPool
-from arrowcache.storage.progress import Progress, State, seen_samplers
+from arrowcache.storage.progress import Progress, State, seen_samplers, shown_pool
 
 QUICK = {"progress": False, "workers": 1}
 
@@ -140,13 +141,34 @@ def test_without_memfd_samplers_work_unseen(cache, monkeypatch):
 
 def test_a_page_of_numbers_that_no_sampler_shows_is_passed_over(cache):
     progress = Progress.open(cache.path, "default.0", 0)
-    for task, rows, full_rows in [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (0, 2**62, 0)]:
+    for task, rows, full_rows in [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (0, 2**62, 0), (0, 0, 2**62)]:
         progress.begin(task, full_rows)
         progress.count(rows, full_rows)
         assert seen_samplers(cache.path) == []
-    progress.begin(0, 2)
-    progress.count(1, 2)
-    assert [each.rows for each in seen_samplers(cache.path)] == [1]
+    for task, rows, full_rows in [(0, 1, 2), (2**62, 2**62 - 1, 2**62 - 1)]:
+        progress.begin(task, full_rows)
+        progress.count(rows, full_rows)
+        (seen,) = seen_samplers(cache.path)
+        assert (seen.task, seen.rows, seen.full_rows) == (task, rows, full_rows)
+
+
+def test_of_a_long_name_a_page_shows_the_beginning(cache):
+    progress = Progress.open(cache.path, "x" * 63 + "yz", 5)
+    assert [(each.pool, each.token) for each in seen_samplers(cache.path)] == [("x" * 63 + "y", 5)]
+    assert shown_pool("x" * 63 + "yz") == "x" * 63 + "y"
+    pages = [fd for fd, link in open_files() if "memfd:arrowcache-sampler " in link]
+    assert [os.fstat(fd).st_size for fd in pages] == [4096]
+    progress.close()
+
+
+def test_a_process_that_is_nearly_out_of_descriptors_shows_nothing(cache, monkeypatch):
+    fd = os.dup(0)
+    os.close(fd)
+    for limit, is_shown in ((fd + 33, True), (fd + 32, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, 2**20))
+        page = Progress.open(cache.path, "default.0", 0)
+        assert (page is not None) == is_shown
+        page = None
 
 
 def test_samplers_of_a_folder_that_is_gone_are_an_error(tmp_path):

@@ -10,6 +10,7 @@ from helpers import make_cache, publish
 
 import arrowcache as ac
 from arrowcache.storage.layout import USAGE_COUNTS, USAGE_SEQS, SegmentInfo, UsageRecord
+from arrowcache.storage.locks import LockFile
 from arrowcache.storage.usage import Usage
 
 
@@ -171,8 +172,11 @@ def test_a_sign_of_writing_is_seen_until_the_last_one_is_closed(usage):
     assert not usage.somebody_writes()
 
 
-def test_the_two_signs_are_told_apart(usage):
-    with usage.show_waiting():
+def test_the_two_signs_are_told_apart_and_are_where_other_releases_look(store, usage):
+    with usage.show_waiting(), LockFile(store.folder.usage) as other:
         assert usage.a_loader_waits()
         assert not usage.somebody_writes()
+        assert other.conflict(0, 2**63 - 1) == range(2**62, 2**62 + 1)
+        with usage.show_writing():
+            assert other.conflict(2**62 + 1, 9) == range(2**62 + 1, 2**62 + 2)
     assert not usage.a_loader_waits()

@@ -6,7 +6,6 @@ import errno
 import os
 import pickle
 import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,13 @@ from helpers import (
 from processes import Child
 
 import arrowcache as ac
+from arrowcache import linux
 from arrowcache.native import maps
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import mapping, verification
 from arrowcache.storage.layout import LockRecord
-from arrowcache.storage.store import Store
-from arrowcache.storage.verification import Problem
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.verification import Problem, quarantine
 
 
 @pytest.fixture
@@ -73,29 +73,24 @@ def test_a_sound_cache_has_no_problems(cache):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_segment_is_quarantined_beside_the_reason(cache, damage):
-    victim = segment_files(cache)[1]
+def test_a_damaged_segment_is_quarantined_beside_the_reason_unless_only_a_report_is_asked_for(cache, damage):
+    victim, debris = segment_files(cache)[1], cache.path / "incoming" / f"{1:032x}.part"
     damage(victim)
+    debris.write_bytes(b"half")
+    for _ in range(2):
+        assert [problem.name for problem in cache.verify(repair=False)] == [victim.name]
+    assert seqs(cache) == [0, 1, 2, 3]
+    assert os.listdir(cache.path / "quarantine") == []
+    assert debris.exists()
     with pytest.warns(RuntimeWarning, match=f"{victim.name} quarantined"):
         (problem,) = cache.verify()
     assert problem.name == victim.name
     assert seqs(cache) == [0, 2, 3]
+    assert not debris.exists()
     assert sorted(os.listdir(cache.path / "quarantine")) == [victim.name, f"{victim.name}.reason"]
     assert (cache.path / "quarantine" / f"{victim.name}.reason").read_text().strip() == problem.reason
     assert cache.verify() == []
     assert cache.stats().quarantined == 1
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_without_repair_damage_is_reported_and_stays(cache, damage):
-    victim = segment_files(cache)[1]
-    damage(victim)
-    before = sorted(os.listdir(cache.path / "segments"))
-    for _ in range(2):
-        (problem,) = cache.verify(repair=False)
-        assert problem.name == victim.name
-    assert sorted(os.listdir(cache.path / "segments")) == before
-    assert os.listdir(cache.path / "quarantine") == []
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, zero, swap])
@@ -141,19 +136,25 @@ def test_a_counter_that_fell_behind_is_reported_and_repaired(cache):
     assert folder.read_record().next_seq == 4
 
 
+def once_it_lets_go_of_the_lock(cache, monkeypatch, do):
+    """Do something as another process does, which waits for cache.lock."""
+    unlock = linux.unlock_file
+
+    def unlocking(fd):
+        unlock(fd)
+        if os.path.samestat(os.fstat(fd), cache.store.folder.cache_lock.stat()):
+            monkeypatch.undo()
+            do()
+
+    monkeypatch.setattr(linux, "unlock_file", unlocking)
+
+
 def test_repairing_the_counter_never_sets_back_what_others_did_meanwhile(cache, monkeypatch):
     """As one that opens the cache repairs it, too, and publishes on: a number would come twice."""
-    folder, original = cache.store.folder, Store.locked
-    folder.write_record(replace(folder.read_record(), next_seq=1))
-
-    @contextmanager
-    def followed(store, *arguments):
-        with original(store, *arguments):
-            yield
-        monkeypatch.undo()
-        folder.write_record(replace(folder.read_record(), next_seq=50))
-
-    monkeypatch.setattr(Store, "locked", followed)
+    folder = cache.store.folder
+    record = replace(folder.read_record(), next_seq=1)
+    folder.write_record(record)
+    once_it_lets_go_of_the_lock(cache, monkeypatch, lambda: folder.write_record(replace(record, next_seq=50)))
     (problem,) = cache.verify()
     assert problem.name == "cache.lock"
     assert folder.read_record().next_seq == 50
@@ -175,36 +176,23 @@ def test_rows_that_the_name_does_not_tell_are_damage(cache):
 
 
 def test_a_tree_above_the_capacity_is_reported(cache):
-    (cache.path / "segments" / "foreign").write_bytes(bytes(2 << 20))
-    assert any("exceed the capacity" in problem.reason for problem in cache.verify())
-
-
-def test_debris_is_swept(cache):
-    (cache.path / "incoming" / f"{1:032x}.part").write_bytes(b"x")
-    assert cache.verify() == []
-    assert os.listdir(cache.path / "incoming") == []
+    store = cache.store
+    for spare, found in ((0, []), (-1, [(".", "allocated bytes exceed the capacity by 1 B")])):
+        capacity = store.allocated_bytes(store.segments()) + spare
+        store.folder.write_settings(store.settings.with_capacity(capacity))
+        assert [(problem.name, problem.reason) for problem in cache.verify()] == found
 
 
 def test_a_segment_that_vanishes_meanwhile_is_no_problem(cache, monkeypatch):
-    listed = cache.store.segments()
-    monkeypatch.setattr(cache.store, "segments", lambda: listed)
-    cache.evict(1)
+    once_it_lets_go_of_the_lock(cache, monkeypatch, segment_files(cache)[0].unlink)
     assert cache.verify() == []
+    assert seqs(cache) == [1, 2, 3]
 
 
 def test_a_problem_reads_as_its_name_and_reason_and_pickles():
     problem = Problem("name", "reason")
     assert str(problem) == "name: reason"
     assert pickle.loads(pickle.dumps(problem)) == problem
-
-
-@pytest.fixture
-def target(tmp_path):
-    """A file of somebody else's, outside of the cache."""
-    path = tmp_path / "target"
-    path.write_bytes(b"precious")
-    yield path
-    assert path.read_bytes() == b"precious"
 
 
 def test_a_folder_of_a_damaged_segments_name_in_quarantine_keeps_nobody_from_going_on(cache):
@@ -287,6 +275,30 @@ def test_what_took_a_known_segments_place_is_told_and_left_out(cache, kind, veri
     )
 
 
+def test_who_has_a_segment_quarantined_is_told_whether_it_moved(cache):
+    first, second, third, _ = cache.store.segments()
+    error = ac.CorruptSegmentError("bad")
+    (cache.path / "segments" / first.name).unlink()
+    (cache.path / "segments" / first.name).symlink_to(cache.path / "cache.json")
+    with LockFile(cache.store.folder.lease_lock) as other:
+        assert other.try_range(second.seq, 1, exclusive=False)
+        for segment, moves in ((first, False), (second, False), (third, True), (third, True)):
+            with pytest.warns(RuntimeWarning, match=segment.name):
+                assert quarantine(cache.store, segment, error) == moves
+    assert cache.store.folder.quarantined_names() == [third.name]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_a_durable_cache_quarantines_stays_there_after_a_power_cut(tmp_path, monkeypatch, durable):
+    cache, synced = make_cache(tmp_path / "cache", durable=durable), []
+    publish(cache, 1)
+    alter(segment_files(cache)[0])
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    with pytest.warns(RuntimeWarning, match="quarantined: "):
+        cache.verify()
+    assert list(map(os.path.basename, synced)) == ["quarantine", "segments"] * durable
+
+
 def test_a_folder_in_place_of_a_reason_keeps_no_segment_out_of_quarantine_and_no_writer_waiting(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="512KiB")
     publish(cache, 4)
@@ -325,22 +337,12 @@ def test_verify_knows_that_another_process_resized(tmp_path):
     assert cache.verify() == []
 
 
-def test_a_report_only_verify_sweeps_nothing(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    debris = cache.path / "incoming" / f"{'0' * 32}.part"
-    debris.write_bytes(b"half")
-    assert cache.verify(repair=False) == []
-    assert debris.exists()
-    cache.verify()
-    assert not debris.exists()
-
-
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_a_process_without_descriptors_or_memory_calls_no_segment_damaged(cache, monkeypatch, code):
     def fails(*arguments, **options):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(verification, "FileMapping", fails)
+    monkeypatch.setattr(maps.File, "open", fails)
     with pytest.raises(OSError, match=os.strerror(code)):
         cache.verify()
     monkeypatch.undo()

@@ -131,10 +131,13 @@ def test_each_sample_goes_through_the_function_and_the_schema_follows():
 
 @pytest.mark.slow
 def test_a_function_of_two_gets_the_generator_of_the_task():
-    source = Map(Numbers(4), lambda sample, rng: {**sample, "noise": rng.normal()})
+    def noisy(sample, rng):
+        return {**sample, "noise": rng.normal()}
+
+    source = Map(Numbers(4), noisy)
     assert list(source.schema) == ["kind", "x", "noise"]
     require_pure(source)
-    assert digest(source, 0, 0) != digest(Map(Numbers(5), source._function), 0, 0)
+    assert digest(source, 0, 0) != digest(Map(Numbers(5), noisy), 0, 0)
 
 
 def test_a_default_of_a_second_parameter_is_left_alone():

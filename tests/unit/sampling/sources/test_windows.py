@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawing import require_pure, take
-from helpers import ramp_rows
 from quick import first_is_quick
 
 import arrowcache as ac
@@ -69,6 +68,7 @@ def test_several_arrays_are_cut_at_the_same_place(tmp_path, kind):
         "label": store(tmp_path, "label", label, kind),
     }
     with ArrayWindows(arrays, {"signal": (16,), "label": (1,)}) as source:
+        assert source.ramp, "each window is a read of its own"
         starts = set()
         for sample in take(source, 400):
             assert sample["label"].shape == (1,)
@@ -123,21 +123,6 @@ def test_chunks_of_zarr_that_were_never_written_hold_the_fill_value(tmp_path):
     array[:5] = 1
     with ArrayWindows(tmp_path / "x.zarr", (10,)) as source:
         assert take(source, 1)[0]["data"].tolist() == [1] * 5 + [7] * 5
-
-
-@pytest.mark.slow
-def test_a_pool_publishes_windows(tmp_path):
-    label = np.arange(1000, dtype=np.int64)
-    arrays = {name: store(tmp_path, name, label * factor, "npy") for name, factor in (("a", 1), ("b", 3))}
-    source = ArrayWindows(arrays, (8,))
-    assert source.ramp, "each window is a read of its own"
-    with ac.Cache.create(tmp_path / "cache", source.schema, "64MiB", "1MiB", segment_rows=50) as cache:
-        with ac.SamplerPool(cache, source, workers=1, segments=12) as pool:
-            pool.wait()
-        with cache.snapshot() as snapshot:
-            rows = snapshot.gather(np.arange(len(snapshot)))
-    assert rows["a"].shape == (sum(ramp_rows(number, 50) for number in range(12)), 8)
-    assert np.array_equal(rows["b"], rows["a"] * 3)
 
 
 # -- bad input ---------------------------------------------------------------------------------------

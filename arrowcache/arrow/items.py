@@ -1,0 +1,215 @@
+"""Items: the samples of a dataset, of any nesting, as rows of a schema, and back.
+
+An item's leaves are arrays, tensors, numbers, text, bytes, moments, images and lists of numbers. A leaf is
+named by the way to it: `image`, `0`, `meta.age`; one that is the whole item is `value`. All else in an item
+is a dict, a list, a tuple, a named tuple or a dataclass, of the same keys in each item.
+Pure: no item is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from arrowcache.arrow.convert import infer_type
+from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.errors import SchemaError
+from arrowcache.units import as_int
+
+ALONE = "value"
+
+
+class Leaf(NamedTuple):
+    """A leaf of the first item. `mode` is an image's, such as "RGB"; empty for all else."""
+
+    name: str
+    type: type
+    mode: str = ""
+
+
+class Node(NamedTuple):
+    """A part of the first item that has parts itself: its class, and its keys in order."""
+
+    name: str
+    type: type
+    keys: tuple[Any, ...]
+    parts: tuple[Part, ...]
+
+
+Part: TypeAlias = "Leaf | Node"
+
+
+class ItemForm:
+    """The form of a dataset's items, as the first one shows it. Pickles if the classes of its parts do.
+
+    Args:
+        item: the first item.
+        schema: types of leaves, by name, that one item does not tell, such as Ragged ones.
+        columns: keys of a dict, or positions in a tuple or list, to keep. None means all.
+    Raises: SchemaError: a value that no column holds. ValueError, TypeError: `schema` or `columns` names what
+        an item has not.
+    """
+
+    def __init__(
+        self,
+        item: object,
+        schema: Mapping[str, FieldType] | None = None,
+        columns: Sequence[str | int] | None = None,
+    ) -> None:
+        self._keys = None if columns is None else _chosen_keys(item, columns)
+        item = self.chosen(item)
+        self._root = _part("", item)
+        self.leaves = tuple(_leaves(self._root))
+        names = [leaf.name for leaf in self.leaves]
+        if len(set(names)) < len(names):
+            raise SchemaError(f"two values of an item would have one name ({', '.join(names)}): rename a key")
+        given = dict(schema or {})
+        if unknown := [name for name in given if name not in names]:
+            raise ValueError(f"schema names {', '.join(map(repr, unknown))}: an item has {', '.join(names)}")
+        values = self._row(item)
+        self.schema = Schema({name: given.get(name) or infer_type(name, values[name]) for name in names})
+
+    def row(self, item: object) -> dict[str, Any]:
+        """Return the values of an item by the names of their columns; arrays and tensors as they are.
+
+        Raises: SchemaError: its parts are not those of the first item.
+        """
+        return self._row(self.chosen(item))
+
+    def _row(self, item: object) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        _take(self._root, item, values)
+        return values
+
+    def item(self, values: Iterator[Any]) -> Any:
+        """Make an item of the values of its leaves, in their order. No __post_init__ of a dataclass runs."""
+        return _made(self._root, values)
+
+    def chosen(self, item: Any) -> Any:
+        """Return an item with what `columns` keeps of it; as it is, if that is all."""
+        if self._keys is None:
+            return item
+        try:
+            chosen = {key: item[key] for key in self._keys}
+        except (KeyError, IndexError, TypeError) as error:
+            raise SchemaError(f"it lacks one of columns {list(self._keys)}: {error!r}") from None
+        return chosen if isinstance(item, Mapping) else type(item)(chosen.values())
+
+
+def _chosen_keys(item: object, columns: Sequence[str | int]) -> tuple[Any, ...]:
+    if isinstance(columns, str) or not isinstance(columns, Sequence) or not columns:
+        raise TypeError(f"columns={columns!r} must be a list of an item's keys or positions")
+    if isinstance(item, Mapping):
+        keys: list[Any] = list(item)
+    elif isinstance(item, tuple | list) and type(item) in (tuple, list):
+        keys, columns = list(range(len(item))), [*map(_position, columns)]
+    else:
+        raise TypeError(f"columns chooses from a dict, tuple or list: an item is a {type(item).__name__}")
+    if unknown := [column for column in columns if column not in keys]:
+        raise ValueError(f"columns names {', '.join(map(repr, unknown))}: an item has {keys}")
+    return tuple(columns)
+
+
+def _position(column: str | int) -> int:
+    """A position in a tuple or list, which may be given as a leaf's name."""
+    if isinstance(column, str) and column.isdecimal():
+        return int(column)
+    try:
+        return as_int(column)
+    except TypeError:
+        raise TypeError(f"columns of a tuple or list are positions, not {column!r}") from None
+
+
+def _part(name: str, value: Any) -> Part:
+    if value is None:
+        raise SchemaError(
+            f"{_shown(name)} is None, which no column holds: leave it out of the item, or give a value of "
+            "the type that it has elsewhere, such as -1 or ''"
+        )
+    opened = _opened(value)
+    if opened is None:
+        return Leaf(name or ALONE, type(value), _mode(value))
+    keys, values = opened
+    if not keys:
+        raise SchemaError(f"{_shown(name)} is an empty {type(value).__name__}: there is nothing to store")
+    named = zip(keys, values, strict=True)
+    parts = tuple(_part(f"{name}.{key}".lstrip("."), each) for key, each in named)
+    return Node(name, type(value), keys, parts)
+
+
+def _opened(value: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
+    """Return the keys and values of a node. None if it is a leaf."""
+    if isinstance(value, Mapping):
+        return tuple(value), list(value.values())
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", ())):
+        return tuple(names), value
+    if isinstance(value, tuple) or (isinstance(value, list) and not _is_numbers(value)):
+        return tuple(range(len(value))), value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        return names, [getattr(value, name) for name in names]
+    return None
+
+
+def _is_numbers(values: list[Any]) -> bool:
+    return all(
+        _is_numbers(each) if isinstance(each, list) else isinstance(each, int | float | complex)
+        for each in values
+    )
+
+
+def _mode(value: Any) -> str:
+    is_image = type(value).__module__.startswith("PIL.") and hasattr(value, "mode")
+    return str(value.mode) if is_image else ""
+
+
+def _leaves(part: Part) -> Iterator[Leaf]:
+    if isinstance(part, Leaf):
+        yield part
+    else:
+        for each in part.parts:
+            yield from _leaves(each)
+
+
+def _take(part: Part, value: Any, values: dict[str, Any]) -> None:
+    if isinstance(part, Leaf):
+        if part.mode != _mode(value):
+            found = f"an image of mode {_mode(value)!r}" if _mode(value) else f"a {type(value).__name__}"
+            wanted = f"an image of mode {part.mode!r}" if part.mode else f"a {part.type.__name__}"
+            raise SchemaError(f"{part.name!r} is {found}, and in the first item {wanted}: convert it")
+        values[part.name] = value
+        return
+    keys, children = _opened(value) or ((), ())
+    if isinstance(value, Mapping) and keys != part.keys and {*keys} == {*part.keys}:
+        keys, children = part.keys, [value[key] for key in part.keys]
+    if keys != part.keys:
+        found = f"has {', '.join(map(str, keys))}" if keys else f"is a {type(value).__name__}"
+        raise SchemaError(
+            f"{_shown(part.name)} {found}, and in the first item it has {', '.join(map(str, part.keys))}: "
+            "give all items the same parts"
+        )
+    for each, child in zip(part.parts, children, strict=True):
+        _take(each, child, values)
+
+
+def _made(part: Part, values: Iterator[Any]) -> Any:
+    if isinstance(part, Leaf):
+        return next(values)
+    children = [_made(each, values) for each in part.parts]
+    if issubclass(part.type, Mapping):
+        named = zip(part.keys, children, strict=True)
+        return OrderedDict(named) if part.type is OrderedDict else dict(named)
+    if hasattr(part.type, "_make"):
+        return part.type._make(children)
+    if issubclass(part.type, tuple | list):
+        return children if issubclass(part.type, list) else tuple(children)
+    made = object.__new__(part.type)
+    for key, child in zip(part.keys, children, strict=True):
+        object.__setattr__(made, key, child)  # also a frozen one
+    return made
+
+
+def _shown(name: str) -> str:
+    return repr(name) if name else "the item"

@@ -1,0 +1,363 @@
+"""ReadThrough: the items of a dataset through its cache, in one process.
+
+It owns the process' places, claims and writer, and the thread that publishes. Guarantees:
+- an item that is there is gathered; one that is missing is made by who asks. Of several processes that miss
+  one, the first claims and publishes it, and the others wait a moment for that before they make it, too;
+- what was made is published when a segment is full, after a minute, as soon as another process waits for it,
+  a second after the last request, and at the end of the process;
+- a cache that is full, read-only or gone stops no training: items are made, and a warning says why, but for a
+  full cache, which is no error;
+- a second after the last request no lease is held.
+Must never: keep an item from its user because it could not be stored.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.errors import ArrowCacheError, CacheFullError, CorruptSegmentError, SchemaError, warn
+from arrowcache.lifetimes import Origin, at_exit, at_worker_exit
+from arrowcache.os_errors import start
+from arrowcache.read_through.places import INDEX, Places
+from arrowcache.reading.slots import Slots
+from arrowcache.reading.values import ColumnData
+from arrowcache.storage.claims import Claims
+from arrowcache.storage.layout import CLAIMS_LOCK
+from arrowcache.storage.store import Store
+from arrowcache.storage.writer import Writer
+
+_MAX_DELAY_SECONDS = 60.0
+_IDLE_SECONDS = 1.0
+_TICK_SECONDS = 0.05  # between two looks for processes that wait
+_STEP_SECONDS = 0.005  # between two looks of one that waits
+_MOMENT_SECONDS = 0.05
+_LEAST_WAIT_SECONDS = 1.0  # for an item that another process has claimed
+_SETTLE_SECONDS = 0.25
+_MOST_WAITS = 3  # times the seconds that an item takes to make
+_AGAIN_SECONDS = 30.0  # until what failed is tried again
+_USUAL_ITEMS = 64  # of a request
+_ATTEMPTS = 4  # to gather, each time without segments that turned out damaged
+
+_FAILURES = (ArrowCacheError, OSError, MemoryError)
+
+
+class Found(NamedTuple):
+    """Items that are there: their positions (m,) among those asked for, and their columns, of m rows."""
+
+    positions: NDArray[np.int64]
+    columns: dict[str, ColumnData]
+
+
+_END = object()
+_NOTHING = Found(np.empty(0, np.int64), {})
+
+
+class ReadThrough:
+    """Finds and publishes the items of one dataset. Safe to use from several threads; dead in a forked child.
+
+    Args:
+        store: the dataset's cache.
+        names: columns of an item.
+    Raises: OSError: its lock files cannot be opened.
+    """
+
+    def __init__(self, store: Store, names: Sequence[str]) -> None:
+        assert store.settings.dataset is not None
+        self.origin = Origin()
+        self.hits = self.made = 0
+        self._store, self._names = store, tuple(names)
+        self._places = Places(store, store.settings.dataset.length)
+        self._claims = Claims(store.folder.path / CLAIMS_LOCK, store.folder.rights().file_mode)
+        fixed = store.settings.schema.fixed
+        columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
+        self._slots = Slots(columns, _USUAL_ITEMS)
+        self._writer: Writer | None = None
+        self._lock = threading.RLock()
+        self._oldest = self._latest = time.monotonic()  # of what is unpublished; of all requests
+        self._make_seconds = 0.0  # mean, of late
+        self._full_at: tuple[int, int] | None = None  # capacity, and segments, when there was no room
+        self._failed_until = 0.0
+        self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
+        self._keeper_rests = True
+        self._is_closed = False
+        self._keeper = threading.Thread(target=self._keep, name="arrowcache-publish", daemon=True)
+        start(self._keeper)
+        _at_work.add(self)
+        _close_at_worker_exit()
+
+    def find(self, indices: NDArray[np.int64]) -> Found:
+        """Gather the items that are there, of indices (n,).
+
+        Blocks: while rows come from the disk. Raises nothing: a warning tells what is unreadable.
+        """
+        with self._lock:
+            self._latest = time.monotonic()
+            self._wake_keeper()
+            for _ in range(_ATTEMPTS):
+                try:
+                    found = self._gathered(indices)
+                    self.hits += len(found.positions)
+                    return found
+                except CorruptSegmentError as error:
+                    warn(f"items of a damaged segment are made again: {error}")
+                    self._places.release()
+                    self._store.look_anew()
+                except _FAILURES as error:
+                    warn(f"the cache cannot be read, so items are made: {error}")
+                    break
+            return _NOTHING
+
+    def _gathered(self, indices: NDArray[np.int64]) -> Found:
+        rows = self._places.rows_of(indices)
+        if self._places.snapshot is None or (rows < 0).any():
+            self._refresh()
+            rows = self._places.rows_of(indices)
+        positions, snapshot = np.flatnonzero(rows >= 0), self._places.snapshot
+        if not len(positions) or snapshot is None:
+            return _NOTHING
+        out = self._slots.lend(len(positions)).arrays()
+        return Found(positions, snapshot.gather(rows[positions], self._names, out))
+
+    def _refresh(self) -> None:
+        if self._places.refresh() and (held := self._claims.held):
+            claimed = np.fromiter(held, np.int64, len(held))
+            self._claims.release(claimed[self._places.rows_of(claimed) >= 0].tolist())
+
+    def claim(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Claim missing items (n,), to make them and `put` them.
+
+        Returns: a mask (n,); False: somebody else has claimed it or published it, or nothing is stored now.
+        """
+        with self._lock:
+            is_claimed = np.zeros(len(indices), np.bool_)
+            if not self.stores:
+                return is_claimed
+            try:
+                is_claimed[:] = [*map(self._claims.claim, indices.tolist())]
+                self._refresh()  # who held it before may have published it
+                is_claimed &= self._places.rows_of(indices) < 0
+            except _FAILURES as error:
+                self._fail(error)
+                is_claimed[:] = False
+            return is_claimed
+
+    @property
+    def stores(self) -> bool:
+        """False while the cache is full, or cannot be written to."""
+        if self._is_closed or time.monotonic() < self._failed_until:
+            return False
+        if self._full_at is not None and self._full_at == self._fullness():
+            return False
+        self._full_at = None
+        return True
+
+    def _fullness(self) -> tuple[int, int] | None:
+        try:
+            self._store.refresh_settings()
+            return self._store.settings.capacity_bytes, len(self._store.segments())
+        except _FAILURES:
+            return self._full_at
+
+    def await_claimed(self, indices: NDArray[np.int64]) -> Found:
+        """Wait a moment until those who claimed items publish them, and gather them, of indices (n,).
+
+        Blocks: for some times what an item takes to make.
+        """
+        deadline = time.monotonic() + max(_LEAST_WAIT_SECONDS, _MOST_WAITS * self._make_seconds)
+        with self._lock:
+            if not self._claims.held.isdisjoint(indices.tolist()):
+                self._publish()
+        with self._claims.waiting():
+            waits = indices.tolist()
+            while (waits := [*filter(self._claims.is_held_elsewhere, waits)]) and time.monotonic() < deadline:
+                time.sleep(_STEP_SECONDS)
+        return self.find(indices)
+
+    @property
+    def made_in_a_moment(self) -> int:
+        """Number of items to claim at a time: others wait for those that are claimed."""
+        return max(1, int(_MOMENT_SECONDS / max(self._make_seconds, 1e-6)))
+
+    def count(self, made: int, seconds: float) -> None:
+        """Note that items were made, in so many seconds together."""
+        with self._lock:
+            self.made += made
+            mean = seconds / max(1, made)
+            self._make_seconds = mean if not self._make_seconds else (7 * self._make_seconds + mean) / 8
+
+    def put(self, index: int, row: Mapping[str, Any]) -> None:
+        """Publish a claimed item, with others, soon.
+
+        Raises: SchemaError: it does not fit the columns; the claim has ended.
+        """
+        with self._lock:
+            try:
+                self._put(index, row)
+            except SchemaError:
+                self._claims.release([index])
+                raise
+            except CacheFullError as error:
+                self._full(error)
+            except ValueError as error:  # larger than a segment
+                self._claims.release([index])
+                warn(f"item {index} is not stored, but made each time: {error}")
+            except _FAILURES as error:
+                self._fail(error)
+            self._latest = time.monotonic()
+
+    def _put(self, index: int, row: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            self._writer = Writer(self._store, on_full="raise", timeout=None, max_delay=None)
+        if not self._writer.rows:
+            self._oldest = time.monotonic()
+            self._wake.put(None)  # from now on somebody may wait for it
+        self._writer.append({**row, INDEX: index})
+        if not self._writer.rows:  # a full segment was published
+            self._refresh()
+
+    def drop(self, indices: Sequence[int]) -> None:
+        """End the claims of items that could not be made."""
+        with self._lock:
+            self._claims.release(indices)
+
+    def publish(self) -> None:
+        """Publish what was made, now. Raises nothing: what fails is a warning."""
+        with self._lock:
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._writer is None or not self._writer.rows:
+            return
+        try:
+            self._writer.flush()
+            self._refresh()  # ends the claims
+        except CacheFullError as error:
+            self._full(error)
+        except _FAILURES as error:
+            self._fail(error)
+
+    def _full(self, error: CacheFullError) -> None:
+        if self._store.folder.free_bytes() < self._store.settings.segment_bytes:
+            self._fail(error)
+            return
+        self._discard()
+        self._full_at = self._fullness()
+
+    def _fail(self, error: BaseException) -> None:
+        warn(f"items are made, and not stored: {error}")
+        self._discard()
+        self._failed_until = time.monotonic() + _AGAIN_SECONDS
+
+    def _discard(self) -> None:
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer = None
+        with suppress(OSError):
+            self._claims.release(self._claims.held)
+
+    # what there is
+
+    @property
+    def cached(self) -> int:
+        """The number of items that are published."""
+        with self._lock:
+            self._refresh()
+            return self._places.count
+
+    def settle(self) -> None:
+        """Have this and other processes publish what they made. Blocks: a moment at most, if they do."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        self.publish()
+        with self._claims.waiting():
+            while self._claims.some_are_held_elsewhere() and time.monotonic() < deadline:
+                time.sleep(_STEP_SECONDS)
+
+    @property
+    def missing(self) -> NDArray[np.int64]:
+        """Indices (n,) of items that are not published, ascending."""
+        with self._lock:
+            self._refresh()
+            return self._places.missing
+
+    def release(self) -> None:
+        """End the lease, until the next request."""
+        with self._lock:
+            self._places.release()
+
+    def close(self) -> None:
+        """Publish what was made, and end. Idempotent; does nothing in a forked child."""
+        if not self.origin.is_here:
+            return
+        with self._lock:
+            self._publish()
+            self._is_closed = True
+            self._discard()
+            self._places.release()
+            self._claims.close()
+        self.end()
+        if self._keeper is not threading.current_thread():
+            self._keeper.join()
+
+    def end(self) -> None:
+        """Have the thread `close` it, soon. Waits for no lock."""
+        self._wake.put(_END)
+
+    # the thread that publishes, and ends the lease
+
+    def _wake_keeper(self) -> None:
+        if self._keeper_rests:
+            self._keeper_rests = False
+            self._wake.put(None)
+
+    def _keep(self) -> None:
+        """The thread: it keeps this object until its end."""
+        seconds: float | None = None
+        while not self._is_closed:
+            with suppress(Empty):
+                if self._wake.get(timeout=seconds) is _END:
+                    self.close()
+                    return
+            seconds = self._look()
+
+    def _look(self) -> float | None:
+        """Publish what is due, end an idle lease. Returns: seconds to the next look; None: to a request."""
+        with self._lock:
+            now = time.monotonic()
+            is_idle = now - self._latest >= _IDLE_SECONDS
+            if self._writer is not None and self._writer.rows:
+                if is_idle or now - self._oldest >= _MAX_DELAY_SECONDS or self._claims.somebody_waits():
+                    self._publish()
+                return _TICK_SECONDS
+            if is_idle:
+                self._places.release()
+                self._keeper_rests = True
+                return None
+            return _IDLE_SECONDS
+
+
+_at_work: weakref.WeakSet[ReadThrough] = weakref.WeakSet()
+_registered: Origin | None = None
+
+
+def _close_all() -> None:
+    for reader in [*_at_work]:
+        reader.close()
+
+
+def _close_at_worker_exit() -> None:
+    global _registered
+    if _registered is None or not _registered.is_here:
+        at_worker_exit(_close_all)
+        _registered = Origin()
+
+
+at_exit(_close_all)

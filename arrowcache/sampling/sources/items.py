@@ -1,0 +1,108 @@
+"""Items: each item of a map-style dataset once a pass, divided among the tasks of a pool.
+
+A pass is a shuffled order of all items, another one each time, and task k has its own places of it. So no
+item comes twice, whichever workers and executors there are, and a pool that is started again goes on. Early
+tasks have few items, so that training begins soon.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.convert import variable_row
+from arrowcache.arrow.items import ItemForm
+from arrowcache.arrow.schema import FieldType
+from arrowcache.arrow.segment import Form, row_bytes
+from arrowcache.native.order import KEYS, Pass, Stage
+from arrowcache.sampling.sources.source import Source
+from arrowcache.sampling.task import size_of
+from arrowcache.units import parse_count
+
+_VARIABLE_SHARE = 4  # of a segment, that items like the first one fill: others may be larger
+
+
+class Items(Source):
+    """Draws each item of a map-style dataset once a pass; the pool ends after the last pass.
+
+        source = Items(dataset)
+        cache = ac.Cache.create("/data/cache", source.schema, capacity="200GB")
+        ac.SamplerPool(cache, source, workers=8).wait()
+
+    Any of torch's map-style datasets will do, or a list. Where workers are processes, it has to pickle.
+
+    Args:
+        dataset: `len`, and items by index: dicts, tuples, dataclasses and others, nested, of arrays, tensors,
+            numbers, text, bytes and images. A column is named by the way to it: `image`, `0`, `meta.age`.
+        passes: number of times that each item is drawn. None means no end.
+        columns: keys of a dict, or positions in a tuple, to keep of each item. None means all.
+        schema: types of columns that the first item does not tell, such as Ragged ones.
+        segment_items: items of a segment. None means as many as fit; if their length varies, as many as fill
+            a quarter of it if all are like the first one.
+    Raises: TypeError, ValueError: no map-style dataset, or an argument that does not fit. SchemaError: an
+        item that no columns hold.
+    """
+
+    ramp = False
+    is_divided = True
+    _starts: NDArray[np.int64] | None = None  # the first place of each task of a pass, and the end
+
+    def __init__(
+        self,
+        dataset: Any,
+        passes: int | None = 1,
+        *,
+        columns: Sequence[str | int] | None = None,
+        schema: Mapping[str, FieldType] | None = None,
+        segment_items: int | None = None,
+    ) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(f"a map-style dataset has a length and items by index; got {dataset!r}")
+        self._dataset, self._length = dataset, len(dataset)
+        if not self._length:
+            raise ValueError("the dataset is empty: its items' columns cannot be told")
+        self._passes = None if passes is None else parse_count(passes, "passes")
+        self._segment_items = None if segment_items is None else parse_count(segment_items, "segment_items")
+        self._form = ItemForm(dataset[0], schema, columns)
+        self.schema = self._form.schema
+        row = self._form.row(dataset[0])
+        variable = self.schema.variable.items()
+        self._first_bytes = sum(variable_row(name, kind, row[name])[0].nbytes for name, kind in variable)
+
+    def __repr__(self) -> str:
+        return f"Items({type(self._dataset).__name__} of {self._length})"
+
+    def fitted(self, form: Form) -> Items:
+        """Return these items, divided for segments of a form."""
+        full = form.full_rows
+        if self.schema.variable:
+            like_the_first = row_bytes(self.schema) + self._first_bytes
+            full = min(full, max(1, form.segment_bytes // _VARIABLE_SHARE // like_the_first))
+        full = full if self._segment_items is None else min(full, self._segment_items)
+        early = [size_of(number, full, form.segment_bytes).rows for number in range(min(self._length, 64))]
+        sizes = early + [full] * math.ceil(max(0, self._length - sum(early)) / full)
+        starts = np.minimum(np.cumsum([0, *sizes]), self._length)
+        fitted = copy.copy(self)
+        fitted._starts = starts[: int(np.searchsorted(starts, self._length)) + 1]
+        fitted.tasks = None if self._passes is None else self._passes * (len(fitted._starts) - 1)
+        return fitted
+
+    def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+        """Draw the items of one task; all of them, where no pool has divided them."""
+        for index in self._indices(rng).tolist():
+            yield self._form.row(self._dataset[index])
+
+    def _indices(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        sequence, starts = rng.bit_generator.seed_seq, self._starts
+        if starts is None or not isinstance(sequence, np.random.SeedSequence) or not sequence.spawn_key:
+            return rng.permutation(self._length)
+        number, task = divmod(int(sequence.spawn_key[0]), len(starts) - 1)
+        of_pass = np.random.SeedSequence(sequence.entropy, spawn_key=(number, 0))
+        keys = of_pass.generate_state(KEYS, np.uint64).astype(np.uint64)
+        first, last = starts[task : task + 2].tolist()
+        return Pass(self._length, Stage(np.array([0, self._length], np.int64), keys))(first, last - first)

@@ -1,0 +1,546 @@
+"""cached: a map-style Dataset, read through a cache of its items on the local disk.
+
+`CachedDataset` has the length and the items of the dataset inside. An item that is in the cache is gathered
+from there, a batch of items by one job; one that is missing is made by the dataset inside, in the process
+that asked, returned at once, and published for all processes of the machine. Order and shuffling are the
+user's.
+
+A cache belongs to one dataset: its cache.json has the length, the user's `version` and the columns, and
+anything else at the path is refused. What is in stays in, also where the dataset is larger than the capacity:
+each epoch then makes the same share anew, and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import index as as_index
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from arrowcache.arrow.arrangement import needs_gaps
+from arrowcache.arrow.convert import require_value, variable_row
+from arrowcache.arrow.items import ItemForm
+from arrowcache.arrow.notation import difference
+from arrowcache.arrow.schema import FieldType, Schema, Tensor
+from arrowcache.arrow.segment import encoded_bytes_bound
+from arrowcache.cache import Cache
+from arrowcache.display import Card, Facts, Part, Shown, printable
+from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
+from arrowcache.lifetimes import finalizer
+from arrowcache.pickling import pickled, unpickled
+from arrowcache.read_through.places import INDEX
+from arrowcache.read_through.reader import Found, ReadThrough
+from arrowcache.storage.layout import CachedItems, Settings
+from arrowcache.storage.recovery import create_store, is_free, open_store
+from arrowcache.storage.sizing import room_of_one, settings_of
+from arrowcache.storage.store import Store
+from arrowcache.torch.restore import require_restorable, restored
+from arrowcache.units import (
+    format_bytes,
+    format_count,
+    format_share,
+    parse_bytes,
+    parse_count,
+    require_function,
+)
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_MOST_SEGMENT_BYTES = 64 << 20
+_SEGMENTS, _LEAST_SEGMENTS = 64, 6  # that the capacity holds; if items are large
+_ITEMS = 4  # of the size of the first, that a segment holds
+_FILLED_AT_ONCE = 8  # items
+_AGAIN_SECONDS = 30.0  # until a cache that could not be used is tried again
+
+_UNUSABLE = (OSError, LockTimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedStats(Shown):
+    """A dataset's cache at one moment, and the use that this process made of it.
+
+    `cached` of `length` items are published, and take `published_bytes`; `hits` were read from the cache in
+    this process, and `made` made by the dataset inside. `is_full`: no more fits into the capacity.
+    """
+
+    length: int
+    cached: int
+    published_bytes: int
+    capacity_bytes: int
+    is_full: bool
+    hits: int
+    made: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of items that an epoch finds in the cache, in [0, 1]."""
+        return self.cached / self.length
+
+    def _card(self) -> Card:
+        return Card("CachedStats", "", self.parts())
+
+    def parts(self) -> list[Part]:
+        """Describe what is in the cache, its size, and what this process did."""
+        full = "; it is full, so an epoch makes the others each time" if self.is_full else ""
+        items = f"{self.cached} of {format_count(self.length, 'item')}"
+        share = f"{items} ({format_share(self.cached, self.length)}){full}"
+        size = f"{format_bytes(self.published_bytes)} of {format_bytes(self.capacity_bytes)}"
+        here = f"{format_count(self.hits, 'item')} read from the cache, {self.made} made"
+        return [Facts([("in the cache", share), ("on the disk", size), ("this process", here)])]
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """The arguments of `cached`, checked, with the form of an item: what travels to a worker."""
+
+    dataset: Dataset[Any]
+    path: Path
+    settings: Settings
+    form: ItemForm
+    transform: Callable[[Any], Any] | None
+    replace: float
+
+    @property
+    def length(self) -> int:
+        assert self.settings.dataset is not None
+        return self.settings.dataset.length
+
+
+class CachedDataset(Shown, Dataset[Any]):
+    """A Dataset of the same length and items as the one inside, read through a cache. Made by `cached`.
+
+    Any number of DataLoader workers, ranks and jobs of this machine share the cache. Each access gives new
+    objects: the tensors and arrays of items that were asked for together share memory, and nobody else's.
+    Pickles as its arguments; the dataset inside has to pickle where DataLoader workers are not forked.
+    """
+
+    def __init__(self, spec: _Spec) -> None:
+        self._spec = spec
+        self._names = tuple(leaf.name for leaf in spec.form.leaves)
+        self._store: Store | None = None
+        self._reader: ReadThrough | None = None
+        self._failed_at = -_AGAIN_SECONDS
+        self._is_closed = False
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The dataset inside."""
+        return self._spec.dataset
+
+    def __len__(self) -> int:
+        return self._spec.length
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one item, with the transform applied.
+
+        Blocks: while the item is made, or read from the disk.
+        Raises: IndexError: outside [-len, len). SchemaError: an item does not fit the columns of the first.
+            What the dataset inside or the transform raises. ValueError: closed.
+        """
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several items, as a DataLoader asks for a batch of them: those that are there by one job.
+
+        Blocks, raises: as `__getitem__`.
+        """
+        items, transform = self._items(self._numbers(indices)), self._spec.transform
+        return items if transform is None else [transform(item) for item in items]
+
+    def _numbers(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        length, numbers = len(self), []
+        for given in indices:
+            try:
+                number = as_index(given)
+            except TypeError:
+                raise TypeError(f"an item's index is an integer, not {given!r}") from None
+            if not -length <= number < length:
+                raise IndexError(f"item {number} is outside [0, {length})")
+            numbers.append(number % length)
+        return np.array(numbers, np.int64)
+
+    def _items(self, wanted: NDArray[np.int64]) -> list[Any]:
+        """Return items (n,) without the transform."""
+        reader = self._reader_here()
+        if reader is None:
+            return self._make(wanted.tolist())
+        items: list[Any] = [None] * len(wanted)
+        missing = self._fill_in(items, reader.find(wanted), np.arange(len(wanted)))
+        if not len(missing):
+            return items
+        others = missing[:0]  # that somebody else makes
+        at_once = len(missing) if hasattr(self._spec.dataset, "__getitems__") else reader.made_in_a_moment
+        for start in range(0, len(missing), at_once):
+            some = missing[start : start + at_once]
+            is_claimed = reader.claim(wanted[some])
+            self._put_in(items, some[is_claimed], self._make(wanted[some[is_claimed]].tolist(), reader))
+            others = np.concatenate((others, some[~is_claimed]))
+        if len(others) and reader.stores:
+            others = self._fill_in(items, reader.await_claimed(wanted[others]), others)
+        self._put_in(items, others, self._make(wanted[others].tolist(), reader, is_claimed=False))
+        return items
+
+    def _fill_in(self, items: list[Any], found: Found, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Put found items in their places (n,). Returns: the places that stay empty."""
+        if not len(found.positions):
+            return places
+        form = self._spec.form
+        columns = [restored(leaf, form.schema[leaf.name], found.columns[leaf.name]) for leaf in form.leaves]
+        self._put_in(items, places[found.positions], map(form.item, map(iter, zip(*columns, strict=True))))
+        return np.delete(places, found.positions)
+
+    @staticmethod
+    def _put_in(items: list[Any], places: NDArray[np.int64], new: Iterable[Any]) -> None:
+        for at, item in zip(places.tolist(), new, strict=True):
+            items[at] = item
+
+    def _make(
+        self, indices: list[int], reader: ReadThrough | None = None, *, is_claimed: bool = True
+    ) -> list[Any]:
+        """Have the dataset inside make items; publish those that this process has claimed."""
+        if not indices:
+            return []
+        begun, made = time.monotonic(), []
+        inner: Any = self._spec.dataset
+        many = getattr(inner, "__getitems__", None)
+        try:
+            for index, item in zip(
+                indices, many(indices) if many else map(inner.__getitem__, indices), strict=True
+            ):
+                if reader is not None and is_claimed:
+                    _put(reader, self._spec.form, index, item)
+                made.append(self._spec.form.chosen(item))
+            return made
+        finally:
+            if reader is not None:
+                reader.count(len(made), time.monotonic() - begun)
+                if is_claimed:
+                    reader.drop(indices[len(made) :])
+
+    # the cache
+
+    def begin(self, item: Any) -> None:
+        """Open the cache or make it, and publish the first item if it is missing; `cached` does this.
+
+        Raises: CacheFormatError, FileExistsError: something else is at the path. Warns: it cannot be used.
+        """
+        capacity = self._spec.settings.capacity_bytes
+        try:
+            store = self._opened()
+            if store.settings.capacity_bytes != capacity:
+                store.resize(capacity)
+        except (FileExistsError, NotADirectoryError):
+            raise
+        except _UNUSABLE as error:
+            self._unusable(error)
+            return
+        reader = self._reader_here()
+        first = np.zeros(1, np.int64)
+        if reader is not None and not len(reader.find(first).positions) and reader.claim(first).all():
+            _put(reader, self._spec.form, 0, item)
+
+    def _unusable(self, error: Exception) -> None:
+        self._reader, self._failed_at = None, time.monotonic()
+        warn(f"items are made, and not stored: {error}")
+
+    @property
+    def cache(self) -> Cache:
+        """The cache of the items, with columns of the names of their leaves, and `_index`.
+
+        Raises: OSError: it cannot be used, such as on a read-only disk.
+        """
+        return Cache(self._opened())
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = _open(self._spec)
+        return self._store
+
+    def _reader_here(self) -> ReadThrough | None:
+        """The reader of this process. None while the cache cannot be used."""
+        if self._is_closed:
+            raise ValueError("the dataset is closed: make it again with arrowcache.torch.cached")
+        reader = self._reader
+        if reader is not None and reader.origin.is_here:
+            return reader
+        if time.monotonic() - self._failed_at < _AGAIN_SECONDS:
+            return None
+        try:
+            self._reader = reader = ReadThrough(self._opened(), self._names)
+            finalizer(self, reader.end)  # which publishes what was made
+        except _UNUSABLE as error:
+            self._unusable(error)
+        return self._reader
+
+    @property
+    def cached(self) -> int:
+        """The number of items that are in the cache, of len(self).
+
+        What is made and not yet published counts, too, as it is published at once. Blocks: for a moment.
+        """
+        reader = self._reader_here()
+        if reader is None:
+            return 0
+        reader.settle()
+        return reader.cached
+
+    def stats(self) -> CachedStats:
+        """Count the items that are in the cache now, and what this process did."""
+        reader, settings = self._reader_here(), self._spec.settings
+        if reader is None:
+            return CachedStats(len(self), 0, 0, settings.capacity_bytes, is_full=False, hits=0, made=0)
+        cached, cache = reader.cached, self._opened().stats()
+        room = cache.capacity_bytes - cache.allocated_bytes
+        return CachedStats(
+            length=len(self),
+            cached=cached,
+            published_bytes=cache.published_bytes,
+            capacity_bytes=cache.capacity_bytes,
+            is_full=cached < len(self) and room < room_of_one(settings.segment_bytes),
+            hits=reader.hits,
+            made=reader.made,
+        )
+
+    def fill(self, workers: int = 8, progress: bool | None = None) -> int:
+        """Make and publish all items that are missing, now.
+
+        Args:
+            workers: number of processes. 0 means this one.
+            progress: show a bar. None shows one if stderr is a terminal.
+        Blocks: until it is done, or the cache is full.
+        Returns: how many items are in the cache.
+        Raises: what the dataset inside raises.
+        """
+        import tqdm
+
+        workers = parse_count(workers, "workers", least=0)
+        reader = self._reader_here()
+        if reader is None:
+            return 0
+        reader.settle()
+        missing = reader.missing
+        making = DataLoader(
+            _Filling(self, missing),
+            batch_size=_FILLED_AT_ONCE,
+            num_workers=min(workers, len(missing)),
+            collate_fn=list,
+        )
+        disable = None if progress is None else not progress
+        with tqdm.tqdm(total=len(missing), unit=" items", desc="filling", disable=disable) as bar:
+            for stored in making:
+                bar.update(len(stored))
+                if not all(stored):
+                    break  # no more fits
+        return self.cached
+
+    def turn_over(self) -> int:
+        """Have the oldest items of a full cache leave: a share of `replace` of the capacity.
+
+        For between two epochs: other items take their room as they are asked for. Items that another process
+        reads stay; its lease ends a second after its last request.
+
+        Returns: how many items left.
+        """
+        reader = self._reader_here()
+        if reader is None or not self._spec.replace or not self.stats().is_full:
+            return 0
+        reader.release()
+        nbytes = int(self._spec.replace * self._opened().settings.capacity_bytes)
+        return sum(segment.rows for segment in self._opened().evict(nbytes))
+
+    def close(self) -> None:
+        """Publish what was made, and end. Idempotent."""
+        self._is_closed = True
+        if self._reader is not None:
+            self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Callable[..., CachedDataset], tuple[Any, ...]]:
+        transform = self._spec.transform
+        functions = None if transform is None else pickled(transform, "the transform", "use forked workers")
+        return _unpickled, (replace(self._spec, transform=None), functions)
+
+    def __repr__(self) -> str:
+        return f"<CachedDataset of {len(self)} items at {printable(self._spec.path)}>"
+
+    def _card(self) -> Card:
+        try:
+            parts = self.stats().parts()
+        except (ArrowCacheError, OSError, ValueError) as error:
+            parts = [str(error)]
+        return Card("CachedDataset", str(self._spec.path), parts)
+
+
+class _Filling(Dataset[bool]):
+    """The items that are missing, each made and published, as whether it was stored."""
+
+    def __init__(self, train: CachedDataset, missing: NDArray[np.int64]) -> None:
+        self._train, self._missing = train, missing
+
+    def __len__(self) -> int:
+        return len(self._missing)
+
+    def __getitem__(self, at: int) -> bool:
+        return self.__getitems__([at])[0]
+
+    def __getitems__(self, places: list[int]) -> list[bool]:
+        self._train._items(self._missing[places])
+        reader = self._train._reader_here()
+        return [reader is not None and reader.stores] * len(places)
+
+
+def cached(
+    dataset: Dataset[Any],
+    path: str | os.PathLike[str],
+    *,
+    capacity: int | str,
+    version: str = "",
+    columns: Sequence[str | int] | None = None,
+    transform: Callable[[Any], Any] | None = None,
+    schema: Mapping[str, FieldType] | None = None,
+    replace: float = 0.0,
+) -> CachedDataset:
+    """Return a Dataset of the same length and items, which are read through a cache on the local disk.
+
+    An item is made once, by the dataset inside, and stored; from then on it is read. So what is random in an
+    item, such as augmentation, belongs into `transform`, or it would be the same in all epochs. The first
+    item is made here: it shows the columns.
+
+    Args:
+        dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,
+            text, bytes, a datetime, a PIL image, a list of numbers, or a dict, list, tuple, named tuple or
+            dataclass of such, nested at will; all of one form, and no None.
+        path: the cache's folder, new or of this dataset, on a local disk.
+        capacity: the budget in bytes for everything in the folder. Once it is full, the other items are made
+            at each access. Another capacity than before resizes the cache.
+        version: name of the present content of the dataset. Change it when the dataset makes other items.
+        columns: keys of a dict, or positions in a tuple or list, to keep of each item. None means all.
+        transform: called with each item, in the process that asks for it.
+        schema: types of leaves by name, such as {"tokens": Ragged("int64")}, of values whose length differs.
+        replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.
+    Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made.
+    Raises: TypeError: no map-style dataset. CacheFormatError: the folder holds something else, such as items
+        of another version, length or columns. SchemaError: an item that no columns hold. ValueError: an
+        argument that does not fit.
+    """
+    length = _length_of(dataset)
+    require_function(transform, "transform")
+    if not isinstance(version, str):
+        raise TypeError(f"version must be a text, not {version!r}")
+    if not isinstance(replace, int | float) or not 0 <= replace < 1:
+        raise ValueError(f"replace={replace!r} is a share of the capacity: give 0 <= replace < 1")
+    item: Any = dataset[0]
+    try:
+        form = ItemForm(item, schema, columns)
+        for leaf in form.leaves:
+            require_restorable(leaf)
+    except SchemaError as error:
+        raise SchemaError(f"item 0: {error}") from None
+    settings = _settings(
+        form, form.row(item), parse_bytes(capacity, "capacity"), CachedItems(length, version)
+    )
+    train = CachedDataset(_Spec(dataset, Path(path).absolute(), settings, form, transform, float(replace)))
+    train.begin(item)
+    return train
+
+
+def _length_of(dataset: object) -> int:
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"{type(dataset).__name__} is an IterableDataset, whose items have no numbers: write a sampler "
+            "that draws them, for arrowcache.SamplerPool, which fills a rolling cache"
+        )
+    if isinstance(dataset, CachedDataset):
+        raise TypeError("the dataset is cached already: give the one inside, dataset.dataset")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"a map-style Dataset has a length and items by index; got {type(dataset).__name__}")
+    length = len(dataset)
+    if not length:
+        raise ValueError("the dataset is empty: its items' columns cannot be told")
+    return length
+
+
+def _settings(form: ItemForm, row: Mapping[str, Any], capacity: int, dataset: CachedItems) -> Settings:
+    """Return the settings of a new cache. Its capacity holds many segments, and a segment some items.
+
+    Raises: SchemaError: the first item does not fit `schema`. ValueError: a capacity of under four items.
+    """
+    if INDEX in form.schema:
+        raise SchemaError(f"an item has a value named {INDEX!r}, which is the name of its index: rename it")
+    schema = Schema({**form.schema, INDEX: Tensor("int64")})
+    for name, kind in form.schema.items():
+        require_value(name, kind, row[name])
+    variable = sum(variable_row(name, kind, row[name])[0].nbytes for name, kind in schema.variable.items())
+    of_one = encoded_bytes_bound(schema, 1, paged=needs_gaps(schema)) + variable
+    wanted = min(
+        max(capacity // _SEGMENTS, _ITEMS * of_one), _MOST_SEGMENT_BYTES, capacity // _LEAST_SEGMENTS
+    )
+    return settings_of(schema, capacity, max(wanted, of_one), None, 0.0, durable=False, dataset=dataset)
+
+
+def _put(reader: ReadThrough, form: ItemForm, index: int, item: Any) -> None:
+    """Publish an item that was claimed. Raises: SchemaError: names the item, and says what may help."""
+    row: dict[str, Any] = {}
+    try:
+        row = form.row(item)
+        reader.put(index, row)
+    except SchemaError as error:
+        kinds = [(name, form.schema[name]) for name in row]
+        ragged = [
+            f"{name!r}: Ragged({kind.dtype!r}, {kind.shape[1:]})"
+            for name, kind in kinds
+            if isinstance(kind, Tensor)
+            and kind.shape
+            and np.shape(row[name])[1:] == kind.shape[1:]
+            and np.shape(row[name]) != kind.shape
+        ]
+        hint = f"; where lengths differ, pass schema={{{', '.join(ragged)}}}" if ragged else ""
+        raise SchemaError(f"item {index}: {error}{hint}") from None
+
+
+def _open(spec: _Spec) -> Store:
+    """Open the dataset's cache, or make it.
+
+    Raises: CacheFormatError: something else is there. OSError: the folder cannot be used.
+    """
+    path, wanted = spec.path, spec.settings
+    if not is_free(path):
+        store = open_store(path, check="structure")
+        _require_fit(store.settings, spec)
+        return store
+    try:
+        store = create_store(path, wanted, exist_ok=True)
+    except SchemaError as error:  # another process was first
+        raise CacheFormatError(str(error)) from None
+    _require_fit(store.settings, spec)
+    return store
+
+
+def _require_fit(found: Settings, spec: _Spec) -> None:
+    wanted = spec.settings
+    if found.dataset is None:
+        why = "is a rolling cache, which samplers fill"
+    elif found.dataset != wanted.dataset:
+        why = f"holds {found.dataset}, and this dataset has {wanted.dataset}"
+    elif found.schema != wanted.schema:
+        why = f"holds items of other columns: {difference(found.schema, wanted.schema)}"
+    else:
+        return
+    raise CacheFormatError(f"{spec.path} {why}: give another path, or remove the folder if nobody needs it")
+
+
+def _unpickled(spec: _Spec, functions: bytes | None) -> CachedDataset:
+    return CachedDataset(spec if functions is None else replace(spec, transform=unpickled(functions)))

@@ -1,0 +1,705 @@
+"""`cached`: a Dataset of the same items, each made once, whoever asks."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import json
+import os
+import pickle
+import shutil
+import signal
+import time
+import warnings
+from collections import Counter
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from helpers import flip_byte, in_child, segment_files, wait_until
+from processes import METHODS, Child, Script, private_mounts, small_disk
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+
+import arrowcache as ac
+from arrowcache.torch import CachedDataset, cached
+
+
+class Numbers(Dataset):
+    """Items 0 to length - 1; `log` gets a line for each that is made, in whichever process."""
+
+    def __init__(self, length, log=None, pause=0.0):
+        self.length, self.log, self.pause = length, log, pause
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.log is not None:
+            with open(self.log, "a") as file:  # one write of a line: whole, also beside other processes'
+                file.write(f"{index}\n")
+        time.sleep(self.pause)
+        return {"x": torch.full((4, 64), float(index)), "y": index, "name": f"n{index}"}
+
+
+class Items(Dataset):
+    """The items of a list, whatever they are."""
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    image: Any
+    age: int
+
+
+def made(log) -> Counter[int]:
+    """How often each item was made."""
+    return Counter(map(int, log.read_text().split())) if log.exists() else Counter()
+
+
+def check(batch) -> list[int]:
+    """The numbers of a batch whose items are what they should be."""
+    numbers = batch["y"].tolist()
+    assert torch.equal(batch["x"], batch["y"].float()[:, None, None].expand(-1, 4, 64))
+    assert batch["name"] == [f"n{number}" for number in numbers]
+    return numbers
+
+
+def epoch(train, **options) -> None:
+    options = {"batch_size": 10, "shuffle": True} | options
+    loader = DataLoader(train, **options)
+    assert sorted(chain.from_iterable(map(check, loader))) == list(range(len(train)))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "log"
+
+
+# items
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Scan):
+        return same(one.image, other.image) and one.age == other.age
+    return bool(one == other)
+
+
+def pairs(make) -> list[Any]:
+    return [make(number) for number in range(3)]
+
+
+KINDS = {
+    "tensors": pairs(lambda n: torch.full((2, 3), float(n))),
+    "bfloat16": pairs(lambda n: torch.full((2,), n, dtype=torch.bfloat16)),
+    "complex": pairs(lambda n: torch.full((2,), complex(n, 1))),
+    "flags": pairs(lambda n: torch.tensor([n > 1, True])),
+    "tensors without dimensions": pairs(torch.tensor),
+    "arrays": pairs(lambda n: np.full((2, 3), n, np.int16)),
+    "scalars of NumPy": pairs(np.float32),
+    "ints": [2**60, 1, -5],
+    "floats": [0.1, float("inf"), -3.0],
+    "bools": [True, False, True],
+    "complex numbers": [1j, 2 + 0j, 3 + 1j],
+    "texts": ["", "a", "ä"],
+    "bytes": [b"", b"\0a", b"b"],
+    "moments": pairs(lambda n: dt.datetime(2026, 1, 1 + n, 12, 30)),  # noqa: DTZ001
+    "lists of numbers": pairs(lambda n: [n, n + 1]),
+    "tuples": pairs(lambda n: (torch.tensor([n]), n)),
+    "lists": pairs(lambda n: [torch.tensor([n]), "a"]),
+    "named tuples": pairs(lambda n: Pair(np.full(2, n), str(n))),
+    "dicts": pairs(lambda n: {"b": n, "a": (n, {"c": torch.tensor([n])})}),
+    "dataclasses": pairs(lambda n: Scan(torch.tensor([n]), n)),
+}
+
+
+@pytest.mark.parametrize("items", KINDS.values(), ids=KINDS)
+def test_items_are_what_they_were(path, items):
+    with cached(Items(*items), path, capacity="16MiB") as train:
+        assert len(train) == 3
+        for _ in range(2):
+            assert all(map(same, [train[index] for index in range(3)], items))
+        assert train.cached == 3
+    with cached(Items(*items), path, capacity="16MiB") as train:
+        assert all(map(same, train.__getitems__([2, 0, 1, 0]), [items[number] for number in (2, 0, 1, 0)]))
+        assert train.stats().made == 0
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "RGB", "RGBA", "CMYK", "I", "F", "I;16", "HSV", "YCbCr"])
+def test_images_are_images_again(path, mode):
+    Image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 5, 7, 3), np.uint8)
+    images = [Image.fromarray(each) for each in pixels]
+    images = [
+        each.convert("L").convert(mode) if mode in ("I", "F", "I;16") else each.convert(mode)
+        for each in images
+    ]
+    with cached(Items(*images), path, capacity="16MiB") as train:
+        for _ in range(2):
+            for index, image in enumerate(images):
+                assert (train[index].mode, train[index].size) == (mode, (7, 5))
+                assert train[index].tobytes() == image.tobytes()
+
+
+def test_values_of_different_lengths_are_ragged(path):
+    items = [{"tokens": torch.arange(n), "boxes": np.ones((n, 4), np.float32)} for n in (3, 0, 5)]
+    schema = {"tokens": ac.Ragged("int64"), "boxes": ac.Ragged("float32", (4,))}
+    with cached(Items(*items), path, capacity="16MiB", schema=schema) as train:
+        for _ in range(2):
+            assert all(map(same, train.__getitems__([0, 1, 2]), items))
+        assert train.cache.schema["boxes"] == schema["boxes"]
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        (
+            [torch.zeros(3), torch.zeros(4)],
+            r"item 1: field 'value': expected shape \(3,\), got \(4,\); where lengths differ, pass .*Ragged",
+        ),
+        ([{"x": 1}, {"y": 1}], "item 1: the item has y, and in the first item it has x"),
+        ([{"x": 1}, {"x": 1.5}], "item 1: field 'x': expected int64, and 1.5 is not exactly one"),
+        ([{"x": 1}, {"x": None}], "item 1: field 'x'"),
+    ],
+)  # fmt: skip
+def test_an_item_that_does_not_fit_is_named(path, items, says):
+    with cached(Items(*items), path, capacity="16MiB") as train:
+        for _ in range(2):
+            with pytest.raises(ac.SchemaError, match=says):
+                train[1]
+        assert same(train[0], items[0])
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        ({"x": None}, "item 0: 'x' is None"),
+        (object(), "item 0: field 'value': expected numbers"),
+        ({"_index": 1}, "'_index'"),
+        (
+            torch.nn.Parameter(torch.zeros(2)),
+            "item 0: 'value' is a Parameter, which is more than its numbers",
+        ),
+    ],
+)
+def test_a_first_item_that_no_columns_hold_is_refused(path, item, says):
+    with pytest.raises(ac.SchemaError, match=says):
+        cached(Items(item), path, capacity="16MiB")
+    assert not path.exists()
+
+
+def test_an_image_with_a_palette_is_refused(path):
+    Image = pytest.importorskip("PIL.Image")
+    with pytest.raises(ac.SchemaError, match=r"mode 'P'.*convert\('RGB'\)"):
+        cached(Items(Image.new("P", (4, 4))), path, capacity="16MiB")
+
+
+def test_columns_are_all_that_is_stored_and_given(path):
+    items = pairs(lambda n: {"x": n, "y": str(n), "z": None})
+    with cached(Items(*items), path, capacity="16MiB", columns=["y", "x"]) as train:
+        for _ in range(2):
+            assert train[2] == {"y": "2", "x": 2}
+        assert set(train.cache.schema) == {"y", "x", "_index"}
+
+
+def test_a_transform_is_called_at_each_access_and_never_stored(path):
+    calls = []
+    with cached(Numbers(5), path, capacity="16MiB", transform=lambda item: calls.append(item["y"])) as train:
+        assert [train[3] for _ in range(3)] == [None] * 3
+    assert calls == [3, 3, 3]
+    with cached(Numbers(5), path, capacity="16MiB") as train:
+        assert train[3]["y"] == 3
+
+
+def test_writing_to_an_item_changes_no_other(path):
+    with cached(Numbers(5), path, capacity="16MiB") as train:
+        for index in range(5):
+            train[index]
+        one, other, again = train.__getitems__([1, 2, 1])
+        one["x"].fill_(9)
+        assert other["x"][0, 0] == 2
+        assert again["x"][0, 0] == train[1]["x"][0, 0] == 1
+
+
+def test_an_item_that_is_kept_is_never_overwritten(path):
+    with cached(Numbers(50), path, capacity="16MiB") as train:
+        kept = [train[index] for _ in range(2) for index in range(50)]
+        assert [item["x"][0, 0] for item in kept] == [*range(50)] * 2
+
+
+@pytest.mark.parametrize(
+    ("index", "error"), [(5, IndexError), (-6, IndexError), ("a", TypeError), (1.5, TypeError)]
+)
+def test_what_is_no_index_is_refused(path, index, error):
+    with cached(Numbers(5), path, capacity="16MiB") as train, pytest.raises(error):
+        train[index]
+
+
+def test_it_is_a_sequence(path):
+    with cached(Numbers(5), path, capacity="16MiB") as train:
+        assert train[-1]["y"] == 4
+        assert train[np.int64(2)]["y"] == train[torch.tensor(2)]["y"] == 2
+        assert [item["y"] for item in train] == [0, 1, 2, 3, 4]
+        assert [item["y"] for item in Subset(train, [3, 1])] == [3, 1]
+        assert len(ConcatDataset([train, train])) == 10
+        assert train.dataset.length == 5
+
+
+# each item is made once
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_item_is_made_once(path, log, workers, persistent):
+    if persistent and not workers:
+        pytest.skip("a DataLoader without workers has none that live on")
+    with cached(Numbers(95, log), path, capacity="64MiB") as train:
+        loader = DataLoader(
+            train, 10, shuffle=True, num_workers=workers, persistent_workers=persistent
+        )  # fmt: skip
+        for _ in range(3):
+            assert sorted(chain.from_iterable(map(check, loader))) == list(range(95))
+        del loader
+        assert train.cached == 95
+    assert made(log) == Counter(range(95))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_that_are_started_in_any_way_share_it(path, log, method):
+    with cached(Numbers(40, log), path, capacity="64MiB", transform=lambda item: item) as train:
+        for _ in range(2):
+            epoch(train, num_workers=2, multiprocessing_context=method)
+    assert made(log) == Counter(range(40))
+
+
+def rank(path, log, number, epochs):
+    from torch.utils.data import DistributedSampler
+
+    train = cached(Numbers(200, log, pause=0.001), path, capacity="64MiB")
+    sampler = DistributedSampler(train, 2, number)
+    seen = []
+    for each in range(epochs):
+        sampler.set_epoch(each)
+        loader = DataLoader(
+            train, 8, sampler=sampler, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+        )
+        seen.append(sorted(chain.from_iterable(map(check, loader))))
+    train.close()
+    return seen
+
+
+@pytest.mark.slow
+def test_ranks_share_it(path, log):
+    with Child(rank, path, log, 0, 3) as one, Child(rank, path, log, 1, 3) as other:
+        first, second = one.result(), other.result()
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [[*range(200)]] * 3
+    counts = made(log)
+    assert set(counts) == {*range(200)}
+    twice = sum(counts.values()) - 200
+    assert twice <= 8, "the first item in each rank, and races"
+
+
+def test_who_misses_an_item_that_another_process_holds_waits_for_it(path, log):
+    with cached(Numbers(20, log), path, capacity="16MiB") as train:
+        train.__getitems__([*range(1, 10)])
+        assert len(segment_files(train.cache)) == 0, "it is too early to publish"
+        with in_child(lambda: check_all(train, range(10))):
+            pass
+    assert made(log) == Counter(range(10))
+
+
+def check_all(train, indices):
+    assert [item["y"] for item in train.__getitems__([*indices])] == [*indices]
+    train.close()
+
+
+def test_a_second_without_requests_publishes_and_ends_the_lease(path):
+    with cached(Numbers(20), path, capacity="16MiB") as train:
+        train.__getitems__([*range(5)])
+        train.__getitems__([*range(5)])  # publishes, and reads
+        train[7]
+        cache = ac.Cache.open(path)
+        wait_until(lambda: cache.stats().rows == 6, "the last item to be published")
+        wait_until(lambda: not cache.stats().leased_bytes, "the lease to end")
+        assert train[7]["y"] == 7
+
+
+def test_an_error_of_the_dataset_is_the_users_and_the_item_is_made_again(path):
+    class Fails(Numbers):
+        fails = True
+
+        def __getitem__(self, index):
+            if index == 3 and self.fails:
+                raise LookupError("no network")
+            return super().__getitem__(index)
+
+    with cached(Fails(6), path, capacity="16MiB") as train:
+        with pytest.raises(LookupError, match="no network"):
+            train.__getitems__([1, 3, 5])
+        Fails.fails = False
+        assert [item["y"] for item in train.__getitems__([1, 3, 5])] == [1, 3, 5]
+        assert train.stats().made == 3, "1 before the error, then 3 and 5"
+        assert train.cached == 4
+
+
+def test_many_are_asked_for_at_once_where_the_dataset_can(path):
+    class Many(Numbers):
+        asked: ClassVar[list[Any]] = []
+
+        def __getitems__(self, indices):
+            self.asked.append(indices)
+            return [self[index] for index in indices]
+
+    with cached(Many(9), path, capacity="16MiB") as train:
+        for _ in range(2):
+            assert [item["y"] for item in train.__getitems__([1, 2, 8])] == [1, 2, 8]
+        assert Many.asked == [[1, 2, 8]]
+
+
+# larger than the capacity
+
+
+def large(index):
+    return torch.full((32, 1024), float(index))  # 128 KiB
+
+
+class Large(Numbers):
+    def __getitem__(self, index):
+        return super().__getitem__(index) | {"x": large(index)}
+
+
+def test_what_is_in_stays_in(path, log):
+    with cached(Large(100, log), path, capacity="8MiB") as train:
+        for _ in range(3):
+            assert [item["x"][0, 0] for item in map(train.__getitem__, range(100))] == [*range(100)]
+        stats = train.stats()
+        assert stats.is_full
+        assert 50 <= stats.cached < 64
+        assert stats.hit_rate == stats.cached / 100
+        assert "it is full" in str(train)
+        assert train.cache.stats().evicted_rows == 0
+        assert train.cache.stats().allocated_bytes <= 8 << 20
+    again = sum(count - 1 for count in made(log).values())
+    assert again <= 2 * (100 - stats.cached) + 8, "of what is not in, and the last part that found no room"
+
+
+def test_more_room_is_used_at_once(path):
+    with cached(Large(40), path, capacity="2MiB") as train:
+        train.__getitems__([*range(40)])
+        assert train.stats().is_full
+        train.cache.resize("32MiB")
+        for index in range(40):
+            train[index]
+        assert train.cached == 40
+        assert not train.stats().is_full
+
+
+def test_evict_and_resize_do_what_they_say(path):
+    with cached(Large(20), path, capacity="32MiB") as train:
+        train.__getitems__([*range(20)])
+        assert train.cached == 20
+        wait_until(lambda: not train.cache.stats().leased_bytes, "the lease to end")
+        assert train.cache.evict("1MiB") >= 1 << 20
+        assert train.cached < 20
+        assert [item["y"] for item in train.__getitems__([*range(20)])] == [*range(20)]
+
+
+def test_a_share_turns_over_between_epochs(path):
+    with cached(Large(100), path, capacity="8MiB", replace=0.25) as train:
+        assert train.turn_over() == 0, "it is not full"
+        for index in range(100):
+            train[index]
+        before, cached_before = {*_there(train)}, train.cached
+        assert 12 <= train.turn_over() <= 18
+        for index in reversed(range(100)):
+            train[index]
+        assert abs(train.cached - cached_before) <= 2
+        assert 8 <= len({*_there(train)} - before) <= 18
+    with cached(Large(100), path, capacity="8MiB") as train:
+        assert train.turn_over() == 0, "nothing is to be replaced"
+
+
+def _there(train):
+    with train.cache.snapshot() as snapshot:
+        return snapshot.gather(range(len(snapshot)), ["_index"])["_index"].tolist()
+
+
+def test_an_item_larger_than_a_segment_is_made_each_time(path):
+    items = [{"text": "a" * length} for length in (10, 10, 3_000_000)]
+    with cached(Items(*items), path, capacity="4MiB") as train:
+        with pytest.warns(
+            RuntimeWarning, match="item 2 is not stored, but made each time: a row needs a segment"
+        ):
+            assert train[2] == items[2]
+        assert train[1] == items[1]
+        assert train.cached == 2
+
+
+def test_fill_makes_what_is_missing(path, log, capsys):
+    with cached(Numbers(50, log), path, capacity="16MiB") as train:
+        train[7]
+        assert train.fill(workers=2, progress=True) == 50
+        assert train.fill(workers=0) == 50
+        epoch(train)
+    assert made(log) == Counter(range(50))
+    assert "48/48" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fill_ends_where_no_more_fits(path, log, workers):
+    with cached(Large(200, log), path, capacity="8MiB") as train:
+        assert 40 <= train.fill(workers) < 64
+    assert sum(made(log).values()) < 130
+
+
+# where it lies
+
+
+def test_what_was_published_is_there_again(path, log):
+    with cached(Numbers(30, log), path, capacity="16MiB") as train:
+        epoch(train)
+    log.unlink()
+    with cached(Numbers(30, log), path, capacity="16MiB") as train:
+        assert train.cached == 30
+        epoch(train)
+    assert made(log) == {0: 1}, "the first item shows the columns"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "says"),
+    [
+        (
+            Numbers(30),
+            {"version": "b"},
+            "holds 30 items of version 'a', and this dataset has 30 items of version 'b'",
+        ),
+        (
+            Numbers(31),
+            {"version": "a"},
+            "holds 30 items of version 'a', and this dataset has 31 items of version 'a'",
+        ),
+        (Items(*range(30)), {"version": "a"}, "holds items of other columns"),
+    ],
+)
+def test_another_dataset_is_refused(path, dataset, options, says):
+    cached(Numbers(30), path, capacity="16MiB", version="a").close()
+    before = sorted((file, file.stat().st_mtime) for file in path.rglob("*"))
+    with pytest.raises(ac.CacheFormatError, match=says):
+        cached(dataset, path, capacity="32MiB", **options)
+    assert sorted((file, file.stat().st_mtime) for file in path.rglob("*")) == before
+
+
+def test_a_rolling_cache_is_refused_and_a_datasets_cache_is_no_rolling_one(path, tmp_path):
+    ac.Cache.create(tmp_path / "rolling", {"x": ac.String()}, "100MiB", "1MiB")
+    with pytest.raises(ac.CacheFormatError, match="is a rolling cache"):
+        cached(Numbers(3), tmp_path / "rolling", capacity="100MiB")
+    cached(Numbers(3), path, capacity="100MiB").close()
+    assert json.loads((path / "cache.json").read_text())["version"] == 3
+    with pytest.raises(ac.SchemaError):
+        ac.Cache.create(path, {"x": ac.String()}, "100MiB", "1MiB", exist_ok=True)
+
+
+def test_another_capacity_resizes_it(path):
+    cached(Numbers(3), path, capacity="16MiB").close()
+    with cached(Numbers(3), path, capacity="32MiB") as train:
+        assert train.stats().capacity_bytes == 32 << 20
+
+
+def test_a_file_is_no_folder(path):
+    path.write_text("")
+    with pytest.raises(FileExistsError):
+        cached(Numbers(3), path, capacity="16MiB")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "says"),
+    [
+        (Stream(), {}, TypeError, "IterableDataset, whose items have no numbers: write a sampler"),
+        (3, {}, TypeError, "a length and items by index; got int"),
+        (Numbers(0), {}, ValueError, "empty"),
+        (Numbers(3), {"capacity": "1kB"}, ValueError, "capacity"),
+        (Numbers(3), {"capacity": "many"}, ValueError, "capacity"),
+        (Numbers(3), {"version": 3}, TypeError, "version must be a text"),
+        (Numbers(3), {"replace": 1}, ValueError, "replace=1 is a share"),
+        (Numbers(3), {"transform": 3}, TypeError, "transform"),
+        (Numbers(3), {"columns": ["z"]}, ValueError, "columns names 'z'"),
+        (Numbers(3), {"schema": {"z": ac.String()}}, ValueError, "schema names 'z'"),
+        (Numbers(3), {"schema": {"y": ac.String()}}, ac.SchemaError, "field 'y': expected str"),
+    ],
+)
+def test_a_wrong_argument_is_refused(path, dataset, options, error, says):
+    with pytest.raises(error, match=says):
+        cached(dataset, path, **{"capacity": "16MiB"} | options)
+    assert not path.exists()
+
+
+def test_a_cached_dataset_is_not_cached_again(path, tmp_path):
+    with (
+        cached(Numbers(3), path, capacity="16MiB") as train,
+        pytest.raises(TypeError, match="cached already"),
+    ):
+        cached(train, tmp_path / "other", capacity="16MiB")
+
+
+def test_a_closed_one_says_so(path):
+    train = cached(Numbers(3), path, capacity="16MiB")
+    train.close()
+    train.close()
+    with pytest.raises(ValueError, match=r"closed: make it again with arrowcache\.torch\.cached"):
+        train[0]
+
+
+def test_it_pickles_as_its_arguments(path):
+    with cached(Numbers(5), path, capacity="16MiB", transform=lambda item: item["y"]) as train:
+        train.__getitems__([*range(5)])
+        with pickle.loads(pickle.dumps(train)) as again:
+            assert isinstance(again, CachedDataset)
+            assert again.__getitems__([*range(5)]) == [*range(5)]
+
+
+# trouble
+
+
+def test_a_damaged_segment_is_made_again(path, log):
+    with cached(Numbers(30, log), path, capacity="16MiB") as train:
+        train.__getitems__([*range(30)])
+    flip_byte(segment_files(ac.Cache.open(path))[0], 4)
+    with pytest.warns(RuntimeWarning, match="quarantined"):
+        train = cached(Numbers(30, log), path, capacity="16MiB")
+    with train:
+        epoch(train)
+        assert train.cached == 30
+    assert made(log) == Counter([*range(30)] * 2)
+
+
+KILLED = """
+    import os, sys, time, torch
+    from torch.utils.data import DataLoader
+    from arrowcache.torch import cached
+    sys.path.insert(0, os.environ["TESTS_OF_CACHED"])
+    from test_torch_cached import Large, check
+
+    train = cached(Large(400, None, 0.0005), sys.argv[1], capacity="64MiB")
+    print("begun", flush=True)
+    for _ in range(1000):
+        for batch in DataLoader(train, 8, shuffle=True, num_workers=2):
+            numbers = batch["y"]
+            assert torch.equal(batch["x"], numbers.float()[:, None, None].expand(-1, 32, 1024))
+"""
+
+
+@pytest.mark.slow
+def test_kills_in_mid_epoch_lose_and_spoil_nothing_that_was_published(path, log, monkeypatch):
+    monkeypatch.setenv("TESTS_OF_CACHED", os.path.dirname(__file__))
+    before: set[int] = set()
+    for number in range(8):
+        with Script(KILLED, path) as script:
+            assert script.line() == "begun"
+            time.sleep(0.05 + 0.15 * number)
+            script.signal_group(signal.SIGKILL)
+        with cached(Large(400), path, capacity="64MiB") as train:
+            now = {*_there(train)}
+            assert before <= now
+            before = now
+            assert all(torch.equal(train[index]["x"], large(index)) for index in now)
+            assert ac.Cache.open(path).verify() == []
+    assert before
+
+
+def test_a_forked_child_has_a_reader_of_its_own(path, log):
+    with cached(Numbers(30, log), path, capacity="16MiB") as train:
+        train.__getitems__([*range(10)])
+        with in_child(lambda: check_all(train, range(20))):
+            pass
+        assert train.cached == 20
+    assert made(log) == Counter(range(20))
+
+
+SLOW = """
+    import sys, warnings
+    import torch
+    from arrowcache.torch import cached
+
+    class Large:
+        def __len__(self): return 40
+        def __getitem__(self, index): return torch.full((32, 1024), float(index))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train = cached(Large(), sys.argv[1], capacity="16MiB")
+        for _ in range(2):
+            for index in range(40):
+                assert (train[index] == index).all()
+        train.close()
+    print(train.__class__.__name__, *{str(each.message).partition(":")[0] for each in caught}, sep="|")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there", [False, True])
+def test_a_read_only_disk_leaves_a_slow_dataset_and_a_warning(path, there):
+    path.mkdir()
+    if there:
+        cached(Items(*map(large, range(40))), path, capacity="16MiB").close()
+    mount = f'mount --bind "{path}" "{path}" && mount -o remount,bind,ro "{path}" && exec "$@"'
+    with Script(SLOW, path, within=[*private_mounts(), "sh", "-c", mount, "sh"]) as script:
+        assert script.line() == "CachedDataset|items are made, and not stored"
+        assert script.end() == (0, "")
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_a_slow_dataset_and_a_warning(path):
+    path.mkdir()
+    with Script(SLOW, path / "cache", within=small_disk(path, "2m")) as script:
+        says = script.line().split("|")
+        assert says[0] == "CachedDataset"
+        assert "items are made, and not stored" in says
+        assert script.end() == (0, "")
+
+
+def test_a_folder_that_is_removed_leaves_a_slow_dataset_and_a_warning(path):
+    with cached(Numbers(30), path, capacity="16MiB") as train:
+        train.__getitems__([*range(20)])
+        train.__getitems__([*range(20)])
+        shutil.rmtree(path)
+        with pytest.warns(RuntimeWarning, match="items are made"):
+            assert [item["y"] for item in train.__getitems__([*range(30)])] == [*range(30)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            train.close()

@@ -1,0 +1,101 @@
+"""Places: which row of the cache an item is, however segments come and go."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import flip_byte, make_cache, segment_files
+
+import arrowcache as ac
+from arrowcache.read_through.places import Places
+
+SCHEMA = ac.Schema({"x": ac.Tensor("float64"), "_index": ac.Tensor("int64")})
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return make_cache(tmp_path / "cache", SCHEMA)
+
+
+@pytest.fixture
+def places(cache):
+    places = Places(cache.store, 100)
+    yield places
+    places.release()
+
+
+def publish(cache, *indices, of=0.0):
+    with cache.writer() as writer:
+        for index in indices:
+            writer.append(x=index + of, _index=index)
+
+
+def read(places, *indices):
+    """The items' values, None where they are missing."""
+    rows = places.rows_of(np.array(indices))
+    return [None if row < 0 else places.snapshot.gather([row])["x"][0] for row in rows.tolist()]
+
+
+def test_items_are_found_where_they_were_published(cache, places):
+    assert places.refresh()
+    assert read(places, 3, 4) == [None, None]
+    publish(cache, 5, 3)
+    assert read(places, 3) == [None], "until it looks again"
+    assert places.refresh()
+    assert read(places, 3, 4, 5) == [3, None, 5]
+    assert not places.refresh(), "nothing came"
+    publish(cache, 99, 0)
+    assert places.refresh()
+    assert read(places, 99, 5, 0, 1, 3) == [99, 5, 0, None, 3]
+    assert places.count == 4
+    assert places.missing.tolist() == sorted({*range(100)} - {0, 3, 5, 99})
+
+
+def test_of_two_copies_the_older_serves_and_the_other_one_once_it_has_left(cache, places):
+    publish(cache, 1, 2)
+    publish(cache, 2, 3, 2, of=0.5)
+    for _ in range(2):
+        places.refresh()
+        assert read(places, 1, 2, 3) == [1, 2, 3.5]
+        assert places.count == 3
+    places.release()
+    cache.evict(1)
+    assert places.refresh()
+    assert read(places, 1, 2, 3) == [None, 2.5, 3.5]
+    assert places.count == 2
+
+
+def test_a_copy_that_came_later_does_not_take_the_place(cache, places):
+    publish(cache, 2)
+    places.refresh()
+    publish(cache, 2, of=0.5)
+    places.refresh()
+    assert read(places, 2) == [2]
+
+
+def test_numbers_that_no_item_has_are_left_out(cache, places):
+    publish(cache, 100, -1, 7)
+    places.refresh()
+    assert places.count == 1
+    assert read(places, 7) == [7]
+
+
+def test_it_leases_until_it_is_released_and_knows_the_places_then(cache, places):
+    publish(cache, 1)
+    places.refresh()
+    assert cache.stats().leased_bytes
+    places.release()
+    places.release()
+    assert not cache.stats().leased_bytes
+    assert places.count == 1
+    assert places.refresh()
+    assert read(places, 1) == [1]
+
+
+def test_a_damaged_segment_is_left_out(cache, places):
+    publish(cache, 1)
+    publish(cache, 2)
+    flip_byte(segment_files(cache)[0], 4)
+    with pytest.warns(RuntimeWarning, match="quarantined"):
+        places.refresh()
+    assert read(places, 1, 2) == [None, 2]

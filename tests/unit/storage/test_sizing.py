@@ -1,0 +1,88 @@
+"""Which sizes fit together, to the last byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import arrowcache as ac
+from arrowcache.arrow.segment import encoded_bytes_bound, max_rows, row_bytes
+from arrowcache.storage.layout import PAGED_VERSION
+from arrowcache.storage.sizing import beyond_disk, require_capacity, require_pace, room_of_two, settings_of
+
+SCHEMA = ac.Schema({"x": ac.Tensor("uint8", (1000,))})
+WIDE = ac.Schema({name: ac.Tensor("float32", (64, 64)) for name in "ab"})
+TEXT = ac.Schema({"text": ac.String()})
+KIB, MIB = 1024, 1 << 20
+
+
+def sized(schema=SCHEMA, capacity=100 * MIB, segment_bytes=MIB, segment_rows=None, headroom=0.1):
+    return settings_of(schema, capacity, segment_bytes, segment_rows, headroom, True)
+
+
+@pytest.mark.parametrize(("schema", "paged"), [(SCHEMA, False), (WIDE, True)])
+def test_a_segment_holds_one_row_at_least(schema, paged):
+    one = encoded_bytes_bound(schema, 1, paged=paged)
+    settings = sized(schema, segment_bytes=one)
+    assert (settings.full_rows, settings.segment_bytes, settings.version == PAGED_VERSION) == (1, one, paged)
+    with pytest.raises(ValueError, match=r"a row needs a segment of .*raise segment_bytes"):
+        sized(schema, segment_bytes=one - 1)
+
+
+@pytest.mark.parametrize(("schema", "paged"), [(SCHEMA, False), (WIDE, True), (TEXT, False)])
+def test_as_many_rows_as_fit_or_fewer_make_a_full_segment(schema, paged):
+    most = max_rows(schema, MIB, paged=paged)
+    assert (sized(schema).full_rows, sized(schema).segment_bytes) == (most, MIB)
+    for rows in (most, 3):
+        bound = encoded_bytes_bound(schema, rows, paged=paged) if schema is not TEXT else MIB
+        settings = sized(schema, segment_rows=rows)
+        assert (settings.full_rows, settings.segment_bytes) == (rows, bound)
+    with pytest.raises(ValueError, match=f"or lower segment_rows to {most}"):
+        sized(schema, segment_rows=most + 1)
+
+
+@pytest.mark.parametrize("headroom", [0, 0.999, 0.0])
+def test_a_headroom_is_a_share(headroom):
+    assert sized(headroom=headroom).headroom == headroom
+
+
+@pytest.mark.parametrize("headroom", [1, -0.001, 1.5, None, "0.1"])
+def test_another_headroom_is_refused(headroom):
+    with pytest.raises(ValueError, match="0 <= headroom < 1"):
+        sized(headroom=headroom)
+
+
+@pytest.mark.parametrize(
+    ("segment_bytes", "least"), [(MIB, 4 * MIB), (8 * KIB, 2 * (8 + 64) * KIB + 64 * KIB)]
+)
+def test_the_capacity_holds_four_segments_and_room_for_two_writers(segment_bytes, least):
+    settings = replace(sized(), segment_bytes=segment_bytes, capacity_bytes=least)
+    assert room_of_two(segment_bytes) == 2 * (segment_bytes + 64 * KIB) + 64 * KIB
+    require_capacity(settings)
+    with pytest.raises(ValueError, match="raise capacity to"):
+        require_capacity(settings.with_capacity(least - 1))
+    with pytest.raises(ValueError, match="raise capacity to"):
+        sized(capacity=4 * MIB - 1)
+
+
+def test_the_capacity_holds_the_rows_that_a_pace_waits_for():
+    settings = sized()
+    rows = settings.capacity_bytes // row_bytes(SCHEMA)
+    for pace in (None, ac.Pace(), ac.Pace(min_rows=rows)):
+        require_pace(pace, settings)
+        require_capacity(replace(settings, pace=pace))
+    exact = settings.with_capacity(rows * row_bytes(SCHEMA))
+    require_pace(ac.Pace(min_rows=rows), exact)
+    for check in (
+        lambda pace: require_pace(pace, exact), lambda pace: require_capacity(replace(exact, pace=pace))
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"min_rows={rows + 1} take .*raise the capacity"):
+            check(ac.Pace(min_rows=rows + 1))
+    with pytest.raises(TypeError, match="pace must be"):
+        require_pace("fast", settings)
+
+
+def test_a_capacity_beyond_the_disk_is_told_by_what_it_has():
+    assert beyond_disk(100, 60, 40) == ""
+    assert "has 99 B for the cache (39 B free)" in beyond_disk(100, 60, 39)

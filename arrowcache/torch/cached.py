@@ -316,8 +316,8 @@ class CachedDataset(Shown, Dataset[Any]):
             workers: number of processes. 0 means this one.
             progress: show a bar. None shows one if stderr is a terminal.
         Blocks: until it is done, or the cache is full.
-        Returns: how many items are in the cache.
-        Raises: what the dataset inside raises.
+        Returns: the number of items in the cache.
+        Raises: the error of the dataset inside.
         """
         import tqdm
 

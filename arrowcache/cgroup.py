@@ -1,10 +1,9 @@
 """Control groups: the memory that the kernel lets this process have.
 
 A container, a batch job and a service each have a control group with a limit. Groups are nested like folders,
-and the kernel shows them as folders: each group around a process' own limits it too. /proc/<pid>/cgroup says
-names a process' groups, /proc/<pid>/mountinfo the folders that show groups. Both count from the process'
-cgroup
-namespace: "/.." is the group around the namespace's own, whose name is unknown inside.
+and the kernel shows them as folders: each group around a process' own limits it too. /proc/<pid>/cgroup has
+the names of a process' groups, /proc/<pid>/mountinfo the folders that show groups. Both count from the
+process' cgroup namespace: "/.." is the group around the namespace's own, whose name is unknown inside.
 
 There are two versions, and a machine may have both at a time: a version 1 hierarchy for memory, version 2
 for all. Standard library only.

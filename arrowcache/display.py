@@ -232,6 +232,8 @@ class Bar:
 
 
 class Mark(NamedTuple):
+    """One segment, as a timeline shows it."""
+
     seq: int
     rows: int
     nbytes: int

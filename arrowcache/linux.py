@@ -23,6 +23,7 @@ import signal
 import struct
 import sys
 
+PAGE_BYTES = mmap.PAGESIZE  # of memory
 MAP_FIXED, MAP_NORESERVE = 0x10, getattr(mmap, "MAP_NORESERVE", 0x4000)
 MADV_POPULATE_READ = 22  # Linux 5.14
 SHARED, EXCLUSIVE, UNLOCKED = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
@@ -189,7 +190,7 @@ def advise(address: int, nbytes: int, advice: int, *, keep_gil: bool = True) -> 
 
 def are_in_memory(address: int, nbytes: int) -> bool:
     """True if mapped pages are in memory, from an address at a page on, or if this is unknown."""
-    pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+    pages = ctypes.create_string_buffer(-(-nbytes // PAGE_BYTES))
     return bool(_quick.mincore(address, nbytes, pages)) or all(page & 1 for page in pages.raw)
 
 

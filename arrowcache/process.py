@@ -236,6 +236,7 @@ class WorkerProcess:
         self._process.returncode = 0  # suppresses a warning
 
     def how_it_ended(self) -> str:
+        """Return the end of the process in words, for messages."""
         code = self._process.returncode
         if code is None:
             return "was killed and does not end"

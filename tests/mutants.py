@@ -43,14 +43,14 @@ FILES += sorted(f"storage/{path.name}" for path in ROOT.glob("arrowcache/storage
 FORKS = "../fork/test_inherited.py"
 TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
     "storage/cache_lock.py": "storage/test_store.py",
-    "storage/counters.py": "reading/test_panel.py reading/test_stats.py",
+    "storage/counters.py": "reading/test_counter_page.py reading/test_stats.py",
     "storage/folder.py": "storage/test_folder.py storage/test_store.py",
     "storage/layout.py": "storage/test_layout.py storage/test_usage.py storage/test_recovery.py "
     "storage/test_dataset.py",
     "storage/lease.py": f"storage/test_lease.py storage/test_store.py {FORKS}",
     "storage/locks.py": f"storage/test_locks.py {FORKS}",
     "storage/mapping.py": f"storage/test_mapping.py reading/test_unreadable.py {FORKS}",
-    "storage/page.py": f"storage/test_progress.py reading/test_panel.py {FORKS}",
+    "storage/page.py": f"storage/test_progress.py reading/test_counter_page.py {FORKS}",
     "storage/progress.py": f"storage/test_progress.py {FORKS}",
     "storage/recovery.py": "storage/test_recovery.py test_cache.py",
     "storage/sizing.py": "storage/test_sizing.py test_cache.py storage/test_store.py",

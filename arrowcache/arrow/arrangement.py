@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from arrowcache.arrow.schema import Binary, FixedType, Ragged, Schema, String
 
-PAGE_BYTES = 4096
+FILE_PAGE_BYTES = 4096  # of a paged file, on machines of larger pages, too
 CACHE_LINE_BYTES = 64  # and more than any Arrow writer pads a buffer
 _LEAST_COMMON_BYTES = 512
 _WORD_BYTES = 8  # Arrow's own alignment
@@ -29,30 +29,33 @@ Span = tuple[int, int]
 
 
 def needs_gaps(schema: Schema) -> bool:
-    """True if a packed file would not begin every wide column at a page: there are several."""
+    """True if a packed file would begin some wide column off a page: it has several wide columns."""
     widest, _ = widest_column(schema)
     return any(_is_wide(kind) for number, kind in enumerate(schema.fixed.values()) if number != widest)
 
 
 def widest_column(schema: Schema) -> tuple[int, int]:
-    """(physical number, bytes of a row) of the fixed-width column with the largest rows; -1: none."""
+    """Return (physical number, bytes of a row) of the fixed-width column with the largest rows.
+
+    The number is -1 if no column has a fixed width.
+    """
     widths = [kind.row_bytes for kind in schema.fixed.values()]
     return (widths.index(max(widths)), max(widths)) if widths else (-1, 1)
 
 
 def packed_alignment(width: int) -> int:
-    """Of which number the values of the widest column begin at a multiple in a packed file."""
-    return max(CACHE_LINE_BYTES, math.gcd(PAGE_BYTES, width)) if width > _WORD_BYTES else _WORD_BYTES
+    """Return the alignment in bytes of the widest column's values in a packed file."""
+    return max(CACHE_LINE_BYTES, math.gcd(FILE_PAGE_BYTES, width)) if width > _WORD_BYTES else _WORD_BYTES
 
 
 def paged_alignments(schema: Schema) -> list[int]:
-    """Of which number the values of each column begin at a multiple in a paged file, in physical order."""
-    fixed = [PAGE_BYTES if _is_wide(kind) else _WORD_BYTES for kind in schema.fixed.values()]
+    """Return the alignment in bytes of each column's values in a paged file, in physical order."""
+    fixed = [FILE_PAGE_BYTES if _is_wide(kind) else _WORD_BYTES for kind in schema.fixed.values()]
     return fixed + [_WORD_BYTES] * len(schema.variable)
 
 
 def paged_buffers(schema: Schema) -> list[int]:
-    """The same of each of Arrow's buffers, validity and offsets included."""
+    """Return the alignment in bytes of each of Arrow's buffers, validity and offsets included."""
     alignments = []
     kinds = [*schema.fixed.values(), *schema.variable.values()]
     for kind, alignment in zip(kinds, paged_alignments(schema), strict=True):
@@ -70,13 +73,13 @@ def is_packed(columns: Sequence[Sequence[Span]], stop: int) -> bool:
     """True if buffers follow one another without a gap, the last one up to `stop`.
 
     Args:
-        columns: the buffers of each, its values last, in physical order. Those of no bytes are nowhere.
+        columns: the buffers of each column, its values last, in physical order. Empty buffers are ignored.
     """
     return _follow(((*span, _WORD_BYTES) for spans in columns for span in spans), stop)
 
 
 def is_paged(schema: Schema, columns: Sequence[Sequence[Span]], stop: int) -> bool:
-    """True if they do so with the gaps of a paged file, and no others."""
+    """True if buffers follow one another with the gaps of a paged file, and no others."""
     alignments = zip(columns, paged_alignments(schema), strict=True)
     return _follow(
         (
@@ -90,7 +93,7 @@ def is_paged(schema: Schema, columns: Sequence[Sequence[Span]], stop: int) -> bo
 
 def _is_wide(kind: FixedType) -> bool:
     width = kind.row_bytes
-    return width >= PAGE_BYTES and math.gcd(PAGE_BYTES, width) >= _LEAST_COMMON_BYTES
+    return width >= FILE_PAGE_BYTES and math.gcd(FILE_PAGE_BYTES, width) >= _LEAST_COMMON_BYTES
 
 
 def _follow(spans: Iterable[tuple[int, int, int]], stop: int) -> bool:

@@ -86,6 +86,7 @@ DTYPES = tuple(_BY_NAME)
 
 
 def dtype_of(name: str) -> Dtype:
+    """Return a dtype by its name. Raises: KeyError."""
     return _BY_NAME[name]
 
 

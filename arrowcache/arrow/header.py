@@ -26,9 +26,9 @@ _BUFFER = "<qq"  # where a buffer begins in the body, its bytes
 
 
 def footer_start(file: memoryview) -> int:
-    """At which byte of a file its footer begins.
+    """Return the byte of a file at which its footer begins.
 
-    Raises: ValueError: a footer that is not in the file.
+    Raises: ValueError: the footer would lie outside the file.
     """
     start = len(file) - _TRAILER_BYTES - _read("<i", file, len(file) - _TRAILER_BYTES)
     if not 0 <= start < len(file) - _TRAILER_BYTES:
@@ -97,9 +97,9 @@ def spread(pieces: Sequence[memoryview], alignments: Sequence[int]) -> list[memo
     """Put gaps of zeros between the buffers of a file's only record batch.
 
     Args:
-        pieces: the file as Arrow wrote it, in pieces of bytes, which are referred to.
-        alignments: of each buffer, validity bitmaps included: of which number it begins at a multiple in the
-            file. A multiple of 8. An empty buffer stays behind the one before it.
+        pieces: the file as Arrow wrote it, in pieces of bytes. The result refers to them.
+        alignments: of each buffer, in bytes, validity bitmaps included. Multiples of 8. An empty buffer stays
+            behind the one before it.
     """
     nbytes = sum(piece.nbytes for piece in pieces)
     trailer = b"".join(_cut(pieces, nbytes - _TRAILER_BYTES)[1])

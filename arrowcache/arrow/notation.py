@@ -49,6 +49,7 @@ def type_name(kind: FieldType) -> str:
 
 
 def format_schema(schema: Schema) -> str:
+    """Return the columns and types of a schema on one line."""
     return ", ".join(f"{_format_name(name)}: {type_name(kind)}" for name, kind in schema.items())
 
 
@@ -57,7 +58,7 @@ def _format_name(name: str) -> str:
 
 
 def difference(one: Schema, other: Schema) -> str:
-    """In which fields a schema differs from another, in a sentence's end: "label is int64, not int8"."""
+    """Return the fields in which two schemas differ, as a sentence's end: "label is int64, not int8"."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     if not names:
         return f"its fields are in the order {', '.join(one)}, not {', '.join(other)}"
@@ -184,7 +185,7 @@ def _unknown(word: str, is_ragged: bool) -> str:
 
 
 def _place(text: str, at: int) -> str:
-    """For messages: where a character is, and what is there."""
+    """Return the place and the text of a character, for messages."""
     if at >= len(text):
         return f"its end, after {_shown(text.rstrip()[-_SHOWN:])}" if text.strip() else "its end"
     line = text.count("\n", 0, at)

@@ -303,7 +303,7 @@ class Schema(Shown, Mapping[str, FieldType]):
 
 
 def _without_names(sample: object) -> str:
-    """Why a sample that is no dict has no schema, with the types of its values, and the way out."""
+    """Return the message for a sample that is no dict, with the types of its values, and the way out."""
     from arrowcache.arrow.convert import infer_type
 
     what, given = type(sample).__name__, [sample]

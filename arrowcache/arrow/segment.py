@@ -82,6 +82,7 @@ class Form(NamedTuple):
     paged: bool = False
 
     def encode(self, columns: Mapping[str, Column]) -> EncodedSegment:
+        """Return a segment file of columns in this form. Raises: as `encode`."""
         return encode(self.schema, columns, paged=self.paged)
 
 
@@ -259,7 +260,7 @@ def _write(
 
 
 def _start_of(pieces: list[memoryview], buffer: pa.Buffer) -> int:
-    """At which byte of the file a column's buffer lies."""
+    """Return the byte of the file at which a column's buffer begins."""
     position = 0
     for piece in pieces:
         if np.frombuffer(piece, np.uint8).ctypes.data == buffer.address:

@@ -75,7 +75,7 @@ def _open_closed_streams() -> None:
 
 
 def _write_nowhere(stream: TextIO) -> None:
-    """Have what is still to be written vanish, or the interpreter would fail as it flushes: exit code 120."""
+    """Discard unwritten output: the interpreter would fail to flush it, with exit code 120."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -21,7 +21,7 @@ from arrowcache.storage.layout import WAIT, SegmentInfo
 from arrowcache.storage.locks import Holder, file_identity, flock_holders, range_holders
 from arrowcache.storage.overview import CacheStats
 from arrowcache.storage.page import seen_pages
-from arrowcache.storage.processes import OpenFile, command, open_files, started
+from arrowcache.storage.proc import OpenFile, command, open_files, started
 from arrowcache.storage.progress import PROGRESS, State, seen_samplers
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.store import Store

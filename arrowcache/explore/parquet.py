@@ -25,9 +25,9 @@ from arrowcache.arrow.segment import row_bytes
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
 from arrowcache.explore.walk import AnyCache, progress_bar
+from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.layout import CACHE_JSON, SegmentInfo, Settings
-from arrowcache.storage.origin import fingerprint
 from arrowcache.storage.recovery import is_free, new_folders, remove_unused, store_of
 from arrowcache.storage.sizing import settings_of
 from arrowcache.storage.store import Store

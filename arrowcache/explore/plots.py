@@ -26,8 +26,8 @@ from arrowcache.explore.numbers import bfloat16_values
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import LoaderStats
 from arrowcache.reading.values import Values
+from arrowcache.storage.file_rows import sampler_of
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.origin import sampler_of
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.store import Store
 from arrowcache.units import parse_count

@@ -94,7 +94,7 @@ static int64_t pieces_of_row(const engine_job *job)
     return count;
 }
 
-/* The first to tell has its row told. Returns: whether this one is. */
+/* Note a row in `*what`, if it is the first. Returns: true: it is. */
 static bool note(int64_t *what, int64_t index)
 {
     int64_t none = 0;
@@ -181,7 +181,7 @@ static void copy_bytes(const engine_job *job, int64_t from, int64_t to)
 
 /* Values. */
 
-/* Where offsets say that values are, in bytes of their file. Returns: false: out of it. */
+/* Find the values that offsets point to, in bytes of their file. Returns: false: they would lie outside it. */
 static bool are_within(const engine_segment *segment, const engine_column *column, const int32_t ends[2],
                        int64_t *start, int64_t *nbytes)
 {
@@ -219,7 +219,7 @@ static void find_values(engine_job *job, int64_t first, int64_t last)
     }
 }
 
-/* What is not in memory is asked for, all of it before any is waited for. */
+/* Asks the disk for all lengths that are not in memory before it waits for any. */
 static int64_t read_lengths(engine_job *job, reader *file, int64_t first, int64_t last)
 {
     int64_t buffer = job->columns[0].buffer, missed = 0;
@@ -282,8 +282,8 @@ static void copy_values(const engine_job *job, int64_t from, int64_t to)
 
 /* Reading. */
 
-/* One piece of one row, as an ask or a read; `got`: NULL, or where it is said to be copied. Returns: whether it was
-   not in memory. */
+/* Ask for or read one piece of one row. `got`: NULL, or set to 1 if the piece is copied. Returns: true: it was not in
+   memory. */
 static bool get(engine_job *job, reader *file, int64_t index, const engine_segment *segment, int64_t at, uint8_t *out,
                 int64_t nbytes, uint8_t *got)
 {
@@ -431,7 +431,7 @@ static void copy_chunk(engine_job *job, int64_t start, int64_t stop)
         copy_bytes(job, start, least(stop, job->count * bytes_of_row(job)));
 }
 
-/* Returns: how many pieces were not in memory. */
+/* Returns: the number of pieces that were not in memory. */
 static int64_t read_chunk(engine_job *job, int64_t start, int64_t stop)
 {
     reader file = {0};

@@ -12,7 +12,7 @@ int64_t chunks_prepare(engine_job *);
 /* Do a chunk of a job; no two threads do the same one. */
 void chunks_run(engine_job *, int64_t chunk);
 
-/* What is done once, when all chunks are. Idempotent: a waiter that was interrupted may come again. */
+/* End a job, all of whose chunks are done. Idempotent: a waiter that was interrupted may come again. */
 void chunks_finish(engine_job *);
 
 #endif

@@ -110,7 +110,7 @@ PUBLIC engine *engine_new(void)
     return self;
 }
 
-/* Join the threads that have ended; under the lock, which they do not need any more. Returns: how many are left. */
+/* Join the threads that have ended; under the lock, which they do not need any more. Returns: the number that is left. */
 static int64_t join_ended(engine *self)
 {
     int64_t kept = 0;
@@ -176,7 +176,7 @@ PUBLIC int64_t engine_copy(engine_job *job)
     return bad;
 }
 
-/* Whether a job tells the disk what to read, or finds out what that is. */
+/* Returns: true: a job asks the disk for bytes, or finds the bytes to ask for. */
 static bool asks(const engine_job *job)
 {
     return job->way == ENGINE_ASK || job->way == ENGINE_FETCH || (job->way == ENGINE_READ && job->kind == ENGINE_LENGTHS);
@@ -217,7 +217,7 @@ static bool do_chunk(engine *self, engine_job *job)
     return true;
 }
 
-/* Whether a waiter is to leave a job to the threads: it sleeps better than it reads, since Ctrl-C ends a sleep. */
+/* Returns: true: a waiter leaves a job to the threads. Ctrl-C ends its sleep, and would not end its read. */
 static bool is_theirs(engine *self, const engine_job *job)
 {
     pthread_mutex_lock(&self->lock);

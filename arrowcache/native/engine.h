@@ -79,7 +79,7 @@ enum { ENGINE_COPY, ENGINE_ASK, ENGINE_READ, ENGINE_FETCH };
 #define ENGINE_PIECE_BYTES (128 << 10) /* of a row's column or a value, read by one call, but for its end; a disk is
                                           asked for no more at a time */
 
-/* What to do. The caller fills all but the last part in, with zeros there. */
+/* A job. The caller fills in all but the last part, which it sets to zeros. */
 typedef struct engine_job {
     int64_t kind;
     int64_t way;
@@ -114,11 +114,11 @@ int64_t engine_version(void);
 /* An engine without threads; NULL: no memory. It is never freed: who waits for it may still look at it. */
 engine *engine_new(void);
 
-/* Have `count` threads, at least; ends an `engine_stop` that still waits. Returns: how many there are; fewer where the
+/* Have `count` threads, at least; ends an `engine_stop` that still waits. Returns: their number; fewer where the
    system refuses more. */
 int64_t engine_start(engine *, int64_t count);
 
-/* End the threads; jobs that they have not begun stay queued. Returns: how many still ran after `nanoseconds`. */
+/* End the threads; jobs that they have not begun stay queued. Returns: the number that still ran after `nanoseconds`. */
 int64_t engine_stop(engine *, int64_t nanoseconds);
 
 /* Check a job and queue it: what the disk is asked for comes before what is copied or waited for. Returns: -1: it is

@@ -87,7 +87,7 @@ class CopiedColumns:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A row that could not be read: its index among the job's, and errno; 0: its file ends before it."""
+    """A row that could not be read: its index among the job's, and errno, or 0 if its file ends before it."""
 
     index: int
     error: int
@@ -426,14 +426,14 @@ def fetch_rows(
     columns: CopiedColumns | Sequence[tuple[int, int, int]],
     keep: object = None,
 ) -> Job:
-    """Have the disk begin to read rows first..last-1; returns at once. Rows out of range are left out."""
+    """Ask the disk for rows first..last-1. Returns at once. Rows out of range are left out."""
     return Job(_FIXED, _FETCH, rows, np.array([first, last], np.int64), _table(columns), keep)
 
 
 def fetch_values(
     rows: SegmentRows, first: int, last: int, buffer: int, element_bytes: int, keep: object = None
 ) -> Job:
-    """As `fetch_rows`, the values of a variable-length column, which is named as in `find_values`."""
+    """Do as `fetch_rows` for the values of a variable-length column, which is named as in `find_values`."""
     column = CopiedColumns([CopiedColumn(buffer, element_bytes)])
     return Job(_LENGTHS, _FETCH, rows, np.array([first, last], np.int64), column, keep)
 

@@ -68,7 +68,7 @@ void file_end(reader *self)
 
 bool file_opens(reader *self, const engine_segment *segment) { return file_of(self, segment) >= 0; }
 
-/* Whether mapped pages are in memory: for files that can't be asked otherwise. */
+/* Returns: true: mapped pages are in memory. For files that can't be asked otherwise. */
 static bool is_resident(const engine_segment *segment, int64_t at, int64_t nbytes)
 {
     int64_t page = page_bytes(), start = (int64_t)segment->base + at, end = start + nbytes;

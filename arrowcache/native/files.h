@@ -18,7 +18,7 @@ typedef struct {
     } files[16]; /* a segment has one place, by its address */
 } reader;
 
-/* Whether a file can be read by itself, and not from its map alone. */
+/* Returns: true: a file can be read by itself; false: from its map alone. */
 bool file_opens(reader *, const engine_segment *);
 
 /* Copy bytes of a file if they are in memory. Returns: 1: they are copied; 0: not. Never waits for the disk. */

@@ -55,12 +55,12 @@ int64_t maps_open(maps_file *, int64_t limit, int64_t most);
 /* Open files, one after another, map those of a kind, as `maps_open`, and close them all. None is open or mapped before.
    `waits`: for the disk; else it stops at a file that is not in memory.
    `alike`: for each file 1, or 0: it is of another kind, or cannot be opened or read; it is not mapped then.
-   Returns: how many files it has done. */
+   Returns: the number of files that it has done. */
 int64_t maps_open_alike(maps_file *const *, int64_t count, const maps_kind *, int64_t most, int64_t waits,
                         uint8_t *alike);
 
-/* Whether a file that is open is of a kind; 0 also where it cannot be read. `waits`: for the disk; else MAPS_WAITS where
-   it would. */
+/* Compare an open file to a kind. Returns: 1: it is of the kind; 0: it is not, or cannot be read; MAPS_WAITS: it is not
+   in memory, and `waits`, for the disk, is 0. */
 int64_t maps_is_alike(const maps_file *, const maps_kind *, int64_t waits);
 
 /* Map a file that is open, however many are mapped. Returns: 0, or the error's number. */
@@ -73,7 +73,7 @@ void maps_close(maps_file *);
    else the number of the error at one that is not. */
 int64_t maps_unmap(maps_file *const *, int64_t count);
 
-/* How many files are mapped. */
+/* Returns: the number of mapped files. */
 int64_t maps_count(void);
 
 /* In a forked child: none is mapped. */

@@ -176,6 +176,7 @@ def unmap(files: Sequence[File], touched_bytes: int | None = None) -> None:
 
 
 def count() -> int:
+    """Return the number of mapped files."""
     return int(quick.maps_count())
 
 

@@ -36,7 +36,7 @@ typedef struct {
     const order_stage *stages; /* one after another */
     int64_t stage_count;
 
-    /* Where run_rows > 0, whole runs of so many places are shuffled in place of single ones; places after the last
+    /* If run_rows > 0, whole runs of so many places are shuffled in place of single ones; places after the last
        whole run stay. Then each place is moved to a row by a step function. */
     int64_t run_rows;
     int64_t steps;

@@ -90,6 +90,7 @@ class SegmentRows:
         return bool(self._is_known.all())
 
     def knows(self, segment: int) -> bool:
+        """True if a segment was put, by its number."""
         return bool(self._is_known[segment])
 
     def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ class _WorkerState(NamedTuple):
     builder: SegmentBuilder
 
 
-_kept: _WorkerState | None = None  # one a process: Ray runs tasks one after another in it
+_state: _WorkerState | None = None  # one a process: Ray runs tasks one after another in it
 
 
 def draw_segment(task: Task, form: Form, sampler: bytes) -> tuple[Done, NDArray[np.uint8] | None]:
@@ -44,18 +44,18 @@ def draw_segment(task: Task, form: Form, sampler: bytes) -> tuple[Done, NDArray[
 
 
 def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], int, bool]:
-    global _kept
+    global _state
     key = (task.digest, form)
-    if _kept is None or _kept.key != key:
-        _kept = _WorkerState(key, unpickled(sampler), SegmentBuilder(form))
+    if _state is None or _state.key != key:
+        _state = _WorkerState(key, unpickled(sampler), SegmentBuilder(form))
     is_part = False
     try:
-        draw(_kept.sampler, task, _kept.builder, _never)
+        draw(_state.sampler, task, _state.builder, _never)
     except KeyboardInterrupt:  # Ray ends a task from outside so
         is_part = True
-        if not _kept.builder.rows:
+        if not _state.builder.rows:
             raise
-    encoded = _kept.builder.encode()
+    encoded = _state.builder.encode()
     file: NDArray[np.uint8] = np.empty(encoded.nbytes, np.uint8)
     start = 0
     for piece in encoded.pieces:

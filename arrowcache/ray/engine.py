@@ -193,7 +193,7 @@ class RayEngine:
         return range(first, self._least)
 
     def _claim(self, node: str, count: int, least: int) -> int | None:
-        """Have a node claim numbers. Returns: the first, or None: the node was lost."""
+        """Claim numbers on a node. Returns: the first, or None if the node was lost."""
         first: int | None = self._answer(node, "claim", self._pool, count, least)
         return first
 

@@ -42,10 +42,12 @@ class Future(Generic[T]):
         return True
 
     def set_result(self, result: T) -> None:
+        """End the future with a result."""
         self._result = result
         self._end()
 
     def set_exception(self, error: BaseException) -> None:
+        """End the future with an error, which `result` raises."""
         self._error = error
         self._end()
 
@@ -55,6 +57,7 @@ class Future(Generic[T]):
             self._pending.release()
 
     def done(self) -> bool:
+        """True if the future has ended. Never blocks."""
         return self._is_done
 
     def wait(self, seconds: float) -> bool:

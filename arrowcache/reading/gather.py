@@ -137,7 +137,7 @@ class Gatherer:
         return gather
 
     def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Gather:
-        """Have the disk begin to read columns of rows first..last-1: a hint, which ends if it is dropped."""
+        """Ask the disk for columns of rows first..last-1: a hint, which ends if it is dropped."""
         fetch = Gather()
         if columns := self._columns(dict.fromkeys(names, 0)):
             fetch.add(engine.fetch_rows(self._rows, first, last, columns, keep))
@@ -264,9 +264,11 @@ class ValuesGather:
 
     @property
     def refused(self) -> int:
+        """Index of an id that is out of range, or -1."""
         return self.found.refused
 
     def go_on(self) -> None:
+        """Begin to copy the values, if they are found."""
         found = self.found
         if self._copy is not None:
             self._copy.go_on()
@@ -274,6 +276,7 @@ class ValuesGather:
             self._begin_copy()
 
     def take(self, seconds: float) -> bool:
+        """Wait for the values. Returns: True: the column is complete."""
         if self._copy is None and not self._is_over:
             if not self.found.take(seconds):
                 return False
@@ -298,11 +301,13 @@ class ValuesGather:
             self._copy = engine.copy_values(self.found, self._data)
 
     def cancel(self, seconds: float | None = None) -> bool:
+        """Cancel both of its jobs. Returns: True: no thread touches the column any more."""
         self._is_over = True  # first: its offsets may be half found
         return (self._copy is None or self._copy.cancel(seconds)) & self.found.cancel(seconds)
 
     @property
     def missed(self) -> int:
+        """Rows, or pages of them, that were not in memory."""
         return self.found.missed + (0 if self._copy is None else self._copy.missed)
 
     @property
@@ -310,6 +315,7 @@ class ValuesGather:
         return self.found.failure or (None if self._copy is None else self._copy.failure)
 
     def column(self) -> ColumnData:
+        """Return the column. It has ended."""
         kind, ends = self._kind, self.found.offsets
         if not isinstance(kind, Ragged):
             return to_column(kind, Values(self._data, ends))

@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from arrowcache import linux
 from arrowcache.arrow.schema import Schema
 from arrowcache.lifetimes import forgets_in_child
+from arrowcache.linux import PAGE_BYTES
 from arrowcache.units import format_bytes
 
 if TYPE_CHECKING:
     from typing import Self
 
-PAGE_BYTES = mmap.PAGESIZE
 _MOST_BYTES, _LEAST_BYTES = 1 << 40, 1 << 28  # of addresses, not of memory
 
 

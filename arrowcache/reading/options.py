@@ -148,6 +148,7 @@ class LoaderOptions:
         return {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
 
     def step_rows(self, world_size: int) -> int:
+        """Return the rows of one step of all ranks together."""
         return self.batch_size * world_size
 
     def needed_rows(self, world_size: int) -> int:

@@ -192,7 +192,7 @@ class ResumedOrder(Order):
     """The order of a plan over its segments that are still present.
 
     Rows of missing segments are skipped, and the remaining rows are cut into full steps anew, so that all
-    ranks have the same number. Every whole pass has the same number of present rows. A pass is walked in
+    ranks have the same number. Every whole pass has the same number of present rows. A pass is taken in
     chunks, when it is reached. Padding repeats the first rows.
     """
 
@@ -245,9 +245,9 @@ class ResumedOrder(Order):
         return ids[place - before[index] :], positions[place - before[index] :]
 
     def _stream(self, first: int, last: int) -> NDArray[np.int64]:
-        return self._walk(first, last)[0]
+        return self._stream_and_positions(first, last)[0]
 
-    def _walk(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _stream_and_positions(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return rows first..last-1 of the remaining stream, as of `_stream`, and their positions."""
         ids, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         while first < last:
@@ -271,7 +271,7 @@ class ResumedOrder(Order):
         return range(int(before[start]), int(before[stop]))
 
     def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
-        return self._walk(first, last)[1] // self._pass_rows * self._present.rows
+        return self._stream_and_positions(first, last)[1] // self._pass_rows * self._present.rows
 
     def _in_use(self, position: int) -> range:
         number, span = self._planned.pass_span(position)

@@ -60,10 +60,11 @@ class Parking:
         self._said.put(_STAY)
 
     def park(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot for the next epoch, for a second after this one ended."""
         self._leave(snapshot, _PARK)
 
     def leave(self, snapshot: Snapshot) -> None:
-        """Have the thread close a snapshot: unmapping evicted files takes the disk's time.
+        """Let the thread close a snapshot: unmapping evicted files takes the disk's time.
 
         The last one is closed here if the thread has not: there are never more than two.
         """
@@ -126,7 +127,7 @@ class Parking:
                 seconds = _PARKED_SECONDS if said is _PARK else None
 
     def _let_go(self) -> float | None:
-        """Release all after the second. Returns: seconds to the next look; None: wait for an epoch's end."""
+        """Release all after the second. Returns: seconds to the next look. None means none is due."""
         try:
             self.drop()
             return _LOOK_SECONDS if self._settle() else None

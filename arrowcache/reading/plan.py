@@ -70,9 +70,11 @@ class Plan:
         return Sequential(self.rows)
 
     def at(self, position: int) -> Plan:
+        """Return the plan from a position on."""
         return replace(self, position=position)
 
     def includes(self, segment: SegmentInfo) -> bool:
+        """True if the planned epoch reads this segment, with so many rows."""
         index = int(self.seqs.searchsorted(segment.seq))
         return index < len(self.seqs) and self.seqs[index] == segment.seq and self.rows[index] == segment.rows
 

@@ -127,6 +127,7 @@ class Slots:
         self._lock = threading.Lock()
 
     def lend(self, rows: int) -> Slot:
+        """Lend a slot for so many rows. Its buffers are allocated if none is free. Thread-safe."""
         owned: list[tuple[_SlotColumn, Any]] = []
         addresses: dict[str, int] = {}
         with self._lock:

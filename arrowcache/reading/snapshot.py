@@ -276,7 +276,7 @@ class Snapshot(Shown, Closable):
         return self.nbytes > memory_bytes() * _MEMORY_SHARE
 
     def fetch(self, first: int, last: int, names: Sequence[str]) -> Gather:
-        """Have the disk begin to read columns of rows first..last-1, before they are asked for.
+        """Ask the disk for columns of rows first..last-1, before they are gathered.
 
         A hint, which ends when it is dropped; the snapshot stays open until then. Rows of segments that were
         not checked yet are left out.
@@ -424,7 +424,7 @@ class Snapshot(Shown, Closable):
     def map_all(self) -> int:
         """Map every segment now; damaged ones are quarantined and leave the snapshot.
 
-        Returns: how many rows remain.
+        Returns: the number of rows that remain.
         """
         with _Reader(self):
             damaged: list[int] = []

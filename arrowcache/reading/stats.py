@@ -4,7 +4,7 @@
 user. Adding is a few additions under a lock that is never held for longer, so counting is always on. The
 kernel is asked for memory only when the user asks. A stage is noted when it begins, one entry a thread, and
 counts up to the moment of the question: a transform that hangs is seen while it hangs. Counts are shown on
-the loader's panel, for other processes: each batch at once; seconds when something is counted, at most ten
+the loader's page, for other processes: each batch at once; seconds when something is counted, at most ten
 times a second, and now and then while the consumer waits.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from arrowcache.display import Bar, Card, Facts, Part, Shown
 from arrowcache.lifetimes import forgets_in_child
-from arrowcache.reading.memory import PAGE_BYTES
+from arrowcache.linux import PAGE_BYTES
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -196,35 +196,36 @@ class Meter:
         self._stages: dict[int, tuple[str, float]] = {}
         self._waits: dict[int, float] = {}
         self._runs: dict[object, float] = {}
-        # The next update of the panel. During a wait each change is shown, until a batch is delivered.
-        self._panel: CounterPage | None = None
+        # The next update of the page. During a wait each change is shown, until a batch is delivered.
+        self._page: CounterPage | None = None
         self._elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
         self._due, self._shows_a_wait = math.inf, False
         forgets_in_child(self)
 
     def show_on(
-        self, panel: CounterPage | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
+        self, page: CounterPage | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
     ) -> None:
-        """Show the counts on a panel from now on, or on none. Closes the panel before it.
+        """Show the counts on a page from now on, or on none. Closes the page before it.
 
         Args:
             elsewhere: returns the stages in progress in other processes, as `stats` takes them.
         """
         with self._lock:
-            before, self._panel, self._elsewhere = self._panel, panel, elsewhere
+            before, self._page, self._elsewhere = self._page, page, elsewhere
             self._due, self._shows_a_wait = math.inf, False
         if before is not None:
             before.close()
         self.show()
 
     def show(self) -> None:
-        panel = self._panel
-        if panel is None or not panel.is_open:  # such as in a forked child
+        """Write the counts to the loader's page, if it has one that is open."""
+        page = self._page
+        if page is None or not page.is_open:  # such as in a forked child
             return
         elsewhere = [*self._elsewhere()]
         with self._lock:
             counts = self.epochs, self.batches, self.rows, self.nbytes, self.stalls
-            panel.show(counts, self._times(elsewhere))
+            page.show(counts, self._times(elsewhere))
             self._due = time.perf_counter() + _SHOW_SECONDS
             self._shows_a_wait = self._shows_a_wait or bool(self._waits)
 
@@ -289,28 +290,32 @@ class Meter:
         return Waiting(self)
 
     def deliver(self, made: ReadyBatch) -> None:
+        """Count a batch that the consumer gets."""
         with self._lock:
             self.batches += 1
             self.rows += made.rows
             self.nbytes += made.nbytes
             self.copied_bytes += made.copied
             self._age_row_seconds += (time.time() - made.published) * made.rows
-            if self._panel is not None:
-                self._panel.count((self.epochs, self.batches, self.rows, self.nbytes, self.stalls))
+            if self._page is not None:
+                self._page.count((self.epochs, self.batches, self.rows, self.nbytes, self.stalls))
         if self._shows_a_wait:
             self._shows_a_wait = False
             self.show()
 
     def begin_epoch(self, left_out_rows: int = 0) -> None:
+        """Count an epoch, and the rows that its snapshot leaves out."""
         with self._lock:
             self.epochs += 1
             self.left_out_rows = left_out_rows
 
     def hold_up(self, seconds: float) -> None:
+        """Add seconds for which writers waited for the lease of an epoch."""
         with self._lock:
             self.held_up_seconds += seconds
 
     def take_back_epoch(self) -> None:
+        """Count an epoch as not begun, after all."""
         with self._lock:
             self.epochs -= 1
 
@@ -318,7 +323,7 @@ class Meter:
         """Count the time from now on as inside an epoch, or several; `run` tells it from others."""
         with self._lock:
             self._runs[run] = time.perf_counter()
-            self._due = 0.0 if self._panel is not None else math.inf  # the wait that begins now may be long
+            self._due = 0.0 if self._page is not None else math.inf  # the wait that begins now may be long
 
     def end_run(self, run: object) -> None:
         """Count the time since `begin_run`. Idempotent."""
@@ -331,7 +336,7 @@ class Meter:
         """Drop the stages of other threads, and the lock: they stayed with the parent."""
         self._lock = threading.RLock()
         self._stages, self._waits, self._runs = {}, {}, {}
-        self._panel, self._due, self._shows_a_wait = None, math.inf, False
+        self._page, self._due, self._shows_a_wait = None, math.inf, False
 
     def stats(
         self, slot_bytes: int, slot_growths: int, elsewhere: Iterable[tuple[str, float]] = ()

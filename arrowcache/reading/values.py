@@ -31,6 +31,7 @@ ColumnData = NDArray[Any] | list[Any] | Values
 
 
 def column_bytes(values: ColumnData) -> int:
+    """Return the bytes of the values of one column, without offsets."""
     if isinstance(values, Values):
         return values.data.nbytes
     if isinstance(values, np.ndarray):
@@ -39,6 +40,7 @@ def column_bytes(values: ColumnData) -> int:
 
 
 def bytes_of(values: Values) -> list[bytes]:
+    """Return each value of a one-dimensional column as bytes: copies."""
     data, ends = values.data.tobytes(), values.offsets.tolist()
     return [data[start:stop] for start, stop in itertools.pairwise(ends)]
 

@@ -101,9 +101,11 @@ class WindowAssembly(Assembly):
                 yield self._step(epoch, line % pass_rows, line % self.ring_rows)
 
     def run(self, columns: Batch, place: int, epoch: Epoch) -> ReadyBatch:
+        """Return a run as a `ReadyBatch` without rows: only steps count."""
         return ReadyBatch(Run(next(self._numbers), columns, place), 0, 0, 0, 0.0, epoch)
 
     def step(self, rows: BatchRows, places: NDArray[np.int64] | None, columns: Batch) -> ReadyBatch:
+        """Return a step as a `ReadyBatch`. `places` is None if `columns` are the whole batch."""
         count = len(rows.ids)
         nbytes = sum(map(column_bytes, columns.values()))
         if places is not None:
@@ -123,6 +125,7 @@ class WindowAssembly(Assembly):
 
     @property
     def fixed(self) -> tuple[str, ...]:
+        """The names of the columns that go through the ring."""
         return self._fixed
 
 

@@ -35,7 +35,7 @@ class Engine(Protocol):
     """Numbers and runs tasks. Made in any thread, then used by one."""
 
     def idle(self) -> int:
-        """Return the number of tasks that may begin now; 0: all workers have one."""
+        """Return the number of tasks that may begin now. 0 if all workers have one."""
         ...
 
     def claim(self, count: int) -> list[Task]:

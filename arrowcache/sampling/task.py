@@ -84,6 +84,7 @@ class Task:
 
     @property
     def task_name(self) -> str:
+        """The name of the task, which is part of its segment's name."""
         return f"{self.pool}.{self.number}"
 
 
@@ -130,6 +131,7 @@ def _pickled_sampler(task: Task) -> bytes | None:
 
 
 def failure(task: Task, error: BaseException) -> Done:
+    """Return an error as the result of a task, with its traceback."""
     text = "".join(traceback.format_exception(error))
     return Done(task.number, error=text, refused=isinstance(error, PermissionError))
 
@@ -169,7 +171,7 @@ class _Worker:
         return *file_identity(status), status.st_mtime_ns
 
 
-_kept = threading.local()  # .worker: one a thread, since an executor may run tasks in threads
+_of_thread = threading.local()  # .worker: one a thread, since an executor may run tasks in threads
 
 
 def run(task: Task) -> Done:
@@ -184,9 +186,9 @@ def _run(task: Task) -> Done:
     sampler = _pickled_sampler(task)
     if sampler is None:
         return Done(task.number, lacks_sampler=True)
-    worker: _Worker | None = getattr(_kept, "worker", None)
+    worker: _Worker | None = getattr(_of_thread, "worker", None)
     if worker is None or not worker.is_for(task, sampler):
-        worker = _kept.worker = _Worker(task, sampler)
+        worker = _of_thread.worker = _Worker(task, sampler)
     has_ended = _PoolWatch(worker.store, task)
     progress = worker.progress_of(task)
     try:

@@ -94,7 +94,7 @@ class Workers(Executor):
 
 
 def _drawn(process: WorkerProcess, task: Task) -> Done:
-    """Have a process draw a task. Raises: WorkerError: it has died. OSError: the task cannot be sent."""
+    """Send a task to a process. Raises: WorkerError: it has died. OSError: the task cannot be sent."""
     with suppress(BrokenPipeError, ConnectionResetError):  # it has died: `hear` says so
         process.channel.send({}, pickled(task, "the task {!r}"))
     said = process.hear()

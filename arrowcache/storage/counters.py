@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arrowcache.storage.page import HEAD, PAGE_BYTES, RECORD_AT, Page, PageKind, path_of, read_page
+from arrowcache.storage.page import HEAD, RECORD_AT, SHOWN_BYTES, Page, PageKind, path_of, read_page
 
 COUNTERS = PageKind("arrowcache-loader", b"arrowcache panel", 1)
 COUNTERS_LINK = COUNTERS.link
@@ -38,7 +38,7 @@ class CounterPage(Page):
     @classmethod
     def open(cls, folder: Path, workers: int, shuffle: str | None) -> CounterPage | None:
         """The page of a loader of the cache in a folder, or None if no memory or descriptor is left."""
-        return cls.made(COUNTERS, folder, _IDENTITY.pack(workers, (shuffle or "").encode()))
+        return cls.create(COUNTERS, folder, _IDENTITY.pack(workers, (shuffle or "").encode()))
 
     def count(self, counts: Counts) -> None:
         """Show the counts, and leave the times as they were: for each batch, in a microsecond."""
@@ -92,7 +92,7 @@ def read_counters(path: str | os.PathLike[str]) -> Readout | None:
 
 def parse_counters(page: bytes, now: float) -> Readout | None:
     """Read the content of a page, with times up to `now` of the monotonic clock. None if it is not ours."""
-    if len(page) != PAGE_BYTES:
+    if len(page) != SHOWN_BYTES:
         return None
     magic, version, pid, device, inode = HEAD.unpack_from(page)
     if (magic, version) != (COUNTERS.magic, COUNTERS.version):

@@ -42,7 +42,7 @@ class Rights(NamedTuple):
     group: int | None  # None if any will do
 
     def give_group(self, target: int | Path) -> None:
-        """Have a file of our own belong to the group; without setgid it has its maker's.
+        """Give a file of our own to the group. Without setgid it has its maker's.
 
         Raises: PermissionError: this user is not in the group.
         """
@@ -78,6 +78,7 @@ class PartFile:
         os.posix_fallocate(self.file.fd, 0, nbytes)
 
     def write(self, pieces: Sequence[memoryview]) -> None:
+        """Write all bytes, from the position of the file on. Blocks: for the disk."""
         todo = list(pieces)
         while todo:
             written = os.writev(self.file.fd, todo[:_PIECES_A_CALL])
@@ -87,13 +88,15 @@ class PartFile:
                 todo[0] = todo[0].cast("B")[written:]
 
     def sync(self) -> None:
+        """Write the bytes to the disk. Blocks: for the disk."""
         os.fsync(self.file.fd)
 
     def begin_anew(self) -> None:
-        """Have its time be now."""
+        """Set the file's time to now."""
         os.utime(self.file.fd)
 
     def info(self, segment_name: str) -> SegmentInfo | None:
+        """Return the segment of this name that the file would be, or None for another kind of name."""
         return _info(segment_name, os.fstat(self.file.fd))
 
     def link(self, path: Path) -> None:
@@ -141,6 +144,7 @@ class RanksFile:
             raise OSError(errno.EAGAIN, "it is being swept: cache.lock was not held", str(self._file.path))
 
     def read(self) -> bytes:
+        """Return the content, of a bounded length."""
         return os.pread(self._file.fd, min(os.fstat(self._file.fd).st_size, _MOST_RANKS_BYTES), 0)
 
     def append(self, line: bytes) -> None:
@@ -148,6 +152,7 @@ class RanksFile:
         os.pwrite(self._file.fd, line, os.fstat(self._file.fd).st_size)
 
     def close(self) -> None:
+        """Let go of the file. Idempotent."""
         self._file.close()
 
 
@@ -295,14 +300,16 @@ class Folder:
         self.sync_folder(self.path)
 
     def read_record(self) -> LockRecord:
+        """Read the record in cache.lock."""
         return LockRecord.unpack(_read(self.cache_lock, LockRecord.nbytes))
 
     def write_record(self, record: LockRecord) -> None:
+        """Replace the record in cache.lock, in one call; only while holding the lock."""
         with _opened(self.cache_lock, os.O_WRONLY) as fd:
             os.pwrite(fd, record.pack(), 0)
 
     def sync_record(self) -> None:
-        """Have the record outlast a power cut. Without, the last ones may be forgotten, none is torn."""
+        """Sync the record. Without it a power cut may undo the last changes, and tears none."""
         _sync(self.cache_lock, os.O_RDWR | _OWN)
 
     # the counts of what was served
@@ -321,7 +328,7 @@ class Folder:
             os.close(fd)
 
     def free_usage(self, start: int, nbytes: int) -> None:
-        """Give the disk back the pages of a range, which reads as zeros then; not all file systems can."""
+        """Free the disk's blocks of a range, which then reads as zeros. No effect where the disk cannot."""
         with _opened(self.usage, os.O_RDWR | os.O_NONBLOCK) as fd, contextlib.suppress(OSError):
             linux.free_range(fd, start, nbytes)
 
@@ -355,6 +362,7 @@ class Folder:
         return sorted(name for name in _plain(self.quarantine) if layout.parse_segment_name(name))
 
     def quarantined_bytes(self) -> int:
+        """Allocated bytes of quarantine/, reasons included."""
         return sum(allocated for _, allocated, _ in _files(self.quarantine))
 
     def incoming_bytes(self) -> int:
@@ -390,9 +398,9 @@ class Folder:
         return sum(not self._is_unlocked(self.incoming / name) for name in names)
 
     def waiting_since(self) -> float | None:
-        """When the longest wait of a writer began, in seconds since 1970. None if no writer waits.
+        """Return the begin of a writer's longest wait, in seconds since 1970. None if no writer waits.
 
-        By /proc, without cache.lock: to try their locks would be in the way of a writer that just begins.
+        Reads /proc, without cache.lock. Trying a lock would disturb a writer that just begins.
         """
         since = []
         for name in _plain(self.incoming):
@@ -404,6 +412,7 @@ class Folder:
     # publishing
 
     def new_part(self) -> PartFile:
+        """Create an empty part in incoming/, locked by this process."""
         return PartFile(self.incoming / f"{uuid.uuid4().hex}{layout.PART}", self.rights())
 
     def new_wait(self) -> PartFile:
@@ -415,9 +424,11 @@ class Folder:
         part.link(self.segments / segment_name)
 
     def sync_segments(self) -> None:
+        """Make the names in segments/ outlast a power cut. Blocks: for the disk."""
         self.sync_folder(self.segments)
 
     def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder outlast a power cut. Blocks: for the disk."""
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
     # leaving
@@ -483,7 +494,7 @@ class Folder:
                 os.pwrite(fd, f"{reason}\n".encode(errors="backslashreplace"), 0)
 
     def sync_isolated(self) -> None:
-        """Have what `isolate` moved stay moved; in this order it is never in neither folder."""
+        """Sync a move by `isolate`: the new name first, so that a power cut leaves at least one name."""
         self.sync_folder(self.quarantine)
         self.sync_folder(self.segments)
 
@@ -518,7 +529,7 @@ class Folder:
         return first
 
     def return_tasks(self, pool: str, numbers: Iterable[int]) -> None:
-        """Have claimed tasks be drawn again, by whoever claims next: the lowest first. Only under cache.lock.
+        """Put back the numbers of claimed tasks, for the next claims: the lowest first. Under cache.lock.
 
         A task that is there already, and what goes beyond a block of the disk, is left out.
         """
@@ -536,7 +547,7 @@ class Folder:
         return None
 
     def sync_tasks(self, pool: str) -> None:
-        """Have the claimed numbers outlast a power cut: the file, then its name."""
+        """Sync the claimed numbers: the file, then its name."""
         _sync(self.pools / pool, os.O_RDWR | _OWN)
         self.sync_folder(self.pools)
 
@@ -585,7 +596,7 @@ class Folder:
 
 
 def require_right(path: Path | str, right: int) -> None:
-    """Make sure that this user may read, or do what else `os.access` asks about, where something is.
+    """Make sure that this user has a right, as `os.access` names it, to a path.
 
     Raises: PermissionError: not.
     """

@@ -15,8 +15,8 @@ from typing import Any
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.lifetimes import Closable
+from arrowcache.storage.file_rows import Coverage, FileRows, file_rows_of, has_place, task_of
 from arrowcache.storage.layout import SegmentInfo, Settings
-from arrowcache.storage.origin import Coverage, FileRows, has_place, origins_of, task_of
 from arrowcache.storage.store import RoomPolicy, Store
 
 
@@ -29,6 +29,7 @@ class Imported:
     nbytes: int = 0
 
     def plus(self, segment: SegmentInfo) -> Imported:
+        """Return the counts with a segment added."""
         nbytes = self.nbytes + segment.allocated_bytes
         return Imported(self.rows + segment.rows, self.segments + 1, nbytes)
 
@@ -153,14 +154,14 @@ class Ingest(Closable):
         for segment in gone:
             if segment.seq in self._own:
                 self.published = self.published.minus(segment)
-            for origin in origins_of(segment.task):
+            for origin in file_rows_of(segment.task):
                 self._coverage.forget(origin)
         return leased
 
     def _is_of(self, segment: SegmentInfo, fingerprint: str) -> bool:
         if self._again and not segment.task.endswith(self._again):
             return False
-        return any(origin.fingerprint == fingerprint for origin in origins_of(segment.task))
+        return any(origin.fingerprint == fingerprint for origin in file_rows_of(segment.task))
 
     def close(self) -> None:
         """Discard what is pending. Idempotent."""

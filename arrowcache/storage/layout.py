@@ -81,7 +81,7 @@ class SegmentInfo:
     """One published segment, as its name and its file's status tell.
 
     `task` is "<name>.<seed>.<k>" for task k of a sampler pool, "parquet." or "tfrecord." and which rows of
-    which files these are for what was imported (see origin.py; "tfrecord.<import>.<worker>.<k>" in 0.1.0),
+    which files these are for what was imported (see file_rows.py; "tfrecord.<import>.<worker>.<k>" in 0.1.0),
     and "" for a plain writer; `nbytes` is the file's length, `allocated_bytes` what it takes on the disk,
     `published` the time in seconds since 1970 when it was written.
     """
@@ -99,6 +99,7 @@ class SegmentInfo:
 
 
 def segment_name(seq: int, rows: int, task: str) -> str:
+    """Return a segment's file name; `parse_segment_name` reverses it."""
     return f"{seq:020d}-{rows}-{task}.arrow"
 
 
@@ -139,6 +140,7 @@ def newer_names(names: Iterable[str]) -> list[str]:
 
 
 def newer_format(what: str) -> CacheFormatError:
+    """Return the error that a newer format has: `what` names the file or key."""
     return CacheFormatError(
         f"{what}, which this arrowcache does not know: a newer one made or changed the cache. Nothing was "
         "touched: use that release"
@@ -197,6 +199,7 @@ class Settings:
 
     @property
     def form(self) -> Form:
+        """The form of this cache's segments."""
         is_paged = needs_gaps(self.schema) if self.dataset else self.version >= PAGED_VERSION
         return Form(self.schema, self.full_rows, self.segment_bytes, is_paged)
 
@@ -363,6 +366,7 @@ def ranks_name(run: str, loader: int, epoch: int, repeat: int = 0) -> str:
 
 
 def joiner_line(rank: int, pid: int) -> bytes:
+    """Return the line of a rank that joins a file in ranks/."""
     return b"%d %d\n" % (rank, pid)
 
 

@@ -60,6 +60,7 @@ class Lease:
         _leases[id(self)] = weakref.ref(self)
 
     def covers(self, seq: int) -> bool:
+        """True if it keeps a segment leased for its owner."""
         return self.lock.fd >= 0 and self._first <= seq <= self._last and seq not in self._given_up
 
     def stays(self, seq: int) -> bool:
@@ -67,7 +68,7 @@ class Lease:
         return not self.is_ending and self.covers(seq)  # in this order: it may be closed meanwhile
 
     def narrow(self, first: int, last: int) -> None:
-        """The owner needs nothing outside first..last any more; it cannot be had back."""
+        """End the owner's need of segments outside first..last. It cannot have them back."""
         self._end((first, last))
 
     def give_up(self, seq: int) -> None:
@@ -78,7 +79,7 @@ class Lease:
     def share(self, seq: int) -> Callable[[], None]:
         """Keep a segment that this lease covers leased, whatever the owner does.
 
-        Returns: what ends it, to be called when the segment is unmapped. Idempotent.
+        Returns: a function that ends the share. Call it when the segment is unmapped. Idempotent.
         """
         with self._mutex.held():
             if seq not in self._shares:
@@ -88,13 +89,13 @@ class Lease:
         return partial(self._end, [seq])
 
     def close(self) -> None:
-        """The owner is done; what it mapped must be unmapped before. Idempotent; shares go on."""
+        """End the owner's need of all segments, after it unmapped them. Shares go on. Idempotent."""
         self._end(None)
         self.on_contention = None  # it may know the owner: a cycle
         self.is_ending = False  # last: what is leased still is shared
 
     def _end(self, whose: list[int] | tuple[int, int] | None) -> None:
-        """A share ended, [seq]; or the owner's need of all outside (first, last); None: its need of any."""
+        """End a share, [seq]; or the owner's need of segments, outside (first, last) or None for all."""
         self._mutex.tell(whose, self._take_in)
 
     def _take_in(self, whose: list[int] | tuple[int, int] | None) -> None:
@@ -127,7 +128,7 @@ class Lease:
             self._first = oldest
 
     def _unlock(self, first: int, count: int) -> bool:
-        """True if the kernel did. It needs memory to split a lock; without, they stay leased longer."""
+        """Unlock segments. Returns: False: the kernel had no memory to split a lock, and they stay leased."""
         try:
             self.lock.unlock_range(first, count)
         except OSError:
@@ -136,6 +137,7 @@ class Lease:
 
 
 def own_leases(path: Path, seq: int) -> list[Lease]:
+    """Return the open leases of this process, by the file at `path`, that cover a segment."""
     identity = file_identity(os.stat(path))
     return [
         lease

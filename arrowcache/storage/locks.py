@@ -22,7 +22,7 @@ from pathlib import Path
 
 from arrowcache import linux
 from arrowcache.lifetimes import Closable, forgets_in_child, unforked
-from arrowcache.storage.processes import OpenFile, command, open_files
+from arrowcache.storage.proc import OpenFile, command, open_files
 
 _REFUSED = (errno.EAGAIN, errno.EACCES)
 
@@ -78,7 +78,7 @@ class LockFile(Closable):
         return True
 
     def outlast_mappings(self) -> None:
-        """Have the kernel drop the locks only after all mapped files are freed when this process dies.
+        """Let the kernel free all mapped files of this process, when it dies, before it drops the locks.
 
         A process that is killed lets go of the files it mapped and of those it has open in no order that
         one could count on: Linux unmaps first, but frees what was unmapped last. So this description
@@ -94,6 +94,7 @@ class LockFile(Closable):
                 self._keeper = keeper.detach()
 
     def unlock_range(self, start: int, length: int) -> None:
+        """Unlock `length` bytes from `start` on."""
         linux.set_lock(self.fd, linux.UNLOCKED, start, length)
 
     def conflict(self, start: int, length: int) -> range | None:

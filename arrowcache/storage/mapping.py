@@ -18,25 +18,25 @@ import pyarrow as pa
 
 from arrowcache import linux
 from arrowcache.lifetimes import Origin, at_exit, interrupt_again, is_exiting
+from arrowcache.linux import PAGE_BYTES
 from arrowcache.native import maps
 from arrowcache.os_errors import explained
 
-PAGE_BYTES = mmap.PAGESIZE
 _UNREADABLE = (errno.EFAULT, linux.EHWPOISON)  # what madvise says where a touch would be a SIGBUS
 _ANY_LENGTH = 2**63 - 1
 _KEPT_GIL_BYTES = 8 << 20  # unmapping so much takes some 0.1 ms
 
 
 def _takes_long(nbytes: int) -> bool:
-    """Unmapping so many bytes takes longer than handing over the GIL, if their pages are mapped."""
+    """True if unmapping so many bytes takes longer than handing over the GIL, if their pages are mapped."""
     return nbytes >= _KEPT_GIL_BYTES
 
 
 def populate(address: int, nbytes: int) -> bool:
     """Read mapped pages from the disk, if they are not in memory, and enter them into the page tables.
 
-    A hint: what cannot be had now is had at the first touch. Blocks while the disk reads; other
-    threads go on. Returns: whether they are in memory now.
+    A hint: pages that cannot be read now are read at the first touch. Blocks while the disk reads; other
+    threads go on. Returns: True if they are in memory now.
     """
     start = address // PAGE_BYTES * PAGE_BYTES
     if nbytes and linux.advise(start, address + nbytes - start, linux.MADV_POPULATE_READ, keep_gil=False):
@@ -46,7 +46,7 @@ def populate(address: int, nbytes: int) -> bool:
 
 
 def will_need(address: int, nbytes: int) -> None:
-    """Have the disk begin to read mapped pages; returns at once."""
+    """Ask the disk for mapped pages. Returns at once."""
     start = address // PAGE_BYTES * PAGE_BYTES
     linux.advise(start, address + nbytes - start, mmap.MADV_WILLNEED, keep_gil=False)
 
@@ -63,7 +63,7 @@ def will_read_pages(address: int, nbytes: int) -> None:
 
 
 def is_readable(address: int, nbytes: int) -> bool:
-    """Read mapped pages from the disk: False where touching them would end the process by SIGBUS.
+    """Read mapped pages from the disk. Returns: False: to touch them would end the process by SIGBUS.
 
     Lets go of the GIL only where it waits for the disk.
     """
@@ -156,7 +156,7 @@ class FileMapping:
             interrupt_again()
 
     def _unmap(self) -> None:
-        """Idempotent, and where it is interrupted, to be called again."""
+        """Unmap the file, if it is mapped. After an interrupt a second call completes it."""
         if self._file is None:
             return
         _live.pop(self._file.address, None)  # first: once unmapped, the address is anybody's
@@ -176,6 +176,7 @@ def explained_at_open(error: Exception) -> Exception:
 
 
 def live_mappings() -> int:
+    """Return the number of living mappings in this process."""
     return len(_live)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from arrowcache.display import Bar, Card, Facts, Mark, Part, Shown, Timeline
-from arrowcache.storage.origin import sampler_of
+from arrowcache.storage.file_rows import sampler_of
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:

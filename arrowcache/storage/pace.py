@@ -47,12 +47,12 @@ class Pace:
     Args:
         min_rows: no epoch begins, and no sampler waits for training, before the cache holds so many rows.
         samples_per_insert: how often training is to serve a sample, on average: so many rows served for
-            each row that is published. None: neither side waits for the other.
+            each row that is published. None means that neither side waits for the other.
         max_reuse: how many epochs may read the same segment; then it is left out, and an epoch waits until
-            there are others. None: no limit.
+            there are others. None means no limit.
         tolerance: by how many served rows training may lag behind `samples_per_insert` before samplers wait,
-            and be ahead of it before epochs do. None: rows served for each row published stay within 10 % of
-            samples_per_insert, and a segment a sampler.
+            and be ahead of it before epochs do. None means that rows served for each row published
+            stay within 10 % of samples_per_insert, and a segment a sampler.
 
     The 10 % hold after the start, which is over once training served (10 + samples_per_insert) times the rows
     of the full cache: samplers fill the cache first, and then wait until training has caught up; and half an

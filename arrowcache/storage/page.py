@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from arrowcache import linux
 from arrowcache.lifetimes import forgets_in_child
-from arrowcache.storage.processes import OpenFile, open_files
+from arrowcache.storage.proc import OpenFile, open_files
 
 if TYPE_CHECKING:
     from typing import Self
 
-PAGE_BYTES = 4096
+SHOWN_BYTES = 4096  # of a page, on machines of larger pages, too
 RECORD_AT, PATH_AT = 128, 1024
 HEAD = struct.Struct("<16sqqQQ")
 _SPARE_DESCRIPTORS = 32  # a process that is nearly out of them needs them itself
@@ -57,7 +57,7 @@ class Page:
         forgets_in_child(self)
 
     @classmethod
-    def made(cls, kind: PageKind, folder: Path, identity: bytes) -> Self | None:
+    def create(cls, kind: PageKind, folder: Path, identity: bytes) -> Self | None:
         """A page about the cache in a folder, or None if no memory or descriptor is left.
 
         Args:
@@ -69,14 +69,14 @@ class Page:
             try:
                 if fd + _SPARE_DESCRIPTORS >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
                     return None
-                os.posix_fallocate(fd, 0, PAGE_BYTES)
-                page = mmap.mmap(fd, PAGE_BYTES)  # which has a descriptor of its own
+                os.posix_fallocate(fd, 0, SHOWN_BYTES)
+                page = mmap.mmap(fd, SHOWN_BYTES)  # which has a descriptor of its own
             finally:
                 os.close(fd)
         except OSError:
             return None
-        page[PATH_AT:PAGE_BYTES] = os.fsencode(folder)[: PAGE_BYTES - PATH_AT].ljust(
-            PAGE_BYTES - PATH_AT, b"\0"
+        page[PATH_AT:SHOWN_BYTES] = os.fsencode(folder)[: SHOWN_BYTES - PATH_AT].ljust(
+            SHOWN_BYTES - PATH_AT, b"\0"
         )
         page[HEAD.size : HEAD.size + len(identity)] = identity
         HEAD.pack_into(page, 0, kind.magic, kind.version, os.getpid(), status.st_dev, status.st_ino)
@@ -95,6 +95,7 @@ class Page:
 
 
 def path_of(page: bytes) -> str:
+    """Return the folder that a page names."""
     return os.fsdecode(page[PATH_AT:].rstrip(b"\0"))
 
 
@@ -108,9 +109,9 @@ def read_page(path: str | os.PathLike[str]) -> bytes | None:
     except OSError:
         return None
     try:
-        page = os.pread(fd, PAGE_BYTES, 0)
+        page = os.pread(fd, SHOWN_BYTES, 0)
         for _ in range(_TRIES):  # after which each number is one that was there, if not at the same time
-            before, page = page, os.pread(fd, PAGE_BYTES, 0)
+            before, page = page, os.pread(fd, SHOWN_BYTES, 0)
             if before == page:
                 break
     except OSError:
@@ -143,7 +144,7 @@ def seen_pages(
             continue
         path = f"/proc/{file.pid}/fd/{file.fd}"
         data = read_page(path)
-        if data is None or len(data) != PAGE_BYTES:
+        if data is None or len(data) != SHOWN_BYTES:
             continue
         magic, version, pid, *about = HEAD.unpack_from(data)
         if (magic.rstrip(b"\0"), version) != (kind.magic, kind.version) or tuple(about) != cache:

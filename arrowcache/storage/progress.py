@@ -21,7 +21,7 @@ from pathlib import Path
 
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.page import HEAD, RECORD_AT, Page, PageKind, seen_pages
-from arrowcache.storage.processes import OpenFile
+from arrowcache.storage.proc import OpenFile
 
 PROGRESS = PageKind("arrowcache-sampler", b"arrowcache drawn", 1)
 _IDENTITY = struct.Struct("<q64s")
@@ -30,7 +30,7 @@ _MOST_ROWS = 2**62
 
 
 def shown_pool(pool: str) -> str:
-    """As much of a pool's name, which is ASCII, as a page shows."""
+    """Return the part of a pool's name, which is ASCII, that a page has room for."""
     return pool[:64]
 
 
@@ -49,22 +49,24 @@ class Progress(Page):
     @classmethod
     def open(cls, folder: Path, pool: str, token: int) -> Progress | None:
         """The page of a sampler of the cache in a folder, or None if no memory or descriptor is left."""
-        return cls.made(PROGRESS, folder, _IDENTITY.pack(token, shown_pool(pool).encode()))
+        return cls.create(PROGRESS, folder, _IDENTITY.pack(token, shown_pool(pool).encode()))
 
     def begin(self, task: int, full_rows: int) -> None:
+        """Show that a task begins whose segment will have about `full_rows`."""
         self._task, self._rows, self._full = task, 0, full_rows
         self._show(State.DRAWS)
 
     def count(self, rows: int, full_rows: int) -> None:
-        """So many rows of the task are drawn, the last one now, of so many that its segment will have."""
+        """Show the rows drawn for the task, the last one now, and the rows that its segment will have."""
         self._rows, self._full, self._last = rows, full_rows, time.monotonic()
         self._show(State.DRAWS)
 
     def wait(self) -> None:
-        """The segment is full, and there is no room for it."""
+        """Show that the segment is full, and waits for room."""
         self._show(State.WAITS)
 
     def end(self) -> None:
+        """Show that the task has ended."""
         self._rows = self._full = 0
         self._show(State.IDLE)
 

@@ -202,7 +202,7 @@ def boot_id() -> str:
 
 
 def require_working_locks(folder: Folder) -> None:
-    """Try whether this file system's locks keep others out.
+    """Make sure that this file system's locks keep others out.
 
     Raises: CacheFormatError: they do not, as on some network file systems.
     """

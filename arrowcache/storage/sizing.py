@@ -85,7 +85,7 @@ def require_capacity(settings: Settings) -> None:
 
 
 def beyond_disk(capacity_bytes: int, allocated_bytes: int, free_bytes: int) -> str:
-    """Why a capacity is more than its disk holds, and the consequence. Empty if it is not."""
+    """Return the warning of a capacity that is more than its disk holds. Empty if it is not."""
     holds = allocated_bytes + free_bytes
     if capacity_bytes <= holds:
         return ""

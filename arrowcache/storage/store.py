@@ -6,8 +6,8 @@ It owns the order of things: list, decide (eviction.py), lock, effect (folder.py
 - a segment appears whole, under a seq that no segment had before, or not at all;
 - a leased segment is not evicted, and no segment before an older one;
 - every wait has a deadline and names what it waits for.
-cache.lock is held for decisions, renames and the sweeping of debris, never while data is written; and while
-what leaves is unlinked only where room must be there when a call returns, as of `resize`.
+cache.lock is held for decisions, renames and the sweeping of debris, never while data is written. Victims are
+unlinked under it only where room must be there when a call returns, as for `resize`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _DISK_FULL_ATTEMPTS = 4
 class RoomPolicy:
     """The policy of a writer whose segment finds no room.
 
-    `timeout_seconds` bounds the wait (None: no bound); `is_cancelled` ends it early. Readers of
+    `timeout_seconds` bounds the wait (None means no bound); `is_cancelled` ends it early. Readers of
     this very process are waited for only if `in_background`: then another thread can end them.
     """
 
@@ -157,8 +157,8 @@ class Store:
     def locked(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
         """Hold cache.lock, polled until the deadline.
 
-        Raises: LockTimeoutError: names the holder. OSError: the folder is gone or read-only; this, and
-            what is done meanwhile, says what to do.
+        Raises: LockTimeoutError: names the holder. OSError: the folder is gone or read-only; the
+            message says what to do, also for an OSError of the `with` block.
         """
         with explaining(self.folder.path), held(self.folder.cache_lock, timeout_seconds):
             yield
@@ -172,7 +172,7 @@ class Store:
             return list(self._list().segments.values())
 
     def look_ahead(self) -> Iterator[None]:
-        """Have a call of `segments` that comes soon do less. Works in slices, between what is given.
+        """Do a part of the work of a call of `segments` that comes soon, one slice a step.
 
         Raises: OSError: as `segments`.
         """
@@ -389,7 +389,7 @@ class Store:
         return _Blocked.TOO_LARGE if nothing_will_leave else _Blocked.LEASED
 
     def _end_idle_leases(self, listed: list[SegmentInfo]) -> None:
-        """Have readers of this process that are between two epochs let go of the oldest segment."""
+        """End leases on the oldest segment of readers of this process that are between two epochs."""
         for lease in own_leases(self.folder.lease_lock, listed[0].seq) if listed else ():
             let_go = lease.on_contention
             if let_go is not None:
@@ -398,7 +398,7 @@ class Store:
     def _retire(self, listed: list[SegmentInfo], excess: int) -> list[tuple[Path, SegmentInfo]]:
         """Move victims out of segments/, each under its exclusive lock byte; under cache.lock.
 
-        Returns: where they are now, to be unlinked once cache.lock is released.
+        Returns: their new paths, to be unlinked once cache.lock is released.
         """
         with LockFile(self.folder.lease_lock) as file:
             victims = choose_victims(
@@ -414,7 +414,7 @@ class Store:
         return published + self.folder.incoming_bytes() + self.folder.other_bytes(self._listing.foreign)
 
     def refresh_settings(self) -> None:
-        """Another process may have resized the cache."""
+        """Read the settings anew: another process may have resized the cache."""
         self.settings = self.folder.read_settings(self.settings)
 
     def _why(self, nbytes: int, blocked: _Blocked, policy: RoomPolicy) -> str:
@@ -457,6 +457,7 @@ class Store:
     # pace
 
     def flow(self, listed: list[SegmentInfo]) -> Flow:
+        """Return the rows inserted and served since the pace was set, and those that are listed."""
         usage = self.usage.record()
         return Flow(
             max(0, usage.inserted_rows - usage.paced_inserted_rows),
@@ -465,6 +466,7 @@ class Store:
         )
 
     def set_pace(self, pace: Pace | None) -> None:
+        """Write the pace to the settings, and begin its counts anew. Blocks: for cache.lock."""
         with self.locked():
             self.refresh_settings()
             self.usage.begin_pace()  # first: who is killed in between leaves the pace that was
@@ -472,7 +474,7 @@ class Store:
             self.folder.write_settings(self.settings)
 
     def _why_paced(self, listed: list[SegmentInfo]) -> str:
-        """Why writers wait for training. Empty if they do not, such as while a loader waits."""
+        """Return the reason why writers wait for training. Empty if they do not, as while a loader waits."""
         pace, why = self.settings.pace, ""
         if pace is not None:
             flow = self.flow(listed)
@@ -554,16 +556,16 @@ class Store:
     # looking after it
 
     def evict_beyond_capacity(self) -> None:
-        """Make what is there fit again, after a power cut brought back what had left; under cache.lock."""
+        """Shrink the folder to the capacity, after a power cut brought files back; under cache.lock."""
         self.refresh_settings()
         self._fit(self.settings.capacity_bytes, 0, "")
 
     def drop_quarantined(self, limit_bytes: int | None = None) -> int:
-        """Drop the oldest of what is quarantined until the folder takes no more; under cache.lock.
+        """Drop the oldest quarantined segments until the folder fits its limit; under cache.lock.
 
         Args:
             limit_bytes: None means the capacity, with room for the reasons beside quarantined segments.
-        Returns: the bytes that it takes beyond the limit still; negative: it has so many left.
+        Returns: the bytes by which the folder is still above the limit. Negative if it is below.
         """
         if limit_bytes is None:
             limit_bytes = self.settings.capacity_bytes - BOOKKEEPING_BYTES // 2
@@ -575,9 +577,9 @@ class Store:
         return excess
 
     def _fit(self, capacity_bytes: int, needed_bytes: int, what: str) -> list[SegmentInfo]:
-        """Have the folder take no more than a capacity, less what is needed, now; under cache.lock.
+        """Shrink the folder to a capacity, less `needed_bytes`, now; under cache.lock.
 
-        What is quarantined leaves first, then the oldest segments, which are unlinked under the lock: when it
+        Quarantined segments leave first, then the oldest segments, which are unlinked under the lock: when it
         is released, the capacity holds.
 
         Args:

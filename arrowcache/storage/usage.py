@@ -54,17 +54,17 @@ class Usage:
         return counts
 
     def add_inserted(self, seq: int, rows: int) -> None:
-        """A segment was published: none read it, whatever a power cut left where its count is."""
+        """Count a published segment. No epoch has read it, whatever count a power cut left for it."""
         with suppress(OSError):
             self._folder.change_usage(_place(seq), _COUNT.itemsize, lambda _: bytes(_COUNT.itemsize))
         self._add(inserted_rows=rows)
 
     def add_served(self, rows: int) -> None:
-        """An epoch began that serves so many rows; negative: it ended before it did."""
+        """Count the rows that an epoch serves. Negative if it ended before it served them."""
         self._add(served_rows=rows)
 
     def count_epoch(self, seqs: NDArray[np.int64], passes: int) -> None:
-        """An epoch that reads these segments so often began; negative: it never served anything."""
+        """Count the passes of an epoch over these segments. Negative if it ended before it served a row."""
 
         def change(data: bytes, count: int) -> bytes:
             return np.clip(_counts(data, count) + passes, 0, _MOST_COUNT).astype(_COUNT).tobytes()
@@ -77,7 +77,7 @@ class Usage:
                 )
 
     def add_evicted(self, victims: Sequence[SegmentInfo]) -> None:
-        """The oldest segments left, these."""
+        """Count segments that were evicted, in order of seq."""
         if not victims:
             return
         seqs = np.array([victim.seq for victim in victims], np.int64)
@@ -92,12 +92,12 @@ class Usage:
                 self._folder.free_usage(USAGE_COUNTS, last * 4096)
 
     def take_back(self, rows: int) -> None:
-        """So many rows should not have been published, and are gone."""
+        """Count rows as not published: they are gone."""
         if rows:
             self._add(inserted_rows=-rows)
 
     def begin_pace(self) -> None:
-        """A pace was set, or rows left by hand: it goes by what is inserted and served from now on."""
+        """Begin the counts of a pace: it was set, or segments were removed by hand."""
         self._change(
             lambda record: replace(
                 record, paced_inserted_rows=record.inserted_rows, paced_served_rows=record.served_rows
@@ -109,7 +109,7 @@ class Usage:
         return self._show(_LOADER_WAITS)
 
     def a_loader_waits(self) -> bool:
-        """Raises: OSError: it cannot be told."""
+        """True if a loader waits, as `show_waiting` shows. Raises: OSError: it cannot be told."""
         return self._is_shown(_LOADER_WAITS)
 
     def show_writing(self) -> ExitStack:
@@ -120,7 +120,7 @@ class Usage:
         return self._show(_SOMEBODY_WRITES)
 
     def somebody_writes(self) -> bool:
-        """A writer is open, or a sampler pool has tasks left, in this process or another.
+        """True if a writer is open, or a sampler pool has tasks left, in this process or another.
 
         True also where it cannot be told: no writer is to stand still for that, and no epoch fails.
         """
@@ -154,7 +154,7 @@ class Usage:
 
 
 def _counts(data: bytes, count: int) -> NDArray[np.int64]:
-    """So many counts; where the file ends before, they are 0."""
+    """Return so many counts. Those behind the end of the file are 0."""
     return np.frombuffer(data.ljust(count * _COUNT.itemsize, b"\0"), _COUNT).astype(np.int64)
 
 

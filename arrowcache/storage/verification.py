@@ -87,7 +87,7 @@ def quarantine(store: Store, segment: SegmentInfo, error: CorruptSegmentError) -
 
     Nothing of it may be mapped here, and no lease of this process may cover it any more. One that
     is only unreadable is warned of.
-    Returns: whether it moved; if not, a later reader or `verify` finds it again.
+    Returns: True if it moved. Otherwise a later reader or `verify` finds it again.
     """
     moved, action = False, "left out"
     if not isinstance(error, UnreadableSegmentError):

@@ -58,6 +58,7 @@ class TensorColumn(NamedTuple):
         return [values.view(self.parts[0].numpy_dtype)]
 
     def assemble(self, parts: Sequence[Any]) -> Any:
+        """Return a column of tensors from its parts."""
         if len(self.parts) == 2:
             return tf.RaggedTensor.from_row_splits(*parts, validate=False)
         return parts[0]

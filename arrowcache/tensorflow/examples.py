@@ -31,9 +31,10 @@ _LACKED = {tf.uint32: tf.int32, tf.uint64: tf.int64}  # by decode_raw, with the 
 
 
 def encode_rows(schema: Schema, columns: Mapping[str, ColumnData], rows: int) -> Iterator[bytes]:
-    makers = {name: _maker(schema[name], column) for name, column in columns.items()}
+    """Yield rows as serialized tf.train.Example."""
+    encoders = {name: _encoder(schema[name], column) for name, column in columns.items()}
     for row in range(rows):
-        features = tf.train.Features(feature={name: make(row) for name, make in makers.items()})
+        features = tf.train.Features(feature={name: encode(row) for name, encode in encoders.items()})
         yield tf.train.Example(features=features).SerializeToString()
 
 
@@ -88,7 +89,7 @@ def _is_integer(kind: FieldType) -> bool:
     return isinstance(kind, Timestamp)
 
 
-def _maker(kind: FieldType, column: ColumnData) -> Callable[[int], Any]:
+def _encoder(kind: FieldType, column: ColumnData) -> Callable[[int], Any]:
     if isinstance(column, list):
         return lambda row: _of_bytes(column[row].encode() if isinstance(column[row], str) else column[row])
     if isinstance(column, Values):

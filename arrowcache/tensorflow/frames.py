@@ -25,9 +25,9 @@ import pyarrow as pa
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from arrowcache.linux import PAGE_BYTES
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.memory import page_aligned
-from arrowcache.storage.mapping import PAGE_BYTES
 from arrowcache.tensorflow.columns import TensorColumn, TensorPart
 
 AHEAD = 1  # frames that may be made while one is read
@@ -71,7 +71,7 @@ Places = tuple[NDArray[np.uint64], NDArray[np.int64]]
 """The addresses and bytes of a frame's files, (files,) each."""
 
 
-class _Envelope(NamedTuple):
+class _HeadAndTail(NamedTuple):
     """The bytes before and behind the values of a file of one column."""
 
     head: NDArray[np.uint8]
@@ -168,7 +168,7 @@ class Frames:
 
 
 @lru_cache(_MOST_FORMS)
-def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _Envelope | None:
+def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _HeadAndTail | None:
     """Return the form of a file of batches with `elements` each, the last with `last`, or None: no room."""
     ends = elements * np.arange(batches + 1)
     ends[-1] += last - elements
@@ -183,7 +183,7 @@ def _form(dtype: np.dtype[Any], batches: int, elements: int, last: int) -> _Enve
     (found,) = pa.ipc.open_file(file).get_batch(0).columns
     start = found.values.buffers()[1].address - file.address
     content = np.frombuffer(file, np.uint8)
-    form = _Envelope(content[:start].copy(), content[start + values.nbytes :].copy())
+    form = _HeadAndTail(content[:start].copy(), content[start + values.nbytes :].copy())
     return form if len(form.head) <= _HEAD_BYTES and len(form.tail) <= _TAIL_BYTES else None
 
 

@@ -16,7 +16,7 @@ import xxhash
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.storage.origin import fingerprint
+from arrowcache.storage.file_rows import fingerprint
 from arrowcache.tensorflow.examples import decode
 
 COMPRESSIONS = (None, "GZIP", "ZLIB")
@@ -90,6 +90,7 @@ def fingerprint_of(path: str) -> str:
 
 
 def place(path: str, number: int) -> str:
+    """Return the place of a record, for messages."""
     return f"{path}, record {number}"
 
 

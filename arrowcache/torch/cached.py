@@ -316,8 +316,8 @@ class CachedDataset(Shown, Dataset[Any]):
             workers: number of processes. 0 means this one.
             progress: show a bar. None shows one if stderr is a terminal.
         Blocks: until it is done, or the cache is full.
-        Returns: how many items are in the cache.
-        Raises: what the dataset inside raises.
+        Returns: the number of items in the cache.
+        Raises: the error of the dataset inside.
         """
         import tqdm
 
@@ -342,12 +342,12 @@ class CachedDataset(Shown, Dataset[Any]):
         return self.cached
 
     def turn_over(self) -> int:
-        """Have the oldest items of a full cache leave: a share of `replace` of the capacity.
+        """Evict the oldest items of a full cache: a share of `replace` of the capacity.
 
         For between two epochs: other items take their room as they are asked for. Items that another process
         reads stay; its lease ends a second after its last request.
 
-        Returns: how many items left.
+        Returns: the number of items that left.
         """
         reader = self._reader_here()
         if reader is None or not self._spec.replace or not self.stats().is_full:

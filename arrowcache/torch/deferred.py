@@ -10,11 +10,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 from arrowcache.torch import registered
-from arrowcache.torch.lane import Lane, ThreadTurn
+from arrowcache.torch.lane import Lane, ThreadLock
 
 _deferred: dict[int, Lane] = {}
 _inherited: list[object] = []
-_turn = ThreadTurn()
+_lock = ThreadLock()
 
 
 def defer(lane: Lane) -> None:
@@ -36,11 +36,11 @@ def let_go(lane: Lane, seconds: float) -> None:
 
 def tidy() -> None:
     """Release deferred lanes, and registered memory that has died. Never blocks."""
-    if _turn.take():
+    if _lock.take():
         try:
             registered.tidy()
             for lane in [*_deferred.values()]:
                 with suppress(Exception):  # a device that failed: its memory stays
                     let_go(lane, 0.0)
         finally:
-            _turn.leave()
+            _lock.leave()

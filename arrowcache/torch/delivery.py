@@ -14,36 +14,36 @@ from arrowcache.reading.stream import BatchStream
 
 
 class Delivery:
-    """A source: see `iteration.BatchSource`. It ends its epoch when the iteration ends.
+    """A source of batches: see `iteration.BatchSource`. It ends its epoch when the iteration ends.
 
     Args:
-        epoch: makes the batches of one epoch, or of all that follow.
+        stream: makes the batches of one epoch, or of all that follow.
         finish: makes tensors of a batch; a method of the loader, which so lives as long as this.
     """
 
     def __init__(
-        self, epoch: BatchStream, timeout_seconds: float | None, finish: Callable[[Any], Any]
+        self, stream: BatchStream, timeout_seconds: float | None, finish: Callable[[Any], Any]
     ) -> None:
-        self._epoch, self._timeout_seconds, self._finish = epoch, timeout_seconds, finish
+        self._stream, self._timeout_seconds, self._finish = stream, timeout_seconds, finish
 
     def next(self) -> tuple[Any, ReadyBatch]:
         """Raises: LoaderTimeoutError. The error of a transform."""
-        with self._epoch.waiting():
-            made: Any = self._epoch.take(self._timeout_seconds)
+        with self._stream.waiting():
+            made: Any = self._stream.take(self._timeout_seconds)
         if made is None:
             raise StopIteration
         return self._finish(made.batch), made._replace(batch={})
 
     def is_ready(self) -> bool:
-        return self._epoch.is_ready()
+        return self._stream.is_ready()
 
     def deliver(self, receipt: ReadyBatch | None) -> None:
-        self._epoch.deliver(receipt)
+        self._stream.deliver(receipt)
 
     def close(self, error: type[BaseException] | None) -> None:
         if error is None:
-            self._epoch.close()
+            self._stream.close()
         elif error is GeneratorExit:
-            self._epoch.drop()
+            self._stream.drop()
         else:
-            self._epoch.fail()
+            self._stream.fail()

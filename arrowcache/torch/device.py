@@ -25,7 +25,7 @@ from arrowcache.lifetimes import Closable, Origin, at_exit, call_all
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.deferred import defer, let_go, tidy
 from arrowcache.torch.iteration import BatchSource, DeliveryCounts, Iteration
-from arrowcache.torch.lane import Lane, ThreadTurn
+from arrowcache.torch.lane import Lane, ThreadLock
 from arrowcache.units import parse_count
 
 Device = str | int | torch.device
@@ -119,7 +119,7 @@ class DevicePrefetcher(Closable):
         self._lanes = [Lane(backend, self._depth) for backend in backends]
         self._iteration: Callable[[], Iteration | None] = lambda: None  # a weak reference
         self._counts = DeliveryCounts()
-        self._turn = ThreadTurn()
+        self._lock = ThreadLock()
         self._closed = False
         _open.add(self)
 
@@ -186,13 +186,13 @@ class DevicePrefetcher(Closable):
         _open.discard(self)
         iteration = self._iteration()
         calls: list[Callable[[], None]] = [] if iteration is None else [iteration.close]
-        if self.is_inherited() or not self._turn.take():
+        if self.is_inherited() or not self._lock.take():
             call_all(calls)
             return
         try:
             call_all([*calls, *(partial(let_go, lane, CLOSE_SECONDS) for lane in self._lanes)])
         finally:
-            self._turn.leave()
+            self._lock.leave()
 
     def is_inherited(self) -> bool:
         """True if this process was forked from the one that made the lanes."""
@@ -201,7 +201,7 @@ class DevicePrefetcher(Closable):
     def _alone(self, step: Callable[[], Any]) -> Any:
         """Call a step that takes a batch, while no other thread takes one."""
         self._lanes[0].origin.require(*_FORKED)
-        if not self._turn.take():
+        if not self._lock.take():
             raise RuntimeError("another thread is in `next` of this prefetcher: one at a time takes batches")
         try:
             if any([lane.backend.is_capturing() for lane in self._lanes]):  # noqa: C419  # quicker
@@ -212,7 +212,7 @@ class DevicePrefetcher(Closable):
             tidy()
             return step()
         finally:
-            self._turn.leave()
+            self._lock.leave()
             if self._closed:  # closed by another thread, which could not release it
                 self.close()
 

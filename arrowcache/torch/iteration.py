@@ -44,6 +44,8 @@ class BatchSource(Protocol):
 
 @dataclass(slots=True)
 class DeliveryCounts:
+    """Counts of an iteration: batches that were lent, seconds of stall and of waits for a device."""
+
     batches: int = 0
     stall_seconds: float = 0.0
     device_seconds: float = 0.0

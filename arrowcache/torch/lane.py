@@ -3,7 +3,7 @@
 Owners:
 
 - A *place* is device memory for one column of a batch (plan.py). It is flying, lent or free.
-- A *slot* is the host's side of the copies of a batch: pinned memory, and the tensors that are read in
+- A *staging* is the host's side of the copies of a batch: pinned memory, and the tensors that are read in
   place. It is free once its copies are over.
 - A *flight* is a batch, or this device's part of one, between its source and its consumer. All flights of an
   iteration end at once with its `Course`: an interrupt at any line leaves nothing to repair.
@@ -16,7 +16,7 @@ Invariants, which tests/stateful/test_device_machine.py holds against a device i
    made on the device is freed after the work of the stream that the batch was lent to.
 3. Pinned memory and sources do not change, and are not given back to the system, before their copy is over;
    nor is a leaf that moves by a `to` of its own.
-4. An event is recorded on one stream, for ever, and before any wait for it. A slot's is recorded anew when
+4. An event is recorded on one stream, for ever, and before any wait for it. A staging's is recorded anew when
    its batch was lent; a stream's, whenever memory that it used becomes free: a later wait waits for more.
 5. The processor waits for a device only with nothing in flight. That is device time, no stall, and has no
    timeout. Only the source's time counts as stall.
@@ -110,7 +110,7 @@ class Lane:
         self._planner = Planner(backend.can_read)
         self._columns: dict[int, list[DevicePlace]] = {}
         self._room: dict[int, int] = {}  # bytes for a column, by its number
-        self._slots: deque[Staging] = deque()  # used in turn: copies end in the order in which they began
+        self._stagings: deque[Staging] = deque()  # used in turn: copies end in the order in which they began
         self._moving: list[Staging] = []  # of leaves with a `to` of their own: each is used once
         self._done: dict[Stream, Event] = {}  # after the work of users of free places
         self._here: Stream = None
@@ -121,15 +121,17 @@ class Lane:
 
     @property
     def device_bytes(self) -> int:
+        """Bytes of device memory, lent places included."""
         return sum(place.memory.nbytes for places in [*self._columns.values()] for place in places)
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(memory.nbytes for slot in self._slots for memory in [*slot.memory.values()])
+        """Bytes of pinned memory for copies."""
+        return sum(memory.nbytes for staging in self._stagings for memory in [*staging.memory.values()])
 
     def is_quiet(self) -> bool:
         """True if it may die as it is. Calls no device."""
-        is_read = not any(slot.sources for slot in [*self._slots, *self._moving])
+        is_read = not any(staging.sources for staging in [*self._stagings, *self._moving])
         return self.origin.is_here and is_read and len(self._streams) <= 1
 
     def collect(self) -> None:
@@ -137,9 +139,9 @@ class Lane:
         self._call += 1
         self._here = self.backend.current_stream()
         self._streams.add(self._here)
-        for slot in self._slots:
-            self._is_read(slot)
-        self._moving = [slot for slot in self._moving if not self._is_read(slot)]
+        for staging in self._stagings:
+            self._is_read(staging)
+        self._moving = [staging for staging in self._moving if not self._is_read(staging)]
         dead = []
         for places in self._columns.values():
             for place in [place for place in places if place.loans]:
@@ -173,15 +175,15 @@ class Lane:
         return Flight(build, sources, others, [*arrivals.values()])
 
     def send(self, flight: Flight, course: Course) -> bool:
-        """Begin the copies of a flight. Returns: False: no slot is free.
+        """Begin the copies of a flight. Returns: False: no staging is free.
 
         Raises: OutOfMemoryError: the device has no memory. Nothing has begun.
         """
         if torch.is_inference_mode_enabled():  # tensors made there can't be written to outside
             with torch.inference_mode(mode=False):
                 return self.send(flight, course)
-        slot = self._free_slot()
-        if slot is None:
+        staging = self._free_staging()
+        if staging is None:
             return False
         plan = self._planner.plan(flight.sources)
         places, pairs = [], []
@@ -189,7 +191,7 @@ class Lane:
             place = self._place(column)
             into = place.memory.tensors(column)
             if column.is_staged:
-                staged = self._staged(slot, column)
+                staged = self._staged(staging, column)
                 torch._foreach_copy_(staged[1:], [flight.sources[number] for number in column.leaves])
                 pairs.append((into[0], staged[0]))
             else:
@@ -200,12 +202,12 @@ class Lane:
         for user in {user for place in places for user in place.users}:
             self.backend.wait(self._stream, self._done[user])
         if pairs:
-            copied, slot.copied = slot.copied, None
-            slot.sources = [source for _, source in pairs]
+            copied, staging.copied = staging.copied, None
+            staging.sources = [source for _, source in pairs]
             self.backend.copy(pairs, self._stream)
-            slot.copied = flight.copied = self._recorded(copied, self._stream)
-            self._slots.rotate(-1)
-            self._is_read(slot)  # on the CPU it is at once
+            staging.copied = flight.copied = self._recorded(copied, self._stream)
+            self._stagings.rotate(-1)
+            self._is_read(staging)  # on the CPU it is at once
         flight.plan, flight.places, flight.sources = plan, places, {}
         return True
 
@@ -232,9 +234,9 @@ class Lane:
         return flight.build(leaves)
 
     def wait(self) -> None:
-        """Wait until a slot is free. Blocks: as long as the device takes; Ctrl-C ends it."""
+        """Wait until a staging is free. Blocks: as long as the device takes; Ctrl-C ends it."""
         seconds = _FIRST_PAUSE_SECONDS
-        while self._free_slot() is None:
+        while self._free_staging() is None:
             self.backend.pause(seconds)
             seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
 
@@ -250,10 +252,10 @@ class Lane:
             for places in self._columns.values()
             for place in places
         ]
-        for slots in (self._slots, self._moving):
-            free += [partial(self._end, slots, slot, deadline) for slot in slots]
+        for stagings in (self._stagings, self._moving):
+            free += [partial(self._end, stagings, staging, deadline) for staging in stagings]
         call_all(free)
-        return not (self._slots or self._moving)
+        return not (self._stagings or self._moving)
 
     def _mark(self, stream: Stream) -> None:
         self._done[stream] = self._recorded(self._done.get(stream), stream)
@@ -281,35 +283,35 @@ class Lane:
             moving.copied = self._recorded(None, here)
         return moved
 
-    def _free_slot(self) -> Staging | None:
-        if len(self._slots) <= self._depth:
-            self._slots.appendleft(Staging(self._stream))
-        return self._slots[0] if self._is_read(self._slots[0]) else None
+    def _free_staging(self) -> Staging | None:
+        if len(self._stagings) <= self._depth:
+            self._stagings.appendleft(Staging(self._stream))
+        return self._stagings[0] if self._is_read(self._stagings[0]) else None
 
-    def _is_read(self, slot: Staging) -> bool:
-        """True if the copies out of a slot are over. Then its sources are released."""
-        if slot.sources:
-            if slot.copied is None:
-                slot.copied = self._recorded(None, slot.stream)
-            if not self.backend.query(slot.copied):
+    def _is_read(self, staging: Staging) -> bool:
+        """True if the copies out of a staging are over. Then its sources are released."""
+        if staging.sources:
+            if staging.copied is None:
+                staging.copied = self._recorded(None, staging.stream)
+            if not self.backend.query(staging.copied):
                 return False
-            slot.sources = []
+            staging.sources = []
         return True
 
-    def _staged(self, slot: Staging, column: PlannedColumn) -> list[torch.Tensor]:
-        """Return tensors over a slot's pinned memory for a column."""
-        memory = slot.memory.get(column.number)
+    def _staged(self, staging: Staging, column: PlannedColumn) -> list[torch.Tensor]:
+        """Return tensors over a staging's pinned memory for a column."""
+        memory = staging.memory.get(column.number)
         if memory is None or memory.nbytes < column.nbytes:
-            memory = slot.memory[column.number] = ColumnMemory(
+            memory = staging.memory[column.number] = ColumnMemory(
                 self.backend.pinned_memory(self._room_for(column))
             )
         return memory.tensors(column)
 
-    def _end(self, slots: MutableSequence[Staging], slot: Staging, deadline: float) -> None:
-        while not self._is_read(slot) and time.monotonic() < deadline:
+    def _end(self, stagings: MutableSequence[Staging], staging: Staging, deadline: float) -> None:
+        while not self._is_read(staging) and time.monotonic() < deadline:
             self.backend.pause(_LONGEST_PAUSE_SECONDS)
-        if not slot.sources:
-            slots.remove(slot)
+        if not staging.sources:
+            stagings.remove(staging)
 
     # Places
 
@@ -364,7 +366,7 @@ class Lane:
         places.remove(place)
 
 
-class ThreadTurn:
+class ThreadLock:
     """A lock for one thread at a time. If Ctrl-C leaves it taken, its thread can take it again."""
 
     def __init__(self) -> None:
@@ -376,4 +378,5 @@ class ThreadTurn:
         return self._taken.setdefault("by", me) == me
 
     def leave(self) -> None:
+        """Let others have it."""
         self._taken.pop("by", None)

@@ -34,6 +34,8 @@ class Piece(NamedTuple):
 
 
 class PlannedColumn(NamedTuple):
+    """Leaves of a batch that are copied together: one large leaf, or all small ones."""
+
     number: int  # in the batch: 0 has the small ones
     leaves: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -42,6 +44,8 @@ class PlannedColumn(NamedTuple):
 
 
 class CopyPlan(NamedTuple):
+    """The columns of a batch, and the copies that bring it."""
+
     columns: tuple[PlannedColumn, ...]
     readable: list[int]  # large leaves that the device reads in place
     nbytes: int

@@ -52,7 +52,7 @@ def to_tensor(values: Any, kind: FieldType | None) -> Any:
 
 
 def import_nested() -> None:
-    """Have torch import its nested tensors ahead: the import takes most of a second."""
+    """Import torch's nested tensors ahead: the import takes most of a second."""
     torch.nested.nested_tensor_from_jagged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
 
 

@@ -74,6 +74,7 @@ class Result:
 
 
 def made(result: Any, arrival: Arrival | None = None) -> SentBatch | Result:
+    """Return a result of a worker in its wrapper, by its type."""
     return SentBatch(result, arrival) if type(result) is dict else Result(result, arrival)
 
 

@@ -37,7 +37,7 @@ from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.deferred import keep
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.iteration import Iteration
-from arrowcache.torch.lane import ThreadTurn
+from arrowcache.torch.lane import ThreadLock
 from arrowcache.units import format_bytes
 
 _WORDS = (torch.int64, torch.int32, torch.int16)  # widest first: a row is selected in whole words
@@ -68,10 +68,12 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the ring on the device."""
         return sum(column.memory.nbytes for column in [*self._columns.values()])
 
     @property
     def allocations(self) -> int:
+        """The number of columns of the ring that were allocated."""
         return len(self._columns)
 
     def put(self, run: Run) -> None:
@@ -162,9 +164,9 @@ class WindowDelivery(Delivery):
     _receipt: ReadyBatch | None = None  # of the last lent step
 
     def __init__(
-        self, epoch: BatchStream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
+        self, stream: BatchStream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
     ) -> None:
-        super().__init__(epoch, timeout_seconds, partial(_finished, finish))
+        super().__init__(stream, timeout_seconds, partial(_finished, finish))
 
     def deliver(self, receipt: ReadyBatch | None) -> None:
         self._receipt = receipt
@@ -185,14 +187,14 @@ class WindowEpoch(Iterator[Batch]):
     def __init__(self, delivery: WindowDelivery, found: Iteration, ring: Ring, names: Sequence[str]) -> None:
         self._delivery, self._found, self._ring, self._names = delivery, found, ring, names
         self._number = 0  # of the next run or step
-        self._turn = ThreadTurn()
+        self._lock = ThreadLock()
 
     def __next__(self) -> Batch:
         """The next batch, on the device.
 
         Blocks, Raises: as `Iteration.next`.
         """
-        if not self._turn.take():
+        if not self._lock.take():
             raise RuntimeError("another thread is in `next` of this epoch: one at a time takes batches")
         try:
             while True:
@@ -207,7 +209,7 @@ class WindowEpoch(Iterator[Batch]):
                     self._found.close()
                     raise
         finally:
-            self._turn.leave()
+            self._lock.leave()
 
     def close(self) -> None:
         self._found.close()

@@ -12,7 +12,8 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 
-from arrowcache.reading.memory import PAGE_BYTES, SharedMemory
+from arrowcache.linux import PAGE_BYTES
+from arrowcache.reading.memory import SharedMemory
 from arrowcache.torch.backend import Accelerator
 from arrowcache.torch.registered import tidy
 

@@ -23,8 +23,9 @@ from fake_device import FakeDevice, Stream
 
 import arrowcache as ac
 import arrowcache.torch.device
+from arrowcache.linux import PAGE_BYTES
 from arrowcache.reading import stats as loader_stats
-from arrowcache.reading.memory import PAGE_BYTES, SharedMemory
+from arrowcache.reading.memory import SharedMemory
 from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, plan, registered, tensors
 
 MIB = 1 << 20

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -342,12 +343,41 @@ def test_every_module_says_what_it_is():
         assert ast.get_docstring(parsed(path)), module
 
 
+CLAUSE = re.compile(
+    r"(?:\A|Returns: )(?:(?:at |in |of )?which|what|whether|that|where|how|who|when|why)\b", re.IGNORECASE
+)
+C_COMMENT = re.compile(r"/\*\s*(.*?)\s*\*/", re.DOTALL)
+
+
+def first_clause(text: str) -> str | None:
+    found = CLAUSE.search(" ".join(text.split()))
+    return found and found[0]
+
+
 @pytest.mark.parametrize("module", [name for name in MODULES if part_of(name) != "explore"])
 def test_a_docstring_is_a_sentence_or_a_noun_not_a_clause(module):
-    clauses = ("What", "Whether", "That", "Where", "How", "Who", "Which")
     texts = [node.value for node in ast.walk(parsed(MODULES[module])) if isinstance(node, ast.Expr)]
     for text in (each.value for each in texts if isinstance(each, ast.Constant)):
-        assert str(text).partition(" ")[0] not in clauses, text
+        assert not first_clause(str(text)), text
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "native").glob("*.[ch]")), ids=lambda path: path.name)
+def test_a_comment_on_what_c_code_declares_is_one_too(path):
+    """Comments that begin a line: those behind a member of a structure are nouns as they come."""
+    comments = [match for match in C_COMMENT.finditer(path.read_text()) if begins_a_line(match)]
+    assert comments
+    for comment in comments:
+        assert not first_clause(comment[1]), comment[0]
+
+
+def begins_a_line(match: re.Match[str]) -> bool:
+    return match.string[: match.start()].endswith("\n") or match.start() == 0
+
+
+def test_a_clause_is_seen_at_the_beginning_and_behind_returns():
+    clauses = ("When it began.", "Move it.\n    Returns: whether it moved.", "/* How many there are. */")
+    assert all(first_clause(text.removeprefix("/* ")) for text in clauses)
+    assert not any(map(first_clause, ("Say when it began.", "Returns: True if it moved.", "Whatever it is.")))
 
 
 @pytest.mark.slow

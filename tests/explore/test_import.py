@@ -16,7 +16,7 @@ from helpers import published_ids, segment_files
 import arrowcache as ac
 from arrowcache.explore import parquet
 from arrowcache.explore.exchange import import_parquet
-from arrowcache.storage.origin import origins_of
+from arrowcache.storage.file_rows import file_rows_of
 
 SIZES = {"capacity": "1MiB", "segment_bytes": "16KiB"}
 IDS = ac.Schema({"id": ac.Tensor("int64"), "pad": ac.Binary()})
@@ -99,7 +99,7 @@ def test_a_segment_says_which_rows_of_which_files_it_has(tmp_path):
     for name, start in (("a", 0), ("b", 20), ("c", 40)):
         write(tmp_path / f"{name}.parquet", start, start + 20)
     import_parquet(tmp_path, tmp_path / "c", **SIZES)
-    found = [origins_of(s.task) for s in ac.Cache.open(tmp_path / "c").store.segments()]
+    found = [file_rows_of(s.task) for s in ac.Cache.open(tmp_path / "c").store.segments()]
     prints = list(dict.fromkeys(origin.fingerprint for origins in found for origin in origins))
     assert len(prints) == 3
     for number, digest in enumerate(prints):

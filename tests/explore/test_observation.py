@@ -16,7 +16,7 @@ import arrowcache as ac
 from arrowcache.errors import LockTimeoutError
 from arrowcache.explore import observation
 from arrowcache.explore.observation import FIRST_SEEN, PROCESS_START, UNSEEN, observe
-from arrowcache.storage import processes
+from arrowcache.storage import proc
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.progress import Progress
 
@@ -62,8 +62,8 @@ def test_a_lease_of_another_process_shows_who_holds_it_what_and_since_when(cache
         (lease,) = alone.leases
         assert (lease.pid, lease.first_seq, lease.last_seq, lease.segments) == (child.pid, 2, 5, 4)
         assert lease.nbytes == sum(s.allocated_bytes for s in alone.segments[2:6])
-        assert lease.command == processes.command(child.pid)
-        assert (lease.since, lease.since_is) == (processes.started(child.pid), PROCESS_START)
+        assert lease.command == proc.command(child.pid)
+        assert (lease.since, lease.since_is) == (proc.started(child.pid), PROCESS_START)
 
         (noticed,) = observe(cache, empty).leases
         assert noticed.since_is == FIRST_SEEN
@@ -136,8 +136,8 @@ def test_a_waiting_writer_shows_for_whom_it_waits(cache, events):
         seen = observe(cache)
         (writer,) = seen.waiting
         assert writer.pid == child.pid
-        assert writer.command == processes.command(child.pid)
-        assert processes.started(child.pid) <= writer.since <= seen.time
+        assert writer.command == proc.command(child.pid)
+        assert proc.started(child.pid) <= writer.since <= seen.time
         assert writer.why.startswith(f"the oldest segment, 0, is leased by pid {os.getpid()} (")
         child.kill()
         assert observe(cache).waiting == ()
@@ -186,7 +186,7 @@ def test_loaders_of_another_cache_are_not_shown(cache, tmp_path):
 def test_a_page_shared_with_a_forked_process_is_one_loader_of_its_owner(cache, monkeypatch):
     with ac.Loader(cache, 16) as loader:
         list(loader)
-        files = list(processes.open_files())
+        files = list(proc.open_files())
         inherited = [
             file for file in files if file.link == observation.COUNTERS.link and file.pid == os.getpid()
         ]
@@ -221,13 +221,13 @@ def test_processes_that_are_gone_are_passed_over():
     with Child(os.getpid) as child:
         child.result()
         child.exit_code()
-    assert processes.command(child.pid) == "unknown"
-    assert processes.started(child.pid) is None
-    assert child.pid not in {file.pid for file in processes.open_files()}
+    assert proc.command(child.pid) == "unknown"
+    assert proc.started(child.pid) is None
+    assert child.pid not in {file.pid for file in proc.open_files()}
 
 
 def test_a_process_began_after_the_machine_and_before_now():
-    start = processes.started(os.getpid())
+    start = proc.started(os.getpid())
     assert time.time() - 86400 < start <= time.time() + 1
 
 
@@ -241,7 +241,7 @@ def test_a_sampler_at_work_shows_how_many_rows_it_has_drawn_and_not_published(ca
     (seen,) = observe(cache).samplers
     assert (seen.pid, seen.pool, seen.task, seen.rows) == (os.getpid(), "default.0", 3, 310)
     assert seen.last_row_seconds < 60
-    assert seen.command == processes.command(os.getpid())
+    assert seen.command == proc.command(os.getpid())
     progress.wait()
     assert [seen.is_waiting for seen in observe(cache).samplers] == [True]
     progress.end()

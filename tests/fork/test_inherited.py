@@ -133,8 +133,8 @@ def loader(cache: ac.Cache, *, is_between_epochs: bool = False) -> Iterator[Chil
     """The child's epochs, what it has mapped and what it shows are its own; the parent's epoch goes on."""
 
     def shown() -> tuple[int, int]:
-        (panel,) = panels()
-        found = read_counters(panel)
+        (page,) = counter_pages()
+        found = read_counters(page)
         assert found is not None
         return found.pid, found.epochs
 
@@ -145,7 +145,7 @@ def loader(cache: ac.Cache, *, is_between_epochs: bool = False) -> Iterator[Chil
             came += ids_of(epoch)
 
         def child() -> None:
-            assert (mapped_seqs(cache), panels()) == ([], [])
+            assert (mapped_seqs(cache), counter_pages()) == ([], [])
             assert COUNTERS_LINK not in Path("/proc/self/maps").read_text()
             if not is_between_epochs:
                 with pytest.raises(ValueError, match=FORKED):
@@ -174,7 +174,7 @@ def loader(cache: ac.Cache, *, is_between_epochs: bool = False) -> Iterator[Chil
         assert sorted(ids_of(loader)) == list(range(112))
 
 
-def panels() -> list[str]:
+def counter_pages() -> list[str]:
     """Descriptors of what this process's loaders show."""
     return [f"/proc/self/fd/{fd}" for fd, name in open_files() if name == COUNTERS_LINK]
 

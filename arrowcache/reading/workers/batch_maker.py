@@ -97,15 +97,24 @@ class BatchMaker:
                 self._snapshot.map_ahead()
 
     def drop(self) -> None:
+        """Close the snapshot, if its epoch has ended."""
         if self._snapshot is not None and self._slots.is_over(self._epoch):
             self._snapshot.close()
             self._snapshot = None
 
     def close(self) -> None:
+        """Close the snapshot, if there is one."""
         if self._snapshot is not None:
             self._snapshot.close()
 
     def make(self, request: Message) -> Message:
+        """Make one batch: gather its rows, transform them, and place the result in a slot.
+
+        Args:
+            request: as `WorkerHandle.ask` sends it. Its "data" are row ids, int64.
+        Returns: the answer: "made", with the places of the columns, or "skipped" if the epoch is over.
+        Raises: the error of `begin`, of a read or of the transform.
+        """
         number, ids = request["id"], np.frombuffer(request["data"], np.int64)
         self._slots.begin(request["returned"])
         snapshot = None if self._slots.is_over(request["epoch"]) else self._snapshot

@@ -41,6 +41,7 @@ class Finished(NamedTuple):
 
     @property
     def arrays(self) -> int:
+        """The number of arrays of the batch."""
         return sum(len(arrays) for _, _, arrays in self.columns)
 
     def batch(self, rows: slice | None = None) -> dict[str, Any]:
@@ -64,6 +65,7 @@ class Request(Future[Finished]):
         self.deaths = 0
 
     def deliver(self, finished: Finished) -> None:
+        """End it with a batch, unless it has ended."""
         if self.begin():
             self.set_result(finished)
 
@@ -92,6 +94,7 @@ class WorkerHandle:
         self._trouble = ""  # why this process ended it
 
     def ask(self, request: Request) -> None:
+        """Send a request to the worker, and the slots that it may use again."""
         returned = []
         with suppress(IndexError):
             while True:
@@ -109,7 +112,7 @@ class WorkerHandle:
         self.tell(message, request.ids.tobytes())
 
     def drop(self) -> Future[None]:
-        """Have it release epochs that have ended. Returns: a future that ends when it has, or at its end."""
+        """Let the worker release epochs that have ended. Returns: a future that ends then, or at its end."""
         done: Future[None] = Future()
         self.drops.append(done)
         self.tell({"do": "drop"})
@@ -175,6 +178,7 @@ class WorkerHandle:
         return len(self._lent) - len(self._returned)
 
     def how_it_ended(self) -> str:
+        """Return the cause of its end, for messages."""
         return self._trouble or self.process.how_it_ended()
 
     def _array(self, dtype: str, shape: list[int], offset: int) -> NDArray[Any]:

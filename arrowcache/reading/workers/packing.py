@@ -91,6 +91,7 @@ def _name(value: object) -> str:
 
 
 def unpack(kind: str, arrays: Sequence[NDArray[Any]]) -> Any:
+    """Return a column from its kind and arrays, as `pack` gave them. Arrays are not copied, text is."""
     if kind == ARRAY:
         return arrays[0]
     if kind == SCALAR:

@@ -67,9 +67,11 @@ class Restarts:
         return False
 
     def started(self) -> None:
+        """Note that a process is ready. Failed starts are counted anew."""
         self.failed_starts = 0
 
     def made(self) -> None:
+        """Note that a batch was made. The next lost process is replaced at once."""
         self._losses = 0
 
 
@@ -147,7 +149,7 @@ class WorkerPool:
             worker.end_epoch(self._ended)
 
     def drop(self) -> None:
-        """Have workers release their leases on epochs that have ended.
+        """Let workers release their leases on epochs that have ended.
 
         Blocks: until the ready workers have, at most a second: one may be in a transform.
         """

@@ -18,6 +18,7 @@ _NUMBERS = ("seq", "rows", "nbytes", "allocated_bytes")
 
 
 def pack_segments(segments: Sequence[SegmentInfo]) -> bytes:
+    """Return segments as bytes, for `unpack_segments`."""
     count = len(segments)
     numbers = [np.fromiter((getattr(s, name) for s in segments), np.int64, count) for name in _NUMBERS]
     published = np.fromiter((s.published for s in segments), np.float64, count)

@@ -56,6 +56,7 @@ class WorkerSlots:
         self._handed_over: dict[int, Any] = {}  # owners, by offset
 
     def is_over(self, epoch: int) -> bool:
+        """True if the main process has ended an epoch."""
         return epoch <= int(self._words[ENDED])
 
     def tell(self, stage: str) -> None:
@@ -73,6 +74,7 @@ class WorkerSlots:
             del self._handed_over[offset]
 
     def lend(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
+        """Lend an array of a column of the batch, in shared memory."""
         nbytes = dtype.itemsize * math.prod(shape)
         owner, address = self._slots.lend_bytes(name, nbytes)
         borrower = (ctypes.c_char * nbytes).from_buffer(owner)

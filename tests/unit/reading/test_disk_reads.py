@@ -13,8 +13,8 @@ from helpers import ids_of, make_cache, segment_files
 from page_cache import drop_from_memory, resident_bytes
 
 import arrowcache as ac
+from arrowcache.linux import PAGE_BYTES
 from arrowcache.native import engine
-from arrowcache.reading.memory import PAGE_BYTES
 
 ROWS, ROW_BYTES = 128, 64 << 10
 

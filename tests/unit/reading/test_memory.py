@@ -12,7 +12,8 @@ from helpers import in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.reading.memory import PAGE_BYTES, SharedBuffers, SharedMemory, page_aligned
+from arrowcache.linux import PAGE_BYTES
+from arrowcache.reading.memory import SharedBuffers, SharedMemory, page_aligned
 
 
 @pytest.fixture

@@ -5,8 +5,11 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
@@ -780,6 +783,12 @@ def test_ctrl_c_at_any_step_of_a_pool_leaves_one_that_stops():
         assert engine.ends or not engine.tasks, interrupt.where
 
 
+def functions_of(thread: int) -> set[str]:
+    """The names of the functions that a thread is in."""
+    frame = sys._current_frames()[thread]
+    return {each.f_code.co_name for each, _ in traceback.walk_stack(frame)}
+
+
 @pytest.mark.no_cover
 def test_a_stop_that_ctrl_c_cut_short_is_done_by_the_next_one():
     begun, go_on = threading.Event(), threading.Event()
@@ -790,22 +799,24 @@ def test_a_stop_that_ctrl_c_cut_short_is_done_by_the_next_one():
             go_on.wait(DEADLINE_SECONDS)
             return super().end()
 
-    def press() -> None:
+    main = threading.get_ident()
+
+    def once_stop_waits(then: Callable[[], None]) -> None:
         begun.wait(DEADLINE_SECONDS)
-        time.sleep(0.2)  # for `stop` to wait
-        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: {"shut_down", "wait_for"} <= functions_of(main), "`stop` to wait")
+        then()
 
     engine = Slow()
     pool = Pool(engine, of_tasks(None))
     pool.wait(segments=1, timeout=DEADLINE_SECONDS)
-    pressing = threading.Thread(target=press)
+    pressing = threading.Thread(target=once_stop_waits, args=[lambda: os.kill(os.getpid(), signal.SIGINT)])
     pressing.start()
     with pytest.raises(KeyboardInterrupt):
         pool.stop()
     pressing.join()
     assert is_at_work()
     assert not engine.ends
-    later = threading.Timer(0.5, go_on.set)
+    later = threading.Thread(target=once_stop_waits, args=[go_on.set])
     later.start()
     pool.stop()
     later.join()

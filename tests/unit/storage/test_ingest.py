@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers import ids_of, make_cache, sample
 
+from arrowcache.storage.file_rows import FileRows, file_rows_of
 from arrowcache.storage.ingest import Imported, Ingest
-from arrowcache.storage.origin import FileRows, origins_of
 
 ONE, OTHER = "0123456789abcdef", "f" * 16
 
@@ -28,7 +28,7 @@ def take(ingest, fingerprint, numbers):
 
 
 def tasks(cache):
-    return [origins_of(segment.task) for segment in cache.store.segments()]
+    return [file_rows_of(segment.task) for segment in cache.store.segments()]
 
 
 def ids(cache):

@@ -14,7 +14,7 @@ from helpers import in_child, open_files
 
 from arrowcache import linux
 from arrowcache.storage.locks import LockFile, flock_holders, range_holders
-from arrowcache.storage.processes import OpenFile
+from arrowcache.storage.proc import OpenFile
 
 
 @pytest.fixture

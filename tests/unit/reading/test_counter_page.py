@@ -23,8 +23,8 @@ from arrowcache.torch import Loader as TorchLoader
 NO_TIME = dict.fromkeys(TIMED, (0.0, ()))
 
 
-def panels(pid: int | str = "self") -> list[str]:
-    """Descriptors of panels in a process."""
+def counter_pages(pid: int | str = "self") -> list[str]:
+    """Descriptors of counter pages in a process."""
     found = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{fd}"
@@ -37,9 +37,9 @@ def panels(pid: int | str = "self") -> list[str]:
 
 
 def readouts(cache, pid: int | str = "self"):
-    """What panels of this cache's loaders in a process show."""
+    """What counter pages of this cache's loaders in a process show."""
     status = os.stat(cache.path)
-    found = [read_counters(path) for path in panels(pid)]
+    found = [read_counters(path) for path in counter_pages(pid)]
     return [shown for shown in found if shown and shown.cache == (status.st_dev, status.st_ino)]
 
 
@@ -48,7 +48,7 @@ def page_of(folder) -> bytes:
     status = os.stat(folder)
     (page,) = (
         page
-        for page in map(read_page, panels())
+        for page in map(read_page, counter_pages())
         if HEAD.unpack_from(page)[3:] == (status.st_dev, status.st_ino)
     )
     return page
@@ -140,8 +140,8 @@ def shown_in(folder, after_seconds: float = 0.0):
 def test_a_wait_that_began_right_after_a_show_is_seen_with_what_it_is_for(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(stats_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    panel, meter = CounterPage.open(tmp_path, 0, None), Meter()
-    meter.show_on(panel)
+    page, meter = CounterPage.open(tmp_path, 0, None), Meter()
+    meter.show_on(page)
     meter.begin_run("an epoch")
     with meter.waiting():
         clock.now += 0.001
@@ -154,9 +154,9 @@ def test_a_wait_that_began_right_after_a_show_is_seen_with_what_it_is_for(tmp_pa
 
 
 def test_what_others_do_for_it_is_shown_as_its_own(tmp_path):
-    panel, meter = CounterPage.open(tmp_path, 0, None), Meter()
+    page, meter = CounterPage.open(tmp_path, 0, None), Meter()
     since = time.perf_counter() - 7
-    meter.show_on(panel, lambda: [("transform", since)])
+    meter.show_on(page, lambda: [("transform", since)])
     assert shown_in(tmp_path).took["transform"] >= 7
     meter.show_on(None)
 
@@ -165,8 +165,8 @@ def test_each_batch_is_shown_at_once_and_times_some_times_a_second_or_after_long
     clock = SimpleNamespace(now=1000.0)
     times = SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now)
     monkeypatch.setattr(stats_module, "time", times)
-    panel, meter = CounterPage.open(tmp_path, 0, None), Meter()
-    meter.show_on(panel)
+    page, meter = CounterPage.open(tmp_path, 0, None), Meter()
+    meter.show_on(page)
 
     meter.begin_run("an epoch")
 
@@ -196,14 +196,14 @@ def test_what_was_counted_before_is_shown_at_once(tmp_path):
     meter = Meter()
     meter.begin_epoch()
     with meter.stage("samplers"), meter.waiting():
-        panel = CounterPage.open(tmp_path, 0, "rows")
-        meter.show_on(panel)
+        page = CounterPage.open(tmp_path, 0, "rows")
+        meter.show_on(page)
         shown = shown_in(tmp_path, after_seconds=10)
     assert (shown.epochs, shown.waits) == (1, 1)
     assert shown.took["stall"] >= 10
     assert shown.took["samplers"] >= 10
     meter.show_on(None)
-    assert not panel.is_open
+    assert not page.is_open
 
 
 def test_another_process_sees_it_until_it_is_killed(cache):
@@ -245,28 +245,28 @@ def test_a_loader_that_is_nearly_out_of_descriptors_keeps_them_for_itself(cache)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_page_that_is_no_panel_is_passed_over(tmp_path):
-    panel = CounterPage.open(tmp_path, 3, None)
-    page = bytearray(page_of(tmp_path))
-    assert parse_counters(bytes(page), 0.0).workers == 3
-    assert parse_counters(bytes(page[:-1]), 0.0) is None
+def test_a_page_that_is_no_counter_page_is_passed_over(tmp_path):
+    page = CounterPage.open(tmp_path, 3, None)
+    data = bytearray(page_of(tmp_path))
+    assert parse_counters(bytes(data), 0.0).workers == 3
+    assert parse_counters(bytes(data[:-1]), 0.0) is None
     for position in (0, 16):  # magic, version
-        other = page.copy()
+        other = data.copy()
         other[position] ^= 1
         assert parse_counters(bytes(other), 0.0) is None
-    panel.show((1, 2, 3, 4, 5), dict.fromkeys(TIMED, (float("nan"), [])))
+    page.show((1, 2, 3, 4, 5), dict.fromkeys(TIMED, (float("nan"), [])))
     assert parse_counters(page_of(tmp_path), 0.0) is None
-    panel.close()
-    panel.show((1, 2, 3, 4, 5), NO_TIME)
+    page.close()
+    page.show((1, 2, 3, 4, 5), NO_TIME)
     assert read_counters(tmp_path) is None, "a folder"
     assert read_counters(tmp_path / "missing") is None
 
 
 def test_a_page_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch):
-    panel = CounterPage.open(tmp_path, 0, None)
+    page = CounterPage.open(tmp_path, 0, None)
     pages = []
     for count in (1, 2, 2):
-        panel.show((count,) * 5, NO_TIME)
+        page.show((count,) * 5, NO_TIME)
         pages.append(page_of(tmp_path))
     monkeypatch.setattr(os, "pread", lambda *_: pages.pop(0))
     assert read_counters("/dev/null").batches == 2

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.storage.layout import SegmentInfo, parse_segment_name, segment_name
-from arrowcache.storage.origin import (
+from arrowcache.storage.file_rows import (
     Coverage,
     FileRows,
+    file_rows_of,
     fingerprint,
     has_place,
     kind_of_import,
-    origins_of,
     sampler_of,
     task_of,
 )
+from arrowcache.storage.layout import SegmentInfo, parse_segment_name, segment_name
 
 ONE, OTHER = "0123456789abcdef", "f" * 16
 ORIGINS = st.lists(
@@ -41,7 +41,7 @@ def test_a_task_names_the_rows_and_is_a_segments_name(kind, origins, again):
         kept.append(origin)
     assert kept
     task = task_of(kind, kept, again)
-    assert origins_of(task) == tuple(kept)
+    assert file_rows_of(task) == tuple(kept)
     assert kind_of_import(task) == kind
     name = segment_name(2**59, 2**31 - 1, task)
     assert len(name) < 255 - len(".reason")
@@ -61,7 +61,7 @@ def test_a_segment_names_some_small_files():
      f"parquet.{ONE}-0-1.again-xyz", f"parquet.{ONE}-0-1 "],
 )  # fmt: skip
 def test_other_tasks_come_from_no_file(task):
-    assert origins_of(task) == ()
+    assert file_rows_of(task) == ()
     assert kind_of_import(task) == ""
 
 

@@ -12,7 +12,7 @@ import pytest
 from helpers import make_cache, sample, wait_until
 
 import arrowcache as ac
-from arrowcache.storage.processes import OpenFile, command, open_files, started
+from arrowcache.storage.proc import OpenFile, command, open_files, started
 
 SPAWN = ["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(5, 7)"]
 LOKY = "loky.backend.popen_loky_posix"

@@ -1,4 +1,4 @@
-"""Processes: what /proc tells of those that share a cache: their commands, starts and open files.
+"""Proc: what /proc tells of processes that share a cache: their commands, starts and open files.
 
 Of other users' processes the kernel shows the command, and nothing that is open. Whatever ends while it
 is looked at is passed over.
@@ -91,7 +91,7 @@ def _shown(words: Sequence[str]) -> str:
 
 
 def _parent(pid: int) -> int:
-    """0: it is gone."""
+    """Return the number of the parent process. 0 if the process is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
@@ -99,7 +99,7 @@ def _parent(pid: int) -> int:
 
 
 def started(pid: int) -> float | None:
-    """When a process started, in seconds since 1970. None if it is gone."""
+    """Return the start of a process, in seconds since 1970. None if it is gone."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(

@@ -1,4 +1,4 @@
-"""Origin: which rows of which files an imported segment holds, as its task's name tells.
+"""File rows: which rows of which files an imported segment holds, as its task's name tells.
 
     <kind>.<fingerprint>-<first>-<rows>[e]{.<the next file's>}[.again-<n>]
 
@@ -53,8 +53,8 @@ def task_of(kind: str, origins: Iterable[FileRows], again: str = "") -> str:
     return ".".join([kind, *map(str, origins), *([f"again-{again}"] if again else [])])
 
 
-def origins_of(task: str) -> tuple[FileRows, ...]:
-    """Origins of the rows of a segment of this task. Empty if it was not imported."""
+def file_rows_of(task: str) -> tuple[FileRows, ...]:
+    """Return the file rows of a segment of this task. Empty if it was not imported."""
     match = _TASK.fullmatch(task)
     if match is None:
         return ()
@@ -92,14 +92,15 @@ class Coverage:
     def __init__(self, segments: Iterable[SegmentInfo] = ()) -> None:
         self._runs: dict[str, list[FileRows]] = {}
         for segment in segments:
-            for origin in origins_of(segment.task):
+            for origin in file_rows_of(segment.task):
                 self.add(origin)
 
     def add(self, origin: FileRows) -> None:
+        """Note rows of a file that the cache has."""
         self._runs.setdefault(origin.fingerprint, []).append(origin)
 
     def forget(self, origin: FileRows) -> None:
-        """Rows left, whether or not they were known."""
+        """Note that rows left the cache. They need not be known."""
         runs = self._runs.get(origin.fingerprint, [])
         self._runs[origin.fingerprint] = [run for run in runs if run != origin]
 
@@ -109,9 +110,9 @@ class Coverage:
         """The rows of a file that are not there, as (first, stop).
 
         Args:
-            total: how many it has; None: that is not known, and the last stop is None, unless the file's
-                last row was seen here.
-            pending: what counts as if it were there.
+            total: the number of the file's rows. None means unknown. The last stop is None then, unless the
+                file's last row was seen here.
+            pending: rows that count as present.
         """
         runs = self._of(fingerprint, pending)
         if total is None:
@@ -141,7 +142,7 @@ def _merged(runs: Iterable[FileRows]) -> list[tuple[int, int]]:
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A file's: 16 hex digits of all its bytes.
+    """Return the fingerprint of a file: 16 hex digits, from all of its bytes.
 
     All of them, since a part would not do: files of numbers that are stored as they are may have one length,
     and footers that are equal to the byte.

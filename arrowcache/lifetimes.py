@@ -271,6 +271,20 @@ def is_exiting() -> bool:
     return _is_exiting is not False  # None once this module was cleared
 
 
+def until_exit(end: Callable[[T], object]) -> Callable[[T], None]:
+    """Make a `__del__` that does nothing once the interpreter ends.
+
+    By then the modules that it needs may be empty: a library that keeps `__main__`, as dill does, has its
+    objects die after them. What must end at exit has a function of `at_exit`; the kernel frees the rest.
+    """
+
+    def __del__(thing: T, ends: Callable[[], bool] = is_exiting) -> None:  # noqa: N807
+        if not ends():
+            end(thing)
+
+    return __del__
+
+
 def _exit() -> None:
     global _is_exiting
     try:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.lifetimes import until_exit
 from arrowcache.native.library import address_of, declare, library, quick
 from arrowcache.native.rows import SegmentRows
 from arrowcache.native.threads import threads
@@ -232,6 +233,7 @@ class Job:
         index = self._job[_FAILED] - 1
         return None if index < 0 else Failure(index, self._job[_ERROR])
 
+    @until_exit
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):
             try:

@@ -87,10 +87,8 @@ class ReadThrough:
         self._full_at: tuple[int, int] | None = None  # capacity, and segments, when there was no room
         self._failed_until = 0.0
         self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
-        self._keeper_rests = True
+        self._keeper: threading.Thread | None = None  # while there is a lease, or something unpublished
         self._is_closed = False
-        self._keeper = threading.Thread(target=self._keep, name="arrowcache-publish", daemon=True)
-        start(self._keeper)
         _at_work.add(self)
         _close_at_worker_exit()
 
@@ -101,7 +99,6 @@ class ReadThrough:
         """
         with self._lock:
             self._latest = time.monotonic()
-            self._wake_keeper()
             for _ in range(_ATTEMPTS):
                 try:
                     found = self._gathered(indices)
@@ -117,6 +114,7 @@ class ReadThrough:
             return _NOTHING
 
     def _gathered(self, indices: NDArray[np.int64]) -> Found:
+        self._start_keeper()
         rows = self._places.rows_of(indices)
         if self._places.snapshot is None or (rows < 0).any():
             self._refresh()
@@ -288,10 +286,15 @@ class ReadThrough:
             self._refresh()
             return self._places.missing
 
-    def release(self) -> None:
-        """End the lease, until the next request."""
+    def rest(self) -> None:
+        """Publish what was made, end the lease and the thread, until the next request: before a fork."""
         with self._lock:
-            self._places.release()
+            self._publish()
+            self._latest = -_IDLE_SECONDS
+            keeper = self._keeper
+        if keeper is not None:
+            self._wake.put(None)
+            keeper.join()
 
     def close(self) -> None:
         """Publish what was made, and end. Idempotent; does nothing in a forked child."""
@@ -303,9 +306,10 @@ class ReadThrough:
             self._discard()
             self._places.release()
             self._claims.close()
-        self.end()
-        if self._keeper is not threading.current_thread():
-            self._keeper.join()
+            keeper = self._keeper
+        if keeper is not None and keeper is not threading.current_thread():
+            self._wake.put(None)
+            keeper.join()
 
     def end(self) -> None:
         """Have the thread `close` it, soon. Waits for no lock."""
@@ -313,35 +317,36 @@ class ReadThrough:
 
     # the thread that publishes, and ends the lease
 
-    def _wake_keeper(self) -> None:
-        if self._keeper_rests:
-            self._keeper_rests = False
-            self._wake.put(None)
+    def _start_keeper(self) -> None:
+        if self._keeper is None and not self._is_closed:
+            keeper = threading.Thread(target=self._keep, name="arrowcache-publish", daemon=True)
+            start(keeper)
+            self._keeper = keeper
 
     def _keep(self) -> None:
-        """The thread: it keeps this object until its end."""
-        seconds: float | None = None
-        while not self._is_closed:
+        """The thread: it keeps this object while there is something to do."""
+        seconds: float | None = _TICK_SECONDS
+        while seconds is not None:
             with suppress(Empty):
                 if self._wake.get(timeout=seconds) is _END:
                     self.close()
-                    return
             seconds = self._look()
 
     def _look(self) -> float | None:
-        """Publish what is due, end an idle lease. Returns: seconds to the next look; None: to a request."""
+        """Publish what is due, end an idle lease. Returns: seconds to the next look; None: the last one."""
         with self._lock:
             now = time.monotonic()
             is_idle = now - self._latest >= _IDLE_SECONDS
-            if self._writer is not None and self._writer.rows:
+            if not self._is_closed and self._writer is not None and self._writer.rows:
                 if is_idle or now - self._oldest >= _MAX_DELAY_SECONDS or self._claims.somebody_waits():
                     self._publish()
                 return _TICK_SECONDS
-            if is_idle:
-                self._places.release()
-                self._keeper_rests = True
-                return None
-            return _IDLE_SECONDS
+            if not self._is_closed and not is_idle:
+                return _IDLE_SECONDS
+            self._discard()  # an open writer is a sign to others
+            self._places.release()
+            self._keeper = None
+            return None
 
 
 _at_work: weakref.WeakSet[ReadThrough] = weakref.WeakSet()

@@ -12,6 +12,7 @@ unless its process was killed.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
-from arrowcache.lifetimes import Origin
+from arrowcache.lifetimes import Origin, at_exit
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.order import EpochOrder, Order, ResumedOrder, Shard, order_of
@@ -73,6 +74,7 @@ class Epoch:
         self._held_up_seconds = 0.0  # seconds that writers waited for its lease, counted so far
         self._is_unleased = False
         self.on_end: Callable[[], object] | None = None  # has others make no more batches of it
+        _living.add(self)
 
     def begin(self, plan: Plan, order: Order, rows: int) -> None:
         """Set what it reads, and count `rows` as served."""
@@ -172,6 +174,15 @@ class Epoch:
             self._is_unleased = True  # last: the next call completes one that Ctrl-C cut short
         if not may_deliver:
             self.give_back()  # last: it may wait for cache.lock
+
+
+def _end_all() -> None:
+    for epoch in [*_living]:
+        epoch.end()
+
+
+_living: weakref.WeakSet[Epoch] = weakref.WeakSet()
+at_exit(_end_all)
 
 
 class Epochs:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import Ragged, Schema, VariableType
 from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
+from arrowcache.lifetimes import until_exit
 from arrowcache.native import engine
 from arrowcache.native.rows import SegmentRows
 from arrowcache.os_errors import explained
@@ -238,6 +239,7 @@ class Gather:
             self._then()
             self._then = None  # last: called again if Ctrl-C comes before
 
+    @until_exit
     def __del__(self) -> None:
         if getattr(self, "_then", None) is not None:  # else it has ended, or was never made
             try:

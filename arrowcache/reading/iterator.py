@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from arrowcache.lifetimes import until_exit
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.stream import BatchStream
 
@@ -61,6 +62,7 @@ class EpochIterator(Iterator[Batch]):
     def close(self) -> None:
         self._stream.close()
 
+    @until_exit
     def __del__(self) -> None:
         if (stream := getattr(self, "_stream", None)) is not None:  # missing if Ctrl-C came before it was set
             stream.drop()

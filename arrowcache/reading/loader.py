@@ -10,9 +10,10 @@ temperature.py says how rows are read; parking.py keeps an ended epoch for a sec
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from arrowcache.lifetimes import Closable, Origin
+from arrowcache.lifetimes import Closable, Origin, at_exit, until_exit
 from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
@@ -112,6 +113,7 @@ class Loader(Closable):
         self._parking: Parking | None = None  # while it is in use
         self._stream: BatchStream | None = None  # of the iterator that began last
         self._closed = False
+        _living.add(self)
 
     def __iter__(self) -> Batches:
         """Begin the next epoch: take the snapshot, at once. An epoch still in progress ends.
@@ -244,6 +246,7 @@ class Loader(Closable):
             "Loader(workers=...), or take arrowcache.torch.dataloader(cache, batch_size, num_workers=...)"
         )
 
+    @until_exit
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             once_unlocked(self.close)  # close waits for threads that may want the cache's lock
@@ -310,3 +313,12 @@ class Loader(Closable):
     def _end_current(self, because: str | None = None) -> None:
         if self._stream is not None:
             self._stream.close(because)
+
+
+def _close_all() -> None:
+    for loader in [*_living]:
+        loader.close()
+
+
+_living: weakref.WeakSet[Loader] = weakref.WeakSet()
+at_exit(_close_all)

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts, Template
-from arrowcache.lifetimes import Mutex, forgets_in_child, is_exiting, unforked
+from arrowcache.lifetimes import Mutex, forgets_in_child, is_exiting, unforked, until_exit
 from arrowcache.linux import most_mappings
 from arrowcache.native import maps
 from arrowcache.native.rows import entries_of
@@ -365,6 +365,7 @@ class MappedSegments:
             file.close()  # a thread was about to map it
         self.__init__(self._settings)  # type: ignore[misc]  # anew, at the same place
 
+    @until_exit
     def __del__(self) -> None:
         if hasattr(self, "_doubted"):
             self._let_go()  # a release that was cut short

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from arrowcache import linux
 from arrowcache.arrow.schema import Schema
-from arrowcache.lifetimes import forgets_in_child
+from arrowcache.lifetimes import forgets_in_child, until_exit
 from arrowcache.linux import PAGE_BYTES
 from arrowcache.units import format_bytes
 
@@ -153,6 +153,7 @@ class SharedMemory(mmap.mmap):
         flags = mmap.MAP_PRIVATE | linux.MAP_FIXED | linux.MAP_NORESERVE
         linux.map_memory(self.words.ctypes.data, len(self), mmap.PROT_READ | mmap.PROT_WRITE, flags, self.fd)
 
+    @until_exit
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)

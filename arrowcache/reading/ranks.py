@@ -36,7 +36,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from arrowcache.errors import CacheFormatError, CorruptSegmentError, warn
-from arrowcache.lifetimes import Mutex, forgets_in_child
+from arrowcache.lifetimes import Mutex, forgets_in_child, until_exit
 from arrowcache.os_errors import explaining
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.snapshot import Snapshot
@@ -162,6 +162,7 @@ class Agreement:
         self._let_go(_EVERY_EPOCH)
         self._unlink()
 
+    @until_exit
     def __del__(self) -> None:
         if not self._closed:
             self.close()

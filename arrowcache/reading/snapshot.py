@@ -28,7 +28,7 @@ from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import CorruptSegmentError
-from arrowcache.lifetimes import Closable, Mutex, Origin, cached_property
+from arrowcache.lifetimes import Closable, Mutex, Origin, cached_property, until_exit
 from arrowcache.native.library import address_of
 from arrowcache.native.rows import SegmentRows
 from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable
@@ -459,6 +459,7 @@ class Snapshot(Shown, Closable):
         if is_idle:
             self._let_go()
 
+    @until_exit
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close()  # first: a warning may be an error
@@ -613,6 +614,7 @@ class _Reader:
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    @until_exit
     def __del__(self) -> None:
         if not self.has_ended:
             self.end()

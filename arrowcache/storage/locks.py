@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arrowcache import linux
-from arrowcache.lifetimes import Closable, forgets_in_child, unforked
+from arrowcache.lifetimes import Closable, forgets_in_child, unforked, until_exit
 from arrowcache.storage.proc import OpenFile, command, open_files
 
 _REFUSED = (errno.EAGAIN, errno.EACCES)
@@ -133,6 +133,7 @@ class LockFile(Closable):
             keeper, self._keeper = self._keeper, -1
             os.close(keeper)
 
+    @until_exit
     def __del__(self) -> None:
         self.close()
 

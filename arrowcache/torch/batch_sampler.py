@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
+from arrowcache.lifetimes import until_exit
 from arrowcache.reading.epoch import Epochs
 from arrowcache.reading.options import EpochArguments, LoaderOptions, spelled_out
 from arrowcache.reading.plan import Plan
@@ -196,6 +197,7 @@ class EpochRows(Iterator[list[int]]):
         if self._owned is not None:
             self._owned.close(is_stale=self._sampler._iterators > self._number)
 
+    @until_exit
     def __del__(self) -> None:
         self.close()
 

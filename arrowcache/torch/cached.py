@@ -246,6 +246,8 @@ class CachedDataset(Shown, Dataset[Any]):
         first = np.zeros(1, np.int64)
         if reader is not None and not len(reader.find(first).positions) and reader.claim(first).all():
             _put(reader, self._spec.form, 0, item)
+        if reader is not None:
+            reader.rest()
 
     def _unusable(self, error: Exception) -> None:
         self._reader, self._failed_at = None, time.monotonic()
@@ -327,6 +329,7 @@ class CachedDataset(Shown, Dataset[Any]):
             return 0
         reader.settle()
         missing = reader.missing
+        reader.rest()
         making = DataLoader(
             _Filling(self, missing),
             batch_size=_FILLED_AT_ONCE,
@@ -352,7 +355,7 @@ class CachedDataset(Shown, Dataset[Any]):
         reader = self._reader_here()
         if reader is None or not self._spec.replace or not self.stats().is_full:
             return 0
-        reader.release()
+        reader.rest()
         nbytes = int(self._spec.replace * self._opened().settings.capacity_bytes)
         return sum(segment.rows for segment in self._opened().evict(nbytes))
 

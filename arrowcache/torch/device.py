@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arrowcache.lifetimes import Closable, Origin, at_exit, call_all
+from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.deferred import defer, let_go, tidy
 from arrowcache.torch.iteration import BatchSource, DeliveryCounts, Iteration
@@ -223,6 +223,7 @@ class DevicePrefetcher(Closable):
         if (iteration := self._iteration()) is not None:
             iteration.close("a newer one began")
 
+    @until_exit
     def __del__(self) -> None:
         for lane in getattr(self, "_lanes", ()):
             if not lane.is_quiet():

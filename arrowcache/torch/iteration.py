@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from arrowcache.lifetimes import until_exit
 from arrowcache.torch.deferred import keep
 from arrowcache.torch.lane import Course, Flight, Lane
 from arrowcache.torch.structure import split
@@ -107,6 +108,7 @@ class Iteration(Iterator[Any]):
         if not self._is_inside:  # else that thread cleans up
             self._let_go(None)
 
+    @until_exit
     def __del__(self) -> None:
         if hasattr(self, "_source"):
             self._course.has_ended = True

@@ -28,7 +28,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
 
-from arrowcache.lifetimes import Origin
+from arrowcache.lifetimes import Origin, until_exit
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stream import BatchStream
@@ -115,6 +115,7 @@ class Ring:
             keep(self._columns, self._events)
         self._columns = {}
 
+    @until_exit
     def __del__(self) -> None:
         self.drop()
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
-from arrowcache.lifetimes import Origin, at_exit
+from arrowcache.lifetimes import Origin, at_exit, call_all
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.order import EpochOrder, Order, ResumedOrder, Shard, order_of
@@ -177,8 +177,7 @@ class Epoch:
 
 
 def _end_all() -> None:
-    for epoch in [*_living]:
-        epoch.end()
+    call_all([epoch.end for epoch in _living if epoch._origin.is_here])
 
 
 _living: weakref.WeakSet[Epoch] = weakref.WeakSet()

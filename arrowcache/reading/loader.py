@@ -13,7 +13,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from arrowcache.lifetimes import Closable, Origin, at_exit, until_exit
+from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
 from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
@@ -316,8 +316,7 @@ class Loader(Closable):
 
 
 def _close_all() -> None:
-    for loader in [*_living]:
-        loader.close()
+    call_all([loader.close for loader in _living if loader._origin.is_here])
 
 
 _living: weakref.WeakSet[Loader] = weakref.WeakSet()

@@ -2,7 +2,7 @@
 
 try:
     from arrowcache.torch.batch_sampler import EpochBatchSampler
-    from arrowcache.torch.cached import CachedDataset, CachedStats, cached
+    from arrowcache.torch.cached_dataset import CachedDataset, CachedStats, cached
     from arrowcache.torch.dataset import CacheDataset, dataloader
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
     from arrowcache.torch.iterable import CacheIterableDataset

@@ -1,4 +1,4 @@
-"""cached: a map-style Dataset, read through a cache of its items on the local disk.
+"""CachedDataset and `cached`: a map-style Dataset, read through a cache of its items on the local disk.
 
 `CachedDataset` has the length and the items of the dataset inside. An item that is in the cache is gathered
 from there, a batch of items by one job; one that is missing is made by the dataset inside, in the process

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from arrowcache.arrow.convert import infer_type
+from arrowcache.arrow.convert import infer_type, variable_row
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SchemaError
 from arrowcache.units import as_int
@@ -82,6 +82,14 @@ class ItemForm:
         values: dict[str, Any] = {}
         _take(self._root, item, values)
         return values
+
+    def variable_bytes(self, row: Mapping[str, Any]) -> int:
+        """Return the bytes of a row's columns of variable length.
+
+        Raises: SchemaError: a value does not fit.
+        """
+        variable = self.schema.variable.items()
+        return sum(variable_row(name, kind, row[name])[0].nbytes for name, kind in variable)
 
     def item(self, values: Iterator[Any]) -> Any:
         """Make an item of the values of its leaves, in their order. No __post_init__ of a dataclass runs."""

@@ -52,10 +52,8 @@ class NodeCaches:
     @property
     def form(self) -> Form:
         """The form of the segments of new caches. Raises: as `Cache.create`."""
-        schema = self.schema if isinstance(self.schema, Schema) else Schema(self.schema)
-        return settings_of(
-            schema, self.capacity, self.segment_bytes, self.segment_rows, self.headroom, self.durable
-        ).form
+        sizes = self.capacity, self.segment_bytes, self.segment_rows, self.headroom, self.durable
+        return settings_of(Schema(self.schema), *sizes).form
 
     def path_on(self, node: str) -> Path:
         """Return the path of a node's cache on that node."""

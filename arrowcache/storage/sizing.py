@@ -29,8 +29,7 @@ def settings_of(
     """
     capacity_bytes = parse_bytes(capacity, "capacity")
     bound = parse_bytes(segment_bytes, "segment_bytes")
-    if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
-        raise ValueError(f"headroom={headroom!r} is a share of the capacity: give 0 <= headroom < 1")
+    require_share(headroom, "headroom")
     paged = needs_gaps(schema)
     rows = segment_file.max_rows(schema, bound, paged=paged)
     if rows < 1:
@@ -56,6 +55,12 @@ def settings_of(
     )
     require_capacity(settings)
     return settings
+
+
+def require_share(share: float, name: str) -> None:
+    """Make sure that an argument is a share of the capacity, less than all of it."""
+    if not isinstance(share, int | float) or not 0 <= share < 1:
+        raise ValueError(f"{name}={share!r} is a share of the capacity: give 0 <= {name} < 1")
 
 
 def require_pace(pace: Pace | None, settings: Settings) -> None:

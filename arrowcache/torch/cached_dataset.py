@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index as as_index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from arrowcache.arrow.arrangement import needs_gaps
-from arrowcache.arrow.convert import require_value, variable_row
+from arrowcache.arrow.convert import require_value
 from arrowcache.arrow.items import ItemForm
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Schema, Tensor
@@ -33,13 +33,13 @@ from arrowcache.arrow.segment import encoded_bytes_bound
 from arrowcache.cache import Cache
 from arrowcache.display import Card, Facts, Part, Shown, printable
 from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
-from arrowcache.lifetimes import finalizer
+from arrowcache.lifetimes import Closable, finalizer
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import Found, ReadThrough
 from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
-from arrowcache.storage.sizing import room_of_one, settings_of
+from arrowcache.storage.sizing import require_share, room_of_one, settings_of
 from arrowcache.storage.store import Store
 from arrowcache.torch.restore import require_restorable, restored
 from arrowcache.units import (
@@ -50,9 +50,6 @@ from arrowcache.units import (
     parse_count,
     require_function,
 )
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _MOST_SEGMENT_BYTES = 64 << 20
 _SEGMENTS, _LEAST_SEGMENTS = 64, 6  # that the capacity holds; if items are large
@@ -114,7 +111,7 @@ class _Spec:
         return self.settings.dataset.length
 
 
-class CachedDataset(Shown, Dataset[Any]):
+class CachedDataset(Shown, Closable, Dataset[Any]):
     """A Dataset of the same length and items as the one inside, read through a cache. Made by `cached`.
 
     Any number of DataLoader workers, ranks and jobs of this machine share the cache. Each access gives new
@@ -365,12 +362,6 @@ class CachedDataset(Shown, Dataset[Any]):
         if self._reader is not None:
             self._reader.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __reduce__(self) -> tuple[Callable[..., CachedDataset], tuple[Any, ...]]:
         transform = self._spec.transform
         functions = None if transform is None else pickled(transform, "the transform", "use forked workers")
@@ -443,8 +434,7 @@ def cached(
     require_function(transform, "transform")
     if not isinstance(version, str):
         raise TypeError(f"version must be a text, not {version!r}")
-    if not isinstance(replace, int | float) or not 0 <= replace < 1:
-        raise ValueError(f"replace={replace!r} is a share of the capacity: give 0 <= replace < 1")
+    require_share(replace, "replace")
     item: Any = dataset[0]
     try:
         form = ItemForm(item, schema, columns)
@@ -486,8 +476,7 @@ def _settings(form: ItemForm, row: Mapping[str, Any], capacity: int, dataset: Ca
     schema = Schema({**form.schema, INDEX: Tensor("int64")})
     for name, kind in form.schema.items():
         require_value(name, kind, row[name])
-    variable = sum(variable_row(name, kind, row[name])[0].nbytes for name, kind in schema.variable.items())
-    of_one = encoded_bytes_bound(schema, 1, paged=needs_gaps(schema)) + variable
+    of_one = encoded_bytes_bound(schema, 1, paged=needs_gaps(schema)) + form.variable_bytes(row)
     wanted = min(
         max(capacity // _SEGMENTS, _ITEMS * of_one), _MOST_SEGMENT_BYTES, capacity // _LEAST_SEGMENTS
     )
@@ -519,13 +508,11 @@ def _open(spec: _Spec) -> Store:
 
     Raises: CacheFormatError: something else is there. OSError: the folder cannot be used.
     """
-    path, wanted = spec.path, spec.settings
-    if not is_free(path):
-        store = open_store(path, check="structure")
-        _require_fit(store.settings, spec)
-        return store
     try:
-        store = create_store(path, wanted, exist_ok=True)
+        if is_free(spec.path):
+            store = create_store(spec.path, spec.settings, exist_ok=True)
+        else:
+            store = open_store(spec.path, check="structure")
     except SchemaError as error:  # another process was first
         raise CacheFormatError(str(error)) from None
     _require_fit(store.settings, spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import json
 import os
@@ -13,12 +12,13 @@ import time
 import warnings
 from collections import Counter
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from helpers import flip_byte, in_child, segment_files, wait_until
+from nested import Pair, Scan
 from processes import METHODS, Child, Script, private_mounts, small_disk
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
@@ -54,17 +54,6 @@ class Items(Dataset):
 
     def __getitem__(self, index):
         return self.items[index]
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Scan:
-    image: Any
-    age: int
 
 
 def made(log) -> Counter[int]:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.convert import variable_row
 from arrowcache.arrow.items import ItemForm
 from arrowcache.arrow.schema import FieldType
 from arrowcache.arrow.segment import Form, row_bytes
@@ -68,11 +67,10 @@ class Items(Source):
             raise ValueError("the dataset is empty: its items' columns cannot be told")
         self._passes = None if passes is None else parse_count(passes, "passes")
         self._segment_items = None if segment_items is None else parse_count(segment_items, "segment_items")
-        self._form = ItemForm(dataset[0], schema, columns)
+        first = dataset[0]  # once: it may be slow
+        self._form = ItemForm(first, schema, columns)
         self.schema = self._form.schema
-        row = self._form.row(dataset[0])
-        variable = self.schema.variable.items()
-        self._first_bytes = sum(variable_row(name, kind, row[name])[0].nbytes for name, kind in variable)
+        self._first_bytes = self._form.variable_bytes(self._form.row(first))
 
     def __repr__(self) -> str:
         return f"Items({type(self._dataset).__name__} of {self._length})"

@@ -5,24 +5,14 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+from nested import Pair, Scan
 
 import arrowcache as ac
 from arrowcache.arrow.items import ItemForm
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Scan:
-    image: Any
-    age: int = 3
 
 
 class Locked(dict):

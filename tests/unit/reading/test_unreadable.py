@@ -135,7 +135,8 @@ def test_a_step_that_meets_a_truncated_segment_names_it_and_the_next_epoch_goes_
         epoch = iter(loader)
         next(epoch)
         name = damage(cache, truncate)
-        with pytest.raises(ac.CorruptSegmentError, match=rf"{name} .*its file was truncated"):
+        # A worker process that had not opened it finds no footer.
+        with pytest.raises(ac.CorruptSegmentError, match=rf"{name}.*(its file was truncated|of 100$)"):
             list(epoch)
         assert next(epoch, None) is None
         check_next_epochs(loader, name)

@@ -27,6 +27,7 @@ from arrowcache.reading.values import ColumnData, Values, to_column
 from arrowcache.storage.verification import unfit
 
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
+_OFFSET_BYTES = 4  # of a row of a variable-length column
 _MOMENT_SECONDS = 0.01  # work in memory has ended by then
 
 Named = Callable[[int], str]
@@ -136,6 +137,23 @@ class Gatherer:
             abandon(gather)
             raise
         return gather
+
+    def item_counts(self, ids: NDArray[np.int64], name: str, keep: object, named: Named) -> NDArray[np.int64]:
+        """Return the number of items (n,) of a run of rows of a ragged column, all of known segments.
+
+        Blocks, raises: as `Gather.take`.
+        """
+        kind, buffer = self._schema.variable[name], self._buffer_of[name]
+        assert isinstance(kind, Ragged)
+        offsets = [engine.CopiedColumn(buffer, _OFFSET_BYTES)]
+        gather = Gather(named)
+        gather.add(engine.fetch_rows(self._rows, int(ids[0]), int(ids[-1]) + 1, offsets, keep))
+        found = engine.find_values(self._rows, ids, buffer, element_bytes(kind), keep)
+        gather.add(found)
+        gather.wait()
+        require_sound(found, name)
+        counts: NDArray[np.int64] = np.diff(found.offsets) // kind.item_bytes
+        return counts
 
     def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Gather:
         """Ask the disk for columns of rows first..last-1: a hint, which ends if it is dropped."""
@@ -291,11 +309,7 @@ class ValuesGather:
         if self.found.failure is not None:  # which `Gather` reports
             self._is_over = True
             return
-        if self.found.damaged >= 0:
-            raise CorruptSegmentError(
-                f"the offsets of column {self.name!r} point out of their file, so its bytes were altered "
-                "after it was opened: run cache.verify()"
-            )
+        require_sound(self.found, self.name)
         self._data = aligned(int(self.found.offsets[-1]))
         if self._is_cold:
             self._copy = engine.read_values(self.found, self._data, drops=self._drops)
@@ -323,6 +337,15 @@ class ValuesGather:
             return to_column(kind, Values(self._data, ends))
         items = self._data.view(kind.numpy_dtype).reshape(-1, *kind.inner_shape)
         return Values(items, ends // kind.item_bytes)
+
+
+def require_sound(found: engine.Found, column: str) -> None:
+    """Raises: CorruptSegmentError: offsets were altered since their segment was checked."""
+    if found.damaged >= 0:
+        raise CorruptSegmentError(
+            f"the offsets of column {column!r} point out of their file, so its bytes were altered "
+            "after it was opened: run cache.verify()"
+        )
 
 
 def unreadable(name: str, why: str) -> CorruptSegmentError:

@@ -104,6 +104,7 @@ class Slots:
 
     Args:
         columns: name -> (shape of a row, dtype).
+        rows: usual rows of a batch; 0 if they differ.
         in_flight: batches that are under way before the first of them is delivered.
         allocate: gives (nbytes,) uint8, such as memory that a device can read directly.
         free: gets memory that is given up.
@@ -118,8 +119,9 @@ class Slots:
         free: Callable[[NDArray[np.uint8]], object] = lambda memory: None,  # noqa: ARG005
     ) -> None:
         self._columns = [_SlotColumn(name, shape, dtype) for name, (shape, dtype) in columns.items()]
+        for column in self._columns:
+            column.largest_bytes = rows * column.row_bytes
         self._of_any_size: dict[Hashable, _SlotColumn] = {}
-        self._rows = rows
         self._allocate, self._free = allocate, free
         self._many_buffers = _MANY_BUFFERS + 2 * in_flight
         self.allocated_bytes = 0
@@ -133,7 +135,7 @@ class Slots:
         with self._lock:
             for column in self._columns:
                 nbytes = rows * column.row_bytes
-                owner, buffer = self._lend(column, nbytes, max(nbytes, self._rows * column.row_bytes))
+                owner, buffer = self._lend_from(column, nbytes)
                 owned.append((column, owner))
                 addresses[column.name] = buffer.address
         return Slot(rows, owned, addresses)
@@ -146,12 +148,12 @@ class Slots:
         """
         with self._lock:
             column = self._of_any_size.setdefault(kind, _SlotColumn("", (), np.dtype(np.uint8)))
-            if nbytes > column.largest_bytes:
-                column.largest_bytes = int(nbytes * _GROWTH) if column.largest_bytes else nbytes
-            owner, buffer = self._lend(column, nbytes, column.largest_bytes)
+            owner, buffer = self._lend_from(column, nbytes)
             return owner, buffer.address
 
-    def _lend(self, column: _SlotColumn, nbytes: int, most_bytes: int) -> tuple[Any, _Buffer]:
+    def _lend_from(self, column: _SlotColumn, nbytes: int) -> tuple[Any, _Buffer]:
+        if nbytes > column.largest_bytes:
+            column.largest_bytes = int(nbytes * _GROWTH) if column.largest_bytes else nbytes
         while column.returned:
             back = column.returned.popleft()
             column.lent.discard(back)
@@ -161,7 +163,7 @@ class Slots:
                 self._give_up(back.buffer)
         while column.free and column.free[-1].memory.nbytes < nbytes:
             self._give_up(column.free.pop())
-        buffer = column.free.pop() if column.free else self._new(most_bytes)
+        buffer = column.free.pop() if column.free else self._new(column.largest_bytes)
         owner, loan = lent(buffer.memory, 0, nbytes, buffer, column.returned.append)
         column.lent.add(loan)
         count = len(column.lent)

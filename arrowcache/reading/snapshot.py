@@ -230,6 +230,16 @@ class Snapshot(Shown, Closable):
         self.temperature.note(len(ids), missed)
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
+    def item_counts(self, first: int, last: int, name: str) -> NDArray[np.int64]:
+        """Return the number of items of rows first..last-1 of a ragged column. Reads no item.
+
+        Blocks: while offsets come from the disk. Raises: CorruptSegmentError: as `gather`.
+        """
+        ids, reader = np.arange(first, last), _Reader(self)
+        with reader:
+            self._map_segments_of(ids)
+            return self._gatherer.item_counts(ids, name, reader, lambda index: self._doubted(int(ids[index])))
+
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
         """Begin `gather_into`, with the fixed-width columns in a slot. The snapshot stays open until its end.
 

@@ -79,7 +79,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int:
-        return self._options.batch_size
+        return self._options.most_rows
 
     @property
     def drop_last(self) -> bool:

@@ -164,7 +164,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
                 f"the state is of one of {resumed.workers} workers, whose steps are not those of one of "
                 f"{turn.workers}: resume with {same}; states of arrowcache.torch.Loader fit any number"
             )
-        size = self._options.batch_size
+        size = self._options.most_rows
         if resumed is not None and len(resumed.plan.seqs) and (counted := resumed.plan.block_rows) != size:
             raise ValueError(
                 f"the state counts batches of {counted} rows, not of {size}: resume with "

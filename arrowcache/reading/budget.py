@@ -11,8 +11,8 @@ Source: `pool` in torchtext/data/iterator.py sorts within chunks of 100 batches,
 batches; `batch_by_size` in fairseq/data/data_utils.py cuts by `--max-tokens`.
 
 Batch `b` goes to rank `b % world_size` in step `b // world_size`. If ranks are left without a batch in the
-last step, its batches are cut into one part for each rank: no row is left out or repeated, and all ranks
-have equally many steps.
+last step, its batches are cut into one part for each rank. So all ranks have equally many steps, and no row
+is left out or repeated, unless the last step has fewer rows than ranks.
 
 A bucket is made of its rows alone, when it is reached. So a resume needs the stream's position, and which
 rows of one bucket were delivered, but the length of no row whose segment has left the cache. If the budget

@@ -87,8 +87,8 @@ class Loader(Closable):
         paced: keep the cache's pace, and count the rows served. False does neither, such as for validation.
         batch_tokens: size of a padded batch, in place of batch_size: the rows times the length of the longest
             is at most this. Rows of similar length come together, other ones in each epoch; shuffle is "rows"
-            or None (oldest first, in parts of about a hundred batches). Each row is in one batch, whatever
-            `drop_last` says: ranks share the last batches. Nothing is padded here. The lengths are read when
+            or None (oldest first, in parts of about a hundred batches). Ranks share the rows of the last
+            batches; `drop_last` tells of a last step of fewer rows than ranks. Nothing is padded here. The lengths are read when
             an epoch begins, of new segments alone; this takes 4 bytes of memory a row, and some 0.1 us a row.
             A longer row is a ValueError that names it, as the epoch begins.
         length_of: name of the column that tells the length of each row, for `batch_tokens`: the number of

@@ -119,9 +119,8 @@ class Slots:
         free: Callable[[NDArray[np.uint8]], object] = lambda memory: None,  # noqa: ARG005
     ) -> None:
         self._columns = [_SlotColumn(name, shape, dtype) for name, (shape, dtype) in columns.items()]
-        for column in self._columns:
-            column.largest_bytes = rows * column.row_bytes
         self._of_any_size: dict[Hashable, _SlotColumn] = {}
+        self._rows = rows
         self._allocate, self._free = allocate, free
         self._many_buffers = _MANY_BUFFERS + 2 * in_flight
         self.allocated_bytes = 0
@@ -135,7 +134,8 @@ class Slots:
         with self._lock:
             for column in self._columns:
                 nbytes = rows * column.row_bytes
-                owner, buffer = self._lend_from(column, nbytes)
+                most_bytes = max(nbytes, self._rows * column.row_bytes) if self._rows else None
+                owner, buffer = self._lend(column, nbytes, most_bytes)
                 owned.append((column, owner))
                 addresses[column.name] = buffer.address
         return Slot(rows, owned, addresses)
@@ -148,12 +148,15 @@ class Slots:
         """
         with self._lock:
             column = self._of_any_size.setdefault(kind, _SlotColumn("", (), np.dtype(np.uint8)))
-            owner, buffer = self._lend_from(column, nbytes)
+            owner, buffer = self._lend(column, nbytes)
             return owner, buffer.address
 
-    def _lend_from(self, column: _SlotColumn, nbytes: int) -> tuple[Any, _Buffer]:
-        if nbytes > column.largest_bytes:
-            column.largest_bytes = int(nbytes * _GROWTH) if column.largest_bytes else nbytes
+    def _lend(self, column: _SlotColumn, nbytes: int, most_bytes: int | None = None) -> tuple[Any, _Buffer]:
+        """Lend a buffer; a new one has `most_bytes`. None means as many as any had."""
+        if most_bytes is None:
+            if nbytes > column.largest_bytes:
+                column.largest_bytes = int(nbytes * _GROWTH) if column.largest_bytes else nbytes
+            most_bytes = column.largest_bytes
         while column.returned:
             back = column.returned.popleft()
             column.lent.discard(back)
@@ -163,7 +166,7 @@ class Slots:
                 self._give_up(back.buffer)
         while column.free and column.free[-1].memory.nbytes < nbytes:
             self._give_up(column.free.pop())
-        buffer = column.free.pop() if column.free else self._new(column.largest_bytes)
+        buffer = column.free.pop() if column.free else self._new(most_bytes)
         owner, loan = lent(buffer.memory, 0, nbytes, buffer, column.returned.append)
         column.lent.add(loan)
         count = len(column.lent)

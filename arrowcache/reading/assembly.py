@@ -116,18 +116,20 @@ class Assembly:
             awaited: True if somebody waits for the first.
         """
         epoch.snapshot.temperature = self.temperature
-        step, steps, size = 0, epoch.order.steps, 1 if awaited else self._most_batches
+        order, step, size = epoch.order, 0, 1 if awaited else self._most_batches
         fetching = Fetching(epoch, self.names)
-        while step < steps:  # small portions first; then many batches' ids at once
+        while step < order.steps:  # small portions first; then many batches' ids at once
             batches = size if size < self._most_batches else max(size, _DRAWN_ROWS // self._batch_size)
-            end = min(step + batches, steps)
-            drawn = epoch.order.batches(step, end)
+            end, first = min(step + batches, order.steps), 0
+            drawn = order.batches(step, end)
             published = mean_published(epoch, drawn)
-            for first in range(0, len(drawn), size * self._batch_size):
-                rows = BatchRows(epoch, drawn[first : first + size * self._batch_size], published)
-                yield self._begin(rows, min(size, end - step), fetching.before(step, rows.ids))
-                step += size
-            step, size = end, min(2 * size, self._most_batches)
+            while step < end:
+                last = min(step + size, end)
+                count = order.rows_of(range(step, last))
+                rows = BatchRows(epoch, drawn[first : first + count], published)
+                yield self._begin(rows, last - step, fetching.before(step, rows.ids))
+                step, first = last, first + count
+            size = min(2 * size, self._most_batches)
 
     def drop(self) -> None:
         """Release leases on epochs that ended: none here."""

@@ -75,7 +75,8 @@ class Loader(Closable):
         run_id: name of the job whose ranks agree on snapshots. None means TORCHELASTIC_RUN_ID, or
             MASTER_ADDR and MASTER_PORT.
         epoch_rows: rows of an epoch, of all ranks together, independent of the snapshot's size. Fewer are
-            drawn without replacement, more are reshuffled passes.
+            drawn without replacement, more are reshuffled passes. With `batch_tokens` they do not fix the
+            number of steps.
         wait_rows: number of rows that must be published before an epoch begins; one full step always must.
         timeout: seconds that a step waits for its batch, and an epoch for rows. An epoch counts from the last
             row that a sampler of the cache drew, if that is later. It also gives up when published segments
@@ -86,11 +87,11 @@ class Loader(Closable):
             capacity, the lesser.
         paced: keep the cache's pace, and count the rows served. False does neither, such as for validation.
         batch_tokens: size of a padded batch, in place of batch_size: the rows times the length of the longest
-            is at most this. Rows of similar length come together, other ones in each epoch; shuffle is "rows"
-            or None (oldest first, in parts of about a hundred batches). Ranks share the rows of the last
-            batches; `drop_last` tells of a last step of fewer rows than ranks. Nothing is padded here. The lengths are read when
-            an epoch begins, of new segments alone; this takes 4 bytes of memory a row, and some 0.1 us a row.
-            A longer row is a ValueError that names it, as the epoch begins.
+            is at most this. Nothing is padded here. Rows of similar length come together, other ones in each
+            epoch; shuffle is "rows" or None (oldest first, in parts of about a hundred batches). Ranks share
+            the rows of the last batches, and `drop_last` is about a last step of fewer rows than ranks. The
+            lengths are read when an epoch begins, of new segments alone; this takes 4 bytes of memory and
+            some 0.1 us a row. A longer row is then a ValueError that names it.
         length_of: name of the column that tells the length of each row, for `batch_tokens`: the number of
             items of a ragged column, or the value of an integer one of shape (). It need not be among
             `columns`. An empty row counts as 1.

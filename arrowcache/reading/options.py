@@ -161,6 +161,13 @@ class LoaderOptions:
         """
         return membership(self.rank, self.world_size, self.run_id)
 
+    def require_batch_size(self, face: str) -> None:
+        """Raises: ValueError: batches are by tokens, which this face does not make."""
+        if self.budget is not None:
+            raise ValueError(
+                f"{face} has batches of batch_size rows alone: for batch_tokens take arrowcache.torch.Loader"
+            )
+
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
         return {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
@@ -208,7 +215,7 @@ class LoaderOptions:
         if self.batch_size is not None:
             raise ValueError(
                 f"batch_tokens={self.batch_tokens!r} takes the place of batch_size={self.batch_size!r}: "
-                "leave one out. arrowcache.Loader and arrowcache.torch.Loader take batch_tokens"
+                "leave one out. arrowcache.Loader and arrowcache.torch.Loader take either"
             )
         if self.shuffle not in ("rows", None):
             raise ValueError(

@@ -131,6 +131,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
         )
+        self._options.require_batch_size("CacheIterableDataset")
         self._rank = membership_now(self._options, begins=False)  # this process' rank
         self._options.require_fit(self._store, self._rank.world_size if self._rank else 1)
         path = str(self._store.folder.path)

@@ -12,7 +12,8 @@ from helpers import make_cache, wait_until
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.budget import Budget
+from arrowcache.reading.lengths import Lengths
 
 SCHEMA = ac.Schema({"id": ac.Tensor("int64"), "tokens": ac.Ragged("int32"), "count": ac.Tensor("uint16")})
 ROWS, BUDGET = 320, 128
@@ -80,22 +81,32 @@ def test_a_ragged_length_counts_items_of_any_shape(tmp_path):
     assert batches == [[5], [4, 4], [2, 1, 0]]
 
 
-def test_later_epochs_read_the_lengths_of_new_segments_alone(cache, monkeypatch):
-    read = []
-    item_counts = Snapshot.item_counts
+class Watched:
+    """A snapshot that notes how many rows it tells the lengths of."""
 
-    def noted(self: Snapshot, first: int, last: int, name: str) -> Any:
-        read.append(last - first)
-        return item_counts(self, first, last, name)
+    def __init__(self, snapshot: Any, read: list[int]) -> None:
+        self._snapshot, self._read = snapshot, read
 
-    monkeypatch.setattr(Snapshot, "item_counts", noted)
-    with loader_of(cache) as loader:
-        for rows in (ROWS, 400, 400):
-            append(cache, range(cache.stats().rows, rows))
-            assert flat(map(ids_of, loader)) == list(range(rows))
-        cache.evict(1)
-        assert flat(map(ids_of, loader)) == list(range(16, 400))
-    assert read == [ROWS, 80]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._snapshot, name)
+
+    def item_counts(self, first: int, last: int, name: str) -> Any:
+        self._read.append(last - first)
+        return self._snapshot.item_counts(first, last, name)
+
+
+def test_the_lengths_of_new_segments_alone_are_read(cache):
+    lengths, read = Lengths(SCHEMA, Budget(BUDGET, "tokens")), list[int]()
+    for rows in (ROWS, 400, 400):
+        append(cache, range(cache.stats().rows, rows))
+        with cache.snapshot() as snapshot:
+            assert lengths.of(Watched(snapshot, read)).tolist() == np.maximum(LENGTHS[:rows], 1).tolist()
+    cache.evict(1)
+    with cache.snapshot(where=lambda segment: segment.seq % 2) as snapshot:
+        assert len(lengths.of(Watched(snapshot, read))) == 12 * 16
+    with cache.snapshot() as snapshot:
+        assert lengths.of(Watched(snapshot, read)).tolist() == np.maximum(LENGTHS[16:400], 1).tolist()
+    assert read == [ROWS, 80, *[16] * 12], "every other one was forgotten"
 
 
 def test_a_row_that_is_too_long_is_named_and_leaving_its_segment_out_helps(cache):

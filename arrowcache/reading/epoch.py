@@ -198,7 +198,7 @@ class Epochs:
         self._agreement: Agreement | None = None
         self._shard, self._has_joined = Shard(), False
         self.supply = Supply(store, options)
-        self._lengths = None if options.budget is None else Lengths(store.settings.schema, options.budget)
+        self._lengths = None if options.budget is None else Lengths(options.budget)
         #: The next epoch: the rest of one, if its plan has segments, else a number and no more.
         self.planned = self.plan_of(0)
         self._missing = "skip"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import _thread
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.lifetimes import until_exit
 from arrowcache.native import engine
+from arrowcache.native.library import address_of
 from arrowcache.native.rows import SegmentRows
 from arrowcache.os_errors import explained
 from arrowcache.reading.memory import aligned
@@ -138,22 +139,30 @@ class Gatherer:
             raise
         return gather
 
-    def item_counts(self, ids: NDArray[np.int64], name: str, keep: object, named: Named) -> NDArray[np.int64]:
-        """Return the number of items (n,) of a run of rows of a ragged column, all of known segments.
+    def lengths(
+        self, ids: NDArray[np.int64], name: str, keep: object, named: Named
+    ) -> NDArray[np.integer[Any]]:
+        """Return the lengths (n,) of a run of rows, all of known segments, as `Snapshot.lengths`.
 
-        Blocks, raises: as `Gather.take`.
+        The disk reads them in large pieces, whatever the temperature. Blocks, raises: as `Gather.take`.
         """
-        kind, buffer = self._schema.variable[name], self._buffer_of[name]
+        is_ragged = name in self._buffer_of
+        buffer, width = (self._buffer_of[name], _OFFSET_BYTES) if is_ragged else self._fixed[name]
+        column, gather = engine.CopiedColumns([(buffer, width, 0)]), Gather(named)
+        gather.add(engine.fetch_rows(self._rows, int(ids[0]), int(ids[-1]) + 1, column, keep))
+        if not is_ragged:
+            values = np.empty(len(ids), self._schema.fixed[name].numpy_dtype)
+            column = column.at([address_of(values)])
+            gather.add(engine.copy_rows(self._rows, ids, column, (keep, values)))
+            gather.wait()
+            return values
+        kind = self._schema.variable[name]
         assert isinstance(kind, Ragged)
-        offsets = [engine.CopiedColumn(buffer, _OFFSET_BYTES)]
-        gather = Gather(named)
-        gather.add(engine.fetch_rows(self._rows, int(ids[0]), int(ids[-1]) + 1, offsets, keep))
         found = engine.find_values(self._rows, ids, buffer, element_bytes(kind), keep)
         gather.add(found)
         gather.wait()
         require_sound(found, name)
-        counts: NDArray[np.int64] = np.diff(found.offsets) // kind.item_bytes
-        return counts
+        return np.diff(found.offsets) // kind.item_bytes
 
     def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Gather:
         """Ask the disk for columns of rows first..last-1: a hint, which ends if it is dropped."""

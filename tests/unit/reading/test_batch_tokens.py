@@ -90,13 +90,13 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._snapshot, name)
 
-    def item_counts(self, first: int, last: int, name: str) -> Any:
+    def lengths(self, first: int, last: int, name: str) -> Any:
         self._read.append(last - first)
-        return self._snapshot.item_counts(first, last, name)
+        return self._snapshot.lengths(first, last, name)
 
 
 def test_the_lengths_of_new_segments_alone_are_read(cache):
-    lengths, read = Lengths(SCHEMA, Budget(BUDGET, "tokens")), list[int]()
+    lengths, read = Lengths(Budget(BUDGET, "tokens")), list[int]()
     for rows in (ROWS, 400, 400):
         append(cache, range(cache.stats().rows, rows))
         with cache.snapshot() as snapshot:

@@ -198,11 +198,11 @@ def test_items_are_counted_without_being_read():
     segment = Segment(values=values, item_bytes=2)
     schema = Schema({"fixed": Tensor("uint8", (WIDTH,)), "pairs": Ragged("uint16", (2,))})
     gatherer = Gatherer(schema, segment.table)
-    assert gatherer.item_counts(np.arange(3), "pairs", segment, str).tolist() == [2, 0, 1]
-    assert gatherer.item_counts(np.arange(1, 3), "pairs", segment, str).tolist() == [0, 1]
+    assert gatherer.lengths(np.arange(3), "pairs", segment, str).tolist() == [2, 0, 1]
+    assert gatherer.lengths(np.arange(1, 3), "pairs", segment, str).tolist() == [0, 1]
     segment.set_offset(2, 1)
     with pytest.raises(CorruptSegmentError, match="offsets of column 'pairs' point out of their file"):
-        gatherer.item_counts(np.arange(3), "pairs", segment, str)
+        gatherer.lengths(np.arange(3), "pairs", segment, str)
 
 
 def test_a_text_that_is_none_is_found():

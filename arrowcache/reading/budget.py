@@ -154,8 +154,8 @@ def _buckets(
         order = order[np.arange(len(order)) + (begins - starts_of(sizes)[:-1])[batch]]
         places = is_there.nonzero()[0][order]
         is_left = ~_taken(plan, number)[places]
-        sizes = np.bincount(batch[is_left])
-        return _Batches(ids[order[is_left]], places[is_left], starts_of(sizes[sizes > 0]))
+        left = np.bincount(batch[is_left])
+        return _Batches(ids[order[is_left]], places[is_left], starts_of(left[left > 0]))
 
     return batches
 
@@ -209,8 +209,10 @@ class BudgetOrder(Order):
         return np.concatenate([np.empty(0, np.int64), *steps])
 
     def rows_of(self, steps: range) -> int:
-        whole = [step * self._shard.world_size + self._shard.rank for step in steps if step < self._whole]
-        return int(self._sizes[whole].sum()) + (len(self._last) if self._whole in steps else 0)
+        size, rank = self._shard.world_size, self._shard.rank
+        first, stop = steps.start * size + rank, min(steps.stop, self._whole) * size
+        rows = int(self._sizes[first : stop : steps.step * size].sum())
+        return rows + (len(self._last) if self._whole in steps else 0)
 
     def rest(self, steps: int) -> Plan:
         plan, number = self._plan, steps * self._shard.world_size

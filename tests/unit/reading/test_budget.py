@@ -107,6 +107,10 @@ def test_ranks_take_equal_steps_within_the_budget_and_each_row_comes_once(made, 
     assert Counter(flat(found)) <= expected
     left = expected - Counter(flat(found))
     assert left.total() < world
+    for rank, order in enumerate(epoch.ranks):
+        for some in (range(epoch.steps), range(1, epoch.steps, 2), range(1), range(0)):
+            steps = [step for step in some if step < epoch.steps]
+            assert order.rows_of(some) == sum(len(found[step][rank]) for step in steps)
     padded = Epoch(plan, lengths, world=world, drop_last=False)
     assert padded.batches(0, epoch.steps) == found
     last = Counter(flat(padded.batches(epoch.steps)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import _thread
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.lifetimes import until_exit
 from arrowcache.native import engine
+from arrowcache.native.library import address_of
 from arrowcache.native.rows import SegmentRows
 from arrowcache.os_errors import explained
 from arrowcache.reading.memory import aligned
@@ -27,6 +28,7 @@ from arrowcache.reading.values import ColumnData, Values, to_column
 from arrowcache.storage.verification import unfit
 
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
+_OFFSET_BYTES = 4  # of a row of a variable-length column
 _MOMENT_SECONDS = 0.01  # work in memory has ended by then
 
 Named = Callable[[int], str]
@@ -136,6 +138,31 @@ class Gatherer:
             abandon(gather)
             raise
         return gather
+
+    def lengths(
+        self, ids: NDArray[np.int64], name: str, keep: object, named: Named
+    ) -> NDArray[np.integer[Any]]:
+        """Return the lengths (n,) of a run of rows, all of known segments, as `Snapshot.lengths`.
+
+        The disk reads them in large pieces, whatever the temperature. Blocks, raises: as `Gather.take`.
+        """
+        is_ragged = name in self._buffer_of
+        buffer, width = (self._buffer_of[name], _OFFSET_BYTES) if is_ragged else self._fixed[name]
+        column, gather = engine.CopiedColumns([(buffer, width, 0)]), Gather(named)
+        gather.add(engine.fetch_rows(self._rows, int(ids[0]), int(ids[-1]) + 1, column, keep))
+        if not is_ragged:
+            values = np.empty(len(ids), self._schema.fixed[name].numpy_dtype)
+            column = column.at([address_of(values)])
+            gather.add(engine.copy_rows(self._rows, ids, column, (keep, values)))
+            gather.wait()
+            return values
+        kind = self._schema.variable[name]
+        assert isinstance(kind, Ragged)
+        found = engine.find_values(self._rows, ids, buffer, element_bytes(kind), keep)
+        gather.add(found)
+        gather.wait()
+        require_sound(found, name)
+        return np.diff(found.offsets) // kind.item_bytes
 
     def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Gather:
         """Ask the disk for columns of rows first..last-1: a hint, which ends if it is dropped."""
@@ -291,11 +318,7 @@ class ValuesGather:
         if self.found.failure is not None:  # which `Gather` reports
             self._is_over = True
             return
-        if self.found.damaged >= 0:
-            raise CorruptSegmentError(
-                f"the offsets of column {self.name!r} point out of their file, so its bytes were altered "
-                "after it was opened: run cache.verify()"
-            )
+        require_sound(self.found, self.name)
         self._data = aligned(int(self.found.offsets[-1]))
         if self._is_cold:
             self._copy = engine.read_values(self.found, self._data, drops=self._drops)
@@ -323,6 +346,15 @@ class ValuesGather:
             return to_column(kind, Values(self._data, ends))
         items = self._data.view(kind.numpy_dtype).reshape(-1, *kind.inner_shape)
         return Values(items, ends // kind.item_bytes)
+
+
+def require_sound(found: engine.Found, column: str) -> None:
+    """Raises: CorruptSegmentError: offsets were altered since their segment was checked."""
+    if found.damaged >= 0:
+        raise CorruptSegmentError(
+            f"the offsets of column {column!r} point out of their file, so its bytes were altered "
+            "after it was opened: run cache.verify()"
+        )
 
 
 def unreadable(name: str, why: str) -> CorruptSegmentError:

@@ -230,6 +230,19 @@ class Snapshot(Shown, Closable):
         self.temperature.note(len(ids), missed)
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
+    def lengths(self, first: int, last: int, name: str) -> NDArray[np.integer[Any]]:
+        """Return the lengths of rows first..last-1, as one column tells them.
+
+        Args:
+            name: a ragged column, whose length is its number of items, none of which is read; or a column
+                of integers, which are the lengths.
+        Blocks: while they come from the disk. Raises: CorruptSegmentError: as `gather`.
+        """
+        ids = np.arange(first, last)
+        with (reader := _Reader(self)):
+            self._map_segments_of(ids)
+            return self._gatherer.lengths(ids, name, reader, lambda index: self._doubted(int(ids[index])))
+
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
         """Begin `gather_into`, with the fixed-width columns in a slot. The snapshot stays open until its end.
 

@@ -62,7 +62,7 @@ class Loader(NumpyLoader):
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
-        batch_size: int = 64,
+        batch_size: int | None = None,
         *,
         device: Device | None = None,
         **options: Unpack[LoaderArguments],

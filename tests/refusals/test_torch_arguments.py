@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 import arrowcache as ac
 import arrowcache.torch as at
 
-from .test_arguments import LOADERS, RUN_ALONE, Refusal, left, named
+from .test_arguments import LOADERS, RUN_ALONE, TOKENS, Refusal, left, named
 
 
 def dataloader(held: Any, **options: Any) -> DataLoader[dict[str, Any]]:
@@ -43,13 +43,19 @@ def of_loaders(face: Callable[..., Any]) -> list[Refusal]:
 
 
 INSTEAD = (TypeError, "EpochBatchSampler")
+BY_TOKENS: Refusal = (
+    TOKENS,
+    ValueError,
+    "batch_size rows alone: for batch_tokens take arrowcache.torch.Loader",
+)
 FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
     "Loader": (
         loader,
         [*of_loaders(at.Loader), ({"device": "cuda:99"}, ValueError, "'cpu'")],
     ),
     "iter(Loader)": (lambda held, **options: iter(loader(held, **options)), [RUN_ALONE]),
-    "CacheIterableDataset": (iterable, of_loaders(at.CacheIterableDataset)),
+    "CacheIterableDataset": (iterable, [*of_loaders(at.CacheIterableDataset), BY_TOKENS]),
+    "EpochBatchSampler": (lambda held, **options: at.EpochBatchSampler(held, **options), [BY_TOKENS]),
     "iter(CacheIterableDataset)": (lambda held, **options: iter(iterable(held, **options)), [RUN_ALONE]),
     "len(dataloader)": (lambda held, **options: len(dataloader(held, **options)), [RUN_ALONE]),
     "dataloader": (

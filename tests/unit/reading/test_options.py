@@ -20,7 +20,7 @@ def test_the_options_are_the_arguments_of_the_loader_with_their_defaults():
         name: each.default for name, each in SPELLED_OUT.items() if name not in ("cache", "batch_size")
     }
     defaults = {field.name: field.default for field in fields(LoaderOptions) if field.init}
-    assert defaults == arguments | {"batch_size": 64, "may_view": True}
+    assert defaults == arguments | {"batch_size": None, "may_view": True}
     assert {*LoaderArguments.__annotations__} == {*arguments}
 
 

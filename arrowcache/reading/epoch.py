@@ -26,6 +26,7 @@ from arrowcache.lifetimes import Origin, at_exit, call_all
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.order import EpochOrder, Order, ResumedOrder, Shard, order_of
+from arrowcache.reading.packing import Within
 from arrowcache.reading.patience import Patience, Wait
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.ranks import Agreement
@@ -61,10 +62,14 @@ class Epoch:
         supply: Supply,
         agreement: Agreement | None,
         meter: Meter,
-        batch_size: int,
+        batch_size: float,
+        shard: Shard,
     ) -> None:
+        self.shard = shard
         self.planned, self.number = planned, planned.epoch  # as of `Epochs.planned`
         self.delivered = 0  # steps, of those made here
+        self.within: Within | None = planned.within  # the bundle at its position
+        self.steps: int | None = None  # batches of sequences, once their number is known
         self._supply, self._agreement, self._meter = supply, agreement, meter
         self._batch_size, self._is_in_order = batch_size, False
         self._rows = 0  # rows that count as served
@@ -110,7 +115,7 @@ class Epoch:
         Never fails: it may be called by the garbage collector, in a thread that has
         cache.lock.
         """
-        served = self.delivered * self._batch_size
+        served = round(self.delivered * self._batch_size)
         rest, self._rows = self._rows - served, served
         passes, self._passes = None if served else self._passes, None
         if (rest > 0 or passes) and self._origin.is_here:
@@ -120,20 +125,21 @@ class Epoch:
 
     def rest(self) -> Plan:
         """Return the part that was not delivered yet."""
-        return self.plan.at(self.order.position_after(self.delivered))
+        return self.plan.at(self.order.position_after(self.delivered), self.within)
 
     @property
     def is_delivered(self) -> bool:
         return self.delivered >= self.order.steps
 
-    def deliver(self, count: int = 1, step: int | None = None) -> None:
-        """Count delivered batches. An epoch in order also releases segments that no later batch needs.
+    def deliver(self, count: int = 1, step: int | None = None, within: Within | None = None) -> None:
+        """Count delivered steps. An epoch in order also releases segments that no later batch needs.
 
         Args:
             step: all batches before this step were delivered, or are made elsewhere. None means that batches
                 are made here, all of them, and delivered in order.
+            within: how far the epoch is after them, within a bundle of documents.
         """
-        self.delivered += count
+        self.delivered, self.within = self.delivered + count, within
         if self._is_in_order:
             oldest = self.order.segments_span(self.delivered if step is None else step).start
             if self.snapshot.release_oldest(oldest) and self._agreement is not None:
@@ -334,7 +340,8 @@ class Epochs:
     ) -> Epoch | None:
         """Return an epoch that owns all that was taken for it; a failure releases all."""
         options, is_rest = self._options, len(planned.seqs) > 0
-        epoch = Epoch(planned, self.supply, self._agreement, self._meter, options.batch_size)
+        rows_a_step = options.batch_size / (self._shard.world_size if options.packing else 1)
+        epoch = Epoch(planned, self.supply, self._agreement, self._meter, rows_a_step, self._shard)
         with ExitStack() as undo:  # Ctrl-C may come anywhere
             undo.enter_context(epoch)
             if is_rest:
@@ -356,7 +363,7 @@ class Epochs:
             plan = planned if is_rest else self.plan_of(planned.epoch, snapshot)
             order = self._order(plan, snapshot.segments, self._missing)
             steps = range(order.steps)[made]
-            rows = len(steps) * options.batch_size
+            rows = round(len(steps) * rows_a_step)
             if self._shard.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
                 rows -= max(0, order.steps * options.batch_size - (plan.stream_rows - plan.position))
             epoch.begin(plan, order, rows)
@@ -388,7 +395,12 @@ class Epochs:
         """
         options = self._options
         order = order_of(
-            plan, present, options.batch_size, self._shard, options.drop_last, keeps_steps=missing == "keep"
+            plan,
+            present,
+            options.batch_size,
+            self._order_shard,
+            options.drop_last,
+            keeps_steps=missing == "keep",
         )
         if isinstance(order, ResumedOrder) and order.missing:
             gone = len(plan.seqs) - len(present)
@@ -402,7 +414,12 @@ class Epochs:
         return order
 
     def _whole_order(self, plan: Plan) -> Order:
-        return EpochOrder(plan, self._options.batch_size, self._shard, self._options.drop_last)
+        return EpochOrder(plan, self._options.batch_size, self._order_shard, self._options.drop_last)
+
+    @property
+    def _order_shard(self) -> Shard:
+        """Return this rank's part of each step of the order: all of it, where it is made into sequences."""
+        return Shard() if self._options.packing else self._shard
 
     def _take(self, epoch: Epoch, *, ahead: bool) -> Snapshot | None:
         """Take the snapshot of a new epoch, counted once for all ranks, or return None: too few rows."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.packing import Packing, Within, require_packing
 from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
 from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
 from arrowcache.units import MOST_COUNTED, parse_count
@@ -34,7 +35,8 @@ class Plan:
     `seqs` and `rows` describe its segments, oldest first. `shuffle` is "rows" (all of them, uniformly),
     "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size at its begin), or None
     (oldest first). `epoch_rows` below the number of rows takes the first of a pass (if "rows", a draw without
-    replacement); above, reshuffled passes. None means one pass.
+    replacement); above, reshuffled passes. None means one pass. An epoch of sequences also has a place `within`
+    its rows from the position on.
     """
 
     epoch: int
@@ -46,6 +48,7 @@ class Plan:
     seqs: NDArray[np.int64]
     rows: NDArray[np.int64]
     position: int = 0
+    within: Within | None = None
 
     @property
     def stream_rows(self) -> int:
@@ -69,9 +72,9 @@ class Plan:
                 return Blocks(self.rows, self.block_rows, self.seed, key)
         return Sequential(self.rows)
 
-    def at(self, position: int) -> Plan:
+    def at(self, position: int, within: Within | None = None) -> Plan:
         """Return the plan from a position on."""
-        return replace(self, position=position)
+        return replace(self, position=position, within=within)
 
     def includes(self, segment: SegmentInfo) -> bool:
         """True if the planned epoch reads this segment, with so many rows."""
@@ -82,16 +85,18 @@ class Plan:
         """Return plain ints, strings, lists and None; segments as runs."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         segments = runs_of(self.seqs, self.rows).tolist()
-        return {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
+        state = {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
+        return state if self.within is None else {**state, "within": self.within.to_state()}
 
     @classmethod
-    def from_state(cls, state: object, most_rows: int = MOST_COUNTED) -> Plan:
+    def from_state(cls, state: object, most_rows: int = MOST_COUNTED, packing: Packing | None = None) -> Plan:
         """The inverse of `to_state`.
 
         Args:
             most_rows: most rows of a segment in the cache; bounds the work of a resume.
-        Raises: ValueError: not a valid state, or one of another version or cache, or one with rows left of an
-            epoch begun in an order of 0.1.0. The message says what is wrong.
+            packing: sequences that the reader makes. None means batches of rows.
+        Raises: ValueError: not a valid state, or one of another version or cache, or of other sequences, or one
+            with rows left of an epoch begun in an order of 0.1.0. The message says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
@@ -111,7 +116,7 @@ class Plan:
             if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED or seq > MOST_SEQ:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs, rows_of_each = segments_of(runs)
-            epoch_rows = state["epoch_rows"]
+            epoch_rows, within = state["epoch_rows"], state.get("within")
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
                 seed=parse_count(state["seed"], "seed", least=0, most=None),
@@ -122,6 +127,7 @@ class Plan:
                 seqs=seqs,
                 rows=rows_of_each,
                 position=parse_count(state["position"], "position", least=0),
+                within=None if within is None else Within.from_state(within),
             )
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"the state is damaged: {error!r}") from None
@@ -141,10 +147,11 @@ class Plan:
                 f"the state, or begin the next one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, "
                 "'segments': []}"
             )
-        if plan.position > plan.stream_rows:
+        if plan.position + (0 if plan.within is None else len(plan.within.lengths)) > plan.stream_rows:
             raise ValueError(
                 f"the state is damaged: position={plan.position} of an epoch of {plan.stream_rows} rows"
             )
+        require_packing(packing, plan.within)
         return plan
 
 

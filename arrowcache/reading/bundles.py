@@ -1,13 +1,13 @@
 """Bundles: the documents of an epoch, some thousands at a time, packed into sequences. No token is read.
 
 An epoch's order is one of documents, rows of a ragged column. A bundle is as many as fill some hundred
-sequences: their lengths are looked up, which takes a few bytes of each from the files, and packing.py says which
-of their tokens go into which sequence. The sequences of a bundle are shuffled among themselves, since those of a
-long document, or of best fit, come in a row.
+sequences: their lengths are looked up, which takes a few bytes of each from the files, and packing.py says
+    which of their tokens go into which sequence. The sequences of a bundle are shuffled among themselves,
+    since those of a long document, or of best fit, come in a row.
 
-Guarantees: each token of the rest of an epoch is in one sequence of one bundle; the sequences are a function of
-the documents' lengths, their order, seed and epoch, and a place within a bundle (`Within`) is enough to go on
-there, also where documents have left the cache.
+Guarantees: each token of the rest of an epoch is in one sequence of one bundle; the sequences are a function
+of the documents' lengths, their order, seed and epoch, and a place within a bundle (`Within`) is enough to go
+on there, also where documents have left the cache.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SEQUENCES = 0  # part of a key, beside those of an epoch's passes
 class Bundle:
     """The sequences of some documents, in the order in which they are delivered.
 
-    `documents` of the order come before it. `passed` (sequences,): how many of the bundle's are over once each is.
-    `ids` and `places` (of each document): its row, and the bytes before its tokens in its file.
+    `documents` of the order come before it. `passed` (sequences,): how many of the bundle's are over once
+    each is. `ids` and `places` (of each document): its row, and the bytes before its tokens in its file.
     """
 
     documents: int

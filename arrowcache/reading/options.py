@@ -73,7 +73,8 @@ class LoaderOptions:
 
     Args:
         may_view: batches may be views of the cache's files.
-        packing: sequences that batches are made of, in place of rows. The rows are documents, one a step of the
+        packing: sequences that batches are made of, in place of rows. The rows are documents, one a step of
+            the
             order, and all ranks have the same order.
     Raises: ValueError, TypeError: an argument that does not fit.
     """

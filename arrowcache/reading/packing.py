@@ -1,14 +1,14 @@
 """Packing: sequences of one length out of documents of any lengths. Pure: lengths in, places out.
 
 A sequence is made of pieces: parts of documents, one behind another. `cut` joins all documents and cuts them
-where a sequence ends, so that none but the last has padding. `best_fit` keeps documents whole: each goes where
-it leaves the least padding, and only one that is longer than a sequence is cut, into whole sequences and a
-rest.
+where a sequence ends, so that none but the last has padding. `best_fit` keeps documents whole: each goes
+where it leaves the least padding, and only one that is longer than a sequence is cut, into whole sequences
+and a rest.
 
-Best fit is best-fit decreasing (Johnson, "Near-optimal bin packing algorithms", MIT 1973), by the histogram of
-the lengths, as Krell et al. pack BERT's sequences ("Efficient sequence packing without cross-contamination",
-2021): documents of one length, and sequences of one rest, are dealt with together, so that the time goes with
-the number of different lengths. The least rest that suffices is found in a bit set.
+Best fit is best-fit decreasing (Johnson, "Near-optimal bin packing algorithms", MIT 1973), by the histogram
+of the lengths, as Krell et al. pack BERT's sequences ("Efficient sequence packing without
+cross-contamination", 2021): documents of one length, and sequences of one rest, are dealt with together, so
+that the time goes with the number of different lengths. The least rest that suffices is found in a bit set.
 
 Guarantees: each token is in one piece, in its order; the result depends on the arguments alone.
 """
@@ -52,7 +52,10 @@ class Packing:
 
     @classmethod
     def of(cls, schema: Schema, column: object, length: object, batch_size: object, split: object) -> Packing:
-        """Check the arguments of `arrowcache.torch.packed`. Raises: ValueError, TypeError: one does not fit."""
+        """Check the arguments of `arrowcache.torch.packed`.
+
+        Raises: ValueError, TypeError: one does not fit.
+        """
         if not isinstance(column, str):
             raise TypeError(f"column must be the name of one column, not {column!r}")
         schema.select((column,))
@@ -71,8 +74,8 @@ class Packing:
         nbytes = tokens * sequences * (kind.item_bytes + _MADE_BYTES)
         if tokens * sequences > _MOST_TOKENS or nbytes > memory_bytes():
             raise ValueError(
-                f"batch_size={sequences} sequences of length={tokens} take {format_bytes(nbytes)}, and a batch "
-                f"has at most {_MOST_TOKENS} tokens and {format_bytes(memory_bytes())}: lower one of them"
+                f"batch_size={sequences} sequences of length={tokens} take {format_bytes(nbytes)}, and a "
+                f"batch has at most {_MOST_TOKENS} tokens and {format_bytes(memory_bytes())}: lower one of them"
             )
         return cls(column, tokens, sequences, split)
 
@@ -115,8 +118,8 @@ class Packing:
 class Pieces(NamedTuple):
     """Pieces of documents, in the order of the sequences that they fill.
 
-    `documents`, `starts`, `counts` (pieces,) int64: which document, its first token in the piece, and how many.
-    `firsts` (sequences + 1,): the first piece of each sequence, then the number of pieces.
+    `documents`, `starts`, `counts` (pieces,) int64: which document, its first token in the piece, and how
+    many. `firsts` (sequences + 1,): the first piece of each sequence, then the number of pieces.
     """
 
     documents: NDArray[np.int64]
@@ -235,9 +238,9 @@ def _bins(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
 class Within:
     """How far an epoch of sequences is within the bundle at its position.
 
-    `lengths` are the tokens of the bundle's documents, from the epoch's position on; 0 for one that has left the
-    cache. `skip` tokens are of earlier bundles, which had `before` sequences; `sequences` of this one were
-    delivered.
+    `lengths` are the tokens of the bundle's documents, from the epoch's position on; 0 for one that has left
+    the cache. `skip` tokens are of earlier bundles, which had `before` sequences; `sequences` of this one
+    were delivered.
     """
 
     length: int
@@ -254,7 +257,10 @@ class Within:
 
     @classmethod
     def from_state(cls, state: Any) -> Within:
-        """The inverse of `to_state`. Raises: KeyError, TypeError, ValueError, OverflowError: it is damaged."""
+        """The inverse of `to_state`.
+
+        Raises: KeyError, TypeError, ValueError, OverflowError: it is damaged.
+        """
         if state["version"] != _VERSION:
             raise ValueError(f"sequences of version {state['version']!r}, this arrowcache has {_VERSION}")
         if any(type(number) is not int for number in state["lengths"]):

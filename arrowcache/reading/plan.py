@@ -35,8 +35,8 @@ class Plan:
     `seqs` and `rows` describe its segments, oldest first. `shuffle` is "rows" (all of them, uniformly),
     "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size at its begin), or None
     (oldest first). `epoch_rows` below the number of rows takes the first of a pass (if "rows", a draw without
-    replacement); above, reshuffled passes. None means one pass. An epoch of sequences also has a place `within`
-    its rows from the position on.
+    replacement); above, reshuffled passes. None means one pass. An epoch of sequences also has a place
+    `within` its rows from the position on.
     """
 
     epoch: int
@@ -95,7 +95,8 @@ class Plan:
         Args:
             most_rows: most rows of a segment in the cache; bounds the work of a resume.
             packing: sequences that the reader makes. None means batches of rows.
-        Raises: ValueError: not a valid state, or one of another version or cache, or of other sequences, or one
+        Raises: ValueError: not a valid state, or one of another version or cache, or of other sequences, or
+        one
             with rows left of an epoch begun in an order of 0.1.0. The message says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:

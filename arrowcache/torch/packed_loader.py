@@ -31,8 +31,8 @@ class PackedArguments(EpochArguments, total=False):
 class PackedLoader(Loader):
     """Batches of sequences, as of `packed`, which makes it: each `for` is an epoch over a new snapshot.
 
-    `repeat`, `state_dict`, `load_state_dict`, `stats`, `close` and errors are those of `arrowcache.torch.Loader`;
-    `stats` counts sequences as rows.
+    `repeat`, `state_dict`, `load_state_dict`, `stats`, `close` and errors are those of
+    `arrowcache.torch.Loader`; `stats` counts sequences as rows.
     """
 
     _may_yield_views = False
@@ -45,8 +45,8 @@ class PackedLoader(Loader):
     def steps(self) -> int | None:
         """Batches of the epoch in progress, or of the last one, the same on all ranks; None before the first.
 
-        It is known from the first batch on with split=True, else, or with `epoch_rows`, or after segments have
-        left the cache in an epoch that is resumed, only when the last documents are looked at: None until then.
+        With split=True it is known as the epoch begins. With split=False or `epoch_rows`, or where documents
+        of a resumed epoch have left the cache, it is None until the last documents are packed.
         """
         progress = self._epochs.progress
         return None if progress is None else progress.steps
@@ -59,8 +59,9 @@ class PackedLoader(Loader):
         packing = self._packing
         assert packing is not None
         return (
-            f"<PackedLoader of {self._store.folder.path}: column {packing.column!r}, length={packing.length}, "
-            f"batch_size={packing.batch_size}, split={packing.split}, epoch {self._epochs.next_number}>"
+            f"<PackedLoader of {self._store.folder.path}: column {packing.column!r}, "
+            f"length={packing.length}, batch_size={packing.batch_size}, split={packing.split}, "
+            f"epoch {self._epochs.next_number}>"
         )
 
     def _new_assembly(self, memory: Memory = MEMORY) -> SequenceAssembly:
@@ -83,40 +84,42 @@ def packed(
 ) -> PackedLoader:
     """Return batches of sequences of `length` tokens, made of the documents of a column.
 
-    Each `for` over the result is an epoch over a new snapshot, in another order of its documents. A batch is a
-    dict of tensors of shape (batch_size, length), and one of boundaries:
+    Each `for` over the result is an epoch over a new snapshot, in another order of its documents. A batch is
+    a dict of tensors of shape (batch_size, length), and one of boundaries:
 
     - `column`: the tokens, of the column's dtype; 0 where there is padding.
-    - "position_ids": int64, the place of each token in its document, from 0 on in each sequence.
-    - "document_ids": int32, the document of each token, from 0 on in each sequence; -1 in padding. A mask of
+    - "position_ids": int64, the place of each token in its document.
+    - "document_ids": int32, the number of each token's document in its sequence; -1 in padding. A mask of
       FlexAttention is `document_ids[b, q] == document_ids[b, k]`.
     - "loss_mask": bool, False in padding.
-    - "cu_seqlens": (documents + 1,) int32, where each document begins in the flattened batch, and its end; the
-      padding of a sequence counts as one more document. `flash_attn_varlen_func` takes it, with
-      `max_seqlen=length`.
+    - "cu_seqlens": (documents + 1,) int32, where each document begins in the flattened batch, and its end.
+      `flash_attn_varlen_func` takes it, with `max_seqlen=length`.
+
+    A part of a document that is cut counts as a document, and so does the padding of a sequence in
+    "position_ids" and "cu_seqlens".
 
     Args:
-        source: a Cache, the path of one, or a Loader, whose cache and options count where none are given here.
-            Its seed, columns and batch_size do not.
+        source: a Cache, the path of one, or a Loader: its cache, and its options where none are given here,
+            but for seed, columns and batch_size.
         column: name of a Ragged column of numbers, such as `Ragged("int32")`. A row is a document.
         length: tokens of a sequence.
         batch_size: sequences of a batch, of one rank.
         seed: selects the order of the documents, together with the epoch's number and the segments.
         split: True: documents are joined and cut where a sequence ends. No token is lost, and only the last
-            sequence of an epoch has padding. A part of a document that is cut counts as a document. False:
-            documents stay whole, and each goes where it leaves the least padding (best-fit decreasing, over
-            some thousand documents at a time): less than 1 % at 2,048 tokens, if documents have lengths as
-            texts have. A longer document is cut into whole sequences and a rest.
+            sequence of an epoch has padding. False: documents stay whole, and each goes where it leaves the
+            least padding (best-fit decreasing, over some thousand documents at a time): less than 1 % at
+            2,048 tokens, if documents have lengths as texts have. A longer document is cut into whole
+            sequences and a rest.
         device: device of the tensors, as of `arrowcache.torch.Loader`.
         shuffle: order of the documents: "rows", "window" or None, as of `Loader`. Sequences of some thousand
             documents are shuffled among themselves in any case.
         prefetch: number of batches begun ahead.
         where: SegmentInfo -> bool, True for segments to read.
         rank: rank of this process. None means that of torch.distributed, if it is initialized when an epoch
-            begins, else a single process. All ranks have equally many steps, and the same number of sequences
-            in each, but for the last: its sequences are dealt out evenly, and the others are padding. Ranks
-            read the same snapshot: those of several nodes with a cache each have other documents, and perhaps
-            other numbers of steps.
+            begins, else a single process. All ranks have equally many steps and, but for the last step,
+            sequences: those of the last are dealt out evenly, and the rest of its batches is padding. Ranks
+            of several nodes, each with a cache of its own, may have other numbers of steps: train by
+            `repeat()` there, for as many steps as you choose.
         world_size: number of ranks. None with `rank`.
         run_id: name of the job whose ranks agree on snapshots.
         epoch_rows: documents of an epoch. None means all.
@@ -125,10 +128,9 @@ def packed(
         window_bytes: size of the window of shuffle="window".
         paced: keep the cache's pace, and count the documents served.
 
-    A tensor that is kept is not overwritten. `state_dict()` of the result resumes to the token, on any number of
-    ranks, with the same length and split; it has the lengths of some thousand documents, which are some 20 kB.
-    Documents whose segments have left the cache since are passed over, with a warning; the others stay in their
-    sequences.
+    A tensor that is kept is not overwritten. `state_dict()` of the result resumes to the token, on any number
+    of ranks, with the same length and split; it has some thousand documents' lengths, some 20 kB. Documents
+    whose segments have left the cache since are left out, with a warning; others stay in their sequences.
     Blocks: not here; an epoch as that of `arrowcache.torch.Loader`.
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError, CacheFormatError: no such
         cache.
@@ -144,8 +146,8 @@ def packed(
     cache = store_of(source)
     if chosen.get("shuffle", "rows") not in _SHUFFLES:
         raise ValueError(
-            f"shuffle={chosen['shuffle']!r} is unknown, or of no use to documents, which are taken one by one: "
-            f"use one of {_SHUFFLES}"
+            f"shuffle={chosen['shuffle']!r} is unknown, or of no use to documents, which are taken one by "
+            f"one: use one of {_SHUFFLES}"
         )
     if chosen.get("shuffle") != "window" and "window_bytes" not in options:
         chosen.pop("window_bytes", None)  # of a loader with another shuffle

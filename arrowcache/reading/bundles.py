@@ -123,7 +123,11 @@ class Bundles(Iterator[Bundle]):
         is_end = first + len(lengths) == plan.stream_rows
         pieces, tokens = self._packing.pack(lengths, within.skip, is_end=is_end)
         sequences = pieces.sequences
-        shuffled = Permutation(sequences, plan.seed, (plan.epoch, _SEQUENCES, first))(0, sequences)
+        shuffled = np.arange(sequences)
+        whole = sequences - (
+            self._packing.split and tokens % self._packing.length > 0
+        )  # one with padding is last
+        shuffled[:whole] = Permutation(whole, plan.seed, (plan.epoch, _SEQUENCES, first))(0, whole)
         pieces, passed = pieces.reordered(shuffled), np.arange(1, sequences + 1)
         if count < len(lengths):
             is_gone, index = np.ones(len(lengths), np.bool_), np.zeros(len(lengths), np.int64)

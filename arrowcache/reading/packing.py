@@ -75,7 +75,8 @@ class Packing:
         if tokens * sequences > _MOST_TOKENS or nbytes > memory_bytes():
             raise ValueError(
                 f"batch_size={sequences} sequences of length={tokens} take {format_bytes(nbytes)}, and a "
-                f"batch has at most {_MOST_TOKENS} tokens and {format_bytes(memory_bytes())}: lower one of them"
+                f"batch has at most {_MOST_TOKENS} tokens, and {format_bytes(memory_bytes())} of memory: "
+                "lower one of them"
             )
         return cls(column, tokens, sequences, split)
 
@@ -236,7 +237,7 @@ def _bins(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Within:
-    """How far an epoch of sequences is within the bundle at its position.
+    """A place of an epoch of sequences, within the bundle at its position.
 
     `lengths` are the tokens of the bundle's documents, from the epoch's position on; 0 for one that has left
     the cache. `skip` tokens are of earlier bundles, which had `before` sequences; `sequences` of this one

@@ -60,8 +60,6 @@ class Bundles(Iterator[Bundle]):
         self._skip = 0  # tokens of the next documents that are in sequences
         self._before = 0  # sequences of earlier bundles of the epoch
         self._resumed = epoch.plan.within
-        if self._resumed is not None:
-            self._skip, self._before = self._resumed.skip, self._resumed.before
 
     def __next__(self) -> Bundle:
         while self._first < self._epoch.order.steps or self._resumed is not None:
@@ -139,7 +137,7 @@ class Bundles(Iterator[Bundle]):
             pieces, passed = pieces.reordered(left), passed[left]
         ids, places = self._ids[:count], self._places[:count]
         bundle = Bundle(self._first, pieces, passed, ids, places, within)
-        self._before += sequences
+        self._before = within.before + sequences
         self._go_behind(within, positions, tokens)
         return bundle
 

@@ -356,6 +356,20 @@ def test_an_epoch_goes_on_at_any_step_with_the_same_batches(cache, split, shuffl
 
 
 @KINDS
+def test_a_state_of_a_resumed_epoch_is_as_good_as_the_first(cache, split):
+    """Each loader delivers a batch, and leaves the rest to the next one."""
+    with packed_of(cache, split=split) as loader:
+        whole = [*loader]
+        state = packed_of(cache, split=split).state_dict()
+    for step, expected in enumerate(whole):
+        with packed_of(cache, split=split) as loader:
+            loader.load_state_dict(state)
+            assert same([next(iter(loader))], [expected])
+            assert loader.steps == len(whole) - step
+            state = loader.state_dict()
+
+
+@KINDS
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
 def test_other_ranks_go_on_with_the_rest(cache, split, before, after):
     def ranks(count: int) -> list[PackedLoader]:
@@ -381,19 +395,24 @@ def test_other_ranks_go_on_with_the_rest(cache, split, before, after):
 
 
 @KINDS
+@pytest.mark.parametrize("shuffle", ["rows", None])
 @pytest.mark.parametrize("step", [0, 1, 7, 20])
-def test_what_has_left_the_cache_is_left_out_and_nothing_else_changes(cache, split, step):
-    """Evicted twice, and resumed twice: the second time within an epoch that has lost documents already."""
-    with packed_of(cache, split=split) as loader:
+def test_what_has_left_the_cache_is_left_out_and_nothing_else_changes(cache, split, shuffle, step):
+    """Evicted twice, and resumed twice: the second time within an epoch that has lost documents already.
+
+    In their order the document that goes on behind the first bundle is among them.
+    """
+    options: dict[str, Any] = {"split": split, "shuffle": shuffle}
+    with packed_of(cache, **options) as loader:
         whole = [*loader]
-    with packed_of(cache, split=split) as loader:
+    with packed_of(cache, **options) as loader:
         epoch = iter(loader)
         delivered = tokens_of(next(epoch) for _ in range(step))
         state = loader.state_dict()
     gone: set[int] = set()
     for steps in (5, None):
         gone |= evict(cache, 3)
-        with packed_of(cache, split=split) as loader:
+        with packed_of(cache, **options) as loader:
             loader.load_state_dict(plain(state))
             epoch = iterated(loader)
             some = [*epoch] if steps is None else [next(epoch) for _ in range(steps)]

@@ -276,6 +276,9 @@ class Gathered(_Viewed):
     """Columns of rows that are being gathered, those of fixed width into a slot.
 
     The wait for them counts as "gather" or "store".
+
+    Args:
+        gather: the gather, if it has begun.
     """
 
     def __init__(
@@ -286,10 +289,11 @@ class Gathered(_Viewed):
         fetched: Sequence[Gather],
         names: Sequence[str],
         slot: Slot,
+        gather: Gather | None = None,
     ) -> None:
         super().__init__(assembly, rows, batches, fetched)
         self._names, self._slot = names, slot
-        self._gather = rows.epoch.snapshot.begin_gather(rows.ids, names, slot)
+        self._gather = gather or rows.epoch.snapshot.begin_gather(rows.ids, names, slot)
         self.is_in_parts = self._gather.is_in_parts
         self._seconds = 0.0
 

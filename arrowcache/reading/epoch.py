@@ -29,6 +29,7 @@ from arrowcache.reading.lengths import Lengths
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.order import EpochOrder, Order, Shard, order_of
+from arrowcache.reading.packing import Within
 from arrowcache.reading.patience import Patience, Wait
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.ranks import Agreement
@@ -64,11 +65,16 @@ class Epoch:
         supply: Supply,
         agreement: Agreement | None,
         meter: Meter,
+        shard: Shard,
+        share: float = 1.0,
     ) -> None:
+        self.shard = shard
         self.planned, self.number = planned, planned.epoch  # as of `Epochs.planned`
         self.delivered = 0  # steps, of those made here
+        self.within: Within | None = planned.within  # the bundle at its position
+        self.steps: int | None = None  # batches of sequences, once their number is known
         self._supply, self._agreement, self._meter = supply, agreement, meter
-        self._steps, self._is_in_order = range(0), False
+        self._steps, self._share, self._is_in_order = range(0), share, False
         self._rows = 0  # rows that count as served
         self._passes: tuple[NDArray[np.int64], int] | None = None  # passes over segments with these numbers
         self._origin = Origin()
@@ -81,7 +87,7 @@ class Epoch:
     def begin(self, plan: Plan, order: Order, steps: range) -> None:
         """Set what it reads, and count the rows of some steps, those made here, as served."""
         if self._supply.is_paced:
-            rows = order.rows_of(steps)
+            rows = round(order.rows_of(steps) * self._share)
             with self._supply.store.locked():
                 self._supply.store.usage.add_served(rows)
                 self._rows = rows
@@ -115,7 +121,7 @@ class Epoch:
         cache.lock.
         """
         delivered = self._steps[: self.delivered]
-        served = self.order.rows_of(delivered) if delivered else 0
+        served = round(self.order.rows_of(delivered) * self._share) if delivered else 0
         rest, self._rows = self._rows - served, served
         passes, self._passes = None if served else self._passes, None
         if (rest > 0 or passes) and self._origin.is_here:
@@ -125,20 +131,22 @@ class Epoch:
 
     def rest(self) -> Plan:
         """Return the part that was not delivered yet."""
-        return self.order.rest(self.delivered)
+        rest = self.order.rest(self.delivered)
+        return rest if self.within is None else rest.at(rest.position, within=self.within)
 
     @property
     def is_delivered(self) -> bool:
         return self.delivered >= self.order.steps
 
-    def deliver(self, count: int = 1, step: int | None = None) -> None:
-        """Count delivered batches. An epoch in order also releases segments that no later batch needs.
+    def deliver(self, count: int = 1, step: int | None = None, within: Within | None = None) -> None:
+        """Count delivered steps. An epoch in order also releases segments that no later batch needs.
 
         Args:
             step: all batches before this step were delivered, or are made elsewhere. None means that batches
                 are made here, all of them, and delivered in order.
+            within: how far the epoch is after them, within a bundle of documents.
         """
-        self.delivered += count
+        self.delivered, self.within = self.delivered + count, within
         if self._is_in_order:
             oldest = self.order.segments_span(self.delivered if step is None else step).start
             if self.snapshot.release_oldest(oldest) and self._agreement is not None:
@@ -340,7 +348,8 @@ class Epochs:
     ) -> Epoch | None:
         """Return an epoch that owns all that was taken for it; a failure releases all."""
         options, is_rest = self._options, len(planned.seqs) > 0
-        epoch = Epoch(planned, self.supply, self._agreement, self._meter)
+        share = 1 / self._shard.world_size if options.packing else 1.0
+        epoch = Epoch(planned, self.supply, self._agreement, self._meter, self._shard, share)
         with ExitStack() as undo:  # Ctrl-C may come anywhere
             undo.enter_context(epoch)
             if is_rest:
@@ -414,9 +423,9 @@ class Epochs:
                 lengths = np.ones(sum(segment.rows for segment in present), np.int32)
             order = BudgetOrder(plan, present, lengths, options.budget.tokens, self._shard, options.drop_last)
         else:
-            keeps_steps = missing == "keep"
+            keeps_steps, shard = missing == "keep", self._order_shard
             order = order_of(
-                plan, present, options.most_rows, self._shard, options.drop_last, keeps_steps=keeps_steps
+                plan, present, options.most_rows, shard, options.drop_last, keeps_steps=keeps_steps
             )
         if order.missing:
             gone = len(plan.seqs) - len(present)
@@ -430,7 +439,12 @@ class Epochs:
         return order
 
     def _whole_order(self, plan: Plan) -> Order:
-        return EpochOrder(plan, self._options.most_rows, self._shard, self._options.drop_last)
+        return EpochOrder(plan, self._options.most_rows, self._order_shard, self._options.drop_last)
+
+    @property
+    def _order_shard(self) -> Shard:
+        """Return this rank's part of each step of the order: all of it, where it is made into sequences."""
+        return Shard() if self._options.packing else self._shard
 
     def _take(self, epoch: Epoch, *, ahead: bool) -> Snapshot | None:
         """Take the snapshot of a new epoch, counted once for all ranks, or return None: too few rows."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import _thread
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,18 @@ Named = Callable[[int], str]
 
 GatherPart: TypeAlias = "engine.Job | engine.Read | ValuesGather"
 """Some columns on their way."""
+
+
+class Parts(NamedTuple):
+    """Parts of the values of some rows, one behind another.
+
+    `ids` (n,): the row of each. `places` (n,): where it begins in its file, in bytes. `offsets` (n + 1,): the
+    bytes of the parts before it, and of all.
+    """
+
+    ids: NDArray[np.int64]
+    places: NDArray[np.int64]
+    offsets: NDArray[np.int64]
 
 
 class OutsideError(Exception):
@@ -163,6 +175,62 @@ class Gatherer:
         gather.wait()
         require_sound(found, name)
         return np.diff(found.offsets) // kind.item_bytes
+
+    def find(
+        self,
+        ids: NDArray[np.int64],
+        name: str,
+        keep: object,
+        named: Named,
+        then: Callable[[], None],
+        *,
+        is_cold: bool,
+    ) -> tuple[Gather, engine.Found]:
+        """Begin to find the values of a variable-length column, and copy none.
+
+        Args: as of `begin`.
+        Returns: the gather, and what it has found once it has ended and `require_sound` passes it.
+        Raises: OutsideError: as `begin`.
+        """
+        gather = Gather(named, then)
+        try:
+            width = element_bytes(self._schema.variable[name])
+            found = engine.find_values(self._rows, ids, self._buffer_of[name], width, keep, on_disk=is_cold)
+            gather.add(found)
+        except BaseException:
+            abandon(gather)
+            raise
+        return gather, found
+
+    def begin_parts(
+        self,
+        parts: Parts,
+        out: NDArray[np.uint8],
+        keep: object,
+        named: Named,
+        then: Callable[[], None],
+        *,
+        is_cold: bool,
+        drops: bool,
+    ) -> Gather:
+        """Begin to copy parts of values, which `find` has found, one behind another.
+
+        Args:
+            out: as many bytes as the parts have.
+            keep, named, then, is_cold, drops: as of `begin`.
+        """
+        gather = Gather(named, then)
+        try:
+            places = engine.Parts(self._rows, parts.ids, parts.places, parts.offsets)
+            if is_cold:
+                gather.add(engine.read_values(places, out, keep, drops=drops))
+            else:
+                gather.add(engine.copy_values(places, out, keep))
+            gather.is_in_parts = is_cold
+        except BaseException:
+            abandon(gather)
+            raise
+        return gather
 
     def fetch(self, first: int, last: int, names: Sequence[str], keep: object) -> Gather:
         """Ask the disk for columns of rows first..last-1: a hint, which ends if it is dropped."""

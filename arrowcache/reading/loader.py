@@ -19,6 +19,7 @@ from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderArguments, LoaderOptions, spelled_out
+from arrowcache.reading.packing import Packing
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
@@ -104,6 +105,7 @@ class Loader(Closable):
     """
 
     _may_yield_views = True  # over the cache's files; loaders of a framework may forbid it
+    _packing: Packing | None = None  # sequences that a loader of a framework makes of documents
 
     @spelled_out(LoaderArguments)
     def __init__(
@@ -114,7 +116,7 @@ class Loader(Closable):
     ) -> None:
         self._store, may_view = store_of(cache), self._may_yield_views
         self._options = options = LoaderOptions(
-            self._store.settings, batch_size, may_view=may_view, **arguments
+            self._store.settings, batch_size, may_view=may_view, packing=self._packing, **arguments
         )
         self._meter = Meter(options.workers, options.shuffle)
         self._epochs = Epochs(self._store, options, self._meter)
@@ -184,8 +186,12 @@ class Loader(Closable):
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         if self._closed:
             raise ValueError(_CLOSED)
-        has_buckets = self._options.budget is not None
-        plan = Plan.from_state(state, self._store.settings.full_rows, has_buckets=has_buckets)
+        plan = Plan.from_state(
+            state,
+            self._store.settings.full_rows,
+            has_buckets=self._options.budget is not None,
+            packing=self._packing,
+        )
         if missing == "raise":
             self._epochs.require(plan)
         self._end_current("a state was loaded")

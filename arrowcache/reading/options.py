@@ -18,6 +18,7 @@ from arrowcache.arrow.segment import row_bytes
 from arrowcache.cgroup import memory_bytes
 from arrowcache.reading.budget import Budget
 from arrowcache.reading.membership import Membership, membership, require_name
+from arrowcache.reading.packing import Packing
 from arrowcache.reading.plan import require_shuffle
 from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
@@ -78,6 +79,9 @@ class LoaderOptions:
 
     Args:
         may_view: batches may be views of the cache's files.
+        packing: sequences that batches are made of, in place of rows. The rows are documents, one a step of
+            the
+            order, and all ranks have the same order.
     Raises: ValueError, TypeError: an argument that does not fit.
     """
 
@@ -104,6 +108,7 @@ class LoaderOptions:
     batch_tokens: int | None = None
     length_of: str | None = None
     may_view: bool = True
+    packing: Packing | None = None
     names: tuple[str, ...] = field(init=False)  # of the columns
     budget: Budget | None = field(init=False)  # of a batch, in place of batch_size
     most_rows: int = field(init=False)  # of a batch: batch_size, or as many as a budget has tokens
@@ -170,7 +175,8 @@ class LoaderOptions:
 
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
-        return {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
+        terms = {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
+        return terms if self.packing is None else terms | self.packing.terms()
 
     def step_rows(self, world_size: int) -> int:
         """Return the rows of one step of all ranks together; with a budget the least."""

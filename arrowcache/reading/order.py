@@ -114,6 +114,10 @@ class EvenOrder(Order):
         """Return rows first..last-1 of the remaining stream, and after its end the padding rows."""
 
     @abstractmethod
+    def positions(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the positions in the planned stream of rows first..last-1 of the remaining one."""
+
+    @abstractmethod
     def position_after(self, steps: int) -> int:
         """Return the epoch's position after a number of steps of all ranks."""
 
@@ -177,6 +181,9 @@ class EpochOrder(EvenOrder):
             first += count
         return np.concatenate(pieces)
 
+    def positions(self, first: int, last: int) -> NDArray[np.int64]:
+        return np.arange(self._start + first, self._start + last)
+
     def position_after(self, steps: int) -> int:
         return min(self._end, self._start + steps * self.step_rows)
 
@@ -196,7 +203,7 @@ class EpochOrder(EvenOrder):
         return number, self._pass(number).span(place)
 
     def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
-        positions = np.arange(self._start + first, self._start + last)
+        positions = self.positions(first, last)
         return positions - positions % self._pass_rows
 
     def _in_use(self, position: int) -> range:
@@ -295,6 +302,9 @@ class ResumedOrder(EvenOrder):
             first += len(ids[-1])
         return np.concatenate(ids), np.concatenate(positions)
 
+    def positions(self, first: int, last: int) -> NDArray[np.int64]:
+        return self._stream_and_positions(first, last)[1]
+
     def position_after(self, steps: int) -> int:
         rows = min(steps * self.step_rows, self.rows)
         return int(self._from(rows - 1)[1][0]) + 1 if rows else self._plan.position
@@ -309,7 +319,7 @@ class ResumedOrder(EvenOrder):
         return range(int(before[start]), int(before[stop]))
 
     def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
-        return self._stream_and_positions(first, last)[1] // self._pass_rows * self._present.rows
+        return self.positions(first, last) // self._pass_rows * self._present.rows
 
     def _in_use(self, position: int) -> range:
         number, span = self._planned.pass_span(position)

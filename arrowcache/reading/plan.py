@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.packing import Packing, Within, require_packing
 from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
 from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
 from arrowcache.units import MOST_COUNTED, parse_count
@@ -40,7 +41,8 @@ class Plan:
 
     `buckets` are the parts of the stream whose rows are sorted by length (budget.py); 0 where batches have
     equally many rows. `taken` has a bit for each row of the bucket at the position, 1 if it was delivered: so
-    many rows lie between the bucket's begin and the position. It is empty where no row is.
+    many rows lie between the bucket's begin and the position. It is empty where no row is. An epoch of
+    sequences has a place `within` its rows from the position on.
     """
 
     epoch: int
@@ -54,6 +56,7 @@ class Plan:
     position: int = 0
     buckets: int = 0
     taken: bytes = b""
+    within: Within | None = None
 
     @property
     def stream_rows(self) -> int:
@@ -77,9 +80,9 @@ class Plan:
                 return Blocks(self.rows, self.block_rows, self.seed, key)
         return Sequential(self.rows)
 
-    def at(self, position: int, taken: bytes = b"") -> Plan:
+    def at(self, position: int, *, taken: bytes = b"", within: Within | None = None) -> Plan:
         """Return the plan from a position on."""
-        return replace(self, position=position, taken=taken)
+        return replace(self, position=position, taken=taken, within=within)
 
     def bucket_edge(self, number: int) -> int:
         """Return the position at which a bucket begins, or the last one ends."""
@@ -99,20 +102,31 @@ class Plan:
         plain = {name: getattr(self, name) for name in _PLAIN}
         segments = runs_of(self.seqs, self.rows).tolist()
         state = {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
+        if self.within is not None:
+            return state | {"within": self.within.to_state()}
         if not self.buckets:
             return state
         taken = base64.b64encode(self.taken).decode()
         return state | {"version": _BUDGET_VERSION, "buckets": self.buckets, "taken": taken}
 
     @classmethod
-    def from_state(cls, state: object, most_rows: int = MOST_COUNTED, *, has_buckets: bool = False) -> Plan:
+    def from_state(
+        cls,
+        state: object,
+        most_rows: int = MOST_COUNTED,
+        *,
+        has_buckets: bool = False,
+        packing: Packing | None = None,
+    ) -> Plan:
         """The inverse of `to_state`.
 
         Args:
             most_rows: most rows of a segment in the cache; bounds the work of a resume.
             has_buckets: True if the epoch is to go on with batches by length.
+            packing: sequences that the reader makes. None means batches of rows.
         Raises: ValueError: not a valid state, or one of another version or cache, or one with rows left of an
-            epoch begun in an order of 0.1.0, or in batches of the other kind. The message says what is wrong.
+            epoch begun in an order of 0.1.0, or in batches of the other kind, or of other sequences. The
+            message says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
@@ -132,7 +146,7 @@ class Plan:
             if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED or seq > MOST_SEQ:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs, rows_of_each = segments_of(runs)
-            epoch_rows = state["epoch_rows"]
+            epoch_rows, within = state["epoch_rows"], state.get("within")
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
                 seed=parse_count(state["seed"], "seed", least=0, most=None),
@@ -143,6 +157,7 @@ class Plan:
                 seqs=seqs,
                 rows=rows_of_each,
                 position=parse_count(state["position"], "position", least=0),
+                within=None if within is None else Within.from_state(within),
             )
             if state["version"] == _BUDGET_VERSION and len(seqs):
                 buckets = parse_count(state["buckets"], "buckets", most=max(1, plan.stream_rows))
@@ -165,7 +180,7 @@ class Plan:
                 f"the state, or begin the next one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, "
                 "'segments': []}"
             )
-        if plan.position > plan.stream_rows:
+        if plan.position + (0 if plan.within is None else len(plan.within.lengths)) > plan.stream_rows:
             raise ValueError(
                 f"the state is damaged: position={plan.position} of an epoch of {plan.stream_rows} rows"
             )
@@ -180,6 +195,7 @@ class Plan:
                 f"{plan.stream_rows} rows are left in batches by {which}: resume it {way}, or begin the next "
                 f"one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, 'segments': []}}"
             )
+        require_packing(packing, plan.within)
         return plan
 
     def _has_fit_bits(self) -> bool:

@@ -12,13 +12,16 @@ from arrowcache.reading.future import Future
 
 if TYPE_CHECKING:
     from arrowcache.reading.epoch import Epoch
+    from arrowcache.reading.packing import Within
 
 
 class ReadyBatch(NamedTuple):
     """A batch ready for delivery, with its counts.
 
     `batch` is a dict of columns, the result of a transform, or a run or step of window.py. `published` is
-    the mean time at which its rows were published, in seconds since 1970.
+    the mean time at which its rows were published, in seconds since 1970. `steps` of its epoch's order are
+    over with it: one, but for sequences of sequences.py, which also say how far the epoch is `within` a
+    bundle.
     """
 
     batch: Any
@@ -27,6 +30,8 @@ class ReadyBatch(NamedTuple):
     copied: int
     published: float
     epoch: Epoch
+    steps: int = 1
+    within: Within | None = None
 
 
 class Portion:

@@ -31,7 +31,7 @@ from arrowcache.errors import CorruptSegmentError
 from arrowcache.lifetimes import Closable, Mutex, Origin, cached_property, until_exit
 from arrowcache.native.library import address_of
 from arrowcache.native.rows import SegmentRows
-from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable
+from arrowcache.reading.gather import Gather, Gatherer, OutsideError, Parts, require_sound, unreadable
 from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.memory import output_arrays
 from arrowcache.reading.segment_arrays import SegmentArrays
@@ -269,6 +269,50 @@ class Snapshot(Shown, Closable):
             out,
             (keep, reader),
             lambda index: self._doubted(int(ids[index])),
+            reader.end,
+            is_cold=is_cold,
+            drops=is_cold and self._is_larger_than_memory,
+        )
+
+    def find(self, ids: NDArray[np.int64], name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Find the values of a variable-length column of rows (n,), and copy none.
+
+        Returns: the bytes of each row's values (n,), and where they begin in their file (n,), in bytes, for
+            `begin_parts`.
+        Blocks: while offsets come from the disk.
+        Raises: as `gather_into`.
+        """
+        with _Reader(self):
+            if not self._rows.is_known:
+                self._map_segments_of(ids)
+            reader = _Reader(self)
+            gather, found = self._gatherer.find(
+                ids,
+                name,
+                reader,
+                lambda index: self._doubted(int(ids[index])),
+                reader.end,
+                is_cold=self.temperature.is_cold,
+            )
+            gather.wait()
+        require_sound(found, name)
+        return np.diff(found.offsets), found.source
+
+    def begin_parts(self, parts: Parts, out: NDArray[np.uint8]) -> Gather:
+        """Begin to copy parts of values that `find` has found. The snapshot stays open until its end.
+
+        The caller notes the misses in `temperature`.
+
+        Args:
+            out: memory for all parts, in bytes.
+        """
+        reader = _Reader(self)
+        is_cold = self.temperature.is_cold
+        return self._gatherer.begin_parts(
+            parts,
+            out,
+            reader,
+            lambda index: self._doubted(int(parts.ids[index])),
             reader.end,
             is_cold=is_cold,
             drops=is_cold and self._is_larger_than_memory,

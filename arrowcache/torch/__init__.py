@@ -7,6 +7,7 @@ try:
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
     from arrowcache.torch.iterable import CacheIterableDataset
     from arrowcache.torch.loader import Loader
+    from arrowcache.torch.packed_loader import PackedLoader, packed
 except ModuleNotFoundError as error:
     raise ImportError(
         f"arrowcache.torch needs {error.name}, which is not installed: pip install 'arrowcache[torch]'"
@@ -20,7 +21,9 @@ __all__ = [
     "DevicePrefetcher",
     "EpochBatchSampler",
     "Loader",
+    "PackedLoader",
     "PrefetcherStats",
     "cached",
     "dataloader",
+    "packed",
 ]

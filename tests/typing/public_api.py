@@ -20,8 +20,10 @@ from arrowcache.torch import (
     DevicePrefetcher,
     EpochBatchSampler,
     Loader,
+    PackedLoader,
     PrefetcherStats,
     dataloader,
+    packed,
 )
 
 
@@ -160,6 +162,17 @@ def torch_adapters(cache: ac.Cache) -> None:
     assert_type(DataLoader(stream, batch_size=None), DataLoader[dict[str, Any]])
 
 
+def sequences(cache: ac.Cache) -> None:
+    loader = packed(cache, "tokens", 2048, batch_size=16, seed=1, split=False, shuffle="window", where=None)
+    assert_type(loader, PackedLoader)
+    for batch in loader:
+        assert_type(batch, dict[str, Any])
+    assert_type(loader.steps, int | None)
+    loader.load_state_dict(loader.state_dict(), missing="raise")
+    packed("path", "tokens", 2048, batch_size=16, device="cuda", rank=0, world_size=2, run_id="job").close()
+    packed(ac.Loader(cache, 64), "tokens", 2048, batch_size=16).close()
+
+
 def errors() -> None:
     for kind in (
         ac.SchemaError,
@@ -198,6 +211,8 @@ def mistakes(cache: ac.Cache) -> None:
     cache.writer(on_full=3)  # type: ignore[arg-type]
     ac.Loader()  # type: ignore[call-arg]
     ac.Loader(cache, 64, shufle="rows")  # type: ignore[call-arg]
+    packed(cache, "tokens", 2048)  # type: ignore[call-arg]
+    packed(cache, "tokens", 2048, batch_size=16, transform=dict)  # type: ignore[call-arg]
     ac.Tensor("float32", "shape")  # type: ignore[arg-type]
     cache.stats().rows = 3  # type: ignore[misc]
     cache.path = Path()  # type: ignore[misc]

@@ -27,8 +27,10 @@ from numpy.typing import NDArray
 from arrowcache.errors import ArrowCacheError, CacheFullError, CorruptSegmentError, SchemaError, warn
 from arrowcache.lifetimes import Origin, at_exit, at_worker_exit
 from arrowcache.os_errors import start
+from arrowcache.read_through.begun import Begun
 from arrowcache.read_through.places import INDEX, Places
 from arrowcache.reading.slots import Slots
+from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import ColumnData
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
@@ -92,6 +94,11 @@ class ReadThrough:
         _at_work.add(self)
         _close_at_worker_exit()
 
+    @property
+    def temperature(self) -> Temperature:
+        """Tells whether items are in memory."""
+        return self._places.temperature
+
     def find(self, indices: NDArray[np.int64]) -> Found:
         """Gather the items that are there, of indices (n,).
 
@@ -113,12 +120,44 @@ class ReadThrough:
                     break
             return _NOTHING
 
-    def _gathered(self, indices: NDArray[np.int64]) -> Found:
+    def has(self, indices: NDArray[np.int64]) -> bool:
+        """True if all items (n,) are there. Raises nothing: what cannot be read is not there."""
+        with self._lock:
+            self._latest = time.monotonic()
+            try:
+                return bool((self._rows_of(indices) >= 0).all())
+            except _FAILURES:
+                return False
+
+    def begin(self, indices: NDArray[np.int64], slots: Slots) -> Begun | None:
+        """Begin to gather items (n,) into a slot of `slots`, which has a column for each of fixed width.
+
+        Returns: None: some are missing, or cannot be read. Raises nothing: `find` says why.
+        """
+        with self._lock:
+            self._latest = time.monotonic()
+            try:
+                rows, snapshot = self._rows_of(indices), self._places.snapshot
+                if snapshot is None or (rows < 0).any():
+                    return None
+                slot, temperature = slots.lend(len(rows)), snapshot.temperature
+                gather = snapshot.begin_gather(rows, self._names, slot)
+                published = snapshot.published(rows)
+            except _FAILURES:
+                return None
+            self.hits += len(rows)
+            return Begun(gather, slot, self._names, temperature, len(rows), published)
+
+    def _rows_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         self._start_keeper()
         rows = self._places.rows_of(indices)
         if self._places.snapshot is None or (rows < 0).any():
             self._refresh()
             rows = self._places.rows_of(indices)
+        return rows
+
+    def _gathered(self, indices: NDArray[np.int64]) -> Found:
+        rows = self._rows_of(indices)
         positions, snapshot = np.flatnonzero(rows >= 0), self._places.snapshot
         if not len(positions) or snapshot is None:
             return _NOTHING

@@ -18,7 +18,7 @@ class ReadyBatch(NamedTuple):
     """A batch ready for delivery, with its counts.
 
     `batch` is a dict of columns, the result of a transform, or a run or step of window.py. `published` is
-    the mean time at which its rows were published, in seconds since 1970.
+    the mean time at which its rows were published, in seconds since 1970. `epoch` made it.
     """
 
     batch: Any
@@ -26,7 +26,7 @@ class ReadyBatch(NamedTuple):
     nbytes: int
     copied: int
     published: float
-    epoch: Epoch
+    epoch: Any
 
 
 class Portion:

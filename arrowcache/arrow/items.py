@@ -94,11 +94,14 @@ class ItemForm:
 
     def item(self, values: Iterator[Any]) -> Any:
         """Make an item of the values of its leaves, in their order. No __post_init__ of a dataclass runs."""
-        return _made(self._root, values, tuple)
+        return _made(self._root, values)
 
     def batch(self, columns: Iterator[Any]) -> Any:
-        """Make a batch of the columns of the leaves: as `item`, but plain tuples become lists, as in torch."""
-        return _made(self._root, columns, list)
+        """Make a batch of the columns of the leaves, as torch makes it of items.
+
+        As `item`; but a plain tuple becomes a list, and texts in any sequence a tuple.
+        """
+        return _made(self._root, columns, of_batch=True)
 
     def chosen(self, item: Any) -> Any:
         """Return an item with what `columns` keeps of it; as it is, if that is all."""
@@ -207,22 +210,29 @@ def _take(part: Part, value: Any, values: dict[str, Any]) -> None:
         _take(each, child, values)
 
 
-def _made(part: Part, values: Iterator[Any], plain: type[tuple[Any, ...]] | type[list[Any]]) -> Any:
-    """Make a part. `plain`: the class of what were plain tuples."""
+def _made(part: Part, values: Iterator[Any], *, of_batch: bool = False) -> Any:
     if isinstance(part, Leaf):
         return next(values)
-    children = [_made(each, values, plain) for each in part.parts]
+    children = [_made(each, values, of_batch=of_batch) for each in part.parts]
+    if of_batch and issubclass(part.type, tuple | list):
+        children = [
+            tuple(new) if _is_text(each) else new for each, new in zip(part.parts, children, strict=True)
+        ]
     if issubclass(part.type, Mapping):
-        named = zip(part.keys, children, strict=True)
-        return OrderedDict(named) if part.type is OrderedDict else dict(named)
+        made = dict(zip(part.keys, children, strict=True))
+        return OrderedDict(made) if part.type is OrderedDict else made
     if hasattr(part.type, "_make"):
         return part.type._make(children)
     if issubclass(part.type, tuple | list):
-        return children if issubclass(part.type, list) else plain(children)
+        return children if of_batch or issubclass(part.type, list) else tuple(children)
     made = object.__new__(part.type)
     for key, child in zip(part.keys, children, strict=True):
         object.__setattr__(made, key, child)  # also a frozen one
     return made
+
+
+def _is_text(part: Part) -> bool:
+    return isinstance(part, Leaf) and part.type in (str, bytes)
 
 
 def _shown(name: str) -> str:

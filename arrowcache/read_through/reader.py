@@ -149,7 +149,6 @@ class ReadThrough:
             return Begun(gather, slot, self._names, temperature, len(rows), published)
 
     def _rows_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        self._start_keeper()
         rows = self._places.rows_of(indices)
         if self._places.snapshot is None or (rows < 0).any():
             self._refresh()
@@ -165,6 +164,7 @@ class ReadThrough:
         return Found(positions, snapshot.gather(rows[positions], self._names, out))
 
     def _refresh(self) -> None:
+        self._start_keeper()  # which ends the lease
         if self._places.refresh() and (held := self._claims.held):
             claimed = np.fromiter(held, np.int64, len(held))
             self._claims.release(claimed[self._places.rows_of(claimed) >= 0].tolist())
@@ -329,6 +329,8 @@ class ReadThrough:
         """Publish what was made, end the lease and the thread, until the next request: before a fork."""
         with self._lock:
             self._publish()
+            self._discard()
+            self._places.release()
             self._latest = -_IDLE_SECONDS
             keeper = self._keeper
         if keeper is not None:

@@ -41,9 +41,7 @@ class EpochIterator(Iterator[Batch]):
         finish: converts each batch; a method of the loader, which so lives as long as this.
     """
 
-    def __init__(
-        self, stream: Stream, timeout_seconds: float | None, finish: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, stream: Stream, timeout_seconds: float | None, finish: Callable[[Any], Any]) -> None:
         self._stream, self._timeout_seconds, self._finish = stream, timeout_seconds, finish
         self._turn = threading.RLock()
 

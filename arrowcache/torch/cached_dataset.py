@@ -178,9 +178,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             numbers.append(number % length)
         return np.array(numbers, np.int64)
 
-    def items_of(
-        self, wanted: NDArray[np.int64], is_wanted: Callable[[], bool] = lambda: True
-    ) -> list[Any]:
+    def items_of(self, wanted: NDArray[np.int64], is_wanted: Callable[[], bool] = lambda: True) -> list[Any]:
         """Return items (n,) in [0, len) without the transform, for the package's own use.
 
         Args:
@@ -290,13 +288,20 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader = self.reader_here()
         return reader is not None and reader.has(wanted)
 
+    def is_complete(self) -> bool:
+        """True if all items are in the cache, for the package's own use. Raises nothing."""
+        if (reader := self.reader_here()) is None:
+            return False
+        reader.settle()
+        return reader.has(np.arange(len(self)))
+
     def rest(self) -> None:
         """Publish what this process made, and end its lease, for the package's own use."""
         if self._reader is not None and self._reader.origin.is_here:
             self._reader.rest()
 
     def rest_if_it_turns_over(self) -> None:
-        """Rest where `turn_over` evicts, which lets go of what other ranks evict; for the package's own use."""
+        """Rest where `turn_over` evicts: other ranks do so, too. For the package's own use."""
         if self._spec.replace:
             self.rest()
 

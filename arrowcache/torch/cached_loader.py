@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch.distributed
 
+from arrowcache.errors import ArrowCacheError, warn
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
 from arrowcache.reading.iterator import EpochIterator
 from arrowcache.reading.memory import page_aligned
@@ -60,13 +61,13 @@ class CachedLoader(Closable):
     """Batches of a CachedDataset, each item once an epoch; each `for` is an epoch in another order.
 
     `arrowcache.torch.Loader(train, 64)` makes one. Batches are those of `DataLoader(train, 64)`: what torch's
-    default_collate makes of the items, after the dataset's transform. What that refuses comes as `Loader` gives
-    it: values of varying length as a nested tensor of jagged layout, moments as int64 microseconds since 1970,
-    images as arrays of their pixels, complex numbers as a tensor.
+    default_collate makes of the items, after the dataset's transform. What that refuses comes as `Loader`
+    gives it: values of varying length as a nested tensor of jagged layout, moments as int64 microseconds
+    since 1970, images as arrays of their pixels, complex numbers as a tensor.
 
     Batches whose items are all in the cache are gathered by native threads, straight into the batch, some
-    ahead. Where items are missing, worker processes make them, in their places of the order, and publish them;
-    they start when the first is missing, or where there is a transform, which they run, or a collate_fn.
+    ahead. Where items are missing, worker processes make them, in their places of the order, and publish
+    them; they start when the first is missing, or where there is a transform or a collate_fn, which they run.
 
     Args:
         train: a CachedDataset. It stays open when the loader is closed.
@@ -76,9 +77,9 @@ class CachedLoader(Closable):
         drop_last: leave out an incomplete last batch. Otherwise it is short, or padded with the epoch's first
             items if there are several ranks.
         workers: number of processes that make what is missing, at most 256. 0 means this process.
-        prefetch: number of batches to begin ahead where no worker makes them. None means two to eight, as many
-            as the processor's cache holds; while items come from the disk, as many as have 256 items, but at
-            most 64 MiB.
+        prefetch: number of batches to begin ahead where no worker makes them. None means two to eight, as
+            many as the processor's cache holds; while items come from the disk, as many as have 256 items,
+            but at most 64 MiB.
         collate_fn: called with a list of items in place of default_collate. Batches are what it returns.
         device: device of the tensors, as of `Loader`. None means the CPU.
         rank: rank of this process. None means that of torch.distributed, if it is initialized when an epoch
@@ -113,7 +114,7 @@ class CachedLoader(Closable):
         self._train = train
         self._batch_size = parse_count(batch_size, "batch_size", most=_MOST_BATCH_ITEMS)
         if not isinstance(shuffle, bool | str | None) or shuffle not in _SHUFFLES:
-            raise ValueError(f"shuffle={shuffle!r} of a dataset's loader must be True ('rows') or False (None)")
+            raise ValueError(f"shuffle={shuffle!r} of a dataset must be True ('rows') or False (None)")
         self._shuffle = _SHUFFLES[shuffle]
         self._seed = parse_count(seed, "seed", least=0, most=None)
         if not isinstance(drop_last, bool):
@@ -151,7 +152,10 @@ class CachedLoader(Closable):
         self._end_current("a newer one began")
         plan = self._planned
         if not self._is_first and not plan.position:
-            self._train.turn_over()
+            try:
+                self._train.turn_over()
+            except (ArrowCacheError, OSError) as error:
+                warn(f"no items were replaced: {error}")
         self._is_first = False
         order = EpochOrder(plan, self._batch_size, self._shard_now(), self._drop_last)
         self._meter.show_on(CounterPage.open(self._train.path, self._workers, self._shuffle))
@@ -272,7 +276,7 @@ class CachedLoader(Closable):
 
     def _makers_now(self) -> Makers | None:
         """Return the workers, if the next epoch needs them; else end them."""
-        if self._workers and (self._collate is not None or self._train.cached < len(self._train)):
+        if self._workers and (self._collate is not None or not self._train.is_complete()):
             self._train.rest()  # before they are forked: they make and publish what is missing
             if self._makers is None:
                 self._makers = Makers(self._train, self._workers, self._collate)
@@ -299,8 +303,8 @@ class CachedLoader(Closable):
         epoch = self._epoch
         if epoch is None:
             return
-        if not epoch.was_asked and not epoch.has_ended:  # it was never begun
-            self._planned = epoch.plan
+        if not epoch.was_asked:  # it was never begun
+            self._planned, self._epoch = epoch.plan, None
             self._meter.take_back_epoch()
         epoch.close(because)
 

@@ -91,7 +91,7 @@ def collated(items: Sequence[Any]) -> Any:
     In a DataLoader's worker that would put it into /dev/shm, which may be small.
     Raises: TypeError, RuntimeError: as default_collate.
     """
-    return collate(items, collate_fn_map=default_collate_fn_map | {torch.Tensor: _stacked})  # type: ignore[no-untyped-call]
+    return collate(items, collate_fn_map=default_collate_fn_map | {torch.Tensor: _stacked})
 
 
 def _stacked(tensors: Sequence[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:  # noqa: ARG001

@@ -63,7 +63,14 @@ class Loader(NumpyLoader):
     _ring: Ring | None = None  # where the device shuffles
 
     @spelled_out(LoaderArguments)
-    def __new__(cls, cache: object, batch_size: int = 64, *, device: Device | None = None, **options: Any) -> Loader:
+    def __new__(  # noqa: PYI034  # of a CachedDataset it is a CachedLoader
+        cls,
+        cache: HasStore | str | os.PathLike[str] | CachedDataset,
+        batch_size: int = 64,
+        *,
+        device: Device | None = None,
+        **options: Any,
+    ) -> Loader:
         """Make the loader of a cache, or of a CachedDataset: a CachedLoader."""
         if isinstance(cache, CachedDataset):
             return CachedLoader(cache, batch_size, device=device, **options)  # type: ignore[return-value]  # it stands in

@@ -1,4 +1,4 @@
-"""Makers: worker processes that make the missing items of a CachedDataset, batch by batch, in an epoch's order.
+"""Makers: worker processes that make the missing items of a CachedDataset, in the batches of an epoch.
 
 They are those of a stock DataLoader, so that a dataset finds what it is used to: a forked copy of this
 process, `get_worker_info`, seeds. The process that trains asks for one batch after another. A worker that
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import signal_handling  # type: ignore[attr-defined]
 
 from arrowcache.errors import WorkerError, warn
 from arrowcache.lifetimes import Origin, shielded
@@ -30,7 +30,7 @@ from arrowcache.pickling import pickled, unpickled
 from arrowcache.torch.cached_dataset import CachedDataset, Unwanted
 from arrowcache.torch.collation import batch_of, columns_of
 from arrowcache.torch.parent_watch import ParentWatch
-from arrowcache.torch.transport import Result, failure
+from arrowcache.torch.transport import RECEIVING, Result, failure
 
 Collate = Callable[[list[Any]], Any]
 Batches = Callable[[int], Iterator[NDArray[np.int64]]]
@@ -38,6 +38,11 @@ Batches = Callable[[int], Iterator[NDArray[np.int64]]]
 
 _MOST_DEATHS = 3  # at one batch
 _DIED = "DataLoader worker (pid"  # so torch's error begins; one of the dataset begins otherwise
+_LOST = (
+    ConnectionError,
+    EOFError,
+    FileNotFoundError,
+)  # of a message whose sender died before it was received
 
 
 def made_batch(
@@ -71,7 +76,8 @@ class _Requests:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._epoch, self._batches = 0, lambda: iter(())
+        self._epoch = 0
+        self._batches: Callable[[], Iterator[NDArray[np.int64]]] = lambda: iter(())
 
     def begin(self, epoch: int, batches: Callable[[], Iterator[NDArray[np.int64]]]) -> None:
         self._epoch, self._batches = epoch, batches
@@ -192,21 +198,18 @@ class Makers:
             self._is_whole = False
             try:
                 answer: tuple[Any] | None = next(self._answers)
-            except RuntimeError as error:
-                if not str(error).startswith(_DIED):
+            except Exception as error:
+                if not _is_death(error):
                     self._is_whole = True
                     raise
                 self._deaths += 1
                 if self._deaths > _MOST_DEATHS:
                     raise WorkerError(
-                        f"{error}, as did {_MOST_DEATHS} before it at this batch: look for what kills it, such as "
-                        "a lack of memory, or pass workers=0"
+                        f"{_first_line(error)}, as did {_MOST_DEATHS} before it at this batch: look for what kills it, "
+                        "such as a lack of memory, or pass workers=0"
                     ) from None
-                warn(f"{error}: others make its items")
+                warn(f"{_first_line(error)}: others make its items")
                 self._begin()
-            except Exception:
-                self._is_whole = True
-                raise
             else:
                 self._is_whole, self._deaths, self._given = True, 0, self._given + 1
                 return answer
@@ -231,6 +234,16 @@ class Makers:
         answers, self._answers, self._loader, self._is_whole = self._answers, iter(()), None, False
         if hasattr(answers, "_shutdown_workers"):
             answers._shutdown_workers()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].removesuffix(".")
+
+
+def _is_death(error: Exception) -> bool:
+    if isinstance(error, _LOST):
+        return RECEIVING in str(error)
+    return isinstance(error, RuntimeError) and str(error).startswith(_DIED)
 
 
 def _supervise(answers: Any) -> None:

@@ -219,8 +219,8 @@ def _made(part: Part, values: Iterator[Any], *, of_batch: bool = False) -> Any:
             tuple(new) if _is_text(each) else new for each, new in zip(part.parts, children, strict=True)
         ]
     if issubclass(part.type, Mapping):
-        made = dict(zip(part.keys, children, strict=True))
-        return OrderedDict(made) if part.type is OrderedDict else made
+        named = zip(part.keys, children, strict=True)
+        return OrderedDict(named) if part.type is OrderedDict else dict(named)
     if hasattr(part.type, "_make"):
         return part.type._make(children)
     if issubclass(part.type, tuple | list):

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling  # type: ignore[attr-defined]
 
 from arrowcache.errors import WorkerError, warn
 from arrowcache.lifetimes import Origin, shielded
@@ -205,8 +205,8 @@ class Makers:
                 self._deaths += 1
                 if self._deaths > _MOST_DEATHS:
                     raise WorkerError(
-                        f"{_first_line(error)}, as did {_MOST_DEATHS} before it at this batch: look for what kills it, "
-                        "such as a lack of memory, or pass workers=0"
+                        f"{_first_line(error)}, as did {_MOST_DEATHS} before it at this batch: look for "
+                        "what kills it, such as a lack of memory, or pass workers=0"
                     ) from None
                 warn(f"{_first_line(error)}: others make its items")
                 self._begin()
@@ -252,5 +252,5 @@ def _supervise(answers: Any) -> None:
     torch raises it there from a handler of SIGCHLD. `next` finds it, too.
     """
     if getattr(answers, "_worker_pids_set", False):
-        signal_handling._remove_worker_pids(id(answers))
+        _remove_worker_pids(id(answers))
         answers._worker_pids_set = False

@@ -4,7 +4,7 @@ It owns the process' places, claims and writer, and the thread that publishes. G
 - an item that is there is gathered; one that is missing is made by who asks. Of several processes that miss
   one, the first claims and publishes it, and the others wait a moment for that before they make it, too;
 - what was made is published when a segment is full, after a minute, as soon as another process waits for it,
-  a second after the last request, and at the end of the process;
+  a second after the last request, and at the end of the process; many small segments are merged (merging.py);
 - a cache that is full, read-only or gone stops no training: items are made, and a warning says why, but for a
   full cache, which is no error;
 - a second after the last request no lease is held.
@@ -28,6 +28,7 @@ from arrowcache.errors import ArrowCacheError, CacheFullError, CorruptSegmentErr
 from arrowcache.lifetimes import Origin, at_exit, at_worker_exit
 from arrowcache.os_errors import start
 from arrowcache.read_through.begun import Begun
+from arrowcache.read_through.merging import merge
 from arrowcache.read_through.places import INDEX, Places
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.temperature import Temperature
@@ -88,6 +89,7 @@ class ReadThrough:
         self._make_seconds = 0.0  # mean, of late
         self._full_at: tuple[int, int] | None = None  # capacity, and segments, when there was no room
         self._failed_until = 0.0
+        self._may_merge = False  # a part was published since the last look
         self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
         self._keeper: threading.Thread | None = None  # while there is a lease, or something unpublished
         self._is_closed = False
@@ -276,6 +278,7 @@ class ReadThrough:
             return
         try:
             self._writer.flush()
+            self._may_merge = True
             self._refresh()  # ends the claims
         except CacheFullError as error:
             self._full(error)
@@ -336,6 +339,19 @@ class ReadThrough:
         if keeper is not None:
             self._wake.put(None)
             keeper.join()
+        self._merge()
+
+    def _merge(self) -> None:
+        """Merge small segments, if there are many. Raises nothing; waits for no other process."""
+        self._may_merge = False
+        try:
+            merge(self._store, self._let_go)
+        except _FAILURES as error:
+            warn(f"small segments were not merged: {error}")
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._places.release()
 
     def close(self) -> None:
         """Publish what was made, and end. Idempotent; does nothing in a forked child."""
@@ -351,6 +367,7 @@ class ReadThrough:
         if keeper is not None and keeper is not threading.current_thread():
             self._wake.put(None)
             keeper.join()
+        self._merge()
 
     def end(self) -> None:
         """Have the thread `close` it, soon. Waits for no lock."""
@@ -372,6 +389,8 @@ class ReadThrough:
                 if self._wake.get(timeout=seconds) is _END:
                     self.close()
             seconds = self._look()
+            if seconds is not None and self._may_merge:
+                self._merge()
 
     def _look(self) -> float | None:
         """Publish what is due, end an idle lease. Returns: seconds to the next look; None: the last one."""

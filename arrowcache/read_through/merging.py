@@ -11,7 +11,6 @@ where there is room for both copies; a merged segment is merged again only once 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,54 +21,8 @@ from arrowcache.errors import CacheFullError, CorruptSegmentError
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.claims import only_merger
 from arrowcache.storage.layout import CLAIMS_LOCK, SegmentInfo
-from arrowcache.storage.sizing import room_of_one
+from arrowcache.storage.parts import choose_parts, superseded, task_of
 from arrowcache.storage.store import RoomPolicy, Store
-
-_LEAST_PARTS = 8  # of a merge that does not fill a segment: so an item is copied few times
-_TASK = re.compile(r"parts\.(\d{1,19})-(\d{1,19})", re.ASCII)
-
-
-def parts_of(segment: SegmentInfo) -> range:
-    """Return the numbers of the segments that one was merged of. Empty if it was not."""
-    match = _TASK.fullmatch(segment.task)
-    return range(int(match[1]), int(match[2]) + 1) if match else range(0)
-
-
-def superseded(segments: Sequence[SegmentInfo]) -> list[SegmentInfo]:
-    """Return the parts that are there beside the segment that they were merged into. Pure."""
-    merged = [(segment.seq, parts) for segment in segments if (parts := parts_of(segment))]
-    return [each for each in segments if any(each.seq in parts and each.seq < seq for seq, parts in merged)]
-
-
-def choose_parts(
-    segments: Sequence[SegmentInfo], segment_bytes: int, full_rows: int, room_bytes: int
-) -> list[SegmentInfo]:
-    """Return small segments, one after another, that are worth a merge: the oldest such. Pure.
-
-    Small is under half a segment. They fill a segment, or the room, together, or are at least eight.
-
-    Args:
-        segments: all of a cache, oldest first.
-        room_bytes: bytes that are free.
-    """
-    leaving = {each.seq for each in superseded(segments)}
-    most_bytes = min(segment_bytes, room_bytes - room_of_one(0))
-    run: list[SegmentInfo] = []
-    nbytes = rows = 0
-    for each in segments:
-        is_whole = each.nbytes >= segment_bytes // 2
-        if is_whole or each.seq in leaving or not leaving.isdisjoint(parts_of(each)):
-            if len(run) >= _LEAST_PARTS:
-                return run
-            run, nbytes, rows = [], 0, 0
-            continue
-        nbytes, rows = nbytes + each.nbytes, rows + each.rows
-        if nbytes > most_bytes or rows > full_rows:
-            if len(run) > 1:
-                return run
-            run, nbytes, rows = [], each.nbytes, each.rows
-        run.append(each)
-    return run if len(run) >= _LEAST_PARTS else []
 
 
 def merge(store: Store, let_go: Callable[[], None]) -> None:
@@ -108,8 +61,7 @@ def _merge(store: Store, parts: Sequence[SegmentInfo]) -> bool:
             if len(snapshot.segments) < len(parts):
                 return False
             encoded = store.settings.form.encode(_columns(snapshot, store.settings.schema))
-            task = f"parts.{parts[0].seq}-{parts[-1].seq}"
-            store.publish(encoded, task, RoomPolicy("raise"), syncs=True)
+            store.publish(encoded, task_of(parts), RoomPolicy("raise"), syncs=True)
     except (CacheFullError, CorruptSegmentError):  # the latter is quarantined by now
         return False
     return True

@@ -344,10 +344,8 @@ class ReadThrough:
     def _merge(self) -> None:
         """Merge small segments, if there are many. Raises nothing; waits for no other process."""
         self._may_merge = False
-        try:
+        with suppress(*_FAILURES):  # nothing is lost, and the next one tries again
             merge(self._store, self._let_go)
-        except _FAILURES as error:
-            warn(f"small segments were not merged: {error}")
 
     def _let_go(self) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from arrowcache.reading.portion import ReadyBatch
 
 
 class Stream(Protocol):
-    """What makes the batches of an epoch, or of all that follow: see `stream.BatchStream`."""
+    """A source of the batches of an epoch, or of all that follow: see `stream.BatchStream`."""
 
     def require_own(self) -> None: ...
     def waiting(self) -> AbstractContextManager[None]: ...

@@ -45,6 +45,7 @@ from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile, range_holders
 from arrowcache.storage.overview import CacheStats, Survey
 from arrowcache.storage.pace import Flow, Pace
+from arrowcache.storage.parts import superseded
 from arrowcache.storage.sizing import (
     BOOKKEEPING_BYTES,
     beyond_disk,
@@ -708,6 +709,7 @@ class Store:
             usage = self.usage.record()
             rows = np.array([segment.rows for segment in listed], np.int64)
             served = self.usage.served(np.array([segment.seq for segment in listed], np.int64))
+            items = 0 if self.settings.dataset is None else self.settings.dataset.length
             stats = CacheStats(
                 capacity_bytes=self.settings.capacity_bytes,
                 allocated_bytes=self.allocated_bytes(listed),
@@ -728,6 +730,8 @@ class Store:
                 times_served=float(served @ rows / rows.sum()) if rows.size else 0.0,
                 most_times_served=int(served.max(initial=0)),
                 paced=self._why_paced(listed),
+                items=items,
+                cached_items=min(items, int(rows.sum()) - sum(part.rows for part in superseded(listed))),
             )
         return Survey(stats, listed, leased)
 

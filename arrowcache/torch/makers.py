@@ -1,4 +1,4 @@
-"""Makers: worker processes that make the missing items of a CachedDataset, in the batches of an epoch.
+"""Makers: worker processes that make the missing items of a CachedDataset.
 
 They are those of a stock DataLoader, so that a dataset finds what it is used to: a forked copy of this
 process, `get_worker_info`, seeds. The process that trains asks for one batch after another. A worker that
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from ctypes import c_int64
 from multiprocessing.sharedctypes import RawValue
 from typing import Any, NamedTuple
 
@@ -145,7 +144,7 @@ class Makers:
     """
 
     def __init__(self, train: CachedDataset, workers: int, collate: Collate | None) -> None:
-        self._wanted = RawValue(c_int64, 0)
+        self._wanted = RawValue("q", 0)
         self._requests = _Requests(workers)
         self._making = _Making(train, collate, self._wanted)
         self._workers = workers

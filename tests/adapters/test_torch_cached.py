@@ -21,6 +21,9 @@ from processes import METHODS, Child, Script, private_mounts, small_disk
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 import arrowcache as ac
+from arrowcache.cli.commands import run
+from arrowcache.explore import History, observe
+from arrowcache.explore.board import board_of
 from arrowcache.torch import CachedDataset, cached
 
 
@@ -303,6 +306,20 @@ def test_what_is_in_stays_in(path, log):
         assert train.cache.stats().allocated_bytes <= 8 << 20
     again = sum(count - 1 for count in made(log).values())
     assert again <= 2 * (100 - stats.cached) + 8, "of what is not in, and the last part that found no room"
+
+
+def test_who_looks_at_its_cache_reads_how_much_of_the_dataset_is_in(path, capsys):
+    with cached(Numbers(5000), path, capacity="64MiB") as train:
+        train.__getitems__([*range(4000)])
+        says = f"cached {train.cached:,} of 5,000 items (80 %)"
+        assert train.cached == 4000
+        assert train.cache.stats().hit_rate == 0.8
+        assert says in str(train.cache)
+        history = History()
+        history.add(observe(path))
+        assert says in board_of(history)["fill"]["text"]
+        assert run(["info", str(path)]) == 0
+        assert says in capsys.readouterr().out
 
 
 def test_more_room_is_used_at_once(path):

@@ -428,6 +428,39 @@ def test_a_cache_that_is_gone_leaves_a_slow_loader(path, workers):
 # the rest
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"shuffle": "window"}, ValueError, r"shuffle='window' of a dataset must be True \('rows'\)"),
+        ({"shuffle": 3}, ValueError, "shuffle=3"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"drop_last": 1}, TypeError, "drop_last must be True or False"),
+        ({"workers": -1}, ValueError, "workers"),
+        ({"workers": 257}, ValueError, "workers"),
+        ({"prefetch": -1}, ValueError, "prefetch"),
+        ({"collate_fn": 3}, TypeError, "collate_fn"),
+        ({"rank": 0}, ValueError, "rank=0 and world_size=None go together"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank=2"),
+        ({"device": "cuda:99"}, ValueError, "'cpu'"),
+        ({"shufle": True}, TypeError, "shufle= is unknown"),
+        ({"columns": ["x"]}, TypeError, r"columns= is .* not of a dataset: give columns= to cached\(\)"),
+        ({"transform": len}, TypeError, r"give transform= to cached\(\)"),
+        ({"epoch_rows": 3}, TypeError, "an epoch is each item once"),
+        ({"where": len}, TypeError, "Subset"),
+        ({"weights": [1]}, TypeError, "sampler="),
+    ],
+)
+def test_a_wrong_argument_is_refused(train, options, error, says):
+    with pytest.raises(error, match=says):
+        Loader(train, **options)
+
+
+def test_nothing_but_a_cached_dataset_will_do(train):
+    with pytest.raises(TypeError, match="of a CachedDataset, not of a Cache"):
+        CachedLoader(train.cache)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_on_a_device_batches_are_the_same(path, workers):
     with (
@@ -461,7 +494,10 @@ def test_other_processes_see_its_counts(train):
     assert not observe(train.path).loaders
 
 
-def test_batches_whose_items_are_there_cost_no_call_of_the_dataset(train, monkeypatch):
-    monkeypatch.setattr(train.dataset, "__getitem__", None, raising=False)
-    monkeypatch.setattr(type(train), "items_of", None)
-    assert sorted(flat(Loader(train, 10))) == [*range(LENGTH)]
+def test_batches_whose_items_are_there_cost_no_call_of_the_dataset(path, log):
+    with cached(Numbers(LENGTH, log), path, capacity="64MiB") as train:
+        flat(Loader(train, 10, workers=0))
+        log.unlink()
+        assert sorted(flat(Loader(train, 10))) == [*range(LENGTH)]
+        assert train.stats().made == LENGTH - 1
+    assert not log.exists()

@@ -15,11 +15,10 @@ from processes import Child
 
 import arrowcache as ac
 from arrowcache.arrow.schema import Schema
-from arrowcache.read_through import merging
-from arrowcache.read_through.merging import choose_parts, merge, superseded
+from arrowcache.read_through.merging import merge
 from arrowcache.read_through.places import INDEX, Places
 from arrowcache.storage.claims import only_merger
-from arrowcache.storage.layout import CLAIMS_LOCK, CachedItems, SegmentInfo
+from arrowcache.storage.layout import CLAIMS_LOCK, CachedItems
 from arrowcache.storage.recovery import create_store, open_store
 from arrowcache.storage.sizing import settings_of
 
@@ -35,10 +34,6 @@ SCHEMA = Schema(
     }
 )
 SEGMENT, LENGTH = 64 * KIB, 200
-
-
-def info(seq, nbytes, task="", rows=1):
-    return SegmentInfo(seq, rows, task, nbytes, nbytes, 0.0)
 
 
 def row(index):
@@ -107,39 +102,6 @@ def check(store, length=LENGTH):
 
 def names(store):
     return [segment.name for segment in store.segments()]
-
-
-# which
-
-
-def test_small_segments_are_chosen_that_fill_one_or_are_eight():
-    def chosen(*sizes, room=10**9, rows=10**6):
-        segments = [info(seq, nbytes) for seq, nbytes in enumerate(sizes)]
-        return [each.seq for each in choose_parts(segments, 1000, rows, room)]
-
-    assert chosen(*[10] * 7) == []
-    assert chosen(*[10] * 8) == [*range(8)]
-    assert chosen(400, 400, 400) == [0, 1], "they fill one"
-    assert chosen(400, 400) == [], "more may come"
-    assert chosen(900, *[10] * 8) == [*range(1, 9)]
-    assert chosen(*[10] * 5, 900, *[10] * 5) == [], "one after another, or their number would be many"
-    assert chosen(*[10] * 8, 900, 10) == [*range(8)]
-    assert chosen(*[10] * 20, rows=12) == [*range(12)]
-    assert chosen(*[10] * 20, room=0) == []
-    assert chosen(*[10] * 20, room=merging.room_of_one(55)) == [*range(5)]
-
-
-def test_what_was_merged_is_left_alone_until_its_parts_have_left():
-    parts = [info(seq, 10) for seq in range(8)]
-    merged = info(20, 100, "parts.0-7")
-    younger = [info(seq, 10) for seq in range(21, 28)]
-    assert superseded([*parts, merged, *younger]) == parts
-    assert choose_parts([*parts, merged, *younger], 1000, 100, 10**9) == []
-    assert choose_parts([merged, *younger], 1000, 100, 10**9) == [merged, *younger]
-    assert superseded([*parts, info(20, 100, "default.0.7")]) == []
-
-
-# how
 
 
 def test_many_small_segments_become_few_full_ones(store):

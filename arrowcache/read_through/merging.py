@@ -25,26 +25,35 @@ from arrowcache.storage.parts import choose_parts, superseded, task_of
 from arrowcache.storage.store import RoomPolicy, Store
 
 
-def merge(store: Store, let_go: Callable[[], None]) -> None:
-    """Merge small segments, as many as are worth it now, and remove parts that nobody leases.
+def merge(store: Store, let_go: Callable[[], None]) -> bool:
+    """Merge small segments into one, if that is worth it now, and remove parts that nobody leases.
 
     Does nothing where another process, or thread, is at it.
 
     Args:
         let_go: ends this process' own lease.
-    Blocks: while segments are copied; not for other processes.
+    Blocks: while one segment is copied; not for other processes.
+    Returns: True: one was merged, and more may be worth it.
     Raises: OSError, LockTimeoutError: the folder or its disk fails; nothing is lost.
     """
     if not superseded(store.segments()) and not _parts_now(store):
-        return
+        return False
     with only_merger(store.folder.path / CLAIMS_LOCK, store.folder.rights().file_mode) as is_alone:
-        goes_on = is_alone
-        while goes_on:
-            if superseded(store.segments()):
-                let_go()
-                store.take_back(superseded)
-            parts = _parts_now(store)
-            goes_on = len(parts) > 1 and _merge(store, parts)
+        if not is_alone:
+            return False
+        _remove(store, let_go)
+        parts = _parts_now(store)
+        if len(parts) < 2 or not _merge(store, parts):
+            return False
+        _remove(store, let_go)
+        return True
+
+
+def _remove(store: Store, let_go: Callable[[], None]) -> None:
+    """Remove parts that were merged and are not leased."""
+    if superseded(store.segments()):
+        let_go()
+        store.take_back(superseded)
 
 
 def _parts_now(store: Store) -> list[SegmentInfo]:

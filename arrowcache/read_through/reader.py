@@ -342,10 +342,10 @@ class ReadThrough:
         self._merge()
 
     def _merge(self) -> None:
-        """Merge small segments, if there are many. Raises nothing; waits for no other process."""
+        """Merge small segments once, if there are many. Raises nothing; waits for no other process."""
         self._may_merge = False
         with suppress(*_FAILURES):  # nothing is lost, and the next one tries again
-            merge(self._store, self._let_go)
+            self._may_merge = merge(self._store, self._let_go)
 
     def _let_go(self) -> None:
         with self._lock:

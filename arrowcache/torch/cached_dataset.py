@@ -399,7 +399,10 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
                 bar.update(len(stored))
                 if not all(stored):
                     break  # no more fits
-        return self.cached
+        del making
+        cached = self.cached
+        reader.rest()  # which merges small segments
+        return cached
 
     def turn_over(self) -> int:
         """Evict the oldest items of a full cache: a share of `replace` of the capacity.

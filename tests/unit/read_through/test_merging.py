@@ -78,6 +78,11 @@ def nothing():
     pass
 
 
+def merge_all(store, let_go=nothing):
+    while merge(store, let_go):
+        pass
+
+
 def check(store, length=LENGTH):
     """Every item is there, and what it was; as a process sees it that opens the cache now."""
     places = Places(open_store(store.folder.path, check="bytes"), LENGTH)
@@ -105,13 +110,13 @@ def names(store):
 
 
 def test_many_small_segments_become_few_full_ones(store):
-    merge(store, nothing)
+    merge_all(store)
     check(store)
     assert len(segment_files(ac.Cache(store))) <= 3
     assert store.stats().rows == LENGTH
     assert store.stats().inserted_rows == LENGTH, "a merge publishes no new rows"
     before = names(store)
-    merge(store, nothing)
+    merge_all(store)
     assert names(store) == before
 
 
@@ -119,14 +124,14 @@ def test_a_reader_goes_on_and_parts_leave_once_nobody_leases_them(store):
     reader = Places(store, LENGTH)
     reader.refresh()
     before = reader.snapshot
-    merge(store, nothing)
+    merge_all(store)
     assert len(names(store)) > 40, "the parts are leased"
     ids = reader.rows_of(np.arange(LENGTH))
     assert before.gather(ids)[INDEX].tolist() == [*range(LENGTH)]
     check(store)
     reader.refresh()
     assert reader.count == LENGTH
-    merge(store, reader.release)
+    merge_all(store, reader.release)
     assert len(names(store)) <= 3
     reader.refresh()
     assert reader.snapshot.gather(reader.rows_of(np.arange(LENGTH)))[INDEX].tolist() == [*range(LENGTH)]
@@ -143,7 +148,7 @@ def test_the_capacity_holds(tmp_path, capacity):
             publish(store, range(published, published + 2))
             published += 2
     assert published < LENGTH
-    merge(store, nothing)
+    merge_all(store)
     check(store, published)
 
 
@@ -151,9 +156,9 @@ def test_only_one_merges(store):
     before = names(store)
     with only_merger(store.folder.path / CLAIMS_LOCK, 0o600) as first:
         assert first
-        merge(store, nothing)
+        merge_all(store)
         assert names(store) == before
-    merge(store, nothing)
+    merge_all(store)
     assert len(names(store)) <= 3
 
 
@@ -161,14 +166,14 @@ def test_a_damaged_part_is_left_out(store):
     with open(segment_files(ac.Cache(store))[3], "r+b") as file:
         file.truncate(100)
     with pytest.warns(RuntimeWarning, match="quarantined"):
-        merge(store, nothing)
-    merge(store, nothing)
+        merge_all(store)
+    merge_all(store)
     check(store, LENGTH - 5)
     assert len(names(store)) <= 4
 
 
 def merge_at(path):
-    merge(open_store(path, check="structure"), nothing)
+    merge_all(open_store(path, check="structure"))
 
 
 @pytest.mark.slow
@@ -177,7 +182,7 @@ def test_processes_that_race_lose_nothing(store):
     for child in children:
         with child:
             child.result()
-    merge(store, nothing)
+    merge_all(store)
     check(store)
     assert len(names(store)) <= 3
     assert store.stats().rows == LENGTH
@@ -199,13 +204,13 @@ def test_a_kill_in_any_step_loses_nothing(tmp_path):
         if not pid:
             try:
                 with Faults(number, die, only=lambda point: point.is_change).active():
-                    merge(open_store(store.folder.path, check="structure"), nothing)
+                    merge_all(open_store(store.folder.path, check="structure"))
                 os._exit(0)
             finally:
                 os._exit(1)
         _, status = os.waitpid(pid, 0)
         check(store, 40)
-        merge(store, nothing)
+        merge_all(store)
         check(store, 40)
         assert len(names(store)) == 1
         assert store.stats().rows == 40

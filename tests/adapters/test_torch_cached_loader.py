@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -18,6 +19,7 @@ import pytest
 import torch
 from datasets_of_items import KINDS, Items, Large, Numbers, check, made, pairs, same, there
 from helpers import flip_byte, in_child, segment_files, wait_until
+from interruptions import interruptions, library
 from nested import Scan
 from processes import METHODS, Script
 from torch.utils.data import DataLoader, get_worker_info
@@ -359,6 +361,29 @@ def test_ctrl_c_ends_an_epoch_and_the_next_one_has_all(path):
         assert said == "interrupted"
         assert script.line() == "all"
         assert script.end() == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # it came in a destructor
+@pytest.mark.filterwarnings("ignore:a snapshot was not closed", "ignore:a writer with")
+@pytest.mark.parametrize("there", [True, False])
+def test_after_ctrl_c_at_any_step_all_goes_on(path, monkeypatch, there):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps what was dropped
+    for number, interruption in enumerate(interruptions(100, library, every=7, finalizers=True)):
+        folder = path.with_name("there" if there else str(number))
+        with cached(Numbers(40), folder, capacity="64MiB") as train:
+            if there:
+                train.__getitems__([*range(40)])
+            loader = Loader(train, 10, workers=0)
+            with interruption:
+                flat(loader)
+            assert sorted(flat(loader)) == [*range(40)], interruption.where
+            loader.close()
+            cache = train.cache
+            wait_until(lambda cache=cache: not cache.stats().leased_bytes, "the leases to end")
+            assert sorted(flat(Loader(train, 10, workers=0))) == [*range(40)]
+            assert train.cached == 40, "no claim is kept"
+            assert cache.verify() == []
 
 
 STARTED = """

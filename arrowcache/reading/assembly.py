@@ -28,7 +28,7 @@ from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.temperature import Temperature, batches_ahead
+from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import ColumnData, Values, column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.reading.worker_threads import WorkerThreads
@@ -39,8 +39,7 @@ Batch = dict[str, Any]
 _VIEWS = 8  # batches over one mapping
 _AGE_ROWS = 64  # rows drawn at once whose age is looked up
 _DRAWN_ROWS = 4096  # rows of the order drawn at once
-_WARM_BYTES = 8 << 20  # bytes under way: more slots leave the processor's cache
-_MOST_UNDER_WAY, _MOST_FETCHED = 8, 64
+_MOST_FETCHED = 64  # batches
 _MOST_BATCHES = 256  # of a portion
 _ELEMENTS_UNDER_GIL = 500
 _PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying this
@@ -97,10 +96,7 @@ class Assembly:
         workers, prefetch = self._options.workers, self._options.prefetch
         if prefetch is not None:
             return prefetch + workers
-        if self.temperature.is_cold:
-            usual = batches_ahead(self._batch_rows, self._batch_bytes)
-        else:
-            usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
+        usual = self.temperature.batches_ahead(self._batch_rows, self._batch_bytes)
         if self._viewer is not None:  # views cost no memory ahead
             usual = max(usual, self._most_batches + min(_MOST_FETCHED, FETCHED_BYTES // self._batch_bytes))
         return usual + workers

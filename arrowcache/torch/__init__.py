@@ -3,6 +3,7 @@
 try:
     from arrowcache.torch.batch_sampler import EpochBatchSampler
     from arrowcache.torch.cached_dataset import CachedDataset, CachedStats, cached
+    from arrowcache.torch.cached_loader import CachedLoader
     from arrowcache.torch.dataset import CacheDataset, dataloader
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
     from arrowcache.torch.iterable import CacheIterableDataset
@@ -17,6 +18,7 @@ __all__ = [
     "CacheDataset",
     "CacheIterableDataset",
     "CachedDataset",
+    "CachedLoader",
     "CachedStats",
     "DevicePrefetcher",
     "EpochBatchSampler",

@@ -9,19 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import assert_type
 
 import arrowcache as ac
 from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows, Retries, WebDatasetShards
 from arrowcache.torch import (
     CacheDataset,
+    CachedLoader,
     CacheIterableDataset,
     DevicePrefetcher,
     EpochBatchSampler,
     Loader,
     PackedLoader,
     PrefetcherStats,
+    cached,
     dataloader,
     packed,
 )
@@ -157,6 +159,11 @@ def torch_adapters(cache: ac.Cache) -> None:
     spelled_out = DataLoader(dataset, batch_sampler=sampler, num_workers=4, persistent_workers=True)
     assert_type(spelled_out, DataLoader[dict[str, Any]])
     assert_type(dataloader("path", 64, num_workers=4, pin_memory=True), DataLoader[dict[str, Any]])
+    train = cached(TensorDataset(torch.arange(3)), "path", capacity="1GB")
+    with CachedLoader(train, 64, collate_fn=list, workers=2) as batches:
+        batches.load_state_dict(batches.state_dict())
+        assert_type(len(batches), int)
+        assert_type(next(iter(batches)), Any)
     stream = CacheIterableDataset(Path("path"), 64, rank=0, world_size=2, run_id="job")
     stream.load_state_dict(stream.state_dict())
     assert_type(DataLoader(stream, batch_size=None), DataLoader[dict[str, Any]])

@@ -33,7 +33,8 @@ def check(batches: Iterable[Batch]) -> None:
     """Raises: SystemExit: an item is wrong, is missing, or came twice."""
     times = torch.zeros(ITEMS, dtype=torch.int64)
     for values, numbers in batches:
-        if values.shape != (len(numbers), NUMBERS) or not torch.equal(values[:, 0], numbers.float()):
+        ends = values[:, [0, -1]]
+        if values.shape != (len(numbers), NUMBERS) or not bool((ends == numbers.float()[:, None]).all()):
             raise SystemExit("an item is wrong")
         times += torch.bincount(numbers, minlength=ITEMS)
     if not bool((times == 1).all()):

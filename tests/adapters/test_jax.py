@@ -174,6 +174,7 @@ def test_columns_that_jax_lacks_stay_numpy_s(tmp_path):
     assert isinstance(batch["half"], jax.Array)
     assert batch["half"].dtype == jnp.bfloat16
     assert batch["half"][:, 1].astype(int).tolist() == list(range(16))
+    assert isinstance(batch["is_odd"], jax.Array)
     assert batch["is_odd"].tolist() == [False, True] * 8
     assert batch["name"] == [str(number) for number in range(16)]
     assert batch["data"] == [b"a" * number for number in range(16)]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -19,14 +20,17 @@ Epochs = Callable[[Path], Iterator[Iterable[Batch]]]
 
 
 class Slow(Dataset[tuple[torch.Tensor, int]]):
-    """Each item is its own number, many times. It sleeps where a real one decodes."""
+    """Each item is its own number, many times. It sleeps where a real one decodes.
+
+    NumPy makes it: in processes that are no DataLoader's workers torch's threads would spin after each.
+    """
 
     def __len__(self) -> int:
         return ITEMS
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         time.sleep(SECONDS)
-        return torch.full((NUMBERS,), float(index)), index
+        return torch.from_numpy(np.full(NUMBERS, index, np.float32)), index
 
 
 def check(batches: Iterable[Batch]) -> None:

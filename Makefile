@@ -126,9 +126,10 @@ test-tensorflow: .envs/tensorflow/.stamp
 	$(call compile,tensorflow)
 	.envs/tensorflow/bin/python $(TESTS) $(WITH_TENSORFLOW) tests/notebooks tests/architecture/test_environments.py $(ARGS)
 
+WITH_JAX := tests/adapters/test_jax.py tests/refusals/test_jax_arguments.py
 test-jax: .envs/jax/.stamp
 	$(call compile,jax)
-	.envs/jax/bin/python $(TESTS) tests/adapters/test_jax.py tests/architecture/test_environments.py $(ARGS)
+	.envs/jax/bin/python $(TESTS) $(WITH_JAX) tests/architecture/test_environments.py $(ARGS)
 
 # The wheel, the sdist and the repository, each in an environment of its own; the second with all extras, too.
 test-install: .envs/newest/.stamp

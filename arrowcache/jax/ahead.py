@@ -17,42 +17,42 @@ class AheadIterator(EpochIterator):
     """As `EpochIterator`, one batch ahead. `finish` puts a batch on the device, and does not wait for it."""
 
     _taken: ReadyBatch | None = None  # the batch ahead
-    _put: Batch | None = None  # that on its device; None if this failed, so that its step tells why
+    _placed: Batch | None = None  # on its device; None if that failed, so that its step tries again
 
     def _next(self, stream: BatchStream) -> Batch:
-        taken, put, self._taken, self._put = self._taken, self._put, None, None
-        if taken is None:
-            try:
-                with stream.waiting():
-                    taken = stream.take(self._timeout_seconds)
-            except BaseException:
-                stream.fail()
-                raise
+        taken, placed = self._taken, self._placed
+        self.forget()
         try:
             if taken is None:
-                put = {}
-            elif put is None:
-                put = self._finish(taken.batch)
+                with stream.waiting():
+                    taken = stream.take(self._timeout_seconds)
+        except BaseException:
+            stream.fail()
+            raise
+        try:
             if taken is not None:
+                placed = self._finish(taken.batch) if placed is None else placed
                 self._look_ahead(stream)
         except BaseException:
             stream.close()
             raise
         stream.deliver(taken)  # now nothing comes between it and its consumer
-        return put
+        return {} if placed is None else placed
 
     def _look_ahead(self, stream: BatchStream) -> None:
         """Take the batch behind, if it is made, and put it on the device; an error waits for its step."""
-        if not stream.is_ready() or not stream.ready:  # made: not the end, or an error
+        if not stream.is_ready() or not stream.ready:  # none, the end, or an error
             return
-        self._taken = taken = stream.take(self._timeout_seconds)
+        taken = stream.take(self._timeout_seconds)
         if taken is None:  # it has ended meanwhile
             return
         try:
-            self._put = self._finish(taken.batch)
-        except Exception:  # noqa: BLE001  # such as no memory on the device: tried again in its step
-            self._put = None
+            placed = self._finish(taken.batch)
+        except Exception:  # noqa: BLE001  # such as no memory on the device
+            self._taken = taken
+        else:
+            self._taken, self._placed = taken._replace(batch={}), placed
 
     def forget(self) -> None:
-        """Let go of the batch ahead: the loader is closed."""
-        self._taken = self._put = None
+        """Let go of the batch ahead, as when the loader is closed."""
+        self._taken = self._placed = None

@@ -61,16 +61,11 @@ class Loader(NumpyLoader):
     ) -> None:
         self._placement = Placement(device, sharding)
         super().__init__(cache, batch_size, **options)
-        checked, schema, ranks = self._options, self._store.settings.schema, self._world_size()
-        if self._placement.is_shared and ranks == 1:
-            raise ValueError(
-                "the sharding has devices of other processes, and this loader has no rank: initialize "
-                "jax.distributed, or pass rank=jax.process_index() and world_size=jax.process_count()"
-            )
-        rows = checked.batch_size * (ranks if self._placement.is_shared else 1)
-        self._placement.require_fit(schema, checked.names, rows)
-        if not checked.drop_last and ranks == 1:  # several are given whole batches
-            self._placement.require_fit(schema, checked.names, 1)
+        try:
+            self._require_fit()
+        except ValueError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the epoch, and the threads and processes of workers; lease nothing afterwards. Idempotent.
@@ -91,6 +86,19 @@ class Loader(NumpyLoader):
     def _world_size(self) -> int:
         found = self._membership(begins=False)
         return 1 if found is None else found.world_size
+
+    def _require_fit(self) -> None:
+        """Raises: ValueError: the sharding does not divide the batches of this loader."""
+        options, schema, ranks = self._options, self._store.settings.schema, self._world_size()
+        is_shared, require_fit = self._placement.is_shared, self._placement.require_fit
+        if is_shared and ranks == 1:
+            raise ValueError(
+                "the sharding has devices of other processes, and this loader has no rank: initialize "
+                "jax.distributed, or pass rank=jax.process_index() and world_size=jax.process_count()"
+            )
+        require_fit(schema, options.names, options.batch_size * (ranks if is_shared else 1))
+        if not options.drop_last and ranks == 1:  # several get whole batches
+            require_fit(schema, options.names, 1)
 
     def _hand_out(self, stream: BatchStream) -> Batches:
         ahead = AheadIterator(stream, self._options.timeout, self._finish)

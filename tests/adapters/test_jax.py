@@ -247,26 +247,6 @@ def test_a_transform_that_returns_no_columns_is_told(cache):
         next(iter(loader))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"device": "cpu"}, TypeError, "device must be a jax.Device"),
-        ({"sharding": "data"}, TypeError, "sharding must be a jax.sharding.Sharding"),
-        ({"device": 0, "sharding": 0}, ValueError, "exclude each other"),
-        ({"batch_size": 20, "sharding": ("data",)}, ValueError, r"does not divide column 'id'.* \(20,\)"),
-        ({"drop_last": False, "sharding": ("data",)}, ValueError, "drop_last=True"),
-        ({"sharding": (None, "data")}, ValueError, r"column 'id', whose batches are \(16,\)"),
-        ({"workers": -1}, ValueError, "workers"),
-    ],
-)
-def test_a_wrong_argument_fails_in_the_constructor(cache, options, error, words):
-    options = {"batch_size": 16} | options
-    if isinstance(options.get("sharding"), tuple):
-        options["sharding"] = sharding(*options["sharding"])
-    with pytest.raises(error, match=words):
-        aj.Loader(cache, **options)
-
-
 # processes
 
 

@@ -11,13 +11,14 @@ NAME := newest
 demo := .[demo]
 newest := .[dev]
 tensorflow := .[test] tensorflow-cpu ipykernel nbclient typer
+jax := .[test] jax
 oldest := .[demo,test] tensorflow-cpu tensorflow-io
 wheels := hatchling ziglang auditwheel
 docs := mkdocs-material mkdocstrings-python ruff
 mutants := .[test] cosmic-ray torch
 # Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.
 PEERS := peers streaming reverb
-peers := array_record datasets grain litdata numpy pylance spdl tensordict torch torchdata torchrl webdataset
+peers := array_record datasets grain litdata monai numpy pylance spdl tensordict torch torchdata torchrl webdataset
 streaming := mosaicml-streaming torch
 reverb := dm-reverb[tensorflow] portpicker
 
@@ -37,20 +38,20 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-oldest test-install test-extras \
-	fuzz mutants bench peers pictures wheels docs lint format freeze clean
+.PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-jax test-oldest test-install \
+	test-extras fuzz mutants bench peers pictures wheels docs lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train on a cache that grows, and print what happened each epoch"
 	@echo "make check   run the quick tests, after each change      (ARGS=... goes to pytest, here and below)"
-	@echo "make test    run all tests              (test-newest, test-tensorflow and test-oldest are its parts,"
-	@echo "             one an environment, and test-ray and test-install)"
+	@echo "make test    run all tests              (test-newest, test-tensorflow, test-jax and test-oldest are"
+	@echo "             its parts, one an environment, and test-ray and test-install)"
 	@echo "make test-extras    install the wheel with each extra by itself, and use it: gigabytes come down"
 	@echo "make fuzz    give the engine random jobs for FUZZ_SECONDS=600; needs clang or AFL++"
 	@echo "make mutants    break the code in MUTANTS=200 places drawn by SEED=0, in files with ONLY=reading/order.py,"
 	@echo "             and tell which breaks the unit tests do not notice; hours for thousands"
-	@echo "make environments   install what tests need, with -j3 all at once"
+	@echo "make environments   install what tests need, with -j4 all at once"
 	@echo "make bench   run the benchmarks         (BENCH=gather for one)"
 	@echo "make peers   measure arrowcache beside its peers, and write the tables and plots of that"
 	@echo "make pictures   take README's pictures anew, of a notebook in JupyterLab; needs chromium"
@@ -68,7 +69,7 @@ demo: .envs/demo/.stamp
 	$(call compile,demo)
 	.envs/demo/bin/python -m arrowcache.demo $(ARGS)
 
-environments: .envs/newest/.stamp .envs/tensorflow/.stamp .envs/oldest/.stamp
+environments: .envs/newest/.stamp .envs/tensorflow/.stamp .envs/jax/.stamp .envs/oldest/.stamp
 
 # From the environment that is there, also if it is not up to date: what a developer waits for is the tests. It has
 # no more processes than there are processors: each of them first imports what the tests need.
@@ -81,7 +82,7 @@ check:
 
 # Minutes: of a machine of 2 cores with nothing else to do. Each part is measured when that changes much.
 MINUTES := 27
-test: say-how-long test-newest test-ray test-tensorflow test-oldest test-install
+test: say-how-long test-newest test-ray test-tensorflow test-jax test-oldest test-install
 say-how-long:
 	@echo "all tests: about $(MINUTES) minutes on 2 cores, and some more where environments are built first; make check: the quick ones"
 
@@ -124,6 +125,11 @@ test-ray: .envs/newest/.stamp
 test-tensorflow: .envs/tensorflow/.stamp
 	$(call compile,tensorflow)
 	.envs/tensorflow/bin/python $(TESTS) $(WITH_TENSORFLOW) tests/notebooks tests/architecture/test_environments.py $(ARGS)
+
+WITH_JAX := tests/adapters/test_jax.py tests/refusals/test_jax_arguments.py
+test-jax: .envs/jax/.stamp
+	$(call compile,jax)
+	.envs/jax/bin/python $(TESTS) $(WITH_JAX) tests/architecture/test_environments.py $(ARGS)
 
 # The wheel, the sdist and the repository, each in an environment of its own; the second with all extras, too.
 test-install: .envs/newest/.stamp

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import DEADLINE_SECONDS, full, make_cache, publish, segment_files, wait_until
+from helpers import DEADLINE_SECONDS, full, make_cache, publish, published_ids, segment_files, wait_until
 from helpers import sample as row
 from pool_tasks import QUICK, draws, expected, fails_at, gated, sampled, tasks
 
 import arrowcache as ac
 from arrowcache import SamplerPool
+from arrowcache.sampling.sources import Items
 
 WORKERS = 2
 
@@ -104,6 +105,14 @@ def test_a_pool_stopped_in_mid_run_repeats_no_task_and_counts_all_that_it_publis
     assert both == {number: expected(number) for number in both}
     assert cache.verify() == []
     assert executor.submit(abs, -1).result(DEADLINE_SECONDS) == 1, "it is not the pools' to end"
+
+
+@pytest.mark.slow
+def test_each_item_of_a_dataset_comes_once_and_a_pool_started_again_draws_none(cache, executor):
+    items = Items([row(number) for number in range(150)])
+    for rows in (150, 0):
+        assert sampled(cache, items, executor=executor, workers=3).rows == rows
+    assert sorted(published_ids(cache)) == list(range(150))
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ from ray.cluster_utils import Cluster
 import arrowcache as ac
 from arrowcache.ray import NodeCaches, SamplerPool
 from arrowcache.ray.ingest import NodeIngest
+from arrowcache.sampling.sources import Items
 
 OPTIONS: dict[str, Any] = {"progress": False, "workers": 3}
 PATHS = (Path(ac.__file__).parents[1], Path(__file__).parents[1])  # for the workers' imports
@@ -141,6 +142,21 @@ def test_each_node_gets_a_share_of_what_a_local_pool_would_publish(caches):
     assert sum(each.segments for each in nodes.values()) == 12
     assert min(each.segments for each in nodes.values()) > 0
     assert sum(each.bytes for each in nodes.values()) == stats.bytes
+
+
+def test_each_item_of_a_dataset_is_drawn_once_a_pass_and_published_on_one_node(caches):
+    items = Items([row(number) for number in range(150)], passes=2)
+    for rows in (300, 0):  # a pool that is started again has nothing to draw
+        with SamplerPool(caches, items, **OPTIONS) as pool:
+            pool.wait(timeout=LONG_SECONDS)
+            assert pool.stats().rows == rows
+    drawn = split(caches)
+    orders = [
+        [each for number in numbers.tolist() for each in drawn[number]]
+        for numbers in np.array_split(sorted(drawn), 2)
+    ]
+    assert [sorted(order) for order in orders] == [list(range(150))] * 2
+    assert orders[0] != orders[1]
 
 
 def test_all_nodes_get_the_same_bytes(caches, tmp_path):

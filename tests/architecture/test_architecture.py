@@ -21,7 +21,7 @@ LAYERS = {  # an import may only point to a lower number
     "demo": 8, "cli": 8,  # users' own programs
     "arrowcache": 7,  # __init__: the list of exports
     "explore": 6,
-    "torch": 5, "tensorflow": 5, "ray": 5,
+    "torch": 5, "tensorflow": 5, "jax": 5, "ray": 5,
     "read_through": 4, "cache": 4,
     "sampling": 3, "reading": 3,
     "storage": 2,
@@ -34,6 +34,7 @@ STANDARD_LIBRARY_ONLY = ("cgroup", "display", "errors", "lifetimes", "linux", "u
 FRAMEWORKS = {
     "torch": ("torch", "demo"),
     "tensorflow": ("tensorflow",),
+    "jax": ("jax",),
     "ray": ("ray",),
     "sklearn": ("demo",),
     "pandas": ("explore",),

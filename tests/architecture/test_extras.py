@@ -26,6 +26,7 @@ sys.meta_path.insert(0, Absent())
     [
         ("torch", "import arrowcache.torch", "torch"),
         ("tensorflow", "import arrowcache.tensorflow", "tensorflow"),
+        ("jax", "import arrowcache.jax", "jax"),
         ("ray", "import arrowcache.ray", "ray"),
         ("torch", "import arrowcache.demo", "demo"),
         ("pandas", "from arrowcache.explore import head", "explore"),

@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1]
 SEAMS = (
     "os.", "subprocess.", "sys.", "time.", "tempfile.", "Path.", "socket.", "builtins.",  # Python's own
     "threading.Thread.", "resource.", "importlib.util.", "warnings.",
-    "torch.", "np.", "tf.", "pq.",  # other libraries, as they are on another machine
+    "torch.", "np.", "tf.", "jax.", "pq.",  # other libraries, as they are on another machine
     "arrowcache.linux.", "linux.", "maps.", "locks.", "Folder.", "LockFile.",  # the kernel, files of a cache
     "engine.library.", "engine.quick.", "arrowcache.torch.device.backend_of.",  # native code, devices
 )  # fmt: skip

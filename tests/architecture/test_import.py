@@ -14,7 +14,7 @@ import arrowcache
 
 PACKAGE = Path(arrowcache.__file__).parent
 UNUSED = {
-    "asyncio", "cloudpickle", "dask", "difflib", "loky", "multiprocessing", "pandas", "pickle", "ray",
+    "asyncio", "cloudpickle", "dask", "difflib", "jax", "loky", "multiprocessing", "pandas", "pickle", "ray",
     "sklearn", "subprocess", "tempfile", "tensorflow", "torch", "tqdm",
 }  # fmt: skip
 """What a cache, and a loader without worker processes, do without."""
@@ -111,7 +111,7 @@ def test_a_pool_on_an_executor_of_the_users_loads_no_process_pool(tmp_path):
 @pytest.mark.slow
 def test_ready_samplers_load_no_reader_before_they_need_it():
     loaded = loaded_by("import arrowcache, arrowcache.sampling.sources")
-    assert not tops(loaded) & {"zarr", "h5py", "fsspec", "PIL", "torch", "tensorflow"}
+    assert not tops(loaded) & {"zarr", "h5py", "fsspec", "PIL", "torch", "tensorflow", "jax"}
 
 
 # the names

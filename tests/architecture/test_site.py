@@ -79,5 +79,5 @@ def test_every_public_name_is_asked_for(check):
     assert {*names["arrowcache"], *names["arrowcache.errors"]} == {*arrowcache.__all__}
     assert names["arrowcache.explore"] == arrowcache.explore.__all__
     assert names.keys() >= {
-        f"arrowcache.{name}" for name in ("ray", "sampling.sources", "tensorflow", "torch")
+        f"arrowcache.{name}" for name in ("jax", "ray", "sampling.sources", "tensorflow", "torch")
     }

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.measure import hardware
-from benchmarks.peers import page_cache, rolling
+from benchmarks.peers import page_cache, rolling, slow
 from benchmarks.peers.case import Case, adapter_of, check, consumer_of
 from benchmarks.peers.footprint import Footprint
 from benchmarks.peers.registry import PEERS
@@ -183,6 +183,40 @@ def test_every_peer_has_its_module_and_its_environment():
         assert callable(adapter.loader)
         assert (ROOT / "constraints" / f"{peer.environment}.txt").exists()
     assert len({peer.name for peer in PEERS}) == len({peer.module for peer in PEERS}) == len(PEERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values, numbers: None, None),
+        (lambda values, numbers: numbers.__setitem__(3, 4), "an item is wrong"),
+        (lambda values, numbers: values.__setitem__((3, -1), 7), "an item is wrong"),
+        (
+            lambda values, numbers: values.__setitem__(3, 4) or numbers.__setitem__(3, 4),
+            "1 items are missing",
+        ),
+    ],
+    ids=["right", "number", "value", "twice"],
+)
+def test_an_epoch_of_a_slow_dataset_has_each_item_once(monkeypatch, change, words):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from benchmarks.peers import slow_items
+
+    monkeypatch.setattr("benchmarks.peers.slow_items.NUMBERS", 5)
+    numbers = torch.randperm(slow_items.ITEMS, generator=torch.Generator().manual_seed(0))
+    values = numbers.float()[:, None].repeat(1, 5)
+    change(values, numbers)
+    batches = zip(values.split(64), numbers.split(64), strict=True)
+    if words is None:
+        slow_items.check(batches)
+        return
+    with pytest.raises(SystemExit, match=words):
+        slow_items.check(batches)
+
+
+def test_each_way_to_keep_the_items_has_an_adapter():
+    adapters = (ROOT / "benchmarks" / "peers" / "slow_adapters").glob("[!_]*.py")
+    assert {way.module for way in slow.WAYS} == {path.stem for path in adapters}
 
 
 def test_the_rolling_case_deletes_nothing_of_others(tmp_path):

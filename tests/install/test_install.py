@@ -24,6 +24,7 @@ MESSAGES = {
         "import arrowcache.tensorflow",
         "arrowcache.tensorflow needs tensorflow, which is not installed",
     ),
+    "jax": ("import arrowcache.jax", "arrowcache.jax needs jax, which is not installed"),
     "explore": (
         "from arrowcache.explore import sql",
         "arrowcache.explore.sql needs duckdb, which is not installed",
@@ -200,7 +201,7 @@ def test_a_source_installs_where_nothing_compiles(built, environment, no_compile
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", sorted(MESSAGES))
 def test_the_wheel_with_one_extra_does_what_that_is_for(built, environment, extra):
-    versions = "tensorflow" if extra == "tensorflow" else "newest"
+    versions = extra if extra in ("jax", "tensorflow") else "newest"
     environment.install(f"{built['wheel']}[{extra}]", versions=versions)
     environment.use("core")
     if extra == "demo":

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import assert_type
 
 import arrowcache as ac
+import arrowcache.jax
 from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows, Retries, WebDatasetShards
 from arrowcache.torch import (
     CacheDataset,
@@ -198,6 +199,11 @@ def errors() -> None:
 
 
 def devices(cache: ac.Cache) -> None:
+    with arrowcache.jax.Loader(cache, 64, device=None, sharding=None, shuffle="window", seed=1) as arrays:
+        assert_type(arrays, arrowcache.jax.Loader)
+        for batch in arrays:
+            assert_type(batch, dict[str, Any])
+    arrowcache.jax.Loader(cache, 64, devise=None)  # type: ignore[call-arg]
     with Loader(cache, 64, device="cuda") as loader:
         for batch in loader:
             assert_type(batch, dict[str, Any])

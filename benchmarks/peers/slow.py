@@ -1,0 +1,87 @@
+"""A slow Dataset that is read again and again: `cached` beside what else keeps its items.
+
+Question: how long until 1, 2 and 5 epochs are done, each with every item once? Making the items counts, also
+where a peer does it before the first epoch.
+Method: 5,000 items of 150 KB, each of which takes 24 ms (a pause), two workers, batches of 64, shuffled. Each
+peer as its documentation advises, in a process of its own, on a folder of the disk that is empty; the clock
+begins when its libraries have been imported. Every batch is checked, and that each epoch has every item once.
+Run: `python -m benchmarks.peers.slow`, some 15 minutes; names of modules after it for some of the peers.
+Results: benchmarks/RESULTS.md, "cached".
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+
+EPOCHS, SHOWN = 5, (1, 2, 5)
+_MOST_SECONDS = 900  # of one peer
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to keep the items: where its adapter is, in which environment, and whose version is told."""
+
+    module: str
+    name: str
+    environment: str = "peers"
+    distribution: str = "torch"
+
+
+WAYS = [
+    Way("plain", "nothing kept, torch DataLoader"),
+    Way("arrowcache", "arrowcache, `cached`", "newest", "arrowcache"),
+    Way("monai_persistent", "MONAI, PersistentDataset", distribution="monai"),
+    Way("monai_smart", "MONAI, SmartCacheDataset, all in memory", distribution="monai"),
+    Way("monai_smart_half", "MONAI, SmartCacheDataset, half in memory", distribution="monai"),
+    Way("litdata", "litdata, `optimize`", distribution="litdata"),
+    Way("hf_map", "HF datasets, `map`", distribution="datasets"),
+]
+
+
+def measure(way: Way) -> None:
+    """Print the seconds until the end of each epoch, and the version of what was measured, as JSON."""
+    from benchmarks.peers.slow_items import check
+
+    adapter = importlib.import_module(f"benchmarks.peers.slow_adapters.{way.module}")
+    with tempfile.TemporaryDirectory(prefix="slow-") as folder:
+        started, seconds = time.perf_counter(), []
+        for batches in islice(adapter.epochs(Path(folder)), EPOCHS):
+            check(batches)
+            seconds.append(time.perf_counter() - started)
+        print("RESULT", json.dumps([version(way.distribution), seconds]), flush=True)
+
+
+def main(modules: list[str]) -> None:
+    from benchmarks.measure import machine
+    from benchmarks.peers.__main__ import ROOT, interpreter
+
+    print(machine())
+    print("| kept by | version |", *(f"{number} done, s |" for number in SHOWN))
+    print("|---|---|" + "---|" * len(SHOWN))
+    for way in WAYS:
+        if modules and way.module not in modules:
+            continue
+        command = [str(interpreter(way.environment)), "-m", "benchmarks.peers.slow", "measure", way.module]
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=_MOST_SECONDS
+        )
+        result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+        number, seconds = json.loads(result.removeprefix("RESULT "))
+        cells = " | ".join(f"{seconds[epoch - 1]:.1f}" for epoch in SHOWN)
+        print(f"| {way.name} | {number} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["measure"]:
+        measure({way.module: way for way in WAYS}[sys.argv[2]])
+    else:
+        main(sys.argv[1:])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import make_cache, wait_until
+from helpers import KIB, make_cache, wait_until
 
 import arrowcache as ac
 from arrowcache import Loader
@@ -66,9 +66,18 @@ def test_each_row_comes_once_an_epoch_within_the_budget_and_epochs_differ(cache,
 
 
 def test_the_order_is_of_the_seed_and_the_epoch_whatever_tells_the_lengths(cache):
-    with loader_of(cache) as loader, loader_of(cache, length_of="count", columns=["tokens", "id"]) as other:
-        epochs = [[ids_of(batch) for batch in each] for each in (loader, other)]
-    assert epochs[0] == epochs[1]
+    with loader_of(cache) as loader:
+        expected = [ids_of(batch) for batch in loader]
+    with loader_of(cache, length_of="count", columns=["tokens", "id"]) as loader:
+        assert [ids_of(batch) for batch in loader] == expected
+    with loader_of(cache, columns=["id"]) as loader:
+        assert [batch["id"].tolist() for batch in loader] == expected
+
+
+def test_memory_is_for_the_rows_of_a_batch_not_for_as_many_as_tokens(cache):
+    with loader_of(cache, batch_tokens=1 << 24) as loader:
+        assert [len(batch["id"]) for batch in loader] == [ROWS]
+        assert loader.stats().slot_bytes < 64 * KIB
 
 
 def test_a_ragged_length_counts_items_of_any_shape(tmp_path):

@@ -96,7 +96,8 @@ class Plan:
             most_rows: most rows of a segment in the cache; bounds the work of a resume.
             packing: sequences that the reader makes. None means batches of rows.
         Raises: ValueError: not a valid state, or one of another version or cache, or of other sequences, or
-            one with rows left of an epoch begun in an order of 0.1.0. The message says what is wrong.
+        one
+            with rows left of an epoch begun in an order of 0.1.0. The message says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")

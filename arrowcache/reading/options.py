@@ -57,6 +57,13 @@ class EpochArguments(TypedDict, total=False):
     paced: bool
 
 
+class PackedArguments(EpochArguments, total=False):
+    """Keyword arguments of `arrowcache.torch.packed` that are those of `Loader`."""
+
+    shuffle: str | None
+    prefetch: int | None
+
+
 class LoaderArguments(EpochArguments, total=False):
     """All keyword arguments of `Loader`."""
 

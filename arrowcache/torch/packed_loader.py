@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arrowcache.reading.assembly import MEMORY, Memory
 from arrowcache.reading.loader import Loader as NumpyLoader
-from arrowcache.reading.options import EpochArguments, spelled_out
+from arrowcache.reading.options import PackedArguments, spelled_out
 from arrowcache.reading.packing import Packing
 from arrowcache.reading.sequences import SequenceAssembly
 from arrowcache.storage.recovery import HasStore, store_of
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 _SHUFFLES = ("rows", "window", None)
-
-
-class PackedArguments(EpochArguments, total=False):
-    """Keyword arguments of `packed` that are those of `Loader`."""
-
-    shuffle: str | None
-    prefetch: int | None
 
 
 class PackedLoader(Loader):

@@ -8,9 +8,8 @@ from dataclasses import fields
 import pytest
 
 import arrowcache as ac
-from arrowcache.reading.options import EpochArguments, LoaderArguments, LoaderOptions
+from arrowcache.reading.options import EpochArguments, LoaderArguments, LoaderOptions, PackedArguments
 from arrowcache.torch import CacheIterableDataset, EpochBatchSampler, Loader, dataloader, packed
-from arrowcache.torch.packed_loader import PackedArguments
 
 SPELLED_OUT = inspect.signature(ac.Loader).parameters
 OWN = {"cache", "batch_size", "device", "num_workers", "options", "source", "column", "length", "split"}
